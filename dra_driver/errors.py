@@ -1,0 +1,81 @@
+"""The errors of the driver, one tree.
+
+    DraDriverError
+    ├── RetryableError        the same call may succeed later: API server down, device being torn down
+    │   ├── ApiUnavailableError   the API server did not answer, or answered that it cannot now
+    │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is absent or not ready
+    │   └── DeviceLostError       a GPU does not answer any more
+    ├── PermanentError        somebody must change something first: claim, configuration, node
+    │   ├── ClaimRefusedError     this claim cannot be prepared as it stands
+    │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file
+    │   ├── ApiRejectedError      the API server understood and refused (status code in `.status`)
+    │   ├── NotSupportedError     this GPU or driver does not have the feature; data, not a fault
+    │   └── StateError            a record or directory of ours cannot be read or written
+    └── FatalError            the process cannot go on; it stops with this as its cause
+
+Every edge (NVML, API server, file system, gRPC) maps foreign errors to these in one place and chains
+the original. A text names the action, the object and the remedy, and is one line.
+"""
+
+from __future__ import annotations
+
+
+class DraDriverError(Exception):
+    """Base of all errors that this driver raises on purpose."""
+
+
+class RetryableError(DraDriverError):
+    """The same call may succeed later without anybody changing anything."""
+
+
+class ApiUnavailableError(RetryableError):
+    """The API server did not answer in time, refused the connection, or asked to come back later."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NvmlUnavailableError(RetryableError):
+    """NVML cannot be loaded or initialised: driver not installed, not loaded, or being replaced."""
+
+
+class DeviceLostError(RetryableError):
+    """A GPU fell off the bus or does not answer."""
+
+
+class PermanentError(DraDriverError):
+    """Will not succeed until a person changes something."""
+
+
+class ClaimRefusedError(PermanentError):
+    """A claim cannot be prepared as it stands."""
+
+
+class InvalidConfigError(PermanentError):
+    """Opaque parameters, a flag or the configuration file are wrong; `faults` lists every one."""
+
+    def __init__(self, message: str, *, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
+
+
+class ApiRejectedError(PermanentError):
+    """The API server understood the request and refused it."""
+
+    def __init__(self, message: str, *, status: int, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class NotSupportedError(PermanentError):
+    """The GPU or the installed driver does not offer this; callers treat it as data."""
+
+
+class StateError(PermanentError):
+    """A record, lock or directory of ours cannot be read or written."""
+
+
+class FatalError(DraDriverError):
+    """The process cannot go on and stops with this as its cause."""

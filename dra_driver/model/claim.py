@@ -1,0 +1,89 @@
+"""The parts of a ResourceClaim that a node driver reads, and what it answers to the kubelet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRef:
+    """A claim as the kubelet names it in NodePrepareResources and NodeUnprepareResources."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name} (UID {self.uid})"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResult:
+    """One entry of `status.allocation.devices.results`.
+
+    `request` is the full name, `request` or `request/subrequest`; `consumed_capacity` maps capacity
+    names to quantities as the scheduler wrote them.
+    """
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    admin_access: bool = False
+    share_id: str | None = None
+    consumed_capacity: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base_request(self) -> str:
+        """The top-level request name, which is what the kubelet matches containers with."""
+        return self.request.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """One entry of `status.allocation.devices.config`; `driver` is None when it is not opaque."""
+
+    source: Literal["FromClass", "FromClaim"]
+    requests: tuple[str, ...]
+    driver: str | None
+    parameters: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatedClaim:
+    """A claim with its allocation: results and configs of all drivers, in the API server's order."""
+
+    ref: ClaimRef
+    results: tuple[DeviceResult, ...]
+    configs: tuple[DeviceConfig, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDevice:
+    """One Device of a NodePrepareResources answer; `requests` are base names, empty means all."""
+
+    requests: tuple[str, ...]
+    pool: str
+    device: str
+    cdi_ids: tuple[str, ...]
+    share_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A claim is ready; an empty tuple is a valid answer."""
+
+    devices: tuple[PreparedDevice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A claim could not be (un)prepared; `error` is one line for the claim's own entry."""
+
+    error: str
+
+
+PrepareOutcome = Prepared | Failed
+UnprepareOutcome = Failed | None

@@ -1,0 +1,81 @@
+"""What an installed NVIDIA driver consists of, and what one device adds to a container."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dra_driver.model.host import DeviceNode
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFile:
+    """A file in three views: this process, the container runtime on the host, the container."""
+
+    path: str
+    host_path: str
+    container_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriverLink:
+    """A symbolic link to make in the container at `path`; `host_path` is the file it leads to."""
+
+    path: str
+    target: str
+    host_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostNode:
+    """A device node to give to a container at `node.path`; `host_path` is where the runtime finds it."""
+
+    node: DeviceNode
+    host_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CdiMount:
+    """A bind mount into a container."""
+
+    host_path: str
+    container_path: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFiles:
+    """The parts of a driver installation that every container with a GPU gets.
+
+    `library_dirs` and `libcuda_dirs` are container paths; `hook` and `ldconfig` are host paths, None
+    where there is none. `notes` name what is absent but not needed for CUDA.
+    """
+
+    version: str
+    libraries: tuple[DriverFile, ...]
+    nodes: tuple[HostNode, ...]
+    links: tuple[DriverLink, ...] = ()
+    binaries: tuple[DriverFile, ...] = ()
+    firmware: tuple[DriverFile, ...] = ()
+    sockets: tuple[DriverFile, ...] = ()
+    configs: tuple[DriverFile, ...] = ()
+    library_dirs: tuple[str, ...] = ()
+    libcuda_dirs: tuple[str, ...] = ()
+    hook: str | None = None
+    ldconfig: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CdiDevice:
+    """One device of a claim as its containers get it.
+
+    `nodes` are necessary, `drm` nodes serve graphics; `links` are (path, target) pairs; `env` entries
+    have the form `NAME=value`.
+    """
+
+    name: str
+    nodes: tuple[HostNode, ...]
+    drm: tuple[HostNode, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
+    env: tuple[str, ...] = ()
+    mounts: tuple[CdiMount, ...] = ()

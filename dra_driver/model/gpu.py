@@ -1,0 +1,48 @@
+"""A physical GPU as discovered. Everything but the UUID may be unknown, which is None and never 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dra_driver.model.mig import MigDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Membership of a GPU in a multi-node NVLink fabric. `cluster_uuid` in canonical text form."""
+
+    cluster_uuid: str
+    clique_id: int
+
+    @property
+    def domain(self) -> str:
+        """`clusterUUID.cliqueId`, the form that NVIDIA's own node label uses."""
+        return f"{self.cluster_uuid}.{self.clique_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One physical GPU.
+
+    `index` is NVML's and moves when a card is drained; `minor` is the N of /dev/nvidiaN.
+    `pci_bus_id` is in sysfs form; `memory_bytes` is the total; versions are (major, minor).
+    `nvlink_links` counts active links; `mig_enabled` means that the current mode is on.
+    """
+
+    uuid: str
+    index: int | None = None
+    minor: int | None = None
+    pci_bus_id: str | None = None
+    product_name: str | None = None
+    brand: str | None = None
+    architecture: str | None = None
+    cuda_compute_capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    addressing_mode: str | None = None
+    pcie_root: str | None = None
+    numa_node: int | None = None
+    nvlink_links: int | None = None
+    fabric: Fabric | None = None
+    mig_capable: bool | None = None
+    mig_enabled: bool = False
+    mig_devices: tuple[MigDevice, ...] = ()

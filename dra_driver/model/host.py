@@ -1,0 +1,56 @@
+"""Values read from the host: device nodes, and where the host's directories are seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NodeType = Literal["b", "c", "u", "p"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device node: `path` as containers see it, `mode` holds the permission bits only.
+
+    MIG capability nodes are described from /proc and need not exist on the host.
+    """
+
+    path: str
+    type: NodeType = "c"
+    major: int = 0
+    minor: int = 0
+    mode: int = 0o666
+    uid: int = 0
+    gid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostPaths:
+    """Where this process sees the host.
+
+    `driver_root` is the driver's installation as this process sees it and `host_driver_root` the same
+    directory as the container runtime sees it. `dev_root` holds `dev/`; None means the driver root if
+    it has the NVIDIA nodes, else `/`.
+    """
+
+    driver_root: str = "/"
+    host_driver_root: str = "/"
+    dev_root: str | None = None
+    proc: str = "/proc"
+    sys: str = "/sys"
+
+
+@dataclass(frozen=True, slots=True)
+class PciFunction:
+    """A PCI function; `bus_id` in sysfs form, `class_code` has 24 bits, `driver` is what is bound."""
+
+    bus_id: str
+    vendor_id: int
+    device_id: int
+    class_code: int
+    driver: str | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a VGA or 3D controller; NVSwitches, audio and USB functions are not."""
+        return self.class_code >> 8 in {0x0300, 0x0302}

@@ -1,0 +1,65 @@
+"""Names and identifiers: how GPUs and MIG devices are called, and what may come in from the wire."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from dra_driver.model.mig import MigDevice
+
+_NVML_BUS_ID = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])\Z")
+_DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
+_SHORTEST_UUID_PART = 8
+_UUID_PART_STEP = 4
+
+
+def pci_bus_id(text: str) -> str:
+    """The sysfs form of a PCI bus ID: `00000000:1B:00.0` becomes `0000:1b:00.0`.
+
+    NVML writes eight domain digits; the kernel writes four and more only where the domain needs them.
+    Raises: ValueError if the text is no bus ID.
+    """
+    match = _NVML_BUS_ID.match(text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no PCI bus ID; expected the form 0000:1b:00.0")
+    domain = int(match[1] or "0", 16)
+    return f"{domain:04x}:{match[2]}:{match[3]}.{match[4]}"
+
+
+def gpu_device_names(uuids: Iterable[str]) -> Mapping[str, str]:
+    """A device name for each GPU UUID: `{"GPU-4cf8db2d-06c0-…": "gpu-4cf8db2d"}`.
+
+    The name is made from the UUID alone, because index and minor move when a card is drained. GPUs
+    whose shortest names would collide get longer ones; the others keep theirs.
+    """
+    digits = {uuid: _hex_digits(uuid) for uuid in uuids}
+    return {uuid: f"gpu-{_shortest_unique(uuid, digits)}" for uuid in digits}
+
+
+def _hex_digits(uuid: str) -> str:
+    text = uuid.lower().removeprefix("gpu-").replace("-", "")
+    return re.sub(r"[^a-z0-9]", "", text) or "0"
+
+
+def _shortest_unique(uuid: str, digits: Mapping[str, str]) -> str:
+    own = digits[uuid]
+    for length in range(_SHORTEST_UUID_PART, len(own), _UUID_PART_STEP):
+        if not any(other.startswith(own[:length]) for key, other in digits.items() if key != uuid):
+            return own[:length]
+    return own
+
+
+def mig_device_name(parent: str, mig: MigDevice) -> str:
+    """Name of a MIG device: `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
+
+    The profile ID keeps `1g.24gb+me` and `1g.24gb-me` apart, which look alike in a DNS label; the
+    compute instance is added where several share one GPU instance (`1c.3g.40gb`).
+    """
+    label = re.sub(r"[^a-z0-9]", "-", mig.profile.name.lower().replace(".", ""))
+    name = f"{parent}-mig-{label}-{mig.profile.profile_id}-{mig.placement.start}"
+    return f"{name}-{mig.compute_instance_id}" if mig.shares_gpu_instance else name
+
+
+def is_dns_label(text: str) -> bool:
+    """Whether the API server would take the text as a device or counter set name."""
+    return _DNS_LABEL.fullmatch(text) is not None

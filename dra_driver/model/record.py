@@ -1,0 +1,52 @@
+"""What is remembered of a claim between calls, restarts and reboots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.steps import Step
+
+Phase = Literal["preparing", "prepared"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDevice:
+    """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own."""
+
+    device: str
+    kind: Literal["gpu", "mig"]
+    uuid: str
+    gpu_uuid: str
+    admin_access: bool = False
+    share_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    """One claim's record file.
+
+    `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are
+    those that may have had an effect, in the order in which they run. `boot_id` is the boot in which they
+    ran: kernel state of an older one is gone. `extra` keeps the fields that a newer release wrote.
+    """
+
+    claim: AllocatedClaim
+    phase: Phase
+    boot_id: str
+    devices: tuple[HeldDevice, ...]
+    steps: tuple[Step, ...]
+    prepared_at: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> ClaimRef:
+        """The claim's namespace, name and UID."""
+        return self.claim.ref
+
+    @property
+    def gpu_uuids(self) -> frozenset[str]:
+        """The physical GPUs that the claim touches, which are what locks are taken on."""
+        return frozenset(held.gpu_uuid for held in self.devices)

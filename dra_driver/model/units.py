@@ -1,0 +1,81 @@
+"""Kubernetes quantities: parsing, comparing and writing them as the API server does."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from dra_driver.errors import InvalidConfigError
+
+_QUANTITY = re.compile(
+    r"^(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))"
+    r"(?:(?P<suffix>[KMGTPE]i|[numkMGTPE])|[eE](?P<exponent>[+-]?\d+))?\Z",
+    re.ASCII,
+)
+_LONGEST = 64
+_LARGEST_EXPONENT = 64
+
+_BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+_DECIMAL = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
+_FACTORS = {
+    **{suffix: Fraction(1024**power) for power, suffix in enumerate(_BINARY)},
+    **{suffix: Fraction(1000) ** power for power, suffix in _DECIMAL.items()},
+}
+
+
+def parse_quantity(text: str) -> Fraction:
+    """The exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
+
+    Raises: InvalidConfigError if the text is no quantity.
+    """
+    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
+        raise InvalidConfigError(f"{text!r} is no quantity; expected a number with a suffix such as Mi or G")
+    number = Fraction(match["number"])
+    if match["exponent"] is None:
+        return number * _FACTORS[match["suffix"] or ""]
+    exponent = int(match["exponent"])
+    if abs(exponent) > _LARGEST_EXPONENT:
+        raise InvalidConfigError(f"{text!r} is no quantity; its exponent is too large")
+    return number * Fraction(10) ** exponent
+
+
+def quantity_bytes(text: str) -> int:
+    """A quantity as a whole number, rounded up as the API server does. Raises: InvalidConfigError."""
+    value = parse_quantity(text)
+    return -(-value.numerator // value.denominator)
+
+
+def same_quantity(one: str, other: str) -> bool:
+    """Whether two quantities have the same value. Raises: InvalidConfigError."""
+    return parse_quantity(one) == parse_quantity(other)
+
+
+def format_bytes(value: int | Fraction) -> str:
+    """The canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
+
+    The API server writes values between -1024 and 1024 and broken ones in the decimal form.
+    """
+    value = Fraction(value)
+    if value.denominator != 1 or abs(value) < 1024:
+        return format_decimal(value)
+    number, power = value.numerator, 0
+    while number % 1024 == 0 and power < len(_BINARY) - 1:
+        number //= 1024
+        power += 1
+    return f"{number}{_BINARY[power]}"
+
+
+def format_decimal(value: int | Fraction) -> str:
+    """The canonical form of a decimal quantity: 1000 becomes `1k`, 0.5 becomes `500m`.
+
+    Parts below 1n are rounded away from zero, as quantities have no smaller unit.
+    """
+    nanos = Fraction(value) * 10**9
+    number = abs(nanos.numerator) // nanos.denominator + (nanos.denominator != 1)
+    power = min(_DECIMAL)
+    while number and number % 1000 == 0 and power < max(_DECIMAL):
+        number //= 1000
+        power += 1
+    sign = "-" if value < 0 else ""
+    return f"{sign}{number}{_DECIMAL[power]}" if number else "0"

@@ -1,0 +1,142 @@
+import re
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.model.ids import gpu_device_names, is_dns_label, mig_device_name, pci_bus_id
+from dra_driver.model.mig import Placement
+from tests.core.samples import ONE_G, THREE_G, mig
+
+uuids = st.uuids().map(lambda value: f"GPU-{value}")
+same_start = st.text("0123456789abcdef", min_size=12, max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("00000000:1B:00.0", "0000:1b:00.0"),
+        ("0000:65:00.0", "0000:65:00.0"),
+        ("65:00.0", "0000:65:00.0"),
+        (" 0000:65:00.0 ", "0000:65:00.0"),
+        ("00010000:01:00.0", "10000:01:00.0"),
+        ("000F:01:00.7", "000f:01:00.7"),
+    ],
+)
+def test_bus_id_has_the_form_of_sysfs(text: str, expected: str) -> None:
+    assert pci_bus_id(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "N/A", "0000:65:00", "0000:65:00.g", "000:65:00.0", "0000:65:00.0/../x"]
+)
+def test_bus_id_is_refused_when_it_has_another_form(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape(f"{text!r} is no PCI bus ID; expected the form 0000:1b:00.0")
+    ):
+        pci_bus_id(text)
+
+
+@given(st.integers(0, 0xFFFFFFFF), st.integers(0, 255), st.integers(0, 31), st.integers(0, 7))
+def test_bus_id_in_the_form_of_sysfs_stays_as_it_is(
+    domain: int, bus: int, device: int, function: int
+) -> None:
+    sysfs = f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
+    assert pci_bus_id(sysfs) == sysfs
+    assert pci_bus_id(f"{domain:08X}:{bus:02X}:{device:02X}.{function}") == sysfs
+
+
+def test_device_name_has_eight_digits_when_nothing_collides() -> None:
+    assert gpu_device_names(["GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"]) == {
+        "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c": "gpu-4cf8db2d"
+    }
+
+
+def test_device_names_are_longer_only_where_they_collide() -> None:
+    one, two, three = (
+        "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c",
+        "GPU-4cf8db2d-06c1-7d70-1a51-e59b25b2c16c",
+        "GPU-5cf8db2d-06c0-7d70-1a51-e59b25b2c16c",
+    )
+    assert gpu_device_names([one, two, three]) == {
+        one: "gpu-4cf8db2d06c0",
+        two: "gpu-4cf8db2d06c1",
+        three: "gpu-5cf8db2d",
+    }
+
+
+def test_device_names_differ_when_one_uuid_is_the_start_of_another() -> None:
+    assert gpu_device_names(["GPU-4cf8db2d", "GPU-4cf8db2d-06c0"]) == {
+        "GPU-4cf8db2d": "gpu-4cf8db2d",
+        "GPU-4cf8db2d-06c0": "gpu-4cf8db2d06c0",
+    }
+
+
+@given(
+    st.lists(uuids | same_start.map(lambda start: f"GPU-aaaaaaaa-{start}"), unique=True, max_size=20),
+    st.randoms(),
+)
+def test_device_names_are_unique_labels_whatever_the_order(found: list[str], random: object) -> None:
+    names = gpu_device_names(found)
+    shuffled = list(found)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert gpu_device_names(shuffled) == names
+    assert len(set(names.values())) == len(found)
+    assert all(is_dns_label(name) for name in names.values())
+
+
+@given(st.lists(uuids, unique=True, min_size=1, max_size=8))
+def test_device_name_does_not_depend_on_gpus_that_do_not_collide(found: list[str]) -> None:
+    alone = {uuid: name for one in found for uuid, name in gpu_device_names([one]).items()}
+    if len(set(alone.values())) == len(found):
+        assert gpu_device_names(found) == alone
+
+
+@pytest.mark.parametrize(
+    ("profile_name", "expected"),
+    [
+        ("1g.10gb", "gpu-4cf8db2d-mig-1g10gb-19-2"),
+        ("1g.10gb+me", "gpu-4cf8db2d-mig-1g10gb-me-19-2"),
+        ("1g.24gb-me", "gpu-4cf8db2d-mig-1g24gb-me-19-2"),
+        ("1g.24gb+me.all", "gpu-4cf8db2d-mig-1g24gb-meall-19-2"),
+    ],
+)
+def test_mig_name_is_a_label_with_profile_and_placement(profile_name: str, expected: str) -> None:
+    from dataclasses import replace
+
+    device = mig(0, replace(ONE_G, name=profile_name), 2, 1, 7)
+    assert mig_device_name("gpu-4cf8db2d", device) == expected
+    assert is_dns_label(expected)
+
+
+def test_mig_name_has_the_compute_instance_when_several_share_a_gpu_instance() -> None:
+    from dataclasses import replace
+
+    profile = replace(THREE_G, name="1c.3g.40gb")
+    device = mig(0, profile, 4, 4, 2, shares_gpu_instance=True, compute_instance_id=1)
+    assert mig_device_name("gpu-4cf8db2d", device) == "gpu-4cf8db2d-mig-1c3g40gb-9-4-1"
+
+
+@pytest.mark.parametrize("text", ["a", "a-b", "0", "a" * 63])
+def test_label_is_taken(text: str) -> None:
+    assert is_dns_label(text)
+
+
+@pytest.mark.parametrize("text", ["", "A", "-a", "a-", "a.b", "a_b", "a" * 64, "a\n", "ä"])
+def test_label_is_refused(text: str) -> None:
+    assert not is_dns_label(text)
+
+
+@given(st.text(string.printable, max_size=70))
+def test_label_rule_is_that_of_dns(text: str) -> None:
+    allowed = set(string.ascii_lowercase + string.digits + "-")
+    expected = 0 < len(text) <= 63 and set(text) <= allowed and text[0] != "-" and text[-1] != "-"
+    assert is_dns_label(text) == expected
+
+
+@given(st.integers(0, 7), st.integers(1, 8), st.integers(0, 7), st.integers(1, 8))
+def test_placements_overlap_exactly_when_they_share_a_memory_slice(a: int, b: int, c: int, d: int) -> None:
+    one, other = Placement(a, b), Placement(c, d)
+    shared = bool(set(one.memory_slices) & set(other.memory_slices))
+    assert (one.overlaps(other), other.overlaps(one)) == (shared, shared)
