@@ -1,0 +1,178 @@
+"""gRPC health for the kubelet's probes, on TCP.
+
+    ""  "liveness"   our own two sockets answer, dialled the way the kubelet does
+    "readiness"      whatever the application says
+
+Liveness sees what the kubelet sees: a removed socket file or a stuck server fails it, while a busy or
+missing GPU does not, as a restart would not help.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.kubelet import registration, v1, v1beta1
+from dra_driver.kubelet.listener import SERVER_OPTIONS, unix_target
+from dra_driver.kubelet.pb import dra_v1_pb2 as dra_pb
+from dra_driver.kubelet.pb import grpc_health_pb2 as pb
+from dra_driver.kubelet.pb import registration_pb2
+from dra_driver.kubelet.rpc import RpcError, error_text, stream_handler, unary_handler
+from dra_driver.kubelet.workers import Workers
+
+SERVICE = "grpc.health.v1.Health"
+DIAL_TIMEOUT_S = 3.0
+CACHED_S = 1.0
+
+_log = structlog.get_logger(__name__)
+_MAX_WATCHERS = 4
+_MAX_WORKERS = 8
+_STOP_WAIT_S = 1.0
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a new connection for every check
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_channelz", 0),
+)
+_DRA_SERVICES = {registration.V1: v1.SERVICE, registration.V1BETA1: v1beta1.SERVICE}
+_Status = pb.HealthCheckResponse.ServingStatus
+
+
+def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
+    """Asks the registration socket for our endpoint and sends it an empty Prepare; None when both answer."""
+    until = time.monotonic() + timeout_s
+    try:
+        info = _ask(
+            registrar,
+            f"/{registration.SERVICE}/GetInfo",
+            registration_pb2.InfoRequest(),
+            registration_pb2.PluginInfo,
+            until,
+        )
+        service = next(_DRA_SERVICES[name] for name in info.supported_versions if name in _DRA_SERVICES)
+        _ask(
+            Path(info.endpoint),
+            f"/{service}/NodePrepareResources",
+            dra_pb.NodePrepareResourcesRequest(),
+            dra_pb.NodePrepareResourcesResponse,
+            until,
+        )
+    except grpc.RpcError as error:
+        return f"own socket does not answer: {error.code().name}: {error.details()}"
+    return None
+
+
+def _ask(path: Path, method: str, request: Any, response: Any, until: float) -> Any:
+    with grpc.insecure_channel(unix_target(path), options=_CHANNEL_OPTIONS) as channel:
+        call = channel.unary_unary(method, type(request).SerializeToString, response.FromString)
+        return call(request, timeout=max(0.0, until - time.monotonic()))
+
+
+class Cached:
+    """Calls `check` at most once in `max_age_s`; callers that arrive meanwhile share the answer."""
+
+    def __init__(self, check: Callable[[], str | None], max_age_s: float = CACHED_S) -> None:
+        self._check = check
+        self._max_age_s = max_age_s
+        self._lock = threading.Lock()
+        self._checked_at: float | None = None
+        self._fault: str | None = None
+
+    def __call__(self) -> str | None:
+        with self._lock:
+            if self._checked_at is None or time.monotonic() - self._checked_at >= self._max_age_s:
+                before = self._fault
+                try:
+                    self._fault = self._check()
+                except Exception as error:  # noqa: BLE001 - whatever it is, we are not well
+                    self._fault = error_text(error)
+                self._checked_at = time.monotonic()
+                if self._fault != before and self._fault is not None:
+                    _log.warning("liveness_failed", error=self._fault)
+            return self._fault
+
+
+class HealthServer:
+    """Serves grpc.health.v1 at a TCP address; `live` says what is wrong or None, `ready` yes or no."""
+
+    def __init__(self, address: str, live: Callable[[], str | None], ready: Callable[[], bool]) -> None:
+        self._address = address
+        self._live = Cached(live)
+        self._ready = ready
+        self._watchers = threading.Semaphore(_MAX_WATCHERS)
+        self._services = {"": self._is_live, "liveness": self._is_live, "readiness": self._is_ready}
+        self._workers = Workers("health", limit=_MAX_WORKERS)
+        self._server = grpc.server(self._workers, handlers=(self._handlers(),), options=SERVER_OPTIONS)
+        self.port = 0
+
+    def start(self) -> None:
+        """Raises: InvalidConfigError when the address cannot be listened on."""
+        try:
+            self.port = self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise InvalidConfigError(
+                f"health service cannot listen on {self._address}: the address is in use or not of this node"
+            ) from error
+        self._server.start()
+        _log.info("health_served", address=self._address, port=self.port)
+
+    def stop(self) -> None:
+        self._server.stop(0).wait(_STOP_WAIT_S)
+        self._workers.shutdown(wait=False)
+
+    def _is_live(self) -> bool:
+        return self._live() is None
+
+    def _is_ready(self) -> bool:
+        try:
+            return self._ready()
+        except Exception:  # noqa: BLE001 - foreign callback
+            _log.exception("readiness_failed")
+            return False
+
+    def _status(self, service: str) -> pb.HealthCheckResponse:
+        check = self._services.get(service)
+        if check is None:
+            return pb.HealthCheckResponse(status=_Status.SERVICE_UNKNOWN)
+        return pb.HealthCheckResponse(status=_Status.SERVING if check() else _Status.NOT_SERVING)
+
+    def _check(self, request: pb.HealthCheckRequest, _context: Any) -> pb.HealthCheckResponse:
+        if request.service not in self._services:
+            raise RpcError(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+        return self._status(request.service)
+
+    def _list(self, _request: pb.HealthListRequest, _context: Any) -> pb.HealthListResponse:
+        return pb.HealthListResponse(statuses={name: self._status(name) for name in self._services})
+
+    def _watch(self, request: pb.HealthCheckRequest, context: Any) -> Iterator[pb.HealthCheckResponse]:
+        if not self._watchers.acquire(blocking=False):
+            raise RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_MAX_WATCHERS} watchers")
+        try:
+            ended = threading.Event()
+            if not context.add_callback(ended.set):
+                return
+            sent: Any = None
+            while not ended.is_set():
+                status = self._status(request.service)
+                if status != sent:
+                    yield status
+                    sent = status
+                ended.wait(CACHED_S)
+        finally:
+            self._watchers.release()
+
+    def _handlers(self) -> Any:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Check": unary_handler("Check", self._check, pb.HealthCheckRequest, pb.HealthCheckResponse),
+                "List": unary_handler("List", self._list, pb.HealthListRequest, pb.HealthListResponse),
+                "Watch": stream_handler("Watch", self._watch, pb.HealthCheckRequest, pb.HealthCheckResponse),
+            },
+        )

@@ -1,0 +1,108 @@
+"""The registration service: tells the kubelet who we are and keeps what it made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.kubelet.pb import registration_pb2 as pb
+from dra_driver.kubelet.rpc import RpcError, unary_handler
+
+SERVICE = "pluginregistration.Registration"
+PLUGIN_TYPE = "DRAPlugin"
+V1 = "v1.DRAPlugin"
+V1BETA1 = "v1beta1.DRAPlugin"
+HEALTH_V1 = "v1.DRAResourceHealth"
+HEALTH_V1ALPHA1 = "v1alpha1.DRAResourceHealth"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationStatus:
+    """What the kubelet said last; `error` is its reason when not registered."""
+
+    registered: bool
+    error: str = ""
+
+
+def supported_versions(*, v1: bool, v1beta1: bool, device_health: bool) -> tuple[str, ...]:
+    """Service names in order of preference: the kubelet takes the first one it knows.
+
+    Raises: InvalidConfigError when there is no DRA service at all.
+    """
+    versions = [name for name, served in ((V1, v1), (V1BETA1, v1beta1)) if served]
+    if not versions:
+        raise InvalidConfigError("no supported DRA gRPC API is enabled; serve v1, v1beta1 or both")
+    if device_health:
+        versions += [HEALTH_V1, HEALTH_V1ALPHA1]
+    return tuple(versions)
+
+
+class Registrar:
+    """Answers the plugin watcher, for ever: a restarted kubelet asks again.
+
+    `get_info_error` and `notify_error` make the calls fail with that text; they are there for tests.
+    """
+
+    def __init__(
+        self,
+        driver: str,
+        endpoint: Path,
+        versions: tuple[str, ...],
+        on_status: Callable[[RegistrationStatus], None] | None = None,
+    ) -> None:
+        self._info = pb.PluginInfo(
+            type=PLUGIN_TYPE, name=driver, endpoint=str(endpoint), supported_versions=versions
+        )
+        self._on_status = on_status
+        self._status: RegistrationStatus | None = None
+        self.get_info_error: str | None = None
+        self.notify_error: str | None = None
+
+    @property
+    def status(self) -> RegistrationStatus | None:
+        """None until the kubelet has said anything."""
+        return self._status
+
+    def handlers(self) -> Any:
+        """The generic gRPC handler of the service."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "GetInfo": unary_handler("GetInfo", self._get_info, pb.InfoRequest, pb.PluginInfo),
+                "NotifyRegistrationStatus": unary_handler(
+                    "NotifyRegistrationStatus",
+                    self._notify,
+                    pb.RegistrationStatus,
+                    pb.RegistrationStatusResponse,
+                ),
+            },
+        )
+
+    def _get_info(self, _request: pb.InfoRequest, _context: Any) -> pb.PluginInfo:
+        if self.get_info_error is not None:
+            raise RpcError(grpc.StatusCode.UNKNOWN, self.get_info_error)
+        return self._info
+
+    def _notify(self, request: pb.RegistrationStatus, _context: Any) -> pb.RegistrationStatusResponse:
+        if self.notify_error is not None:
+            raise RpcError(grpc.StatusCode.UNKNOWN, self.notify_error)
+        status = RegistrationStatus(request.plugin_registered, request.error)
+        changed, self._status = status != self._status, status
+        if status.registered:
+            _log.info("plugin_registered", driver=self._info.name)
+        if changed and self._on_status is not None:
+            try:
+                self._on_status(status)
+            except Exception:  # noqa: BLE001 - foreign callback
+                _log.exception("registration_callback_failed")
+        if not status.registered:
+            raise RpcError(grpc.StatusCode.UNKNOWN, f"failed registration process: {status.error}")
+        return pb.RegistrationStatusResponse()

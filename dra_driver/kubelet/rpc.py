@@ -1,0 +1,123 @@
+"""What all our gRPC calls have in common: request ids, logs, error texts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import structlog
+from structlog.contextvars import bind_contextvars, clear_contextvars
+
+from dra_driver.errors import DraDriverError
+
+_log = structlog.get_logger(__name__)
+_request_ids = itertools.count(1)
+
+MAX_ERROR_CHARS = 1024
+_MAX_LOGGED_CHARS = 4096
+_NO_DEADLINE_S = 1e9
+
+Unary = Callable[[Any, Any], Any]
+Streaming = Callable[[Any, Any], Iterator[Any]]
+
+
+class RpcError(Exception):
+    """Ends a call with this status; the text reaches the client as it is."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class _Shown:
+    """A message for the log, turned into text only when the log line is really written."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+
+    def __repr__(self) -> str:
+        text = " ".join(str(self._message).split())
+        return text if len(text) <= _MAX_LOGGED_CHARS else text[:_MAX_LOGGED_CHARS] + "…"
+
+
+def error_text(error: BaseException | str) -> str:
+    """One line of valid UTF-8 of bounded length; an error nobody raised on purpose names its class."""
+    match error:
+        case str():
+            text = error
+        case DraDriverError() | RpcError():
+            text = str(error)
+        case _:
+            text = f"internal error: {type(error).__name__}: {error}"
+    line = " ".join(text.encode(errors="replace").decode().split())
+    return line if len(line) <= MAX_ERROR_CHARS else line[: MAX_ERROR_CHARS - 1] + "…"
+
+
+def remaining_s(context: Any) -> float | None:
+    """Seconds until the caller gives up; None when it waits for ever."""
+    left: float | None = context.time_remaining()
+    return None if left is None or left > _NO_DEADLINE_S else left
+
+
+def unary(method: str, behavior: Unary) -> Unary:
+    """The behavior with a request id, logs, and a status for every exception."""
+
+    def call(request: Any, context: Any) -> Any:
+        clear_contextvars()  # gRPC threads are reused
+        bind_contextvars(request_id=next(_request_ids), method=method)
+        try:
+            _log.debug("rpc_received", request=_Shown(request))
+            response = behavior(request, context)
+            _log.debug("rpc_answered", response=_Shown(response))
+            return response
+        except RpcError as error:
+            _log.error("rpc_failed", code=error.code.name, error=str(error))
+            code, text = error.code, error_text(error)
+        except Exception as error:  # noqa: BLE001 - the edge of the process
+            _log.exception("rpc_failed", code="UNKNOWN")
+            code, text = grpc.StatusCode.UNKNOWN, error_text(error)
+        finally:
+            clear_contextvars()
+        return context.abort(code, text)
+
+    return call
+
+
+def streaming(method: str, behavior: Streaming) -> Streaming:
+    """Like `unary`, for a call that answers with a stream."""
+
+    def call(request: Any, context: Any) -> Iterator[Any]:
+        clear_contextvars()
+        bind_contextvars(request_id=next(_request_ids), method=method)
+        try:
+            _log.debug("stream_opened", request=_Shown(request))
+            yield from behavior(request, context)
+            _log.debug("stream_ended")
+            return
+        except RpcError as error:
+            _log.error("rpc_failed", code=error.code.name, error=str(error))
+            code, text = error.code, error_text(error)
+        except Exception as error:  # noqa: BLE001 - the edge of the process
+            _log.exception("rpc_failed", code="UNKNOWN")
+            code, text = grpc.StatusCode.UNKNOWN, error_text(error)
+        finally:
+            clear_contextvars()
+        context.abort(code, text)
+
+    return call
+
+
+def unary_handler(method: str, behavior: Unary, request: Any, response: Any) -> Any:
+    """A gRPC method handler for one request and one answer, given the two message classes."""
+    return grpc.unary_unary_rpc_method_handler(
+        unary(method, behavior), request.FromString, response.SerializeToString
+    )
+
+
+def stream_handler(method: str, behavior: Streaming, request: Any, response: Any) -> Any:
+    """A gRPC method handler for one request and a stream of answers, given the two message classes."""
+    return grpc.unary_stream_rpc_method_handler(
+        streaming(method, behavior), request.FromString, response.SerializeToString
+    )

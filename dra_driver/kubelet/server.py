@@ -1,0 +1,190 @@
+"""The kubelet plugin: its sockets, registration and health, started and stopped in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dra_driver.errors import FatalError
+from dra_driver.kubelet.dra_health import DraHealth, Watch
+from dra_driver.kubelet.health import HealthServer, dial
+from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.registration import Registrar, RegistrationStatus, supported_versions
+from dra_driver.kubelet.sockets import (
+    PLUGINS_DIR,
+    REGISTRY_DIR,
+    SocketPaths,
+    ensure_plugin_dir,
+    ensure_registry_dir,
+    socket_paths,
+)
+from dra_driver.kubelet.v1 import ClaimService, DraV1
+from dra_driver.kubelet.v1beta1 import DraV1beta1
+from dra_driver.kubelet.workers import Workers
+
+_log = structlog.get_logger(__name__)
+
+# Every pod of the node may wait in a call of its own, and each health stream keeps a thread; the threads
+# only exist while they are needed.
+_DRA_WORKERS = 256
+_REGISTRAR_WORKERS = 4
+_REGISTRAR_GRACE_S = 1.0
+_GUARD_JOIN_S = 2.0
+_CONNECT_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSettings:
+    """How the plugin shows itself to the kubelet.
+
+    `plugins_dir` is the kubelet's; our own directory in it is named after the driver. `pod_uid` switches
+    rolling updates on. `health_address` is `host:port`, None for no health service. `grace_s` is how long
+    calls may go on after stop(). Every `guard_s` seconds the sockets are looked after.
+    """
+
+    driver: str
+    registry_dir: Path = REGISTRY_DIR
+    plugins_dir: Path = PLUGINS_DIR
+    pod_uid: str | None = None
+    serve_v1: bool = True
+    serve_v1beta1: bool = True
+    health_address: str | None = None
+    grace_s: float = 25.0
+    guard_s: float = 1.0
+
+    @property
+    def plugin_dir(self) -> Path:
+        """The driver's own directory, which holds its DRA socket."""
+        return self.plugins_dir / self.driver
+
+
+class KubeletPlugin:
+    """Serves the kubelet from start() to stop(); used once.
+
+    `ready` answers readiness probes. `on_status` hears of each change of the registration, `on_fatal` once
+    of a server that died; both are called from threads of the plugin and may call stop().
+    """
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        claims: ClaimService,
+        *,
+        ready: Callable[[], bool] = lambda: True,
+        on_status: Callable[[RegistrationStatus], None] | None = None,
+        on_fatal: Callable[[FatalError], None] | None = None,
+        watch_device_health: Watch | None = None,
+    ) -> None:
+        self.settings = settings
+        self.sockets: SocketPaths = socket_paths(
+            settings.driver,
+            registry_dir=settings.registry_dir,
+            plugin_dir=settings.plugin_dir,
+            pod_uid=settings.pod_uid,
+        )
+        dra_health = DraHealth(watch_device_health)
+        self.registrar = Registrar(
+            settings.driver,
+            self.sockets.dra,
+            supported_versions(
+                v1=settings.serve_v1, v1beta1=settings.serve_v1beta1, device_health=dra_health.offered
+            ),
+            on_status,
+        )
+        handlers = [*_dra_services(settings, DraV1(claims)), dra_health]
+        self._dra = Listener("dra", self.sockets.dra, handlers, Workers("dra", limit=_DRA_WORKERS))
+        self._registration = Listener(
+            "registration",
+            self.sockets.registrar,
+            [self.registrar.handlers()],
+            Workers("registration", limit=_REGISTRAR_WORKERS),
+        )
+        self._health = (
+            HealthServer(settings.health_address, self._live, lambda: not self.stopping and ready())
+            if settings.health_address
+            else None
+        )
+        self._on_fatal = on_fatal
+        self._stopping = threading.Event()
+        self._stop_lock = threading.Lock()
+        self._started: list[Callable[[], None]] = []
+        self._guard = threading.Thread(target=self._watch_sockets, name="socket-guard", daemon=True)
+
+    @property
+    def status(self) -> RegistrationStatus | None:
+        """What the kubelet made of our registration; None while it has said nothing."""
+        return self.registrar.status
+
+    @property
+    def stopping(self) -> bool:
+        """True from the call of stop() on."""
+        return self._stopping.is_set()
+
+    @property
+    def health_port(self) -> int | None:
+        """The TCP port of the health service once started; None without one."""
+        return self._health.port if self._health else None
+
+    def start(self) -> None:
+        """Serves; the registration socket comes last, when everything behind it answers.
+
+        Raises: InvalidConfigError, StateError; whatever had been started is stopped again.
+        """
+        ensure_registry_dir(self.settings.registry_dir)
+        ensure_plugin_dir(self.settings.plugin_dir)
+        try:
+            if self._health is not None:
+                self._health.start()
+                self._started.append(self._health.stop)
+            self._dra.start()
+            self._registration.start()
+        except BaseException:
+            self.stop(0)
+            raise
+        self._guard.start()
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Ends the calls, then the registration, then health; blocks; can be called more than once.
+
+        Calls in flight have `grace_s` seconds (the settings' when None) to finish.
+        """
+        self._stopping.set()
+        with self._stop_lock:
+            self._dra.stop(self.settings.grace_s if grace_s is None else grace_s)
+            self._registration.stop(_REGISTRAR_GRACE_S)
+            while self._started:
+                self._started.pop()()
+        if self._guard.is_alive() and self._guard is not threading.current_thread():
+            self._guard.join(_GUARD_JOIN_S)
+
+    def _live(self) -> str | None:
+        return None if self.stopping else dial(self.sockets.registrar)
+
+    def _watch_sockets(self) -> None:
+        turn = 0
+        while not self._stopping.wait(self.settings.guard_s):
+            turn += 1
+            connect = turn % _CONNECT_EVERY == 0
+            fault = self._dra.fault(connect=connect) or self._registration.fault(connect=connect)
+            if fault is not None and not self.stopping:
+                self._die(FatalError(f"{fault}; restart the driver"))
+                return
+
+    def _die(self, error: FatalError) -> None:
+        _log.critical("kubelet_server_died", error=str(error))
+        if self._on_fatal is None:
+            return
+        try:
+            self._on_fatal(error)
+        except Exception:  # noqa: BLE001 - foreign callback
+            _log.exception("fatal_callback_failed")
+
+
+def _dra_services(settings: PluginSettings, v1: DraV1) -> Sequence[Any]:
+    served = ((settings.serve_v1, v1), (settings.serve_v1beta1, DraV1beta1(v1)))
+    return [service.handlers() for wanted, service in served if wanted]

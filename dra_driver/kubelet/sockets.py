@@ -1,0 +1,160 @@
+"""Paths of the two sockets, and the rules for taking one.
+
+A Unix socket path holds 107 bytes. Names with a pod UID that would be longer use hashes instead, in the
+same way as the Go helper, so that tools which know its names find ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import stat
+from base64 import urlsafe_b64encode
+from dataclasses import dataclass
+from pathlib import Path
+
+from dra_driver.errors import InvalidConfigError, StateError
+
+REGISTRY_DIR = Path("/var/lib/kubelet/plugins_registry")
+PLUGINS_DIR = Path("/var/lib/kubelet/plugins")
+MAX_PATH_BYTES = 107
+
+_POD_UID = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?")
+_DRIVER = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_MAX_DRIVER_CHARS = 63
+_PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SocketPaths:
+    """Where the kubelet finds us: `registrar` in the registry directory, `dra` in our own."""
+
+    registrar: Path
+    dra: Path
+
+
+def socket_paths(driver: str, *, registry_dir: Path, plugin_dir: Path, pod_uid: str | None) -> SocketPaths:
+    """The paths of both sockets; with a pod UID two instances can run side by side (rolling update).
+
+    Raises: InvalidConfigError when a name is not valid or a directory leaves no room for one.
+    """
+    if not _DRIVER.fullmatch(driver) or len(driver) > _MAX_DRIVER_CHARS:
+        raise InvalidConfigError(
+            f"driver name {driver!r} is not a DNS subdomain of at most {_MAX_DRIVER_CHARS} characters"
+        )
+    if pod_uid is not None and (not _POD_UID.fullmatch(pod_uid) or ".." in pod_uid):
+        raise InvalidConfigError(f"pod UID {pod_uid!r} is not a UID; set POD_UID from metadata.uid")
+    return SocketPaths(
+        registrar=_first_that_fits(registry_dir, _registrar_names(driver, pod_uid)),
+        dra=_first_that_fits(plugin_dir, _dra_names(pod_uid)),
+    )
+
+
+def _registrar_names(driver: str, pod_uid: str | None) -> tuple[str, ...]:
+    if pod_uid is None:
+        return (f"{driver}-reg.sock",)
+    both = _digest(f"{driver}\0{pod_uid}", 16)
+    return (
+        f"{driver}-{pod_uid}-reg.sock",
+        f"{driver}-{_digest(pod_uid, 8)}-reg.sock",
+        f"dra-{both}-reg.sock",
+    )
+
+
+def _dra_names(pod_uid: str | None) -> tuple[str, ...]:
+    if pod_uid is None:
+        return ("dra.sock",)
+    # The last one fits the longest driver name below the default plugins directory.
+    return (f"dra-{pod_uid}.sock", f"dra-{_digest(pod_uid, 8)}.sock", f"dra-{_digest(pod_uid, 6)}.sock")
+
+
+def _digest(text: str, size: int) -> str:
+    return urlsafe_b64encode(hashlib.sha256(text.encode()).digest()[:size]).rstrip(b"=").decode()
+
+
+def _first_that_fits(directory: Path, names: tuple[str, ...]) -> Path:
+    if not directory.is_absolute():
+        raise InvalidConfigError(f"directory {str(directory)!r} for sockets must be an absolute path")
+    for name in names:
+        if len(os.fsencode(directory / name)) <= MAX_PATH_BYTES:
+            return directory / name
+    room = MAX_PATH_BYTES - 1 - len(names[-1])
+    raise InvalidConfigError(
+        f"directory {directory} is too long for the socket {names[-1]}: a socket path has at most "
+        f"{MAX_PATH_BYTES} bytes, so use a directory of at most {room}"
+    )
+
+
+def hidden_path(path: Path) -> Path:
+    """Where a socket is bound before it gets its name; the kubelet ignores names that start with a dot.
+
+    Never longer than the final name, the shortest of which is `dra.sock`.
+    """
+    return path.with_name("." + _digest(path.name, 4))
+
+
+def ensure_registry_dir(directory: Path) -> None:
+    """Raises InvalidConfigError when the kubelet's registry directory is not there."""
+    if not directory.is_dir():
+        raise InvalidConfigError(
+            f"kubelet registry directory {directory} does not exist; mount the host's directory at the same "
+            f"path, or name another one with --kubelet-registrar-directory-path"
+        )
+
+
+def ensure_plugin_dir(directory: Path) -> None:
+    """Creates our own directory, for root only, unless it exists.
+
+    Raises: StateError when it cannot be created or something else is at the path.
+    """
+    try:
+        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(
+            f"cannot create the plugin directory {directory}: {error.strerror}; check the mount, or name "
+            f"another one with --kubelet-plugins-directory-path"
+        ) from error
+
+
+def ensure_free(path: Path) -> None:
+    """Checks that a socket may be bound at `path`: nothing there, or a dead socket.
+
+    Raises: StateError for a file that is no socket, and for a socket on which somebody still listens.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StateError(f"cannot look at the socket path {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise StateError(f"{path} exists and is not a socket; move it away, the driver has to listen there")
+    if listening(path):
+        raise StateError(
+            f"another process listens on {path}; stop it first, or give each instance its own sockets "
+            f"with the pod UID"
+        )
+
+
+def listening(path: Path) -> bool:
+    """True when a connection to the socket is accepted, or would be if its queue were not full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # a full queue, no permission, another kind of socket: somebody's
+    return True
+
+
+def identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells this socket file from a later one at the same path; None when there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_mtime_ns)

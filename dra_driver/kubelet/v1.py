@@ -1,0 +1,172 @@
+"""DRA v1: turns the kubelet's calls into calls of a ClaimService, and its outcomes into answers.
+
+A claim's failure goes into that claim's entry, never into the status of the call: the kubelet then still
+uses the other claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import structlog
+
+from dra_driver.kubelet.claimcheck import check_claims
+from dra_driver.kubelet.pb import dra_v1_pb2 as pb
+from dra_driver.kubelet.rpc import error_text, remaining_s, unary_handler
+from dra_driver.model.claim import (
+    ClaimRef,
+    Failed,
+    Prepared,
+    PreparedDevice,
+    PrepareOutcome,
+    UnprepareOutcome,
+)
+
+SERVICE = "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
+
+_log = structlog.get_logger(__name__)
+_Outcome = TypeVar("_Outcome")
+
+
+class ClaimService(Protocol):
+    """What stands behind the DRA service. Called from many threads at once.
+
+    `deadline_s` is the number of seconds until the kubelet gives up, None when it does not. Every claim
+    has well-formed names and occurs once. The answer has an entry for the UID of each claim; a claim
+    without one, and every claim of a call that raises, is reported to the kubelet as failed.
+    """
+
+    def prepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float | None
+    ) -> Mapping[str, PrepareOutcome]: ...
+
+    def unprepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float | None
+    ) -> Mapping[str, UnprepareOutcome]: ...
+
+
+class DraV1:
+    """The v1 service; v1beta1 wraps it."""
+
+    def __init__(self, claims: ClaimService) -> None:
+        self._claims = claims
+
+    def handlers(self) -> Any:
+        """The generic gRPC handler of the service."""
+        return dra_handlers(SERVICE, self.prepare, self.unprepare)
+
+    def prepare(
+        self, request: pb.NodePrepareResourcesRequest, context: Any
+    ) -> pb.NodePrepareResourcesResponse:
+        response = pb.NodePrepareResourcesResponse()
+        for uid, outcome in _outcomes(self._claims.prepare, request.claims, context).items():
+            try:
+                response.claims[uid].CopyFrom(_prepare_entry(outcome))
+            except Exception as error:  # noqa: BLE001 - must not fail the other claims
+                _log.exception("claim_answer_malformed", claim_uid=uid)
+                response.claims[uid].CopyFrom(pb.NodePrepareResourceResponse(error=error_text(error)))
+        return response
+
+    def unprepare(
+        self, request: pb.NodeUnprepareResourcesRequest, context: Any
+    ) -> pb.NodeUnprepareResourcesResponse:
+        response = pb.NodeUnprepareResourcesResponse()
+        for uid, outcome in _outcomes(self._claims.unprepare, request.claims, context).items():
+            response.claims[uid].CopyFrom(_unprepare_entry(outcome))
+        return response
+
+
+def dra_handlers(
+    service: str, prepare: Callable[[Any, Any], Any], unprepare: Callable[[Any, Any], Any]
+) -> Any:
+    """The generic gRPC handler of a DRA service that speaks the v1 messages."""
+    return grpc.method_handlers_generic_handler(
+        service,
+        {
+            "NodePrepareResources": unary_handler(
+                "NodePrepareResources",
+                prepare,
+                pb.NodePrepareResourcesRequest,
+                pb.NodePrepareResourcesResponse,
+            ),
+            "NodeUnprepareResources": unary_handler(
+                "NodeUnprepareResources",
+                unprepare,
+                pb.NodeUnprepareResourcesRequest,
+                pb.NodeUnprepareResourcesResponse,
+            ),
+        },
+    )
+
+
+def _outcomes(
+    call: Callable[[Sequence[ClaimRef], float | None], Mapping[str, _Outcome]],
+    claims: Iterable[pb.Claim],
+    context: Any,
+) -> dict[str, _Outcome | Failed]:
+    """One outcome per UID of the request: the service's, or why there is none."""
+    checked = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
+    outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}
+    if checked.accepted:
+        outcomes |= _call(call, checked.accepted, context)
+    for uid, outcome in outcomes.items():
+        if isinstance(outcome, Failed):
+            _log.error("claim_failed", claim_uid=uid, error=outcome.error)
+    return outcomes
+
+
+def _call(
+    call: Callable[[Sequence[ClaimRef], float | None], Mapping[str, _Outcome]],
+    refs: Sequence[ClaimRef],
+    context: Any,
+) -> dict[str, _Outcome | Failed]:
+    try:
+        answers = call(refs, remaining_s(context))
+        missing = Failed("internal error: the driver gave no answer for this claim")
+        outcomes: dict[str, _Outcome | Failed] = {ref.uid: answers.get(ref.uid, missing) for ref in refs}
+        if unasked := sorted(map(str, answers.keys() - outcomes.keys())):
+            _log.error("claim_answers_unasked", claim_uids=unasked)
+    except Exception as error:  # noqa: BLE001 - goes into the entries of the claims
+        _log.exception("claim_service_failed", claim_uids=[ref.uid for ref in refs])
+        failed = Failed(error_text(error))
+        return {ref.uid: failed for ref in refs}
+    return outcomes
+
+
+def _prepare_entry(outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
+    match outcome:
+        case Prepared(devices):
+            return pb.NodePrepareResourceResponse(devices=[_device(device) for device in devices])
+        case Failed(error):
+            return pb.NodePrepareResourceResponse(error=_failure(error))
+    raise TypeError(f"the driver answered with {type(outcome).__name__} for this claim")
+
+
+def _unprepare_entry(outcome: UnprepareOutcome) -> pb.NodeUnprepareResourceResponse:
+    match outcome:
+        case None:
+            return pb.NodeUnprepareResourceResponse()
+        case Failed(error):
+            return pb.NodeUnprepareResourceResponse(error=_failure(error))
+    text = f"the driver answered with {type(outcome).__name__} for this claim"
+    return pb.NodeUnprepareResourceResponse(error=error_text(TypeError(text)))
+
+
+def _failure(error: str) -> str:
+    """An empty text would read as success."""
+    return error_text(error) or "internal error: the driver failed without giving a reason"
+
+
+def _device(device: PreparedDevice) -> pb.Device:
+    if not device.pool or not device.device:
+        raise ValueError(f"prepared device {device} lacks its pool or its name")
+    base_names = dict.fromkeys(request.partition("/")[0] for request in device.requests)
+    return pb.Device(
+        request_names=base_names,
+        pool_name=device.pool,
+        device_name=device.device,
+        cdi_device_ids=device.cdi_ids,
+        share_id=device.share_id,
+    )

@@ -1,0 +1,34 @@
+"""DRA v1beta1: the v1 service without share IDs.
+
+The messages of both generations have the same fields under the same numbers, so this one speaks v1's on
+the wire; a test compares them with the v1beta1 proto.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dra_driver.kubelet.pb import dra_v1_pb2 as pb
+from dra_driver.kubelet.v1 import DraV1, dra_handlers
+
+SERVICE = "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin"
+
+
+class DraV1beta1:
+    """Wraps the v1 service."""
+
+    def __init__(self, v1: DraV1) -> None:
+        self._v1 = v1
+
+    def handlers(self) -> Any:
+        """The generic gRPC handler of the service."""
+        return dra_handlers(SERVICE, self._prepare, self._v1.unprepare)
+
+    def _prepare(
+        self, request: pb.NodePrepareResourcesRequest, context: Any
+    ) -> pb.NodePrepareResourcesResponse:
+        response = self._v1.prepare(request, context)
+        for entry in response.claims.values():
+            for device in entry.devices:
+                device.ClearField("share_id")
+        return response

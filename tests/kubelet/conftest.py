@@ -1,0 +1,52 @@
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import structlog
+
+from tests.kubelet.support import made_kubelets, made_node, made_registrars
+
+
+@pytest.fixture
+def short_dir():
+    """A directory with a path short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="k", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs():
+    """Log lines are kept, not printed."""
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+@pytest.fixture
+def node():
+    with made_node() as made:
+        yield made
+
+
+@pytest.fixture
+def wiped():
+    """What the embedded kubelets wiped."""
+    return []
+
+
+@pytest.fixture
+def kubelets(node, wiped):
+    with made_kubelets(node, wiped) as make:
+        yield make
+
+
+@pytest.fixture
+def kubelet(kubelets):
+    return kubelets()
+
+
+@pytest.fixture
+def bare(node):
+    with made_registrars(node) as make:
+        yield make

@@ -1,0 +1,205 @@
+"""A scripted claim service, raw gRPC clients and waiting, for tests at the socket."""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
+from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
+from dra_driver.kubelet.registration import Registrar
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.workers import Workers
+from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
+
+DRIVER = "gpu.example.com"
+V1 = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/"
+V1BETA1 = "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/"
+REGISTRATION = "/pluginregistration.Registration/"
+
+
+def claim(uid="uid-1", name="claim-1", namespace="default") -> ClaimRef:
+    return ClaimRef(namespace, name, uid)
+
+
+def device(uid="uid-1", **changes) -> PreparedDevice:
+    fields = {
+        "requests": ("gpu",),
+        "pool": "node-1",
+        "device": "gpu-4cf8db2d",
+        "cdi_ids": (f"k8s.gpu.example.com/claim={uid}",),
+    }
+    return PreparedDevice(**(fields | changes))
+
+
+class FakeClaims:
+    """Remembers what it was asked; `on_prepare` and `on_unprepare` may be replaced."""
+
+    def __init__(self, label="driver") -> None:
+        self.label = label
+        self.asked: list[tuple[str, tuple[ClaimRef, ...], float | None]] = []
+        self.on_prepare: Callable = lambda claims: {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
+        self.on_unprepare: Callable = lambda claims: {ref.uid: None for ref in claims}
+
+    def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping:
+        self.asked.append(("prepare", tuple(claims), deadline_s))
+        return self.on_prepare(claims)
+
+    def unprepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping:
+        self.asked.append(("unprepare", tuple(claims), deadline_s))
+        return self.on_unprepare(claims)
+
+
+class Gate:
+    """A prepare that waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, claims):
+        self.entered.set()
+        assert self.opened.wait(20)
+        return {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
+
+
+class Node:
+    """The kubelet's two directories, and plugins started in them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.registry = root / "registry"
+        self.plugins = root / "plugins"
+        self.registry.mkdir()
+        self.started: list[KubeletPlugin] = []
+
+    def plugin(self, claims=None, *, start=True, settings=None, **callbacks) -> KubeletPlugin:
+        options = {
+            "driver": DRIVER,
+            "registry_dir": self.registry,
+            "plugins_dir": self.plugins,
+            "grace_s": 5.0,
+            "guard_s": 0.02,
+        } | (settings or {})
+        plugin = KubeletPlugin(PluginSettings(**options), claims or FakeClaims(), **callbacks)
+        self.started.append(plugin)
+        if start:
+            plugin.start()
+        return plugin
+
+    def files(self) -> list[str]:
+        """Everything that is not a directory, relative to the root."""
+        found = (path for path in self.root.rglob("*") if not path.is_dir())
+        return sorted(str(path.relative_to(self.root)) for path in found)
+
+
+@contextmanager
+def channel(path: Path | str, *options: tuple[str, object]) -> Iterator[grpc.Channel]:
+    target = f"unix:{path}" if isinstance(path, Path) else path
+    with grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1), *options]) as opened:
+        yield opened
+
+
+def ask(path: Path | str, method: str, request, response, *, timeout=10.0, options=()):
+    with channel(path, *options) as opened:
+        call = opened.unary_unary(method, type(request).SerializeToString, response.FromString)
+        return call(request, timeout=timeout)
+
+
+def get_info(path: Path, **options) -> registration_pb2.PluginInfo:
+    info = registration_pb2.PluginInfo
+    return ask(path, REGISTRATION + "GetInfo", registration_pb2.InfoRequest(), info, **options)
+
+
+def notify(path: Path, registered: bool, error: str = "") -> None:
+    request = registration_pb2.RegistrationStatus(plugin_registered=registered, error=error)
+    response = registration_pb2.RegistrationStatusResponse
+    ask(path, REGISTRATION + "NotifyRegistrationStatus", request, response)
+
+
+def prepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
+    wire = [api.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in claims]
+    prefix = V1 if api is dra_v1_pb2 else V1BETA1
+    request = api.NodePrepareResourcesRequest(claims=wire)
+    return ask(path, prefix + "NodePrepareResources", request, api.NodePrepareResourcesResponse, **options)
+
+
+def unprepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
+    wire = [api.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in claims]
+    prefix = V1 if api is dra_v1_pb2 else V1BETA1
+    request = api.NodeUnprepareResourcesRequest(claims=wire)
+    return ask(
+        path, prefix + "NodeUnprepareResources", request, api.NodeUnprepareResourcesResponse, **options
+    )
+
+
+def eventually(condition: Callable[[], object], timeout_s=5.0):
+    """The first true value of the condition."""
+    until = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.005)
+    return value
+
+
+FAST = KubeletSettings(health_retry_s=0.05, wipe_after_s=0.2, retry_s=0.02, max_retry_s=0.05, poll_s=0.005)
+
+
+@contextmanager
+def made_node() -> Iterator[Node]:
+    """A node in a directory with a path short enough for sockets; its plugins are stopped at the end."""
+    root = Path(tempfile.mkdtemp(prefix="k", dir="/tmp"))
+    node = Node(root)
+    yield node
+    for plugin in node.started:
+        plugin.stop(0)
+    shutil.rmtree(root)
+
+
+@contextmanager
+def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., EmbeddedKubelet]]:
+    """Starts embedded kubelets, with changes to FAST, and stops them at the end."""
+    started = []
+
+    def make(**changes):
+        kubelet = EmbeddedKubelet(node.registry, replace(FAST, **changes), on_wipe=wiped.append)
+        kubelet.start()
+        started.append(kubelet)
+        return kubelet
+
+    yield make
+    for kubelet in started:
+        kubelet.stop()
+
+
+@contextmanager
+def made_registrars(node: Node) -> Iterator[Callable[..., Registrar]]:
+    """Makes registration sockets alone, with an info of one's choice."""
+    listeners = []
+
+    def make(
+        name=DRIVER, endpoint="/nowhere/dra.sock", versions=("v1.DRAPlugin",), kind="DRAPlugin", file="bare"
+    ):
+        registrar = Registrar(name, endpoint, versions)
+        registrar._info.type = kind
+        path = node.registry / f"{file}-reg.sock"
+        listener = Listener("bare", path, [registrar.handlers()], Workers("bare", limit=2))
+        listener.start()
+        listeners.append(listener)
+        return registrar
+
+    yield make
+    for listener in listeners:
+        listener.stop(0)
+
+
+def methods(kubelet: EmbeddedKubelet, *names: str) -> list[str]:
+    """The recorded calls of these methods."""
+    return [call.method for call in kubelet.calls() if call.method in names]

@@ -1,0 +1,319 @@
+"""The DRA service over a real socket."""
+
+import threading
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structlog.contextvars import get_contextvars
+
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.kubelet.pb import dra_v1_pb2, dra_v1beta1_pb2
+from dra_driver.model.claim import Failed, Prepared
+from tests.kubelet.support import (
+    V1,
+    V1BETA1,
+    FakeClaims,
+    Gate,
+    ask,
+    channel,
+    claim,
+    device,
+    eventually,
+    prepare,
+    unprepare,
+)
+
+BOTH = pytest.mark.parametrize("api", [dra_v1_pb2, dra_v1beta1_pb2], ids=["v1", "v1beta1"])
+
+
+@pytest.fixture
+def claims():
+    return FakeClaims()
+
+
+@pytest.fixture
+def dra(node, claims):
+    return node.plugin(claims).sockets.dra
+
+
+@BOTH
+def test_prepare_answers_with_the_devices_of_each_claim(dra, claims, api):
+    shown = device("u1", requests=("gpu", "aux"), cdi_ids=("a/b=c", "a/b=d"))
+    claims.on_prepare = lambda _: {"u1": Prepared((shown,)), "u2": Prepared(())}
+    refs = (claim("u1", "one", "ns1"), claim("u2", "two", "ns2"))
+    answer = prepare(dra, *refs, api=api)
+    assert claims.asked[0][:2] == ("prepare", refs)
+    assert answer == api.NodePrepareResourcesResponse(
+        claims={
+            "u1": api.NodePrepareResourceResponse(
+                devices=[
+                    api.Device(
+                        request_names=["gpu", "aux"],
+                        pool_name="node-1",
+                        device_name="gpu-4cf8db2d",
+                        cdi_device_ids=["a/b=c", "a/b=d"],
+                    )
+                ]
+            ),
+            "u2": api.NodePrepareResourceResponse(),
+        }
+    )
+
+
+@BOTH
+def test_unprepare_answers_for_each_claim(dra, claims, api):
+    claims.on_unprepare = lambda _: {"u1": None, "u2": Failed("GPU is busy")}
+    answer = unprepare(dra, claim("u1"), claim("u2", "two"), api=api)
+    assert {uid: entry.error for uid, entry in answer.claims.items()} == {"u1": "", "u2": "GPU is busy"}
+
+
+def test_share_id_is_in_v1_and_absent_in_v1beta1(dra, claims):
+    shares = tuple(device(share_id=share) for share in ("share-a", "share-b", None))
+    claims.on_prepare = lambda _: {"uid-1": Prepared(shares)}
+    devices = prepare(dra, claim()).claims["uid-1"].devices
+    assert [(entry.HasField("share_id"), entry.share_id) for entry in devices] == [
+        (True, "share-a"),
+        (True, "share-b"),
+        (False, ""),
+    ]
+    old = prepare(dra, claim(), api=dra_v1beta1_pb2)
+    size = old.ByteSize()
+    old.DiscardUnknownFields()
+    assert old.ByteSize() == size
+    assert len(old.claims["uid-1"].devices) == 3
+
+
+def test_request_names_are_reduced_to_base_names_once(dra, claims):
+    claims.on_prepare = lambda _: {
+        "uid-1": Prepared((device(requests=("a/x", "b", "a/y")), device(requests=())))
+    }
+    first, second = prepare(dra, claim()).claims["uid-1"].devices
+    assert list(first.request_names) == ["a", "b"]
+    assert list(second.request_names) == []
+
+
+def test_service_sees_the_time_the_kubelet_still_waits(dra, claims):
+    prepare(dra, claim(), timeout=45)
+    unprepare(dra, claim(), timeout=7)
+    prepare(dra, claim(), timeout=None)
+    remaining = [deadline for _, _, deadline in claims.asked]
+    # the Python client rounds its deadline up
+    assert 43 < remaining[0] < 46
+    assert 5 < remaining[1] < 8
+    assert remaining[2] is None
+
+
+def test_late_answer_is_dropped_and_the_retry_can_run_beside_the_first(dra, claims):
+    gate = claims.on_prepare = Gate()
+    with pytest.raises(grpc.RpcError) as caught:
+        prepare(dra, claim(), timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert gate.entered.is_set()
+    claims.on_prepare = lambda _: {"uid-1": Failed("still preparing")}
+    assert prepare(dra, claim()).claims["uid-1"].error == "still preparing"
+    gate.opened.set()
+
+
+def test_calls_run_side_by_side(dra, claims):
+    barrier = threading.Barrier(12, timeout=10)
+
+    def meet(refs):
+        barrier.wait()
+        return {ref.uid: Prepared(()) for ref in refs}
+
+    claims.on_prepare = meet
+    answers = []
+    threads = [
+        threading.Thread(target=lambda n=n: answers.append(prepare(dra, claim(f"u{n}")))) for n in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(uid for answer in answers for uid in answer.claims) == sorted(f"u{n}" for n in range(12))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (ClaimRefusedError("GPU gpu-1 is held by default/other"), "GPU gpu-1 is held by default/other"),
+        (ValueError("two\nlines"), "internal error: ValueError: two lines"),
+        (KeyError("x" * 5000), "…"),
+    ],
+)
+def test_exception_becomes_each_claims_own_error(dra, claims, api, raised, text):
+    def fail(_):
+        raise raised
+
+    claims.on_prepare = claims.on_unprepare = fail
+    for call in (prepare, unprepare):
+        entries = call(dra, claim("u1"), claim("u2", "two"), api=api).claims
+        assert set(entries) == {"u1", "u2"}
+        for entry in entries.values():
+            assert text in entry.error
+            assert "Exception calling application" not in entry.error
+            assert len(entry.error) <= 1024
+
+
+def test_missing_and_unasked_entries_do_not_reach_the_kubelet(dra, claims, quiet_logs):
+    claims.on_prepare = lambda _: {"u2": Prepared(()), "other": Prepared(())}
+    entries = prepare(dra, claim("u1"), claim("u2", "two")).claims
+    assert {uid: entry.error for uid, entry in entries.items()} == {
+        "u1": "internal error: the driver gave no answer for this claim",
+        "u2": "",
+    }
+    assert [line["claim_uids"] for line in quiet_logs if line["event"] == "claim_answers_unasked"] == [
+        ["other"]
+    ]
+
+
+@pytest.mark.parametrize("answer", [None, [], "text", 7])
+def test_service_that_answers_nonsense_fails_the_claims_only(dra, claims, answer):
+    claims.on_prepare = claims.on_unprepare = lambda _: answer
+    assert "internal error" in prepare(dra, claim()).claims["uid-1"].error
+    assert "internal error" in unprepare(dra, claim()).claims["uid-1"].error
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        None,
+        "ready",
+        Failed(""),
+        Prepared((device(pool=""),)),
+        Prepared((device(device=""),)),
+        Prepared((device(cdi_ids=("\udcff",)),)),
+        Prepared((device(share_id=5),)),
+        Prepared(None),
+    ],
+    ids=repr,
+)
+def test_malformed_outcome_fails_its_claim_and_no_other(dra, claims, outcome):
+    claims.on_prepare = lambda _: {"u1": outcome, "u2": Prepared((device(),))}
+    entries = prepare(dra, claim("u1"), claim("u2", "two")).claims
+    assert "internal error" in entries["u1"].error
+    assert not entries["u1"].devices
+    assert not entries["u2"].error
+    assert len(entries["u2"].devices) == 1
+
+
+def test_error_text_with_undecodable_bytes_is_sent_as_a_line(dra, claims):
+    claims.on_unprepare = lambda _: {"uid-1": Failed("no file /x/\udcff\n  here")}
+    assert unprepare(dra, claim()).claims["uid-1"].error == "no file /x/? here"
+
+
+@pytest.mark.parametrize("wrong", ["", "../../etc", "a/b", "a\tb", "u" * 200])
+def test_bad_uid_is_refused_under_its_own_key_and_others_go_on(dra, claims, wrong):
+    for call in (prepare, unprepare):
+        claims.asked.clear()
+        entries = call(dra, claim(wrong), claim("good", "two")).claims
+        assert set(entries) == {wrong, "good"}
+        assert entries[wrong].error
+        assert not entries["good"].error
+        assert [ref.uid for ref in claims.asked[0][1]] == ["good"]
+
+
+def test_duplicate_claim_is_asked_for_once(dra, claims):
+    assert list(prepare(dra, claim(), claim(), claim()).claims) == ["uid-1"]
+    assert [len(refs) for _, refs, _ in claims.asked] == [1]
+
+
+def test_empty_request_is_answered_without_the_service(dra, claims):
+    assert not prepare(dra).claims
+    assert not unprepare(dra).claims
+    assert claims.asked == []
+
+
+def test_thousand_claims_in_one_call(dra):
+    refs = [claim(f"uid-{n}", f"claim-{n}") for n in range(1000)]
+    answer = prepare(dra, *refs)
+    assert len(answer.claims) == 1000
+    assert all(len(entry.devices) == 1 for entry in answer.claims.values())
+    assert len(unprepare(dra, *refs).claims) == 1000
+
+
+def test_message_above_the_limit_is_refused_and_the_next_call_works(dra, claims):
+    with pytest.raises(grpc.RpcError) as caught:
+        prepare(dra, claim(name="n" * (17 * 1024 * 1024)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not claims.asked
+    assert prepare(dra, claim()).claims["uid-1"].devices
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.text(max_size=12), st.text(max_size=8), st.sampled_from(["u1", "../u", "", "u\0"])))
+)
+def test_any_names_give_exactly_one_entry_per_uid(dra, names):
+    refs = [claim(uid, name, namespace) for namespace, name, uid in names]
+    for call in (prepare, unprepare):
+        assert set(call(dra, *refs).claims) == {uid for _, _, uid in names}
+
+
+def test_log_context_is_fresh_for_every_call(dra, claims):
+    seen = []
+
+    def look(refs):
+        seen.append(get_contextvars())
+        return {ref.uid: Prepared(()) for ref in refs}
+
+    claims.on_prepare = claims.on_unprepare = look
+    prepare(dra, claim())
+    prepare(dra, claim())
+    claims.on_unprepare = lambda _: seen.append(get_contextvars()) or {"uid-1": None}
+    unprepare(dra, claim())
+    methods = [context["method"] for context in seen]
+    assert methods == ["NodePrepareResources", "NodePrepareResources", "NodeUnprepareResources"]
+    ids = [context["request_id"] for context in seen]
+    assert ids == sorted(set(ids))
+
+
+def test_requests_are_logged_at_debug_and_failures_at_error(dra, claims, quiet_logs):
+    claims.on_prepare = lambda _: {"uid-1": Failed("no such device")}
+    prepare(dra, claim())
+    lines = eventually(lambda: [line for line in quiet_logs if line["event"].startswith(("rpc_", "claim_"))])
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("rpc_received", "debug"),
+        ("claim_failed", "error"),
+        ("rpc_answered", "debug"),
+    ]
+    assert 'uid: "uid-1"' in repr(lines[0]["request"])
+    assert lines[1]["claim_uid"] == "uid-1"
+    assert lines[1]["error"] == "no such device"
+
+
+@pytest.mark.parametrize(
+    "authority",
+    ["localhost", "/var/lib/kubelet/plugins/x/dra.sock", "%2Fvar%2Flib%2Fdra.sock", "dra.sock", "x:1"],
+)
+def test_odd_authority_is_accepted(dra, authority):
+    assert prepare(dra, claim(), options=[("grpc.default_authority", authority)]).claims["uid-1"].devices
+
+
+@pytest.mark.parametrize(("served", "missing"), [("v1", V1BETA1), ("v1beta1", V1)])
+def test_only_enabled_generations_are_served(node, served, missing):
+    plugin = node.plugin(settings={"serve_v1": served == "v1", "serve_v1beta1": served == "v1beta1"})
+    api, other = dra_v1_pb2, dra_v1beta1_pb2
+    if served == "v1beta1":
+        api, other = other, api
+    assert prepare(plugin.sockets.dra, claim(), api=api).claims
+    with pytest.raises(grpc.RpcError) as caught:
+        prepare(plugin.sockets.dra, claim(), api=other)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_unknown_method_is_unimplemented(dra):
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(dra, V1 + "NodeDance", dra_v1_pb2.Claim(), dra_v1_pb2.Claim)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_garbage_on_the_wire_fails_that_call_only(dra):
+    with channel(dra) as opened:
+        call = opened.unary_unary(V1 + "NodePrepareResources")
+        with pytest.raises(grpc.RpcError):
+            call(b"\xff\xff\xff", timeout=5)
+    assert prepare(dra, claim()).claims

@@ -1,0 +1,359 @@
+"""Start, stop and death of the plugin at its sockets."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dra_driver.errors import FatalError, InvalidConfigError, StateError
+from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.workers import Workers
+from dra_driver.model.claim import Prepared
+from tests.kubelet.support import (
+    DRIVER,
+    FakeClaims,
+    Gate,
+    channel,
+    claim,
+    eventually,
+    get_info,
+    prepare,
+)
+
+
+def names(directory):
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def dead_socket(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+
+
+def test_started_plugin_has_its_two_sockets_and_nothing_else(node):
+    node.plugin()
+    assert node.files() == [f"plugins/{DRIVER}/dra.sock", f"registry/{DRIVER}-reg.sock"]
+    assert (node.plugins / DRIVER).stat().st_mode & 0o777 == 0o750
+
+
+def test_stop_leaves_no_socket_and_can_be_repeated(node):
+    plugin = node.plugin(settings={"health_address": "127.0.0.1:0"})
+    plugin.stop()
+    plugin.stop()
+    assert node.files() == []
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "socket-guard"]
+
+
+def test_stop_before_start_does_nothing(node):
+    plugin = node.plugin(start=False)
+    plugin.stop()
+    assert node.files() == []
+
+
+def test_stale_sockets_are_replaced_and_those_of_others_left_alone(node):
+    other = node.registry / "other.example.com-reg.sock"
+    sibling = node.registry / f"{DRIVER}-some-pod-reg.sock"
+    for path in (other, sibling, node.registry / f"{DRIVER}-reg.sock", node.plugins / DRIVER / "dra.sock"):
+        dead_socket(path)
+    plugin = node.plugin()
+    assert get_info(plugin.sockets.registrar).name == DRIVER
+    plugin.stop()
+    assert node.files() == [f"registry/{DRIVER}-some-pod-reg.sock", "registry/other.example.com-reg.sock"]
+
+
+def test_socket_appears_only_when_it_answers(node):
+    """From the first moment that the registration socket is there, everything behind it works."""
+    plugin = node.plugin(start=False)
+    seen = []
+
+    def kubelet():
+        while not plugin.sockets.registrar.exists():
+            pass
+        info = get_info(plugin.sockets.registrar)
+        seen.append(prepare(plugin.sockets.dra.__class__(info.endpoint), claim()))
+
+    watcher = threading.Thread(target=kubelet)
+    watcher.start()
+    plugin.start()
+    watcher.join(5)
+    assert seen[0].claims["uid-1"].devices
+
+
+@pytest.mark.parametrize("which", ["dra", "registrar"])
+def test_plain_file_in_the_way_is_refused_and_kept_and_the_rest_torn_down(node, which):
+    plugin = node.plugin(start=False, settings={"health_address": "127.0.0.1:0"})
+    path = getattr(plugin.sockets, which)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("precious")
+    with pytest.raises(StateError, match=f"{path} exists and is not a socket"):
+        plugin.start()
+    assert node.files() == [str(path.relative_to(node.root))]
+    assert path.read_text() == "precious"
+
+
+def test_missing_registry_directory_is_named(node):
+    node.registry.rmdir()
+    with pytest.raises(InvalidConfigError, match=f"{node.registry} does not exist"):
+        node.plugin()
+    assert node.files() == []
+
+
+def test_second_instance_on_the_same_paths_is_refused_and_the_first_serves_on(node):
+    first = node.plugin()
+    with pytest.raises(StateError, match="another process listens"):
+        node.plugin()
+    assert prepare(first.sockets.dra, claim()).claims
+    assert get_info(first.sockets.registrar).name == DRIVER
+
+
+def test_instances_with_pod_uids_live_side_by_side(node):
+    first = node.plugin(settings={"pod_uid": "pod-a"})
+    second = node.plugin(settings={"pod_uid": "pod-b"})
+    first.stop()
+    assert node.files() == [f"plugins/{DRIVER}/dra-pod-b.sock", f"registry/{DRIVER}-pod-b-reg.sock"]
+    assert prepare(second.sockets.dra, claim()).claims
+
+
+@pytest.mark.parametrize("length", [106, 107])
+def test_longest_paths_are_served(short_dir, length):
+    workers = Workers("test", limit=2)
+    path = short_dir / ("s" * (length - len(str(short_dir)) - 1 - 5) + ".sock")
+    assert len(str(path)) == length
+    listener = Listener("test", path, [], workers)
+    listener.start()
+    with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
+        opened.unary_unary("/a.B/C")(b"", timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    listener.stop(0)
+    assert not path.exists()
+
+
+def test_shortest_socket_name_fits_a_directory_that_leaves_it_just_enough_room(short_dir):
+    directory = short_dir / ("d" * (107 - len("/dra.sock") - len(str(short_dir)) - 1))
+    directory.mkdir()
+    listener = Listener("test", directory / "dra.sock", [], Workers("test", limit=1))
+    listener.start()
+    assert names(directory) == ["dra.sock"]
+    listener.stop(0)
+
+
+def test_path_too_long_to_bind_leaves_nothing(short_dir):
+    directory = short_dir / ("d" * 100)
+    directory.mkdir()
+    listener = Listener("test", directory / "dra.sock", [], Workers("test", limit=1))
+    with pytest.raises(StateError, match="cannot listen on"):
+        listener.start()
+    listener.stop(0)
+    assert names(directory) == []
+
+
+def test_directory_with_odd_characters_is_served(short_dir):
+    directory = short_dir / "a%20b c?#é"
+    directory.mkdir()
+    listener = Listener("test", directory / "dra.sock", [], Workers("test", limit=1))
+    listener.start()
+    assert names(directory) == ["dra.sock"]
+    listener.stop(0)
+    assert names(directory) == []
+
+
+def test_stop_lets_calls_in_flight_finish_and_takes_no_new_ones(node):
+    claims = FakeClaims()
+    gate = claims.on_prepare = Gate()
+    plugin = node.plugin(claims)
+    answers = []
+    with channel(plugin.sockets.dra):
+        caller = threading.Thread(target=lambda: answers.append(prepare(plugin.sockets.dra, claim())))
+        caller.start()
+        assert gate.entered.wait(5)
+        stopper = threading.Thread(target=plugin.stop)
+        stopper.start()
+        eventually(lambda: _refused(plugin.sockets.dra))
+        assert stopper.is_alive()
+        gate.opened.set()
+        caller.join(5)
+        stopper.join(5)
+    assert answers[0].claims["uid-1"].devices
+    assert node.files() == []
+
+
+def _refused(path):
+    try:
+        prepare(path, timeout=0.2)
+    except grpc.RpcError:
+        return True
+    return False
+
+
+def test_stop_is_bounded_when_a_call_hangs(node):
+    claims = FakeClaims()
+    gate = claims.on_prepare = Gate()
+    plugin = node.plugin(claims)
+    errors = []
+
+    def call():
+        try:
+            prepare(plugin.sockets.dra, claim())
+        except grpc.RpcError as error:
+            errors.append(error.code())
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert gate.entered.wait(5)
+    started = time.monotonic()
+    plugin.stop(0.1)
+    assert time.monotonic() - started < 2.5
+    caller.join(5)
+    assert len(errors) == 1
+    assert node.files() == []
+    gate.opened.set()
+
+
+@pytest.mark.parametrize("which", ["dra", "registrar"])
+def test_removed_socket_is_fatal_once(node, which):
+    heard = []
+    plugin = node.plugin(on_fatal=heard.append)
+    getattr(plugin.sockets, which).unlink()
+    (error,) = eventually(lambda: heard)
+    assert isinstance(error, FatalError)
+    assert str(getattr(plugin.sockets, which)) in str(error)
+    assert "was removed" in str(error)
+    plugin.stop()
+    assert len(heard) == 1
+    assert node.files() == []
+
+
+def test_socket_taken_over_is_fatal_and_stop_leaves_it_to_its_new_owner(node):
+    heard = []
+    plugin = node.plugin(on_fatal=heard.append)
+    path = plugin.sockets.registrar
+    with socket.socket(socket.AF_UNIX) as owner:
+        owner.bind(f"{path}.new")
+        owner.listen()
+        Path(f"{path}.new").rename(path)
+        assert "taken over" in str(eventually(lambda: heard)[0])
+        plugin.stop()
+        assert path.exists()
+    assert node.files() == [f"registry/{path.name}"]
+
+
+def test_server_that_stopped_serving_is_fatal(node):
+    heard = []
+    plugin = node.plugin(on_fatal=heard.append)
+    plugin._dra._server.stop(0)
+    assert "stopped serving" in str(eventually(lambda: heard)[0])
+
+
+def test_fatal_callback_may_stop_the_plugin_and_may_raise(node):
+    stopped = threading.Event()
+
+    def on_fatal(_):
+        plugin.stop()
+        stopped.set()
+        raise ValueError("oops")
+
+    plugin = node.plugin(on_fatal=on_fatal)
+    plugin.sockets.dra.unlink()
+    assert stopped.wait(5)
+    assert node.files() == []
+
+
+def test_plugin_killed_with_calls_in_flight_leaves_sockets_that_the_next_one_replaces(node):
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.kubelet.support import FakeClaims, DRIVER\n"
+        "from dra_driver.kubelet.server import KubeletPlugin, PluginSettings\n"
+        "root = Path(sys.argv[1])\n"
+        "KubeletPlugin(PluginSettings(DRIVER, root / 'registry', root / 'plugins'), FakeClaims()).start()\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(node.root)], stdout=subprocess.DEVNULL) as process:
+        try:
+            eventually((node.registry / f"{DRIVER}-reg.sock").exists, 20)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert len(node.files()) == 2
+    plugin = node.plugin()
+    assert get_info(plugin.sockets.registrar).name == DRIVER
+
+
+def test_workers_come_with_the_calls_and_leave_when_idle():
+    workers = Workers("pool", limit=3, idle_s=0.05)
+    gate = threading.Event()
+    futures = [workers.submit(gate.wait, 5) for _ in range(5)]
+    assert workers.threads == 3
+    gate.set()
+    assert [future.result(5) for future in futures] == [True] * 5
+    eventually(lambda: workers.threads == 0)
+    assert workers.submit(lambda: 7).result(5) == 7
+    assert workers.threads == 1
+
+
+def test_workers_pass_on_results_and_exceptions_and_reuse_an_idle_thread():
+    workers = Workers("pool", limit=8, idle_s=5)
+    names = set()
+    for _ in range(20):
+        workers.submit(lambda: names.add(threading.get_ident())).result(5)
+        eventually(lambda: workers._waiting == workers.threads)
+    assert len(names) == 1
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(lambda: 1 / 0).result(5)
+    workers.shutdown()
+    with pytest.raises(RuntimeError, match="no calls are taken"):
+        workers.submit(print)
+    eventually(lambda: workers.threads == 0)
+
+
+def test_workers_finish_what_was_accepted_unless_cancelled():
+    workers = Workers("pool", limit=1)
+    gate = threading.Event()
+    first, second = workers.submit(gate.wait, 5), workers.submit(lambda: 2)
+    workers.shutdown(wait=False)
+    gate.set()
+    assert (first.result(5), second.result(5)) == (True, 2)
+    cancelled = Workers("pool", limit=1)
+    gate.clear()
+    running, waiting = cancelled.submit(gate.wait, 5), cancelled.submit(lambda: 2)
+    eventually(running.running)
+    cancelled.shutdown(cancel_futures=True)
+    gate.set()
+    assert running.result(5)
+    assert waiting.cancelled()
+
+
+def test_worker_that_cannot_start_keeps_the_task_for_the_next(monkeypatch):
+    workers = Workers("pool", limit=4)
+    start = threading.Thread.start
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    first = workers.submit(lambda: 1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert workers.submit(lambda: 2).result(5) == 2
+    assert first.result(5) == 1
+
+
+def test_many_calls_leave_no_thread_socket_or_descriptor(node):
+    plugin = node.plugin(FakeClaims())
+    prepare(plugin.sockets.dra, claim())
+    before = len(names("/proc/self/fd"))
+    for _ in range(50):
+        prepare(plugin.sockets.dra, claim())
+    eventually(lambda: len(names("/proc/self/fd")) <= before + 2)
+    assert sum(thread.name == "dra" for thread in threading.enumerate()) <= 3
+
+
+def test_handler_answers_on_a_bound_socket_with_empty_answer(node):
+    claims = FakeClaims()
+    claims.on_prepare = lambda _: {"uid-1": Prepared(())}
+    assert not prepare(node.plugin(claims).sockets.dra, claim()).claims["uid-1"].devices
