@@ -1,0 +1,117 @@
+"""Defaults and validation of ResourceClaims, templates and classes, as far as a driver meets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dra_driver.embedded.apiserver.failure import Cause
+from dra_driver.embedded.apiserver.faultlist import FaultList
+from dra_driver.embedded.apiserver.names import is_label
+
+_MOST_REQUESTS = 32
+_MOST_SUBREQUESTS = 8
+_MOST_SELECTORS = 32
+_MOST_RESULTS = 32
+_MOST_RESERVED = 256
+
+
+def default_claim_spec(spec: dict[str, Any]) -> None:
+    """Fill what the API server fills, in place: allocation mode and count of every (sub)request."""
+    for request in (spec.get("devices") or {}).get("requests") or ():
+        exact = [request["exactly"]] if isinstance(request.get("exactly"), dict) else []
+        for wanted in (*exact, *(request.get("firstAvailable") or ())):
+            mode = wanted.setdefault("allocationMode", "ExactCount")
+            if mode == "ExactCount":
+                wanted.setdefault("count", 1)
+
+
+def claim_faults(obj: dict[str, Any], before: dict[str, Any] | None) -> list[Cause]:
+    """Every fault of a stored-form claim."""
+    faults = FaultList()
+    _check_spec((obj.get("spec") or {}).get("devices") or {}, "spec.devices", faults)
+    if before is not None and obj.get("spec") != before.get("spec"):
+        faults.invalid("spec", "(changed)", "field is immutable")
+    _check_status(obj.get("status") or {}, faults)
+    if before is not None:
+        _check_allocation_kept(obj.get("status") or {}, before.get("status") or {}, faults)
+    return faults.causes
+
+
+def template_faults(obj: dict[str, Any], before: dict[str, Any] | None) -> list[Cause]:
+    """Every fault of a stored-form claim template."""
+    faults = FaultList()
+    inner = (obj.get("spec") or {}).get("spec") or {}
+    _check_spec(inner.get("devices") or {}, "spec.spec.devices", faults)
+    if before is not None and obj.get("spec") != before.get("spec"):
+        faults.invalid("spec", "(changed)", "field is immutable")
+    return faults.causes
+
+
+def class_faults(obj: dict[str, Any], _before: dict[str, Any] | None) -> list[Cause]:
+    """Every fault of a stored-form device class."""
+    faults = FaultList()
+    spec = obj.get("spec") or {}
+    faults.too_many("spec.selectors", len(spec.get("selectors") or ()), _MOST_SELECTORS)
+    return faults.causes
+
+
+def _check_spec(devices: dict[str, Any], path: str, faults: FaultList) -> None:
+    requests = devices.get("requests") or []
+    faults.too_many(f"{path}.requests", len(requests), _MOST_REQUESTS)
+    seen: set[str] = set()
+    for index, request in enumerate(requests):
+        here, name = f"{path}.requests[{index}]", request.get("name")
+        if not is_label(name):
+            faults.invalid(f"{here}.name", name, "must be a DNS label of at most 63")
+        elif name in seen:
+            faults.duplicate(f"{here}.name", name)
+        seen.add(str(name))
+        exact, first = request.get("exactly"), request.get("firstAvailable")
+        if (exact is not None) == bool(first):
+            faults.required(here, "exactly one of `exactly` or `firstAvailable` is required")
+        faults.too_many(f"{here}.firstAvailable", len(first or ()), _MOST_SUBREQUESTS)
+        for wanted in (*([exact] if exact is not None else []), *(first or ())):
+            _check_request(
+                wanted, f"{here}.exactly" if exact is not None else f"{here}.firstAvailable", faults
+            )
+
+
+def _check_request(wanted: dict[str, Any], path: str, faults: FaultList) -> None:
+    if not wanted.get("deviceClassName"):
+        faults.required(f"{path}.deviceClassName")
+    faults.too_many(f"{path}.selectors", len(wanted.get("selectors") or ()), _MOST_SELECTORS)
+    mode = wanted.get("allocationMode")
+    if mode not in ("ExactCount", "All"):
+        faults.invalid(f"{path}.allocationMode", mode, "must be ExactCount or All")
+    elif mode == "ExactCount" and (wanted.get("count") or 0) < 1:
+        faults.invalid(f"{path}.count", wanted.get("count"), "must be greater than zero")
+
+
+def _check_status(status: dict[str, Any], faults: FaultList) -> None:
+    allocation, reserved = status.get("allocation"), status.get("reservedFor") or []
+    faults.too_many("status.reservedFor", len(reserved), _MOST_RESERVED)
+    if reserved and allocation is None:
+        faults.invalid("status.reservedFor", "", "may not be specified when `allocated` is not set")
+    results = ((allocation or {}).get("devices") or {}).get("results") or []
+    faults.too_many("status.allocation.devices.results", len(results), _MOST_RESULTS)
+    allocated = {_device_key(result) for result in results}
+    seen: set[Any] = set()
+    for index, device in enumerate(status.get("devices") or ()):
+        key = _device_key(device)
+        if key not in allocated:
+            faults.invalid(f"status.devices[{index}]", key, "must be an allocated device in the claim")
+        elif key in seen:
+            faults.duplicate(f"status.devices[{index}]", key)
+        seen.add(key)
+
+
+def _check_allocation_kept(status: dict[str, Any], before: dict[str, Any], faults: FaultList) -> None:
+    old, new = before.get("allocation"), status.get("allocation")
+    if old is not None and new is not None and old != new:
+        faults.invalid("status.allocation", "(changed)", "field is immutable")
+    if old is not None and new is None and status.get("reservedFor"):
+        faults.invalid("status.allocation", "", "cannot be removed while the claim is reserved")
+
+
+def _device_key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry.get("driver"), entry.get("pool"), entry.get("device"), entry.get("shareID")

@@ -1,0 +1,97 @@
+"""Faults that a test or the demo switches on while the server runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Failure:
+    left: int
+    status: int
+    reason: str
+    path: str
+    method: str
+    retry_after: str | None
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class FaultAnswer:
+    """What to answer instead of serving; `body` None means an ordinary Status object."""
+
+    status: int
+    reason: str
+    retry_after: str | None
+    body: bytes | None
+
+
+class Faults:
+    """All switches of one server; every method may be called from any thread.
+
+    `down = True` drops every connection without an answer; for a refused connection stop the server.
+    """
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self.down = False
+        self._wake = wake  # lets open watches notice that they are cut
+        self._lock = threading.Lock()
+        self._slow: list[tuple[str, float]] = []
+        self._failures: list[_Failure] = []
+        self._cuts = 0
+
+    def fail(
+        self,
+        count: int,
+        status: int,
+        *,
+        reason: str = "InternalError",
+        path: str = "",
+        method: str = "",
+        retry_after: str | None = None,
+        body: bytes | None = None,
+    ) -> None:
+        """Answer the next `count` requests whose path contains `path` (and with `method`) with `status`."""
+        with self._lock:
+            self._failures.append(_Failure(count, status, reason, path, method, retry_after, body))
+
+    def slow(self, path: str, seconds: float) -> None:
+        """Hold back answers to paths that contain `path`; 0 ends it."""
+        with self._lock:
+            self._slow = [entry for entry in self._slow if entry[0] != path]
+            if seconds:
+                self._slow.append((path, seconds))
+
+    def cut_watches(self) -> None:
+        """Break all watches now open in the middle, without the closing chunk."""
+        with self._lock:
+            self._cuts += 1
+        self._wake()
+
+    def clear(self) -> None:
+        """Back to health; open watches stay as they are."""
+        with self._lock:
+            self.down = False
+            self._slow.clear()
+            self._failures.clear()
+
+    @property
+    def cuts(self) -> int:
+        """How often watches were cut; a watch ends when this differs from its start."""
+        return self._cuts
+
+    def delay_of(self, path: str) -> float:
+        """Seconds to hold back an answer."""
+        with self._lock:
+            return max((seconds for part, seconds in self._slow if part in path), default=0.0)
+
+    def answer_of(self, method: str, path: str) -> FaultAnswer | None:
+        """The failure that this request meets, counted down; None if it is to be served."""
+        with self._lock:
+            for failure in self._failures:
+                if failure.left and failure.path in path and failure.method in ("", method):
+                    failure.left -= 1
+                    return FaultAnswer(failure.status, failure.reason, failure.retry_after, failure.body)
+        return None

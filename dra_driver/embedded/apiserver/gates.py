@@ -1,0 +1,61 @@
+"""Feature gates: what the API server silently drops from an object while a gate is off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULT_GATES: Mapping[str, bool] = {
+    "DRADeviceTaints": True,
+    "DRAPartitionableDevices": True,
+    "DRAConsumableCapacity": True,
+    "DRADeviceBindingConditions": True,
+    "DRAAdminAccess": True,
+    "DRAPrioritizedList": True,
+    "DRAResourceClaimDeviceStatus": True,
+}
+_SLICE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "DRAPartitionableDevices": ("sharedCounters", "perDeviceNodeSelection")
+}
+_DEVICE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "DRADeviceTaints": ("taints",),
+    "DRAPartitionableDevices": ("consumesCounters", "nodeName", "nodeSelector", "allNodes"),
+    "DRAConsumableCapacity": ("allowMultipleAllocations",),
+    "DRADeviceBindingConditions": ("bindsToNode", "bindingConditions", "bindingFailureConditions"),
+}
+
+
+def drop_disabled(obj: dict[str, Any], gates: Mapping[str, bool]) -> None:
+    """Remove the fields of disabled gates from a stored-form object, in place."""
+    off = {gate for gate in DEFAULT_GATES if not gates.get(gate, True)}
+    if not off:
+        return
+    if obj.get("kind") == "ResourceSlice":
+        _drop_from_slice(obj.get("spec") or {}, off)
+    if obj.get("kind") == "ResourceClaim":
+        _drop_from_claim(obj, off)
+
+
+def _drop_from_slice(spec: dict[str, Any], off: set[str]) -> None:
+    _drop(spec, _SLICE_FIELDS, off)
+    for device in spec.get("devices") or ():
+        _drop(device, _DEVICE_FIELDS, off)
+        if "DRAConsumableCapacity" in off:
+            for capacity in (device.get("capacity") or {}).values():
+                capacity.pop("requestPolicy", None)
+
+
+def _drop_from_claim(claim: dict[str, Any], off: set[str]) -> None:
+    if "DRAResourceClaimDeviceStatus" in off:
+        (claim.get("status") or {}).pop("devices", None)
+    for request in ((claim.get("spec") or {}).get("devices") or {}).get("requests") or ():
+        if "DRAPrioritizedList" in off:
+            request.pop("firstAvailable", None)
+        if "DRAAdminAccess" in off:
+            (request.get("exactly") or {}).pop("adminAccess", None)
+
+
+def _drop(obj: dict[str, Any], fields: Mapping[str, tuple[str, ...]], off: set[str]) -> None:
+    for gate in off & fields.keys():
+        for field in fields[gate]:
+            obj.pop(field, None)

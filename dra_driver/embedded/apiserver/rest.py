@@ -1,0 +1,193 @@
+"""From a parsed request to an answer: routing, identities, versions; no sockets here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dra_driver.embedded.apiserver.convert import api_version, decode, encode
+from dra_driver.embedded.apiserver.failure import ApiFailure, bad_request, not_found
+from dra_driver.embedded.apiserver.operations import Operations, merge_patch
+from dra_driver.embedded.apiserver.resources import Resource, Route
+from dra_driver.embedded.apiserver.selectors import selector
+from dra_driver.embedded.apiserver.store import Key, Object
+
+_PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a bearer token stands for; with `node` it may write only that node's slices."""
+
+    name: str
+    node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request after parsing; `body` is the raw bytes."""
+
+    method: str
+    route: Route
+    query: Mapping[str, str]
+    body: bytes
+    content_type: str
+    identity: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """HTTP code and JSON document."""
+
+    code: int
+    document: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Rest:
+    """Serves everything but watches and discovery."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def handle(self, call: Call) -> Answer:
+        """Raises: ApiFailure."""
+        named = call.route.name is not None
+        match call.method:
+            case "GET" if named:
+                return Answer(200, self._shown(call.route, self._existing(call.route)))
+            case "GET":
+                return Answer(200, self._list(call))
+            case "POST" if not named:
+                return Answer(201, self._create(call))
+            case "PUT" if named:
+                return Answer(200, self._update(call, _decoded(call)))
+            case "PATCH" if named:
+                return Answer(200, self._patch(call))
+            case "DELETE" if named and call.route.subresource is None:
+                return Answer(200, self._delete(call))
+            case "DELETE" if not named:
+                return Answer(200, self._delete_all(call))
+        text = "the server does not allow this method on the requested resource"
+        raise ApiFailure(405, "MethodNotAllowed", text, details={})
+
+    def _existing(self, route: Route) -> Object:
+        found = self._operations.store.get(route.resource, _key(route))
+        if found is None:
+            raise not_found(route.resource.group, route.resource.plural, str(route.name))
+        return found
+
+    def _list(self, call: Call) -> dict[str, Any]:
+        route = call.route
+        selected = selector(route.resource, call.query, route.namespace)
+        items, version = self._operations.store.select(route.resource, selected)
+        return _list_document(route, items, version)
+
+    def _create(self, call: Call) -> dict[str, Any]:
+        obj = _decoded(call)
+        _authorize(call, obj)
+        stored = self._operations.create(call.route.resource, call.route.namespace, obj)
+        return self._shown(call.route, stored)
+
+    def _update(self, call: Call, obj: Object) -> dict[str, Any]:
+        route = call.route
+        _authorize(call, obj)
+        _authorize(call, self._existing(route))
+        status = route.subresource == "status"
+        stored = self._operations.update(route.resource, _key(route), obj, status=status)
+        return self._shown(route, stored)
+
+    def _patch(self, call: Call) -> dict[str, Any]:
+        if call.content_type not in _PATCH_TYPES:
+            text = f"the body of the request was in an unknown format - accepted: {', '.join(_PATCH_TYPES)}"
+            raise ApiFailure(415, "UnsupportedMediaType", text)
+        route, patch = call.route, _json(call.body)
+        with self._operations.store.changed:
+            current = self._shown(route, self._existing(route))
+            patched = merge_patch(current, patch)
+            if not (patch.get("metadata") or {}).get("resourceVersion"):
+                patched.get("metadata", {}).pop("resourceVersion", None)
+            return self._update(call, decode(route.resource, route.version, patched))
+
+    def _delete(self, call: Call) -> dict[str, Any]:
+        route = call.route
+        existing = self._existing(route)
+        _authorize(call, existing)
+        options = _json(call.body) if call.body else {}
+        gone_object, gone = self._operations.delete(
+            route.resource, _key(route), options.get("preconditions") or {}
+        )
+        if not gone:
+            return self._shown(route, gone_object)
+        return _deleted(route.resource, gone_object)
+
+    def _delete_all(self, call: Call) -> dict[str, Any]:
+        route = call.route
+        store = self._operations.store
+        with store.changed:
+            items, _ = store.select(route.resource, selector(route.resource, call.query, route.namespace))
+            for item in items:
+                _authorize(call, item)
+                metadata = item["metadata"]
+                self._operations.delete(route.resource, (metadata.get("namespace", ""), metadata["name"]), {})
+            return _list_document(route, items, store.version)
+
+    def _shown(self, route: Route, stored: Object) -> dict[str, Any]:
+        return encode(route.resource, route.version, stored)
+
+
+def _list_document(route: Route, items: list[Object], version: int) -> dict[str, Any]:
+    """As the API server does, the items of a list carry no kind."""
+    shown = [encode(route.resource, route.version, item) for item in items]
+    for item in shown:
+        item.pop("kind"), item.pop("apiVersion")
+    return {
+        "kind": f"{route.resource.kind}List",
+        "apiVersion": api_version(route.resource, route.version),
+        "metadata": {"resourceVersion": str(version)},
+        "items": shown,
+    }
+
+
+def _deleted(resource: Resource, obj: Object) -> dict[str, Any]:
+    details = {"name": obj["metadata"]["name"], "kind": resource.plural, "uid": obj["metadata"]["uid"]}
+    if resource.group:
+        details["group"] = resource.group
+    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+
+
+def _authorize(call: Call, obj: Object) -> None:
+    """The rule of the driver's admission policy: slices only of the node that the token is bound to."""
+    identity = call.identity
+    if identity is None or identity.node is None or call.route.resource.kind != "ResourceSlice":
+        return
+    if (obj.get("spec") or {}).get("nodeName") != identity.node:
+        name = str((obj.get("metadata") or {}).get("name") or "")
+        why = f"this user running on node '{identity.node}' may not modify resource slices of other nodes"
+        text = f'resourceslices.resource.k8s.io "{name}" is forbidden: {why}'
+        raise ApiFailure(403, "Forbidden", text, details={"name": name, "kind": "resourceslices"})
+
+
+def _decoded(call: Call) -> Object:
+    route, obj = call.route, _json(call.body)
+    wanted = api_version(route.resource, route.version)
+    if obj.get("apiVersion", wanted) != wanted or obj.get("kind", route.resource.kind) != route.resource.kind:
+        sent = f"{obj.get('kind')} in version {obj.get('apiVersion')}"
+        raise bad_request(f"{sent} cannot be handled as a {route.resource.kind} in version {wanted}")
+    return decode(route.resource, route.version, obj)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        decoded = json.loads(body)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise bad_request("the body must be a JSON object")
+    return decoded
+
+
+def _key(route: Route) -> Key:
+    return route.namespace or "", str(route.name)

@@ -1,0 +1,132 @@
+"""Where the bearer token of a request comes from; each source notices rotation by itself."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from dra_driver.errors import ApiUnavailableError, InvalidConfigError
+
+Fingerprint = tuple[int, int, int]
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """(inode, size, mtime in ns) of a file: it changes when a projected volume or an editor replaces it.
+
+    Raises: OSError.
+    """
+    stat = path.stat()  # follows links: a projected volume rotates by moving its `..data` link
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class TokenSource(Protocol):
+    """Gives the value of the Authorization header for the next request."""
+
+    def header(self) -> str | None:
+        """`Bearer …`, or None for a connection that needs no token."""
+        ...
+
+    def refresh(self) -> bool:
+        """Told after a 401: reads its source again; True if another token is now in use."""
+        ...
+
+
+class NoToken:
+    """Client certificates, or a server that asks for nothing."""
+
+    def header(self) -> str | None:
+        """None."""
+        return None
+
+    def refresh(self) -> bool:
+        """Nothing to read again."""
+        return False
+
+
+class StaticToken:
+    """A token written into the kubeconfig."""
+
+    def __init__(self, token: str) -> None:
+        self._header = f"Bearer {token}"
+
+    def header(self) -> str | None:
+        """The token as it was given."""
+        return self._header
+
+    def refresh(self) -> bool:
+        """Nothing to read again."""
+        return False
+
+
+class FileToken:
+    """A token file, such as the projected service-account token that the kubelet renews in place.
+
+    The file is stat'ed for every request (microseconds) and read again only when it was replaced, so a
+    new token is used at once. While it cannot be read the last good token stays in use.
+    Raises at construction: InvalidConfigError if the file is missing, unreadable or empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._seen: Fingerprint | None = None
+        self._token = ""
+        try:
+            self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfigError(
+                f"token file {path} cannot be read: {error}; mount a service-account token there"
+            ) from error
+        if not self._token:
+            raise InvalidConfigError(f"token file {path} is empty; mount a service-account token there")
+
+    def header(self) -> str | None:
+        """The token of the file as it is now."""
+        with self._lock:
+            try:
+                if fingerprint(self._path) != self._seen:
+                    self._read()
+            except (OSError, UnicodeDecodeError):
+                pass  # in the middle of a rotation: the old token is valid for a while yet
+            return f"Bearer {self._token}"
+
+    def refresh(self) -> bool:
+        """Read the file whatever its fingerprint says; True if the token differs."""
+        with self._lock:
+            before = self._token
+            try:
+                self._read()
+            except (OSError, UnicodeDecodeError):
+                return False
+            return self._token != before
+
+    def _read(self) -> None:
+        seen = fingerprint(self._path)  # before the content: a change in between is seen next time
+        token = self._path.read_text(encoding="utf-8").strip()
+        if token:
+            self._token, self._seen = token, seen
+
+
+class LibraryToken:
+    """Exec plugins and auth providers, through the Kubernetes client library, which keeps up with them.
+
+    `configuration` is a `kubernetes.client.Configuration`; its hook renews an expired token.
+    """
+
+    def __init__(self, configuration: Any) -> None:
+        self._configuration = configuration
+        self._lock = threading.Lock()
+
+    def header(self) -> str | None:
+        """The current token. Raises: ApiUnavailableError if the plugin fails to renew it."""
+        with self._lock:
+            try:
+                token = self._configuration.get_api_key_with_prefix("BearerToken")
+            except Exception as error:  # plugins are foreign programs: any failure means no token now
+                raise ApiUnavailableError(f"the kubeconfig's credential plugin failed: {error}") from error
+            return str(token) if token else None
+
+    def refresh(self) -> bool:
+        """The library renews by expiry alone; the plugin cannot be asked earlier."""
+        return False

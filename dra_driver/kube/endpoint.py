@@ -1,0 +1,250 @@
+"""How to reach the API server: in-cluster service account or kubeconfig, and the TLS settings of either."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.kube.credentials import (
+    FileToken,
+    Fingerprint,
+    LibraryToken,
+    NoToken,
+    StaticToken,
+    TokenSource,
+    fingerprint,
+)
+
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsSettings:
+    """Files or PEM bytes of the server's CA and of the client certificate; all None with plain HTTP."""
+
+    ca_file: Path | None = None
+    ca_data: bytes | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    cert_data: bytes | None = None
+    key_data: bytes | None = None
+    insecure: bool = False
+    server_name: str | None = None
+
+    def fingerprint(self) -> tuple[Fingerprint | None, ...]:
+        """One entry a file; it differs once any of them was replaced. Missing files count as None."""
+        return tuple(_fingerprint_or_none(path) for path in (self.ca_file, self.cert_file, self.key_file))
+
+    def context(self) -> ssl.SSLContext:
+        """A client context from the files as they are now.
+
+        Raises: OSError (ssl.SSLError is one) if a file is missing or is no PEM.
+        """
+        ca_text = self.ca_data.decode("ascii", "replace") if self.ca_data else None
+        context = ssl.create_default_context(cafile=self.ca_file, cadata=ca_text)
+        # Python 3.13 began to refuse CAs without key identifiers; Kubernetes installers make such CAs.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.cert_file:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        elif self.cert_data:
+            _load_from_memory(context, self.cert_data, self.key_data)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One API server. `server` is its URL without trailing slash, `origin` says where that was read."""
+
+    server: str
+    origin: str
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    token: TokenSource = field(default_factory=NoToken)
+    proxy: str | None = None
+
+
+def load_endpoint(
+    kubeconfig: Path | str | None = None,
+    *,
+    context: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    service_account_dir: Path = SERVICE_ACCOUNT_DIR,
+) -> Endpoint:
+    """The kubeconfig if one is given, else the pod's service account.
+
+    Raises: InvalidConfigError naming the file and what to do.
+    """
+    if kubeconfig:
+        return kubeconfig_endpoint(Path(kubeconfig).expanduser(), context=context)
+    return in_cluster_endpoint(os.environ if environ is None else environ, service_account_dir)
+
+
+def in_cluster_endpoint(environ: Mapping[str, str], directory: Path) -> Endpoint:
+    """The endpoint that the kubelet gives every pod. Raises: InvalidConfigError."""
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    if not host or not port:
+        raise InvalidConfigError(
+            "no API server configured: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so"
+            " this is no pod; give a kubeconfig with --kubeconfig"
+        )
+    ca_file = directory / "ca.crt"
+    tls = TlsSettings(ca_file=ca_file)
+    _check_tls(tls, f"service account {directory}")
+    bracketed = f"[{host}]" if ":" in host else host
+    return Endpoint(f"https://{bracketed}:{port}", str(directory), tls, FileToken(directory / "token"))
+
+
+def kubeconfig_endpoint(path: Path, *, context: str | None = None) -> Endpoint:
+    """The cluster and user of a kubeconfig's context, by default its current one.
+
+    Token, token file and client certificates are read here; `exec` and `auth-provider` users go through
+    the Kubernetes client library, which is imported only then: it takes 20 MiB.
+    Raises: InvalidConfigError.
+    """
+    document = _read_yaml(path)
+    name = context or document.get("current-context") or ""
+    chosen = _entry(document, "contexts", name, path).get("context") or {}
+    cluster = _entry(document, "clusters", chosen.get("cluster"), path).get("cluster") or {}
+    user = _entry(document, "users", chosen.get("user"), path).get("user") or {} if chosen.get("user") else {}
+    server = str(cluster.get("server") or "").rstrip("/")
+    if not server.startswith(("http://", "https://")):
+        raise InvalidConfigError(
+            f"kubeconfig {path}: cluster {chosen.get('cluster')!r} has no http(s) `server`"
+        )
+    if "exec" in user or "auth-provider" in user:
+        return _library_endpoint(path, name, server)
+    tls = _tls_of(cluster, user, path)
+    if server.startswith("https://"):
+        _check_tls(tls, f"kubeconfig {path}")
+    return Endpoint(server, str(path), tls, _token_of(user, path), cluster.get("proxy-url"))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # not needed in a pod
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfigError(
+            f"kubeconfig {path} cannot be read: {error.strerror};"
+            " check --kubeconfig and the file's permissions"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise InvalidConfigError(f"kubeconfig {path} is not valid YAML: {detail}; repair the file") from error
+    if not isinstance(document, dict) or not document.get("clusters"):
+        raise InvalidConfigError(f"kubeconfig {path} names no clusters; is it the right file?")
+    return document
+
+
+def _entry(document: Mapping[str, Any], section: str, name: Any, path: Path) -> dict[str, Any]:
+    for entry in document.get(section) or ():
+        if isinstance(entry, dict) and entry.get("name") == name:
+            return entry
+    known = ", ".join(sorted(str(e.get("name")) for e in document.get(section) or () if isinstance(e, dict)))
+    raise InvalidConfigError(f"kubeconfig {path}: {section} has no entry {name!r}; it has: {known or 'none'}")
+
+
+def _tls_of(cluster: Mapping[str, Any], user: Mapping[str, Any], path: Path) -> TlsSettings:
+    return TlsSettings(
+        ca_file=_path_of(cluster, "certificate-authority", path),
+        ca_data=_data_of(cluster, "certificate-authority-data", path),
+        cert_file=_path_of(user, "client-certificate", path),
+        key_file=_path_of(user, "client-key", path),
+        cert_data=_data_of(user, "client-certificate-data", path),
+        key_data=_data_of(user, "client-key-data", path),
+        insecure=bool(cluster.get("insecure-skip-tls-verify")),
+        server_name=cluster.get("tls-server-name"),
+    )
+
+
+def _path_of(section: Mapping[str, Any], key: str, path: Path) -> Path | None:
+    """A file named in a kubeconfig is relative to that kubeconfig; inline data wins over it."""
+    if not section.get(key) or section.get(f"{key}-data"):
+        return None
+    return path.parent / str(section[key])
+
+
+def _data_of(section: Mapping[str, Any], key: str, path: Path) -> bytes | None:
+    if not section.get(key):
+        return None
+    try:
+        return base64.b64decode(str(section[key]), validate=True)
+    except binascii.Error as error:
+        raise InvalidConfigError(f"kubeconfig {path}: {key} is not base64: {error}") from error
+
+
+def _token_of(user: Mapping[str, Any], path: Path) -> TokenSource:
+    if user.get("tokenFile"):
+        return FileToken(path.parent / str(user["tokenFile"]))
+    if user.get("token"):
+        return StaticToken(str(user["token"]))
+    return NoToken()
+
+
+def _library_endpoint(path: Path, context: str, server: str) -> Endpoint:
+    from kubernetes import config
+    from kubernetes.client import Configuration
+
+    configuration = Configuration()
+    try:
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=str(path), context=context, client_configuration=configuration, persist_config=False
+        )
+    except Exception as error:  # ConfigException, and whatever a provider's own libraries raise
+        raise InvalidConfigError(f"kubeconfig {path}: credentials of {context!r} failed: {error}") from error
+    if not (configuration.get_api_key_with_prefix("BearerToken") or configuration.cert_file):
+        # The library only logs that a plugin is missing or failed, and would go on without credentials.
+        raise InvalidConfigError(
+            f"kubeconfig {path}: the plugin of {context!r} gave no credentials; run it by hand"
+        )
+    tls = TlsSettings(
+        ca_file=Path(configuration.ssl_ca_cert) if configuration.ssl_ca_cert else None,
+        cert_file=Path(configuration.cert_file) if configuration.cert_file else None,
+        key_file=Path(configuration.key_file) if configuration.key_file else None,
+        insecure=not configuration.verify_ssl,
+        server_name=configuration.tls_server_name,
+    )
+    return Endpoint(server, str(path), tls, LibraryToken(configuration), configuration.proxy)
+
+
+def _check_tls(tls: TlsSettings, origin: str) -> None:
+    """Fail at start, with the file's name, instead of at the first request."""
+    for path in (tls.ca_file, tls.cert_file, tls.key_file):
+        if path is not None and not os.access(path, os.R_OK):
+            raise InvalidConfigError(f"{origin}: {path} is missing or unreadable; mount or repair it")
+    try:
+        tls.context()
+    except (OSError, ValueError) as error:
+        files = (
+            ", ".join(str(p) for p in (tls.ca_file, tls.cert_file, tls.key_file) if p) or "its inline data"
+        )
+        raise InvalidConfigError(f"{origin}: certificates cannot be loaded from {files}: {error}") from error
+
+
+def _load_from_memory(context: ssl.SSLContext, cert: bytes, key: bytes | None) -> None:
+    """OpenSSL wants a file name; an anonymous memory file keeps the key off every disk."""
+    descriptor = os.memfd_create("client-certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, cert + b"\n" + (key or b""))
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint_or_none(path: Path | None) -> Fingerprint | None:
+    if path is None:
+        return None
+    try:
+        return fingerprint(path)
+    except OSError:
+        return None

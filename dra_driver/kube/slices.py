@@ -1,0 +1,126 @@
+"""ResourceSlices of one driver on one node: list, write and watch, nothing else can be seen or touched."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.client import is_not_found
+from dra_driver.kube.convert import GROUP, from_version
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.watchstream import WatchStream
+
+EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+
+_PLURAL = "resourceslices"
+_WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so that not all nodes return at once
+_IDLE_S = 150.0  # bookmarks come about once a minute: after two missing ones the server is taken for dead
+
+
+@dataclass(frozen=True, slots=True)
+class SliceEvent:
+    """One watch event; a BOOKMARK's object has nothing but a resource version."""
+
+    type: EventType
+    object: dict[str, Any]
+
+    @property
+    def resource_version(self) -> str:
+        """Where to resume after this event."""
+        return str((self.object.get("metadata") or {}).get("resourceVersion") or "")
+
+
+class SliceClient:
+    """The slices with `spec.driver` and `spec.nodeName` as given; objects in v1 shape."""
+
+    def __init__(self, api: ResourceApi, driver: str, node: str, *, idle_timeout_s: float = _IDLE_S) -> None:
+        self._api = api
+        self._idle_timeout_s = idle_timeout_s
+        self._selector = {"fieldSelector": f"spec.driver={driver},spec.nodeName={node}"}
+        self._whose = f"{driver} on node {node}"
+
+    def list(self) -> tuple[list[dict[str, Any]], str]:
+        """(slices sorted by name, resource version to watch from)."""
+        action = f"list resource slices of {self._whose}"
+        answer = self._api.call("GET", _PLURAL, query=self._selector, action=action)
+        items = [
+            {"apiVersion": f"{GROUP}/v1", "kind": "ResourceSlice"} | item
+            for item in answer.get("items") or ()
+        ]
+        items.sort(key=lambda item: str(item["metadata"]["name"]))
+        return items, str((answer.get("metadata") or {}).get("resourceVersion") or "")
+
+    def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """The stored slice; compare it with `dropped.dropped_fields`."""
+        metadata = obj["metadata"]
+        action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
+        return self._api.call("POST", _PLURAL, body=_typed(obj), action=action)
+
+    def update(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """Replace the slice of that name; a stale resourceVersion is refused with 409.
+
+        The returned object is the stored one.
+        """
+        name = obj["metadata"]["name"]
+        return self._api.call(
+            "PUT", _PLURAL, name=name, body=_typed(obj), action=f"update resource slice {name}"
+        )
+
+    def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
+        """Delete exactly that object; that it is gone already is success. A changed one is a 409."""
+        preconditions = {"uid": uid}
+        if resource_version:
+            preconditions["resourceVersion"] = resource_version
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions}
+        try:
+            self._api.call("DELETE", _PLURAL, name=name, body=body, action=f"delete resource slice {name}")
+        except ApiRejectedError as error:
+            if not is_not_found(error):
+                raise
+
+    def open_watch(self, resource_version: str) -> WatchStream:
+        """A raw stream of events after `resource_version`, for callers that close it themselves."""
+        # Not a matter of security: spreads load.
+        seconds = random.uniform(*_WATCH_S)  # noqa: S311
+        query = self._selector | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(int(seconds)),
+        }
+        action = f"watch resource slices of {self._whose}"
+        return self._api.watch(_PLURAL, query=query, action=action, idle_timeout_s=self._idle_timeout_s)
+
+    def watch(self, resource_version: str, stop: threading.Event) -> Iterator[SliceEvent]:
+        """Events after `resource_version` until the server ends the watch or `stop` is set (0.2 s).
+
+        Raises: WatchExpiredError (list again), ApiUnavailableError (connection broke, or silence for
+        150 s: the server is dead), ApiRejectedError.
+        """
+        stream = self.open_watch(resource_version)
+        stream.close_on(stop)
+        try:
+            for raw in stream:
+                if stop.is_set():
+                    return
+                event = slice_event(raw)
+                if event is not None:
+                    yield event
+        finally:
+            stream.close()
+
+
+def slice_event(raw: dict[str, Any]) -> SliceEvent | None:
+    """A raw watch event in v1 shape; None for a type that this driver does not know."""
+    kind, obj = raw.get("type"), raw.get("object")
+    if kind not in get_args(EventType) or not isinstance(obj, dict):
+        return None
+    return SliceEvent(cast(EventType, kind), from_version(obj))
+
+
+def _typed(obj: dict[str, Any]) -> dict[str, Any]:
+    return obj | {"apiVersion": f"{GROUP}/v1", "kind": "ResourceSlice"}

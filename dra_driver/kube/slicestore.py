@@ -1,0 +1,89 @@
+"""The objects of a watch, with own writes laid over it: the newest version of each wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Object = dict[str, Any]
+
+
+class SliceStore:
+    """Objects by name, ordered by resource version; not thread-safe, its owner locks.
+
+    Resource versions are compared as numbers, which Kubernetes promises since 1.35 and etcd always gave.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Object] = {}
+        self._gone: set[str] = set()  # UIDs that we deleted and whose events may still be on the way
+
+    def objects(self) -> list[Object]:
+        """Sorted by name; not copies."""
+        return [self._objects[name] for name in sorted(self._objects)]
+
+    def put(self, obj: Object) -> bool:
+        """Store an object unless a newer one, or its deletion, is known; whether anything changed."""
+        name, uid = _name(obj), _uid(obj)
+        if uid in self._gone:
+            return False
+        known = self._objects.get(name)
+        if known is not None and not _newer(obj, known):
+            return False
+        self._objects[name] = obj
+        return True
+
+    def remove(self, obj: Object) -> bool:
+        """Apply a deletion event; False if it is the echo of ours or about an earlier object."""
+        name, uid = _name(obj), _uid(obj)
+        if uid in self._gone:
+            self._gone.discard(uid)
+            return False
+        known = self._objects.get(name)
+        if known is None or _uid(known) != uid:
+            return False
+        del self._objects[name]
+        return True
+
+    def deleted_by_us(self, name: str, uid: str) -> None:
+        """Forget an object now and expect its events later."""
+        known = self._objects.get(name)
+        if known is not None and _uid(known) == uid:
+            del self._objects[name]
+            self._gone.add(uid)
+
+    def replace(self, items: list[Object], version: str) -> bool:
+        """Take over a list made at `version`, keeping own writes that are newer; whether anything changed."""
+        before = {name: _identity(obj) for name, obj in self._objects.items()}
+        listed = {_name(obj): obj for obj in items if _uid(obj) not in self._gone}
+        for name, known in self._objects.items():
+            present = listed.get(name)
+            newer_than_list = _number(known) > _as_number(version)
+            if (present is not None and _newer(known, present)) or (present is None and newer_than_list):
+                listed[name] = known
+        self._gone &= {_uid(obj) for obj in items}
+        self._objects = listed
+        return before != {name: _identity(obj) for name, obj in listed.items()}
+
+
+def _newer(left: Object, right: Object) -> bool:
+    return _number(left) > _number(right)
+
+
+def _number(obj: Object) -> int:
+    return _as_number(str(obj["metadata"].get("resourceVersion") or ""))
+
+
+def _as_number(version: str) -> int:
+    return int(version) if version.isdigit() else 0
+
+
+def _name(obj: Object) -> str:
+    return str(obj["metadata"]["name"])
+
+
+def _uid(obj: Object) -> str:
+    return str(obj["metadata"].get("uid"))
+
+
+def _identity(obj: Object) -> tuple[str, str]:
+    return _uid(obj), str(obj["metadata"].get("resourceVersion"))

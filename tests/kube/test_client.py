@@ -1,0 +1,309 @@
+"""Transport: error mapping, timeouts, retries, tokens, limits, and what a request carries."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+
+import dra_driver
+from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.apierrors import PathNotFoundError, WatchExpiredError
+from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found
+from dra_driver.kube.endpoint import Endpoint
+from dra_driver.kube.ratelimit import TokenBucket
+
+NODES = "/api/v1/nodes"
+
+
+@pytest.fixture
+def client(server, connect):
+    return connect(server)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_error_is_retryable_when_server_cannot_answer_now(server, client, status):
+    server.faults.fail(1, status)
+    with pytest.raises(ApiUnavailableError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert str(caught.value).startswith("list nodes: ")
+    assert f"(HTTP {status})" in str(caught.value)
+    assert caught.value.retry_after_s is None
+    assert client.request("GET", NODES, action="list nodes")["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (400, "BadRequest"),
+        (401, "Unauthorized"),
+        (403, "Forbidden"),
+        (404, "NotFound"),
+        (409, "Conflict"),
+        (410, "Expired"),
+        (413, "RequestEntityTooLarge"),
+        (422, "Invalid"),
+    ],
+)
+def test_error_is_permanent_when_server_refuses(server, client, status, reason):
+    server.faults.fail(1, status, reason=reason)
+    with pytest.raises(ApiRejectedError) as caught:
+        client.request("POST", NODES, action="create node", body={})
+    assert (caught.value.status, caught.value.reason) == (status, reason)
+    assert (
+        str(caught.value) == f"create node: the embedded server was told to fail this request (HTTP {status})"
+    )
+    assert isinstance(caught.value, WatchExpiredError) == (status == 410)
+    assert is_not_found(caught.value) == (status == 404)
+
+
+def test_redirect_is_refused_and_not_followed(server, client):
+    server.faults.fail(1, 302)
+    with pytest.raises(ApiRejectedError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.status == 302
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "low", "high"),
+    [
+        ("7", 7, 7),
+        (format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True), 30, 90),
+        (format_datetime(datetime.now(UTC) - timedelta(seconds=90), usegmt=True), 0, 0),
+    ],
+)
+def test_retry_after_is_handed_on_when_server_names_it(server, client, header, low, high):
+    server.faults.fail(1, 429, retry_after=header)
+    with pytest.raises(ApiUnavailableError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert low <= caught.value.retry_after_s <= high
+
+
+def test_retry_after_is_none_when_header_is_nonsense(server, client):
+    server.faults.fail(1, 503, retry_after="soon")
+    with pytest.raises(ApiUnavailableError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.retry_after_s is None
+
+
+def test_retry_after_comes_from_status_when_header_is_missing(server, client):
+    body = json.dumps({"kind": "Status", "message": "busy", "details": {"retryAfterSeconds": 3}}).encode()
+    server.faults.fail(1, 429, body=body)
+    with pytest.raises(ApiUnavailableError, match="list nodes: busy") as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.retry_after_s == 3
+
+
+def test_error_text_is_one_line_when_a_proxy_answers_html(server, client):
+    server.faults.fail(1, 403, body=b"<html>\n  <b>no\n\nentry</b>" + b"x" * 2000)
+    with pytest.raises(ApiRejectedError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert "\n" not in str(caught.value)
+    assert "<b>no entry</b>" in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_error_is_retryable_when_answer_is_no_json(server, client):
+    server.faults.fail(1, 200, body=b"<html>login</html>")
+    with pytest.raises(ApiUnavailableError, match="list nodes: "):
+        client.request("GET", NODES, action="list nodes")
+
+
+def test_error_is_retryable_when_connection_is_refused(server, client):
+    server.stop()
+    with pytest.raises(ApiUnavailableError, match="list nodes: cannot connect to the API server: ") as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert "object at 0x" not in str(caught.value)
+
+
+def test_error_is_retryable_when_connection_is_dropped(server, client):
+    server.faults.down = True
+    with pytest.raises(ApiUnavailableError, match="connection to the API server broke"):
+        client.request("POST", NODES, action="create node", body={})
+    assert len(server.requests) == 1, "a write must not be sent twice"
+    server.faults.down = False
+    assert client.request("GET", NODES, action="list nodes")["items"] == []
+
+
+def test_error_is_retryable_when_server_is_slow(server, client):
+    server.faults.slow("/nodes", 5)
+    start = time.monotonic()
+    with pytest.raises(ApiUnavailableError, match="did not answer in time"):
+        client.request("GET", NODES, action="list nodes", timeout_s=0.1)
+    assert time.monotonic() - start < 1
+
+
+def test_error_is_retryable_when_name_does_not_resolve():
+    client = ApiClient(Endpoint("http://host.invalid:1", "test"), timeout_s=2)
+    with pytest.raises(ApiUnavailableError, match="cannot connect"):
+        client.request("GET", NODES, action="list nodes")
+    client.close()
+
+
+def test_read_is_repeated_when_idle_connection_was_closed(server, client):
+    client.request("GET", NODES, action="list nodes")
+    server.stop()
+    server.start()
+    assert client.request("GET", NODES, action="list nodes")["items"] == []
+
+
+def test_write_works_when_server_restarted_in_between(server, client):
+    client.request("GET", NODES, action="list nodes")
+    server.stop()
+    server.start()
+    node = {"metadata": {"name": "n"}}
+    assert client.request("POST", NODES, action="create node", body=node)["metadata"]["name"] == "n"
+
+
+def test_unknown_path_is_told_from_unknown_object(server, client):
+    with pytest.raises(PathNotFoundError):
+        client.request("GET", "/apis/resource.k8s.io/v9/resourceslices", action="list")
+    with pytest.raises(ApiRejectedError) as caught:
+        client.request("GET", f"{NODES}/absent", action="get node")
+    assert not isinstance(caught.value, PathNotFoundError)
+
+
+def test_plain_text_404_counts_as_unknown_path(server, client):
+    server.faults.fail(1, 404, body=b"404 page not found\n")
+    with pytest.raises(PathNotFoundError, match="404 page not found"):
+        client.request("GET", NODES, action="list nodes")
+
+
+def test_request_carries_user_agent(server, client):
+    client.request("GET", NODES, action="list nodes", query={"labelSelector": "a=b"})
+    request = server.requests[-1]
+    assert request.user_agent == f"gpu-dra-driver/{dra_driver.__version__}"
+    assert request.query == {"labelSelector": "a=b"}
+
+
+def test_merge_patch_changes_one_field(server, client):
+    server.add("nodes", {"metadata": {"name": "n", "labels": {"a": "1", "b": "2"}}})
+    patch = {"metadata": {"labels": {"a": None, "c": "3"}}}
+    node = client.request("PATCH", f"{NODES}/n", action="patch", body=patch, content_type=MERGE_PATCH)
+    assert node["metadata"]["labels"] == {"b": "2", "c": "3"}
+
+
+def test_sixteen_threads_share_connections(server, client):
+    def list_often(_):
+        for _ in range(20):
+            client.request("GET", NODES, action="list nodes")
+
+    before = threading.active_count()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(list_often, range(16)))
+    assert len(server.requests) == 320
+    assert threading.active_count() <= before + 16, "one server thread a connection, at most one a worker"
+
+
+def test_token_is_needed_when_server_asks(connect):
+    with EmbeddedApiServer(tokens={"secret": Identity("driver")}) as server:
+        with pytest.raises(ApiRejectedError) as caught:
+            connect(server).request("GET", NODES, action="list nodes")
+        assert caught.value.status == 401
+        assert connect(server, token="secret").request("GET", NODES, action="list nodes")["items"] == []
+
+
+def test_foreign_slice_is_refused_when_token_is_bound_to_a_node(connect):
+    with EmbeddedApiServer(tokens={"secret": Identity("driver", node="mine")}) as server:
+        client = connect(server, token="secret")
+        body = {"metadata": {"name": "s"}, "spec": {"nodeName": "other"}}
+        with pytest.raises(
+            ApiRejectedError, match="this user running on node 'mine' may not modify"
+        ) as caught:
+            client.request("POST", "/apis/resource.k8s.io/v1/resourceslices", action="create", body=body)
+        assert caught.value.status == 403
+
+
+def test_token_file_is_read_again_when_it_is_replaced(tmp_path):
+    from dra_driver.kube.endpoint import load_endpoint
+
+    with EmbeddedApiServer(tokens={"old": Identity("driver")}) as server:
+        token = tmp_path / "token"
+        token.write_text("old\n")
+        server.write_kubeconfig(tmp_path / "kubeconfig", token_file=token)
+        client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))
+        client.request("GET", NODES, action="list nodes")
+        server.tokens = {"new": Identity("driver")}
+        fresh = tmp_path / "fresh"
+        fresh.write_text("new\n")
+        fresh.rename(token)
+        client.request("GET", NODES, action="list nodes")
+        assert [r.status for r in server.requests] == [200, 200], "no request went out with the old token"
+        client.close()
+
+
+def test_watch_fails_like_a_request_when_it_cannot_start(server, client):
+    server.faults.fail(1, 503)
+    with pytest.raises(ApiUnavailableError, match="HTTP 503"):
+        client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=1)
+
+
+def test_watch_breaks_when_server_cuts_it(server, client):
+    stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=5)
+    server.faults.cut_watches()
+    with pytest.raises(ApiUnavailableError, match="watch nodes: connection to the API server broke"):
+        list(stream)
+
+
+def test_watch_breaks_when_server_is_silent(server, client):
+    stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=0.1)
+    with pytest.raises(ApiUnavailableError, match="did not answer in time"):
+        list(stream)
+
+
+def test_watch_ends_in_order_when_its_time_is_up(server, client):
+    query = {"watch": "true", "timeoutSeconds": "1", "allowWatchBookmarks": "true"}
+    stream = client.watch(NODES, action="watch nodes", query=query, idle_timeout_s=5)
+    assert {event["type"] for event in stream} == {"BOOKMARK"}
+
+
+def test_watch_closes_from_another_thread(server, client):
+    stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=5)
+    ended = threading.Event()
+    reader = threading.Thread(target=lambda: (list(stream), ended.set()))
+    reader.start()
+    stream.close()
+    assert ended.wait(0.5)
+    reader.join()
+
+
+def test_watch_closed_before_reading_is_empty(server, client):
+    stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=5)
+    stream.close()
+    assert list(stream) == []
+
+
+def test_long_events_arrive_whole(server, client):
+    stream = client.watch(
+        NODES, action="watch", query={"watch": "true", "resourceVersion": "1"}, idle_timeout_s=5
+    )
+    server.add("nodes", {"metadata": {"name": "n", "annotations": {"a": "ü" * 200_000}}})
+    event = next(iter(stream))
+    assert event["object"]["metadata"]["annotations"]["a"] == "ü" * 200_000
+    stream.close()
+
+
+def test_requests_wait_when_limit_is_reached(server, connect):
+    slept = []
+    bucket = TokenBucket(10, 2, clock=lambda: 0.0, sleep=slept.append)
+    client = connect(server, limiter=bucket)
+    for _ in range(4):
+        client.request("GET", NODES, action="list nodes")
+    assert slept == pytest.approx([0.1, 0.2])
+
+
+def test_half_open_server_times_out():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = ApiClient(Endpoint(url, "test"), timeout_s=0.1)
+        with pytest.raises(ApiUnavailableError, match="did not answer in time"):
+            client.request("GET", NODES, action="list nodes")
+        client.close()

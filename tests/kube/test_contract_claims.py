@@ -1,0 +1,133 @@
+"""Claims and nodes as the driver reads them; runs against the embedded and a real server."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from dra_driver.errors import ApiRejectedError, ClaimRefusedError
+from dra_driver.kube.claims import ClaimClient, parse_allocated_claim
+from dra_driver.kube.nodes import node_uid
+from dra_driver.model.claim import ClaimRef, DeviceConfig, DeviceResult
+
+_REQUESTS = [
+    {
+        "name": "gpu",
+        "exactly": {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 2},
+    },
+    {
+        "name": "any",
+        "firstAvailable": [
+            {"name": "big", "deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 1}
+        ],
+    },
+]
+
+
+@pytest.fixture
+def claim(target):
+    name = f"claim-{uuid.uuid4().hex[:8]}"
+    obj = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "spec": {"devices": {"requests": _REQUESTS}},
+    }
+    where = {"namespace": target.namespace, "action": "test"}
+    yield target.api.call("POST", "resourceclaims", body=obj, **where)
+    target.api.call("DELETE", "resourceclaims", name=name, **where)
+
+
+def test_claim_has_v1_shape_whatever_is_served(target, claim):
+    read = ClaimClient(target.api).get_claim(target.namespace, claim["metadata"]["name"])
+    assert read == claim
+    assert read["apiVersion"] == "resource.k8s.io/v1"
+    assert read["spec"]["devices"]["requests"] == _REQUESTS
+
+
+def test_allocation_is_parsed_when_scheduler_wrote_it(target, claim):
+    results = [
+        {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-0"},
+        {"request": "any/big", "driver": "other.example.com", "pool": "n", "device": "gpu-1"},
+    ]
+    opaque = {"driver": "gpu.nvidia.com", "parameters": {"kind": "GpuConfig"}}
+    config = [{"source": "FromClass", "requests": ["gpu"], "opaque": opaque}]
+    claim["status"] = {"allocation": {"devices": {"results": results, "config": config}}}
+    where = {"namespace": target.namespace, "name": claim["metadata"]["name"]}
+    target.api.call("PUT", "resourceclaims", subresource="status", body=claim, action="test", **where)
+    ref = ClaimRef(target.namespace, claim["metadata"]["name"], claim["metadata"]["uid"])
+    allocated = ClaimClient(target.api).get_allocated(ref)
+    assert allocated.ref == ref
+    assert allocated.results == (
+        DeviceResult("gpu", "gpu.nvidia.com", "n", "gpu-0"),
+        DeviceResult("any/big", "other.example.com", "n", "gpu-1"),
+    )
+    assert allocated.configs == (
+        DeviceConfig("FromClass", ("gpu",), "gpu.nvidia.com", {"kind": "GpuConfig"}),
+    )
+
+
+def test_missing_claim_is_named_with_status(target):
+    with pytest.raises(ApiRejectedError) as caught:
+        ClaimClient(target.api).get_claim(target.namespace, "absent")
+    text = str(caught.value)
+    assert text.startswith(f"retrieve claim {target.namespace}/absent: ")
+    assert 'resourceclaims.resource.k8s.io "absent" not found' in text
+    assert (caught.value.status, caught.value.reason) == (404, "NotFound")
+
+
+def test_claim_is_refused_when_not_allocated(target, claim):
+    name = claim["metadata"]["name"]
+    with pytest.raises(ClaimRefusedError) as caught:
+        ClaimClient(target.api).get_allocated(ClaimRef(target.namespace, name, "another"))
+    assert str(caught.value) == f"claim {target.namespace}/{name} not allocated"
+
+
+def test_claim_is_refused_when_uid_differs():
+    obj = {"metadata": {"uid": "new"}, "status": {"allocation": {}}}
+    with pytest.raises(ClaimRefusedError) as caught:
+        parse_allocated_claim(obj, ClaimRef("ns", "name", "old"))
+    assert str(caught.value) == "claim ns/name got replaced"
+
+
+def test_optional_result_fields_are_kept_when_present():
+    result = {
+        "request": "gpu",
+        "driver": "d",
+        "pool": "p",
+        "device": "x",
+        "adminAccess": True,
+        "shareID": "5f0d4f1c-0000-4000-8000-000000000000",
+        "consumedCapacity": {"memory": "10Gi", "cores": 5},
+    }
+    allocation = {"devices": {"results": [result], "config": [{"source": "FromClaim"}]}}
+    obj = {"metadata": {"uid": "u"}, "status": {"allocation": allocation}}
+    parsed = parse_allocated_claim(obj, ClaimRef("ns", "name", "u"))
+    share = "5f0d4f1c-0000-4000-8000-000000000000"
+    assert parsed.results == (
+        DeviceResult("gpu", "d", "p", "x", True, share, {"memory": "10Gi", "cores": "5"}),
+    )
+    assert parsed.configs == (DeviceConfig("FromClaim", (), None),)
+
+
+@pytest.mark.parametrize("devices", [{"results": [{"request": "gpu"}]}, {"config": [{}]}, {"results": ["x"]}])
+def test_claim_is_refused_when_allocation_is_malformed(devices):
+    obj = {"metadata": {"uid": "u"}, "status": {"allocation": {"devices": devices}}}
+    with pytest.raises(ClaimRefusedError, match="claim ns/name has an allocation that cannot be read"):
+        parse_allocated_claim(obj, ClaimRef("ns", "name", "u"))
+
+
+def test_empty_allocation_is_valid():
+    obj = {"metadata": {"uid": "u"}, "status": {"allocation": {}}}
+    assert parse_allocated_claim(obj, ClaimRef("ns", "name", "u")).results == ()
+
+
+def test_node_uid_is_read(target):
+    nodes = target.api.client.request("GET", "/api/v1/nodes", action="list nodes")["items"]
+    assert node_uid(target.api.client, nodes[0]["metadata"]["name"]) == nodes[0]["metadata"]["uid"]
+
+
+def test_missing_node_is_named(target):
+    with pytest.raises(ApiRejectedError, match='get node absent: nodes "absent" not found'):
+        node_uid(target.api.client, "absent")

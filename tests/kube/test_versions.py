@@ -1,0 +1,129 @@
+"""Choosing an API version, and following a cluster that changes under the driver."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dra_driver.embedded.apiserver import EmbeddedApiServer
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.claims import ClaimClient
+from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.versions import ResourceApi
+from tests.kube.support import DRIVER, make_slice
+
+
+@pytest.mark.parametrize(
+    ("served", "chosen"),
+    [
+        (("v1", "v1beta2", "v1beta1"), "v1"),
+        (("v1beta1", "v1beta2", "v1"), "v1"),
+        (("v1beta1", "v1beta2"), "v1beta2"),
+        (("v1alpha3", "v1beta1"), "v1beta1"),
+    ],
+)
+def test_best_served_version_is_chosen(connect, served, chosen):
+    with EmbeddedApiServer(served=served) as server:
+        assert ResourceApi(connect(server)).version == chosen
+
+
+@pytest.mark.parametrize("served", [(), ("v1alpha3",), ("v2",)])
+def test_error_names_kubernetes_versions_when_none_fits(connect, served):
+    with EmbeddedApiServer(served=served) as server, pytest.raises(ApiRejectedError) as caught:
+        ResourceApi(connect(server)).discover()
+    assert "needed: one of v1, v1beta2, v1beta1" in str(caught.value)
+    assert f"served: {', '.join(served) or 'none'}" in str(caught.value)
+    assert "Kubernetes 1.34 or later" in str(caught.value)
+
+
+def test_discovery_happens_once(server, connect):
+    api = ResourceApi(connect(server))
+    threads = [threading.Thread(target=lambda: api.version) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [r.path for r in server.requests] == ["/apis/resource.k8s.io"]
+
+
+def test_missing_object_costs_one_request(server, connect):
+    api = ResourceApi(connect(server))
+    api.discover()
+    with pytest.raises(ApiRejectedError):
+        ClaimClient(api).get_claim("default", "absent")
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("operation", ["list", "create", "update", "delete", "get", "watch"])
+def test_other_version_is_used_when_cluster_was_upgraded(connect, operation):
+    with EmbeddedApiServer(served=("v1beta1",)) as server:
+        claim = server.add(
+            "resourceclaims", {"metadata": {"name": "c", "namespace": "default"}}, group="resource.k8s.io"
+        )
+        api = ResourceApi(connect(server))
+        slices = SliceClient(api, DRIVER, "n")
+        stored = slices.create(make_slice("n"))
+        assert api.version == "v1beta1"
+        server.served = ("v1", "v1beta2")
+        if operation == "list":
+            assert slices.list()[0] == [stored]
+        elif operation == "create":
+            assert slices.create(make_slice("n"))["spec"] == stored["spec"]
+        elif operation == "update":
+            assert slices.update(stored) == stored
+        elif operation == "delete":
+            slices.delete(stored["metadata"]["name"], stored["metadata"]["uid"])
+            assert server.objects("resourceslices") == []
+        elif operation == "get":
+            read = ClaimClient(api).get_claim("default", "c")
+            assert read["metadata"] == claim["metadata"]
+        else:
+            slices.open_watch("1").close()
+        assert api.version == "v1"
+
+
+def test_old_version_is_kept_while_it_is_served(connect):
+    with EmbeddedApiServer(served=("v1beta1",)) as server:
+        api = ResourceApi(connect(server))
+        slices = SliceClient(api, DRIVER, "n")
+        slices.list()
+        server.served = ("v1", "v1beta1")
+        slices.list()
+        assert api.version == "v1beta1"
+
+
+def test_versions_are_tried_in_turn_when_discovery_is_forbidden(connect):
+    with EmbeddedApiServer(served=("v1beta1",)) as server:
+        server.faults.fail(2, 403, reason="Forbidden", path="/apis/resource.k8s.io")
+        api = ResourceApi(connect(server))
+        assert api.version == "v1"
+        assert server.faults.answer_of("GET", "/apis/resource.k8s.io") is not None
+        server.faults.clear()
+        server.faults.fail(1, 404, path="/apis/resource.k8s.io/v1/", body=b"404 page not found")
+        assert SliceClient(api, DRIVER, "n").list()[0] == []
+        assert api.version == "v1beta1"
+
+
+def test_version_is_chosen_later_when_server_is_down_at_first(server, connect):
+    api = ResourceApi(connect(server))
+    server.stop()
+    with pytest.raises(ApiUnavailableError):
+        api.discover()
+    server.start()
+    assert api.version == "v1"
+
+
+@pytest.mark.parametrize("name", ["..", ".", ""])
+def test_impossible_name_never_reaches_the_server(server, connect, name):
+    with pytest.raises(ApiRejectedError, match="is no name of an API object"):
+        ClaimClient(ResourceApi(connect(server))).get_claim("default", name)
+    assert [r.path for r in server.requests] == ["/apis/resource.k8s.io"]
+
+
+def test_name_stays_one_path_segment(server, connect):
+    name = "a/../../b?x=y#z"
+    with pytest.raises(ApiRejectedError) as caught:
+        ClaimClient(ResourceApi(connect(server))).get_claim("default", name)
+    assert f'resourceclaims.resource.k8s.io "{name}" not found' in str(caught.value)
+    assert server.requests[-1].query == {}
