@@ -1,0 +1,289 @@
+"""`gpu-dra-driver simulate`: create simulated machines, and do to them what happens to real ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from dra_driver.errors import DraDriverError, InvalidConfigError
+
+app = typer.Typer(
+    help="Simulated machines with GPUs: for tests, and for clusters without GPUs.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+mig_app = typer.Typer(help="MIG mode and MIG devices of a simulated GPU.", no_args_is_help=True)
+app.add_typer(mig_app, name="mig")
+
+Directory = Annotated[
+    Path,
+    typer.Option("--simulator-dir", envvar="SIMULATOR_DIR", help="Directory of the simulated machine."),
+]
+GpuArgument = Annotated[str, typer.Argument(metavar="GPU", help="Index, UUID or PCI bus id of the GPU.")]
+DEFAULT_DIRECTORY = Path("/var/lib/gpu-dra-simulator")
+
+Result = TypeVar("Result")
+
+
+def _run(command: Callable[[], Result]) -> Result:
+    """Errors of ours are one line: exit code 2 for something typed wrongly, 1 for the rest."""
+    try:
+        return command()
+    except InvalidConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except (DraDriverError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _say(command: Callable[[], str]) -> None:
+    typer.echo(_run(command))
+
+
+def _table(rows: list[dict[str, str]]) -> None:
+    if not rows:
+        return
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*row.values())
+        Console().print(table)
+        return
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for row in [{key: key.upper() for key in rows[0]}, *rows]:
+        typer.echo("  ".join(value.ljust(widths[key]) for key, value in row.items()).rstrip())
+
+
+@app.command("list")
+def list_machines() -> None:
+    """List the machines that can be simulated."""
+    from dra_driver.simulator import commands
+
+    _table(_run(commands.list_machines))
+
+
+@app.command()
+def create(
+    machine: Annotated[str, typer.Argument(help="A name from `simulate list`, or a path to a YAML file.")],
+    directory: Directory = DEFAULT_DIRECTORY,
+    cdi_hook: Annotated[
+        bool, typer.Option(help="Put an nvidia-cdi-hook into the driver's programs.")
+    ] = False,
+    device_nodes: Annotated[str, typer.Option(help="auto, real (needs root) or described.")] = "auto",
+) -> None:
+    """Create a machine; one of the same name that is there is kept as it is."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.create_machine(machine, directory, cdi_hook=cdi_hook, device_nodes=device_nodes))
+
+
+@app.command()
+def show(directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Show the machine and its GPUs."""
+    from dra_driver.simulator import commands
+
+    title, rows = _run(lambda: commands.show(directory))
+    typer.echo(title)
+    _table(rows)
+
+
+@app.command()
+def lose(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.lose(directory, gpu))
+
+
+@app.command()
+def restore(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Bring a lost GPU back."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.restore(directory, gpu))
+
+
+@app.command()
+def xid(
+    gpu: GpuArgument,
+    number: Annotated[int, typer.Argument(metavar="XID", help="Number of the Xid error, such as 48.")],
+    gpu_instance: Annotated[
+        int | None, typer.Option("--gi", help="Only this GPU instance is affected.")
+    ] = None,
+    compute_instance: Annotated[int | None, typer.Option("--ci", help="Only this compute instance.")] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Raise an Xid error on a GPU."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.xid(directory, gpu, number, gpu_instance, compute_instance))
+
+
+@app.command()
+def fault(
+    function: Annotated[
+        str, typer.Argument(help="NVML function, such as nvmlDeviceGetUUID; * matches anything.")
+    ],
+    error: Annotated[
+        str | None, typer.Option(help="What it answers: a number or a name such as gpu-is-lost.")
+    ] = None,
+    delay: Annotated[float, typer.Option(help="Seconds by which the answer is late.")] = 0.0,
+    count: Annotated[int | None, typer.Option(help="Only this many calls; default: until cleared.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Only calls about this GPU: index, UUID or bus id.")] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Make calls of an NVML function fail, or slow."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.fault(directory, function, code=error, delay_s=delay, count=count, gpu=gpu))
+
+
+@app.command("clear-faults")
+def clear_faults(directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Remove all injected faults."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.clear_faults(directory))
+
+
+@app.command("unload-driver")
+def unload_driver(directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Unload the NVIDIA driver: its /proc files go, calls answer DRIVER_NOT_LOADED."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.unload_driver(directory))
+
+
+@app.command("load-driver")
+def load_driver(
+    version: Annotated[str | None, typer.Argument(help="A driver version; default: the one it had.")] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Load the NVIDIA driver, also another version of it."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.load_driver(directory, version))
+
+
+@app.command()
+def reboot(directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Reboot the machine: new boot id, MIG devices and settings gone, lost GPUs back."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.reboot(directory))
+
+
+@app.command("add-gpu")
+def add_gpu(
+    model: Annotated[str, typer.Argument(help="GPU model, such as h100-sxm or l40s.")],
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Plug a GPU in (NVML sees it after it is initialised anew)."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.add_gpu(directory, model))
+
+
+@app.command("remove-gpu")
+def remove_gpu(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Pull a GPU out."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.remove_gpu(directory, gpu))
+
+
+@app.command()
+def hold(
+    gpu: GpuArgument,
+    pid: Annotated[int, typer.Option(help="Process id.")] = 4242,
+    name: Annotated[str, typer.Option(help="Process name.")] = "python3",
+    gpu_instance: Annotated[int | None, typer.Option("--gi", help="It uses only this GPU instance.")] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Let a process use a GPU, so that MIG changes are refused with IN_USE."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.hold(directory, gpu, pid, name, gpu_instance))
+
+
+@app.command()
+def release(
+    gpu: GpuArgument,
+    pid: Annotated[int | None, typer.Option(help="Only this process; default: all.")] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """End the processes that use a GPU."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.release(directory, gpu, pid))
+
+
+@app.command("recovery-action")
+def recovery_action(
+    gpu: GpuArgument,
+    action: Annotated[
+        int, typer.Argument(help="0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset.")
+    ],
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Let a GPU ask for a recovery action (Xid 154)."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.recovery_action(directory, gpu, action))
+
+
+@mig_app.command("enable")
+def mig_enable(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Switch MIG mode on."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.mig_mode(directory, gpu, True))
+
+
+@mig_app.command("disable")
+def mig_disable(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Switch MIG mode off."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.mig_mode(directory, gpu, False))
+
+
+@mig_app.command("create")
+def mig_create(
+    gpu: GpuArgument,
+    profile: Annotated[str, typer.Argument(help="MIG profile, such as 1g.10gb.")],
+    start: Annotated[int, typer.Argument(help="First memory slice.")],
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Create a MIG device at a placement."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.mig_create(directory, gpu, profile, start))
+
+
+@mig_app.command("destroy")
+def mig_destroy(
+    gpu: GpuArgument,
+    gpu_instance: Annotated[int, typer.Argument(metavar="GI", help="Id of the GPU instance.")],
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Destroy a GPU instance with everything in it."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.mig_destroy(directory, gpu, gpu_instance))
+
+
+@mig_app.command("profiles")
+def mig_profiles(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """List the MIG profiles of a GPU with their placements."""
+    from dra_driver.simulator import commands
+
+    _table(_run(lambda: commands.mig_profiles(directory, gpu)))

@@ -1,0 +1,137 @@
+"""The ground that a simulated machine stands on: its directory, its state, its host root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.simulator import mig, policy
+from dra_driver.simulator.hostroot import HostRoot
+from dra_driver.simulator.state import Gpu, Model, State
+from dra_driver.simulator.store import Store
+from dra_driver.simulator.topology import sysfs_bus_id
+
+Selector = int | str
+
+
+class MachineBase:
+    """Identity, selection of GPUs, and the one way to change the state together with the host root."""
+
+    def __init__(self, directory: Path) -> None:
+        self._store = Store(directory)
+        self._host = HostRoot(directory)
+        self._policies = policy.Policies(self._host.root)
+        self.current: Callable[[], State] = self._store.current
+
+    # --- what it is ----------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> Path:
+        return self._store.directory
+
+    @property
+    def host_root(self) -> Path:
+        """The directory that stands for `/` of the host."""
+        return self._host.root
+
+    @property
+    def name(self) -> str:
+        return self.current().machine
+
+    @property
+    def driver_version(self) -> str:
+        return self.current().driver_version
+
+    @property
+    def driver_loaded(self) -> bool:
+        return self.current().driver_loaded
+
+    @property
+    def boot_id(self) -> str:
+        return self.current().boot_id
+
+    def gpu(self, selector: Selector) -> Gpu:
+        """The GPU that a selector names, also one that is lost."""
+        return self._find(self.current(), selector)
+
+    def _find(self, state: State, selector: Selector) -> Gpu:
+        text = str(selector)
+        present = state.present
+        if text.isdigit() and int(text) < len(present):
+            return present[int(text)]
+        for gpu in present:
+            if text == gpu.uuid or (":" in text and sysfs_bus_id(text) == gpu.bus_id):
+                return gpu
+        known = ", ".join(f"{index}={gpu.bus_id}" for index, gpu in enumerate(present)) or "none"
+        raise InvalidConfigError(
+            f"machine {state.machine} has no GPU {text!r}; give an index, a UUID or a PCI bus id (GPUs: {known})"
+        )
+
+    def describe(self) -> list[dict[str, str]]:
+        """One row for each GPU, for people."""
+        state = self.current()
+        rows = []
+        for index, gpu in enumerate(state.present):
+            model = state.model_of(gpu)
+            condition = [
+                *(["lost"] if gpu.lost else []),
+                *([f"recovery action {gpu.recovery_action}"] if gpu.recovery_action else []),
+                *([f"{len(gpu.holders)} processes"] if gpu.holders else []),
+            ]
+            names = [mig.profile_by_id(model, gi.profile_id) for gi in gpu.instances]
+            layout = [f"{row.name}@{gi.start}" for row, gi in zip(names, gpu.instances, strict=True) if row]
+            rows.append(
+                {
+                    "index": str(index),
+                    "bus id": gpu.bus_id,
+                    "minor": str(gpu.minor),
+                    "uuid": gpu.uuid,
+                    "model": model.name,
+                    "mig": ("on " if gpu.mig_mode else "off ") + " ".join(layout) if model.mig else "-",
+                    "state": ", ".join(condition) or "ok",
+                }
+            )
+        return rows
+
+    # --- changing it ---------------------------------------------------------------------------
+
+    def setup(self, state: State) -> None:
+        """Write a new machine, or accept the one that is there if it is the same."""
+        with self._store.locked():
+            if self._store.exists():
+                known = self._store.current()
+                if known.machine != state.machine:
+                    raise StateError(
+                        f"the simulator directory {self.directory} holds the machine {known.machine}, not "
+                        f"{state.machine}; choose another directory or remove this one"
+                    )
+                self.heal()
+                return
+            self._host.render(None, state)
+            self._policies.prepare()
+            self._store.write(state)
+
+    def heal(self) -> None:
+        """Render anew if a process died while it changed the tree."""
+        if self._host.is_current(self.current()):
+            return
+        with self._store.locked():
+            self._host.render(None, self.current())
+
+    @contextmanager
+    def _change(self) -> Iterator[State]:
+        with self._store.change(self._host.render) as state:
+            yield state
+
+    def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], int]) -> int:
+        """Change one GPU under the lock; what `change` raises leaves the machine as it was."""
+        with self._change() as state:
+            gpu = state.by_uuid[gpu_uuid]
+            return change(gpu, state.model_of(gpu))
+
+    def update_gpu(self, gpu_uuid: str, change: Callable[[Gpu], Any]) -> None:
+        with self._change() as state:
+            change(state.by_uuid[gpu_uuid])

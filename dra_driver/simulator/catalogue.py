@@ -1,0 +1,305 @@
+"""Machines as data: YAML files to a machine's first state."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.simulator import mig, topology
+from dra_driver.simulator.state import Function, Gpu, MigProfile, Model, State
+
+MACHINES = Path(__file__).parent / "machines"
+PLACEHOLDER_BUS = "ffff:ff:ff.f"
+_BUS_ID = re.compile(r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+_ADDRESSING = {"none": 0, "hmm": 1, "ats": 2}
+_FABRIC_STATES = {"not-supported": 0, "not-started": 1, "in-progress": 2, "completed": 3}
+_REMOTE_PCI = ("real", "placeholder", "not-supported")
+_CUDA_OF_DRIVER = {
+    "535": 12020,
+    "550": 12040,
+    "560": 12060,
+    "565": 12070,
+    "570": 12080,
+    "575": 12090,
+    "580": 13000,
+}
+_NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
+
+_MODEL_KEYS = {
+    "arch": "architecture",
+    "sm": "multiprocessors",
+    "power": "power_limit_w",
+    "part": "part_number",
+    "subsystem": "subsystem_id",
+}
+_TOP_KEYS = {
+    "description", "name", "driver", "system", "defaults", "gpus", "nvlink", "fabric", "platform", "functions",
+    "models", "missing_functions",
+}  # fmt: skip
+_GPU_KEYS = {
+    "bus", "model", "module", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
+    "memory_numa", "virtualization", "platform", "persistence",
+}  # fmt: skip
+_SYSTEM = {
+    "arch": "x86_64",
+    "kernel": "6.8.0-60-generic",
+    "numa_nodes": 2,
+    "open_kernel_module": True,
+    "uvm_major": 508,
+    "caps_major": 237,
+    "imex_major": 236,
+    "cap_nodes": True,
+    "cdi_hook": False,
+}
+
+
+def machine_names() -> list[str]:
+    """The machines that ship with the package."""
+    return sorted(path.stem for path in MACHINES.glob("*.yaml") if not path.stem.startswith("_"))
+
+
+def machine_summaries() -> list[tuple[str, str]]:
+    return [(name, str(_read(MACHINES / f"{name}.yaml").get("description", ""))) for name in machine_names()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        document = yaml.load(path.read_text(), Loader=loader)  # noqa: S506 - both loaders are the safe ones
+    except (OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidConfigError(f"the machine file {path} cannot be read: {reason}") from error
+    if not isinstance(document, dict):
+        raise InvalidConfigError(f"the machine file {path} must be a YAML mapping with the key 'gpus'")
+    return document
+
+
+def locate(name: str) -> Path:
+    """The file of a machine: a shipped name, or a path to a YAML file."""
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = Path(name)
+        if not path.is_file():
+            raise InvalidConfigError(
+                f"there is no machine file {name}; give a path to a YAML file or a machine name"
+            )
+        return path
+    if name not in machine_names():
+        known = ", ".join(machine_names())
+        raise InvalidConfigError(f"there is no simulated machine {name!r}; choose one of: {known}")
+    return MACHINES / f"{name}.yaml"
+
+
+def machine_name(name: str) -> str:
+    return locate(name).stem
+
+
+def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
+    """GPU products by key; `extra` overrides or adds fields, as a machine's `models:` does."""
+    catalogue = _read(MACHINES / "_models.yaml")
+    for key, fields in (extra or {}).items():
+        catalogue[key] = {**catalogue.get(key, {}), **fields}
+    wanted = set(catalogue) if only is None else only
+    tables = _read(MACHINES / "_mig.yaml")
+    models = {}
+    for key in sorted(wanted):
+        if key not in catalogue:
+            raise InvalidConfigError(
+                f"there is no GPU model {key!r}; choose one of: {', '.join(sorted(catalogue))}"
+            )
+        models[key] = _model(key, catalogue[key], tables)
+    return models
+
+
+def _model(key: str, fields: dict[str, Any], tables: dict[str, Any]) -> Model:
+    values = {_MODEL_KEYS.get(name, name): value for name, value in fields.items()}
+    if "memory" in values:
+        values["memory_bytes"] = values.pop("memory") << 20
+    if "reserved" in values:
+        values["reserved_bytes"] = values.pop("reserved") << 20
+    table = values.pop("mig", None)
+    rows = tables.get(table) if isinstance(table, str) else table
+    if table is not None and rows is None:
+        raise InvalidConfigError(f"GPU model {key!r} names the MIG table {table!r}, which does not exist")
+    try:
+        return Model(**values, mig=[MigProfile(*row) for row in rows or []])
+    except TypeError as error:
+        raise InvalidConfigError(f"GPU model {key!r} is not complete: {error}") from error
+
+
+def build(name: str) -> State:
+    """The state of a machine when it is first switched on."""
+    path = locate(name)
+    document = _read(path)
+    machine = path.stem
+    _check_keys(machine, "the file", document, _TOP_KEYS)
+    defaults = document.get("defaults", {})
+    entries = [{**defaults, **item} for item in document.get("gpus", [])]
+    for item in entries:
+        _check_keys(machine, f"GPU {item.get('bus', '?')}", item, _GPU_KEYS)
+    extra = document.get("models", {})
+    models = load_models(extra, {str(item.get("model")) for item in entries})
+    driver = document.get("driver", {})
+    state = State(
+        machine=machine,
+        version=1,
+        driver_version=str(driver.get("version", "580.95.05")),
+        cuda_version=_cuda(str(driver.get("cuda", "13.0"))),
+        boot_id=str(uuid.uuid4()),
+        models=models,
+        gpus=[_gpu(machine, index, item, document) for index, item in enumerate(entries)],
+        functions=[_function(item) for item in document.get("functions", [])],
+        system={**_SYSTEM, **document.get("system", {})},
+        nvlink=document.get("nvlink", {}),
+        fabric=_fabric(document.get("fabric", {})),
+        missing_functions=list(document.get("missing_functions", [])),
+        source=str(path) if path.parent != MACHINES else "",
+    )
+    _wire(state)
+    for gpu, item in zip(state.gpus, entries, strict=True):
+        if item.get("mig") is not None:
+            lay_out_mig(gpu, state.model_of(gpu), item["mig"])
+    return state
+
+
+def _check_keys(machine: str, where: str, item: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(item) - known)
+    if unknown:
+        raise InvalidConfigError(
+            f"machine {machine}: {where} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+
+
+def cuda_of_driver(version: str, otherwise: int) -> int:
+    """The CUDA version that a driver branch brings."""
+    return _CUDA_OF_DRIVER.get(version.partition(".")[0], otherwise)
+
+
+def _cuda(text: str) -> int:
+    major, _, minor = text.partition(".")
+    return int(major) * 1000 + int(minor or 0) * 10
+
+
+def gpu_uuid(machine: str, bus_id: str) -> str:
+    return f"GPU-{uuid.uuid5(_NAMESPACE, f'{machine}/{bus_id}')}"
+
+
+def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any]) -> Gpu:
+    bus_id = str(item.get("bus", ""))
+    if not _BUS_ID.match(bus_id):
+        raise InvalidConfigError(
+            f"machine {machine}: GPU number {index} needs 'bus' in the form \"0000:1b:00.0\", not {bus_id!r}"
+        )
+    addressing = item.get("addressing")
+    identity = uuid.uuid5(_NAMESPACE, f"{machine}/{bus_id}")
+    return Gpu(
+        uuid=item.get("uuid") or gpu_uuid(machine, bus_id),
+        model=item["model"],
+        bus_id=bus_id,
+        minor=int(item.get("minor", index)),
+        module_id=int(item.get("module", index + 1)),
+        serial=str(item.get("serial") or f"165{identity.int % 10**10:010d}"),
+        pcie=str(item.get("pcie") or f"pci{bus_id[:7]}"),
+        numa=int(item.get("numa", -1)),
+        cpus=str(item.get("cpus", "")),
+        memory_numa=item.get("memory_numa"),
+        addressing=None if addressing is None else _ADDRESSING[addressing],
+        virtualization=int(item.get("virtualization", 0)),
+        drm=item.get("drm", index + 1),
+        platform={**document.get("platform", {}), **item.get("platform", {})},
+        persistence=int(item.get("persistence", 1)),
+    )
+
+
+def _function(item: dict[str, Any]) -> Function:
+    return Function(
+        bus_id=item["bus"],
+        pcie=item["pcie"],
+        device=int(item["device"]),
+        pci_class=int(item["class"]),
+        numa=int(item.get("numa", -1)),
+        driver=str(item.get("driver", "")),
+    )
+
+
+def _fabric(item: dict[str, Any]) -> dict[str, Any]:
+    if not item:
+        return {}
+    cluster = item.get("cluster")
+    return {
+        "state": _FABRIC_STATES[item.get("state", "completed")],
+        "status": int(item.get("status", 0)),
+        "cluster": "" if cluster in (None, "none") else str(uuid.UUID(str(cluster))),
+        "clique": int(item.get("clique", 0)),
+        "health_mask": int(item.get("health_mask", 0)),
+        "health_summary": int(item.get("health_summary", 0)),
+    }
+
+
+def _wire(state: State) -> None:
+    wiring = state.nvlink
+    if wiring.get("remote", "real") not in _REMOTE_PCI:
+        raise InvalidConfigError(
+            f"machine {state.machine}: nvlink.remote is {wiring['remote']!r}; choose one of {', '.join(_REMOTE_PCI)}"
+        )
+    if wiring.get("topology") == "switched":
+        switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]
+        if wiring.get("remote") != "real" or not switches:
+            switches = [PLACEHOLDER_BUS]
+        for gpu in state.gpus:
+            topology.switch_links(gpu, state.model_of(gpu), switches)
+    else:
+        topology.wire_pairs(state.gpus, state.models, topology.parse_pairs(wiring.get("pairs", {})))
+
+
+def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
+    """A static layout: MIG mode on and one device for each `profile@start`."""
+    gpu.mig_mode = gpu.mig_pending = 1
+    for text in layout:
+        name, _, start = str(text).partition("@")
+        profile = mig.profile_by_name(model, name)
+        if profile is None:
+            raise InvalidConfigError(
+                f"GPU {gpu.bus_id} ({model.name}) has no MIG profile {name!r}; "
+                f"it has {', '.join(row.name for row in model.mig) or 'none'}"
+            )
+        try:
+            created = mig.create_gpu_instance(gpu, model, profile.id, (int(start), profile.size))
+            whole = mig.whole_compute_profile(model, profile)
+            mig.create_compute_instance(gpu, model, created.id, whole)
+        except (mig.Refusal, ValueError) as error:
+            raise InvalidConfigError(
+                f"the MIG layout of GPU {gpu.bus_id} does not fit: {text} is refused; check profiles and starts"
+            ) from error
+
+
+def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
+    """A GPU to be plugged in: next free minor, a bus behind the others, not wired to anything."""
+    models = load_models(None, {model_key}) if model_key not in state.models else state.models
+    model = models[model_key]
+    minors = {gpu.minor for gpu in state.gpus if gpu.present}
+    minor = next(number for number in range(64) if number not in minors)
+    used = {gpu.bus_id for gpu in state.gpus}
+    bus = next(number for number in range(0xF0, 0x100) if f"0000:{number:02x}:00.0" not in used)
+    bus_id = f"0000:{bus:02x}:00.0"
+    serial = uuid.uuid5(_NAMESPACE, f"{state.machine}/{bus_id}").int % 10**10
+    like = state.gpus[0] if state.gpus else None
+    gpu = Gpu(
+        uuid=gpu_uuid(state.machine, bus_id),
+        model=model_key,
+        bus_id=bus_id,
+        minor=minor,
+        module_id=minor + 1,
+        serial=f"165{serial:010d}",
+        pcie="pci0000:ef/0000:ef:01.0",
+        numa=like.numa if like else -1,
+        cpus=like.cpus if like else "",
+        addressing=like.addressing if like else None,
+        drm=minor + 1,
+        links=[[None, None]] * model.nvlinks,
+    )
+    return gpu, model

@@ -1,0 +1,147 @@
+"""What the `simulate` commands do, without the command line: arguments in, lines or rows out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.simulator import catalogue
+from dra_driver.simulator.faults import error_text
+from dra_driver.simulator.machine import Machine, create, open_existing
+
+Rows = list[dict[str, str]]
+
+
+def list_machines() -> Rows:
+    return [{"machine": name, "description": text} for name, text in catalogue.machine_summaries()]
+
+
+def create_machine(name: str, directory: Path, *, cdi_hook: bool = False, device_nodes: str = "auto") -> str:
+    machine = create(name, directory, cdi_hook=cdi_hook or None, device_nodes=device_nodes)
+    gpus = len(machine.current().present)
+    return f"{machine.name}: {gpus} GPUs, driver {machine.driver_version}, host root {machine.host_root}"
+
+
+def show(directory: Path) -> tuple[str, Rows]:
+    machine = open_existing(directory)
+    state = machine.current()
+    loaded = "loaded" if state.driver_loaded else "not loaded"
+    faults = [f"{item.function} ({_fault(item.code, item.delay_s, item.remaining)})" for item in state.faults]
+    title = f"{machine.name}: driver {machine.driver_version} {loaded}, boot {state.boot_id}"
+    return "\n".join([title, *(f"fault: {text}" for text in faults)]), machine.describe()
+
+
+def _fault(code: int | None, delay_s: float, remaining: int | None) -> str:
+    parts = [
+        *([] if code is None else [error_text(code).lower()]),
+        *([f"after {delay_s:g} s"] if delay_s else []),
+        *([] if remaining is None else [f"{remaining} times"]),
+    ]
+    return ", ".join(parts)
+
+
+def lose(directory: Path, gpu: str) -> str:
+    open_existing(directory).lose_gpu(gpu)
+    return f"GPU {gpu} is lost"
+
+
+def restore(directory: Path, gpu: str) -> str:
+    open_existing(directory).restore_gpu(gpu)
+    return f"GPU {gpu} is back"
+
+
+def xid(
+    directory: Path, gpu: str, number: int, gpu_instance: int | None, compute_instance: int | None
+) -> str:
+    machine = open_existing(directory)
+    machine.raise_xid(gpu, number, gpu_instance=gpu_instance, compute_instance=compute_instance)
+    return f"Xid {number} raised on GPU {gpu}"
+
+
+def fault(
+    directory: Path, function: str, *, code: str | None, delay_s: float, count: int | None, gpu: str | None
+) -> str:
+    machine = open_existing(directory)
+    machine.set_fault(function, code=code, delay_s=delay_s, count=count, gpu=gpu)
+    return f"{function} is faulty now ({_fault(machine.current().faults[-1].code, delay_s, count)})"
+
+
+def clear_faults(directory: Path) -> str:
+    open_existing(directory).clear_faults()
+    return "no faults any more"
+
+
+def unload_driver(directory: Path) -> str:
+    open_existing(directory).unload_driver()
+    return "driver unloaded"
+
+
+def load_driver(directory: Path, version: str | None) -> str:
+    machine = open_existing(directory)
+    machine.load_driver(version)
+    return f"driver {machine.driver_version} loaded"
+
+
+def reboot(directory: Path) -> str:
+    machine = open_existing(directory)
+    machine.reboot()
+    return f"rebooted, boot id {machine.boot_id}"
+
+
+def add_gpu(directory: Path, model: str) -> str:
+    return f"added {open_existing(directory).add_gpu(model)}"
+
+
+def remove_gpu(directory: Path, gpu: str) -> str:
+    open_existing(directory).remove_gpu(gpu)
+    return f"removed GPU {gpu}"
+
+
+def hold(directory: Path, gpu: str, pid: int, name: str, gpu_instance: int | None) -> str:
+    open_existing(directory).hold_gpu(gpu, pid, name, gpu_instance=gpu_instance)
+    return f"process {pid} ({name}) uses GPU {gpu}"
+
+
+def release(directory: Path, gpu: str, pid: int | None) -> str:
+    open_existing(directory).release_gpu(gpu, pid)
+    return f"GPU {gpu} is released"
+
+
+def recovery_action(directory: Path, gpu: str, action: int) -> str:
+    open_existing(directory).set_recovery_action(gpu, action)
+    return f"GPU {gpu} asks for recovery action {action}"
+
+
+def mig_mode(directory: Path, gpu: str, on: bool) -> str:
+    status = open_existing(directory).set_mig_mode(gpu, on)
+    if status:
+        raise InvalidConfigError(
+            f"MIG mode of GPU {gpu} did not change: {error_text(status)}; free the GPU or reboot the machine"
+        )
+    return f"MIG mode of GPU {gpu} is {'on' if on else 'off'}"
+
+
+def mig_create(directory: Path, gpu: str, profile: str, start: int) -> str:
+    gi, ci, uuid = open_existing(directory).create_mig(gpu, profile, start)
+    return f"created {profile} at {start} on GPU {gpu}: GPU instance {gi}, compute instance {ci}, {uuid}"
+
+
+def mig_destroy(directory: Path, gpu: str, gpu_instance: int) -> str:
+    open_existing(directory).destroy_mig(gpu, gpu_instance)
+    return f"destroyed GPU instance {gpu_instance} of GPU {gpu}"
+
+
+def mig_profiles(directory: Path, gpu: str) -> Rows:
+    machine: Machine = open_existing(directory)
+    found = machine.gpu(gpu)
+    return [
+        {
+            "profile": row.name,
+            "id": str(row.id),
+            "memory MiB": str(row.memory_mib),
+            "SMs": str(row.multiprocessors),
+            "max": str(row.max_instances),
+            "placements": f"{{{','.join(str(start) for start in row.starts)}}}:{row.size}",
+        }
+        for row in machine.current().model_of(found).mig
+    ]

@@ -1,0 +1,106 @@
+"""What can go wrong with a simulated GPU short of vanishing, and who uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+
+from dra_driver.simulator.base import MachineBase, Selector
+from dra_driver.simulator.state import Holder
+
+XID_RECOVERY_ACTION = 154
+
+
+class Health(MachineBase):
+    """Events, counters, links, fabric, processes."""
+
+    def raise_xid(
+        self,
+        selector: Selector,
+        xid: int,
+        *,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+    ) -> None:
+        """Queue an Xid event for everybody who registered before."""
+        self.raise_event(
+            selector,
+            pynvml.nvmlEventTypeXidCriticalError,
+            xid,
+            gpu_instance=gpu_instance,
+            compute_instance=compute_instance,
+        )
+
+    def raise_event(
+        self,
+        selector: Selector,
+        kind: int,
+        data: int,
+        *,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+    ) -> None:
+        with self._change() as state:
+            state.add_event(self._find(state, selector), kind, data, gpu_instance, compute_instance)
+
+    def set_recovery_action(self, selector: Selector, action: int) -> None:
+        """The driver asks for a reset or the like (NVML_GPU_RECOVERY_ACTION_*), and says so with Xid 154."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.recovery_action = action
+            state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_RECOVERY_ACTION)
+            state.add_event(gpu, pynvml.nvmlEventTypeGpuRecoveryAction, action)
+
+    def set_remapped_rows(
+        self,
+        selector: Selector,
+        *,
+        correctable: int = 0,
+        uncorrectable: int = 0,
+        pending: int = 0,
+        failed: int = 0,
+    ) -> None:
+        with self._change() as state:
+            self._find(state, selector).remapped_rows = [correctable, uncorrectable, pending, failed]
+
+    def set_ecc_errors(self, selector: Selector, *, corrected: int = 0, uncorrected: int = 0) -> None:
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.ecc_corrected, gpu.ecc_uncorrected = corrected, uncorrected
+
+    def set_links_down(self, selector: Selector, links: list[int]) -> None:
+        with self._change() as state:
+            self._find(state, selector).links_down = list(links)
+
+    def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
+        """Fields of the fabric (state, status, cluster, clique, health_mask, health_summary), of one GPU or all."""
+        with self._change() as state:
+            if selector is None:
+                state.fabric = {**state.fabric, **facts}
+            else:
+                gpu = self._find(state, selector)
+                gpu.fabric = {**gpu.fabric, **facts}
+
+    def hold_gpu(
+        self,
+        selector: Selector,
+        pid: int,
+        name: str,
+        *,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+        mps: bool = False,
+    ) -> None:
+        """A process uses the GPU or one of its instances, so that changes are refused with IN_USE."""
+        with self._change() as state:
+            holder = Holder(pid, name, gpu_instance, compute_instance, mps=mps)
+            self._find(state, selector).holders.append(holder)
+
+    def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
+        """The process is gone; without a pid all of them."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
+
+    release = release_gpu

@@ -1,0 +1,101 @@
+"""/dev: the nodes of the driver, and the reader that answers for nodes that could not be made."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+from dra_driver.model.host import DeviceNode
+from dra_driver.simulator import mig
+from dra_driver.simulator.hostroot.entries import DESCRIBED_NODES, Entries, Link, Node
+from dra_driver.simulator.state import State
+
+NVIDIA_MAJOR = 195
+DRM_MAJOR = 226
+SWITCH_MAJOR = 234
+_VIDEO, _RENDER = 44, 993
+
+
+def devices(state: State) -> Entries:
+    """Nodes stay while the driver is unloaded, as on a host; those of the DRM subsystem go."""
+    system = state.system
+    entries: Entries = {
+        "dev/nvidiactl": Node(NVIDIA_MAJOR, 255),
+        "dev/nvidia-modeset": Node(NVIDIA_MAJOR, 254),
+        "dev/nvidia-uvm": Node(system["uvm_major"], 0),
+        "dev/nvidia-uvm-tools": Node(system["uvm_major"], 1),
+        "dev/nvidia-caps/nvidia-cap1": Node(system["caps_major"], 1, 0o400),
+        "dev/nvidia-caps/nvidia-cap2": Node(system["caps_major"], 2, 0o444),
+    }
+    for gpu in state.present:
+        entries[f"dev/nvidia{gpu.minor}"] = Node(NVIDIA_MAJOR, gpu.minor)
+        if gpu.drm is not None and state.driver_loaded:
+            card, render = f"card{gpu.drm}", f"renderD{127 + gpu.drm}"
+            entries[f"dev/dri/{card}"] = Node(DRM_MAJOR, gpu.drm, 0o660, _VIDEO)
+            entries[f"dev/dri/{render}"] = Node(DRM_MAJOR, 127 + gpu.drm, 0o660, _RENDER)
+            entries[f"dev/dri/by-path/pci-{gpu.bus_id}-card"] = Link(f"../{card}")
+            entries[f"dev/dri/by-path/pci-{gpu.bus_id}-render"] = Link(f"../{render}")
+        for gi, ci in gpu.mig_devices if system["cap_nodes"] else []:
+            for minor in (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id)):
+                entries[f"dev/nvidia-caps/nvidia-cap{minor}"] = Node(system["caps_major"], minor, 0o444)
+    switches = [item for item in state.functions if item.driver == "nvidia-nvswitch"]
+    for number in range(len(switches)):
+        entries[f"dev/nvidia-nvswitch{number}"] = Node(SWITCH_MAJOR, number)
+    if switches:
+        entries["dev/nvidia-nvswitchctl"] = Node(SWITCH_MAJOR, 255)
+    if state.fabric.get("cluster"):
+        entries["dev/nvidia-caps-imex-channels/channel0"] = Node(system["imex_major"], 0)
+    return entries
+
+
+class SimulatedDeviceNodes:
+    """Reads device nodes below the host root, made or merely described.
+
+    Has the interface of the host room's reader. A path may be one below the host root, or one as
+    containers see it (`/dev/nvidia0`).
+    """
+
+    def __init__(self, host_root: Path) -> None:
+        self._root = str(host_root)
+        self._description = f"{self._root}/{DESCRIBED_NODES}"
+        self._lock = threading.Lock()
+        self._known: tuple[tuple[int, int], dict[str, dict[str, Any]]] | None = None
+
+    def read(self, path: str) -> DeviceNode | None:
+        """The node at the path, or None where there is none."""
+        normal = os.path.normpath(path)
+        inside = normal.removeprefix(self._root) if normal.startswith(f"{self._root}/") else normal
+        try:
+            status = os.lstat(f"{self._root}{inside}")
+        except OSError:
+            return None
+        if stat.S_ISCHR(status.st_mode):
+            return DeviceNode(
+                path=path,
+                type="c",
+                major=os.major(status.st_rdev),
+                minor=os.minor(status.st_rdev),
+                mode=stat.S_IMODE(status.st_mode),
+                uid=status.st_uid,
+                gid=status.st_gid,
+            )
+        described = self._described().get(inside)
+        if described is None:
+            return None
+        return DeviceNode(path=path, type="c", uid=0, **described)
+
+    def _described(self) -> dict[str, dict[str, Any]]:
+        try:
+            status = os.stat(self._description)  # noqa: PTH116
+        except OSError:
+            return {}
+        mark = (status.st_mtime_ns, status.st_ino)
+        with self._lock:
+            if self._known is None or self._known[0] != mark:
+                with Path(self._description).open("rb") as file:
+                    self._known = (mark, json.load(file))
+            return self._known[1]

@@ -1,0 +1,173 @@
+"""The driver's installation: libraries by name, programs, firmware, sockets, and nvidia-smi with its facts."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from dra_driver.simulator import mig
+from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
+from dra_driver.simulator.state import Gpu, State
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+# Library name -> the links beside it, besides `<name>.so.1`.
+_LIBRARIES: dict[str, tuple[str, ...]] = {
+    "libcuda": ("1", ""),
+    "libcudadebugger": ("1",),
+    "libnvidia-ml": ("1", ""),
+    "libnvidia-cfg": ("1",),
+    "libnvidia-ptxjitcompiler": ("1",),
+    "libnvidia-nvvm": ("4",),
+    "libnvidia-opencl": ("1",),
+    "libnvidia-gpucomp": (),
+    "libnvidia-allocator": ("1",),
+    "libnvidia-sandboxutils": ("1",),
+    "libnvidia-pkcs11-openssl3": (),
+    "libnvidia-encode": ("1",),
+    "libnvcuvid": ("1",),
+    "libnvidia-fbc": ("1",),
+    "libnvidia-opticalflow": ("1",),
+    "libnvidia-ngx": ("1",),
+    "libnvoptix": ("1",),
+    "libEGL_nvidia": ("0",),
+    "libGLESv1_CM_nvidia": ("1",),
+    "libGLESv2_nvidia": ("2",),
+    "libGLX_nvidia": ("0",),
+    "libnvidia-eglcore": (),
+    "libnvidia-glcore": (),
+    "libnvidia-glsi": (),
+    "libnvidia-glvkspirv": (),
+    "libnvidia-rtcore": (),
+    "libnvidia-tls": (),
+}
+_OTHER_LIBRARIES = {
+    "libnvidia-egl-gbm.so.1.1.2": "libnvidia-egl-gbm.so.1",
+    "libnvidia-egl-wayland.so.1.1.19": "libnvidia-egl-wayland.so.1",
+    "libnvidia-egl-xcb.so.1.0.3": "libnvidia-egl-xcb.so.1",
+    "libnvidia-egl-xlib.so.1.0.3": "libnvidia-egl-xlib.so.1",
+}
+_PROGRAMS = ("nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-server", "nvidia-modprobe")
+_SHARED = {
+    "usr/share/glvnd/egl_vendor.d/10_nvidia.json": "libEGL_nvidia.so.0",
+    "usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json": "libnvidia-egl-gbm.so.1",
+    "usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json": "libnvidia-egl-wayland.so.1",
+    "usr/share/egl/egl_external_platform.d/20_nvidia_xcb.json": "libnvidia-egl-xcb.so.1",
+    "usr/share/egl/egl_external_platform.d/20_nvidia_xlib.json": "libnvidia-egl-xlib.so.1",
+    "usr/share/vulkan/icd.d/nvidia_icd.json": "libGLX_nvidia.so.0",
+    "usr/share/vulkan/implicit_layer.d/nvidia_layers.json": "libGLX_nvidia.so.0",
+}
+_PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
+_GSP = ("gsp_tu10x.bin", "gsp_ga10x.bin")
+
+
+def driver_files(state: State) -> Entries:
+    version, arch = state.driver_version, state.system["arch"]
+    libraries = f"usr/lib/{arch}-linux-gnu"
+    entries: Entries = {}
+    for name, links in _LIBRARIES.items():
+        entries[f"{libraries}/{name}.so.{version}"] = _placeholder(f"{name}.so.{version}")
+        target = f"{name}.so.{version}"
+        for link in links:
+            entries[f"{libraries}/{name}.so{'.' if link else ''}{link}"] = Link(target)
+            target = f"{name}.so.{link}"
+    for name, soname in _OTHER_LIBRARIES.items():
+        entries[f"{libraries}/{name}"] = _placeholder(name)
+        entries[f"{libraries}/{soname}"] = Link(name)
+    entries[f"{libraries}/gbm/nvidia-drm_gbm.so"] = Link("../libnvidia-allocator.so.1")
+    entries[f"{libraries}/vdpau/libvdpau_nvidia.so.{version}"] = _placeholder(f"libvdpau_nvidia.so.{version}")
+    entries["usr/lib/xorg/modules/drivers/nvidia_drv.so"] = _placeholder("nvidia_drv.so")
+    server = f"libglxserver_nvidia.so.{version}"
+    entries[f"usr/lib/xorg/modules/extensions/{server}"] = _placeholder(server)
+    entries["usr/lib/xorg/modules/extensions/libglxserver_nvidia.so"] = Link(server)
+    for name in _programs(state):
+        entries[f"usr/bin/{name}"] = Text(_PROGRAM.format(name=name, version=version), 0o755)
+    entries["usr/bin/nvidia-cuda-mps-control"] = Text(_script("nvidia-cuda-mps-control"), 0o755)
+    for path, library in _SHARED.items():
+        entries[path] = Text(f'{{"file_format_version": "1.0.0", "ICD": {{"library_path": "{library}"}}}}\n')
+    entries["etc/OpenCL/vendors/nvidia.icd"] = Text("libnvidia-opencl.so.1\n")
+    entries["usr/share/nvidia/nvoptix.bin"] = _placeholder("nvoptix.bin")
+    entries["usr/share/X11/xorg.conf.d/10-nvidia.conf"] = Text('# OutputClass "nvidia"\n')
+    for firmware in _GSP:
+        entries[f"lib/firmware/nvidia/{version}/{firmware}"] = _placeholder(firmware)
+    entries["run/nvidia-persistenced/socket"] = Socket()
+    if any(item.driver == "nvidia-nvswitch" for item in state.functions):
+        entries["run/nvidia-fabricmanager/socket"] = Socket()
+    entries["tmp"] = Directory(0o1777)
+    return entries
+
+
+def _programs(state: State) -> tuple[str, ...]:
+    programs: tuple[str, ...] = _PROGRAMS
+    if state.fabric.get("cluster"):
+        programs = (*programs, "nvidia-imex", "nvidia-imex-ctl")
+    return (*programs, "nvidia-cdi-hook") if state.system["cdi_hook"] else programs
+
+
+def _placeholder(name: str) -> Text:
+    return Text(f"simulated {name}\n")
+
+
+@functools.cache
+def _script(name: str) -> str:
+    return (SCRIPTS / f"{name}.sh").read_text()
+
+
+def nvidia_smi(state: State) -> Entries:
+    """The script with the facts of the machine, as containers and the host run it."""
+    version, cuda = state.driver_version, state.cuda_version
+    lines = [
+        f"MACHINE={_quote(state.machine)}",
+        f"DRIVER_VERSION={version}",
+        f"DRIVER_LOADED={'yes' if state.driver_loaded else 'no'}",
+        f"CUDA_VERSION={cuda // 1000}.{cuda % 1000 // 10}",
+        f"NVML_VERSION={cuda // 1000}.{version}",
+        f"GPU_COUNT={len(state.present)}",
+        "each_device() {",
+        "    :",
+    ]
+    for gpu in state.present:
+        lines.append(f"    on_gpu {_gpu_facts(state, gpu)}")
+        lines += [f"    on_mig {facts}" for facts in _mig_facts(state, gpu)]
+    lines.append("}")
+    return {"usr/bin/nvidia-smi": Text(_script("nvidia-smi").replace("#@FACTS@", "\n".join(lines)), 0o755)}
+
+
+def _gpu_facts(state: State, gpu: Gpu) -> str:
+    model = state.model_of(gpu)
+    total = "[N/A]" if model.memory_bytes is None else str(model.memory_bytes >> 20)
+    used = (model.reserved_bytes >> 20) + sum(holder.memory_mib for holder in gpu.holders)
+    modes = [
+        ("Enabled" if mode else "Disabled") if model.mig else "[N/A]"
+        for mode in (gpu.mig_mode, gpu.mig_pending)
+    ]
+    facts = [
+        str(gpu.minor),
+        gpu.uuid,
+        model.name,
+        f"0000{gpu.bus_id}".upper(),
+        total,
+        "[N/A]" if model.memory_bytes is None else str(used),
+        *modes,
+        gpu.serial if model.serial else "[N/A]",
+        ".".join(str(part) for part in model.compute),
+        "Enabled" if gpu.persistence else "Disabled",
+        "lost" if gpu.lost else "ok",
+    ]
+    return " ".join(_quote(fact) for fact in facts)
+
+
+def _mig_facts(state: State, gpu: Gpu) -> list[str]:
+    rows = []
+    for gi, ci in gpu.mig_devices:
+        profile = mig.profile_by_id(state.model_of(gpu), gi.profile_id)
+        if profile is None:
+            continue
+        name = profile.name if ci.size == profile.slices else f"{ci.size}c.{profile.name}"
+        caps = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
+        rows.append(f"{gpu.minor} {caps[0]} {caps[1]} {_quote(name)} {ci.uuid}")
+    return rows
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"

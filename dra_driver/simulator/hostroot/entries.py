@@ -1,0 +1,204 @@
+"""What can stand in the tree, and making it so with as few writes as possible."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    content: str | bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A character device."""
+
+    major: int
+    minor: int
+    mode: int = 0o666
+    gid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Socket:
+    """A Unix socket that nobody listens on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    mode: int = 0o755
+
+
+Entry = Text | Link | Node | Socket | Directory
+Entries = dict[str, Entry]
+
+DESCRIBED_NODES = "dev/.nodes.json"
+
+
+class Tree:
+    """A directory that is kept equal to a set of entries. Foreign files in it are left alone."""
+
+    def __init__(self, root: Path, *, real_nodes: bool) -> None:
+        self.root = root
+        self.real_nodes = real_nodes
+        self._fresh = not root.exists()
+        self._known_directories: set[str] = set()
+
+    def sync(self, old: Entries | None, new: Entries, stale: list[str]) -> None:
+        """Make it equal to `new`. With `old` only differences are touched, without it the disk is compared."""
+        for path in stale if old is None else [path for path in old if path not in new]:
+            if path not in new:
+                self._remove(path, new)
+        for path, entry in new.items():
+            if old is not None:
+                if old.get(path) == entry:
+                    continue
+            elif not self._fresh and self._is(path, entry):
+                continue
+            self._make(path, entry)
+        if not self.real_nodes:
+            self._describe(new)
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{path}"
+
+    def _is(self, path: str, entry: Entry) -> bool:
+        full = self._full(path)
+        try:
+            status = os.lstat(full)
+        except OSError:
+            return False
+        mode = stat.S_IMODE(status.st_mode)
+        if isinstance(entry, Text):
+            if not stat.S_ISREG(status.st_mode) or mode != entry.mode or status.st_size != len(_raw(entry)):
+                return False
+            with Path(full).open("rb") as file:
+                return file.read() == _raw(entry)
+        if isinstance(entry, Link):
+            return stat.S_ISLNK(status.st_mode) and str(Path(full).readlink()) == entry.target
+        if isinstance(entry, Node):
+            if not self.real_nodes:
+                return stat.S_ISREG(status.st_mode)
+            same = stat.S_ISCHR(status.st_mode) and mode == entry.mode and status.st_gid == entry.gid
+            return same and status.st_rdev == os.makedev(entry.major, entry.minor)
+        if isinstance(entry, Socket):
+            return stat.S_ISSOCK(status.st_mode) or stat.S_ISREG(status.st_mode)
+        return stat.S_ISDIR(status.st_mode)
+
+    def _make(self, path: str, entry: Entry) -> None:
+        full = self._full(path)
+        if isinstance(entry, Directory):
+            self._directory(full)
+            os.chmod(full, entry.mode)  # noqa: PTH101
+            return
+        self._directory(full.rpartition("/")[0])
+        new = full if self._fresh else f"{full}.new~"
+        if not self._fresh:
+            _unlink(new)
+        if isinstance(entry, Text):
+            _write(new, _raw(entry), entry.mode)
+        elif isinstance(entry, Link):
+            os.symlink(entry.target, new)  # noqa: PTH211
+        elif isinstance(entry, Socket):
+            _bind(new)
+        elif self.real_nodes:
+            os.mknod(new, stat.S_IFCHR | entry.mode, os.makedev(entry.major, entry.minor))
+            os.chmod(new, entry.mode)  # noqa: PTH101 - strings all along, this runs for every file
+            if entry.gid:
+                os.chown(new, 0, entry.gid)
+        else:
+            _write(new, b"", 0o644)
+        if self._fresh:  # nobody looks yet, so there is nothing to replace in one step
+            return
+        try:
+            os.replace(new, full)  # noqa: PTH105
+        except IsADirectoryError:
+            shutil.rmtree(full)
+            os.replace(new, full)  # noqa: PTH105
+
+    def _directory(self, full: str) -> None:
+        if full in self._known_directories and (self._fresh or os.path.isdir(full)):  # noqa: PTH112
+            return
+        os.makedirs(full, exist_ok=True)  # noqa: PTH103
+        self._known_directories.add(full)
+
+    def _remove(self, path: str, keep: Entries) -> None:
+        full = self._full(path)
+        _unlink(full)
+        parent = path.rpartition("/")[0]
+        while "/" in parent and parent not in keep:
+            try:
+                os.rmdir(self._full(parent))  # noqa: PTH106
+            except OSError:
+                return
+            self._known_directories.discard(self._full(parent))
+            parent = parent.rpartition("/")[0]
+
+    def _describe(self, entries: Entries) -> None:
+        """The nodes that cannot be made without privileges, for the reader that stands in for lstat()."""
+        nodes = {
+            f"/{path}": {"major": node.major, "minor": node.minor, "mode": node.mode, "gid": node.gid}
+            for path, node in entries.items()
+            if isinstance(node, Node)
+        }
+        description = Text(json.dumps(nodes, indent=0, sort_keys=True) + "\n")
+        if not self._is(DESCRIBED_NODES, description):
+            self._make(DESCRIBED_NODES, description)
+
+
+def _raw(entry: Text) -> bytes:
+    return entry.content if isinstance(entry.content, bytes) else entry.content.encode()
+
+
+def _write(path: str, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        os.write(descriptor, content)
+        os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        try:
+            os.rmdir(path)  # noqa: PTH106
+        except OSError:
+            return
+
+
+def _bind(path: str) -> None:
+    """A socket file; a plain file where the path is longer than a socket address may be."""
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path)
+    except OSError:
+        _write(path, b"", 0o666)
+
+
+def can_make_nodes(directory: Path) -> bool:
+    """Whether device nodes can be made here (privileges, and a file system that takes them)."""
+    probe = directory / ".node-probe"
+    try:
+        os.mknod(probe, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    except OSError:
+        return False
+    probe.unlink()
+    return True

@@ -1,0 +1,68 @@
+"""Keeps the tree of a simulator directory equal to its machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dra_driver.simulator.hostroot.devices import devices
+from dra_driver.simulator.hostroot.driver import driver_files, nvidia_smi
+from dra_driver.simulator.hostroot.entries import Entries, Tree
+from dra_driver.simulator.hostroot.kernel import procfs, sysfs
+from dra_driver.simulator.state import State
+
+_MARKER = "rendered"
+_PATHS = "rendered.paths"
+
+
+class HostRoot:
+    """`<directory>/root`. All methods want the machine's lock held.
+
+    The marker names the version of the machine that the tree shows; a process that died half-way leaves
+    none, and then the next one compares the whole tree with the disk.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "root"
+        self._marker = directory / _MARKER
+        self._paths = directory / _PATHS
+        self._last: tuple[str, int, Entries] | None = None
+
+    def entries(self, state: State) -> Entries:
+        return {
+            **procfs(state),
+            **sysfs(state),
+            **devices(state),
+            **driver_files(state),
+            **nvidia_smi(state),
+        }
+
+    def is_current(self, state: State) -> bool:
+        try:
+            return self._marker.read_text() == str(state.version)
+        except OSError:
+            return False
+
+    def render(self, old: State | None, new: State) -> None:
+        """Show `new`; with an `old` that the tree shows, only what differs is touched."""
+        wanted = self.entries(new)
+        known = self._shown(old) if old is not None and self.is_current(old) else None
+        stale: list[str] = []
+        if known is None and self._paths.exists():
+            stale = self._paths.read_text().splitlines()
+        self._marker.unlink(missing_ok=True)
+        if known is None or known.keys() != wanted.keys():
+            self._write(self._paths, "\n".join({**dict.fromkeys(known or stale), **dict.fromkeys(wanted)}))
+        tree = Tree(self.root, real_nodes=new.device_nodes == "real")
+        tree.sync(known, wanted, stale)
+        self._write(self._marker, str(new.version))
+        self._last = (new.boot_id, new.version, wanted)
+
+    def _shown(self, state: State) -> Entries:
+        if self._last is not None and self._last[:2] == (state.boot_id, state.version):
+            return self._last[2]
+        return self.entries(state)
+
+    def _write(self, path: Path, text: str) -> None:
+        temporary = path.with_suffix(f"{path.suffix}.new")
+        temporary.write_text(text)
+        temporary.replace(path)

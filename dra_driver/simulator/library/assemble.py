@@ -1,0 +1,47 @@
+"""The library object: exports every C function that the simulated driver version has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dra_driver.simulator.library.core import SINCE
+from dra_driver.simulator.library.device import Device
+from dra_driver.simulator.library.fields import Fields
+from dra_driver.simulator.library.instances import Instances
+from dra_driver.simulator.library.links import Links
+from dra_driver.simulator.library.system import System
+from dra_driver.simulator.library.waiting import Waiting
+
+# Without a session these still answer.
+_PREFIX = "nvml"
+
+
+class _Topics(System, Device, Fields, Instances, Links, Waiting):
+    pass
+
+
+class SimulatedLibrary:
+    """Takes the place of the ctypes library in the binding.
+
+    A function that the driver's version does not have is no attribute, as a missing symbol would be. The
+    version is that of the moment of loading; after a driver upgrade only a new object works.
+    """
+
+    def __init__(self, machine: Any) -> None:
+        topics = _Topics(machine)
+        state = machine.current()
+        major = int(state.driver_version.partition(".")[0])
+        for name in dir(topics):
+            if not name.startswith(_PREFIX) or SINCE.get(name, 0) > major or name in state.missing_functions:
+                continue
+            method = getattr(topics, name)
+            setattr(self, name, method if name == "nvmlErrorString" else topics.entry(name, method))
+        self._error_string(topics)
+
+    def _error_string(self, topics: _Topics) -> None:
+        """The binding sets `restype` on this one, which a bound method would refuse."""
+
+        def text_of(code: Any) -> bytes:
+            return topics.nvmlErrorString(code)
+
+        self.nvmlErrorString = text_of

@@ -1,0 +1,191 @@
+"""What all simulated functions share: the session, handles, and the checks before each call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pynvml
+
+from dra_driver.errors import StateError
+from dra_driver.simulator.library.refs import Return, address, number, text
+from dra_driver.simulator.mig import Refusal
+from dra_driver.simulator.state import ComputeInstance, Fault, Gpu, GpuInstance, State
+from dra_driver.simulator.topology import sysfs_bus_id
+
+KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
+_BASE = 0x7F3A_0000_0000
+_SLOTS = 0xFFF
+
+# Functions that an older driver's library does not export, by the first major version that does.
+SINCE = {
+    "nvmlDeviceGetAddressingMode": 575,
+    "nvmlDeviceGetRepairStatus": 580,
+    "nvmlDeviceGetUnrepairableMemoryFlag_v1": 600,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What an opaque handle stands for."""
+
+    kind: int
+    gpu: str
+    gi: int = 0
+    ci: int = 0
+
+    @property
+    def is_mig(self) -> bool:
+        return self.kind == KIND_MIG
+
+
+class Core:
+    """Session, handle table and access to the machine. Topics derive from it."""
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        self._read: Callable[[], State] = machine.current
+        state = self._read()
+        self._loaded_version = state.driver_version
+        self._references = 0
+        self._driver_load = 0
+        self._order: list[str] = []
+        self._slots: list[str] = []
+        self._session_lock = threading.Lock()
+
+    # --- session -------------------------------------------------------------------------------
+
+    def init(self) -> int:
+        state = self._read()
+        with self._session_lock:
+            if not state.driver_loaded:
+                return int(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            if state.driver_version != self._loaded_version:
+                return int(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+            if self._references == 0:
+                self._order = [gpu.uuid for gpu in state.present if not gpu.lost]
+                self._driver_load = state.driver_loads
+                for uuid in self._order:
+                    if uuid not in self._slots:
+                        self._slots.append(uuid)
+            self._references += 1
+        return int(pynvml.NVML_SUCCESS)
+
+    def shutdown(self) -> int:
+        with self._session_lock:
+            if self._references == 0:
+                return int(pynvml.NVML_ERROR_UNINITIALIZED)
+            self._references -= 1
+        return int(pynvml.NVML_SUCCESS)
+
+    def state(self) -> State:
+        """The machine, when this session may talk to its driver."""
+        if self._references == 0:
+            raise Return(pynvml.NVML_ERROR_UNINITIALIZED)
+        state = self._read()
+        if not state.driver_loaded:
+            raise Return(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        if state.driver_version != self._loaded_version:
+            raise Return(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+        if state.driver_loads != self._driver_load:
+            raise Return(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return state
+
+    # --- handles -------------------------------------------------------------------------------
+
+    def make(self, kind: int, gpu: str, gi: int = 0, ci: int = 0) -> int:
+        slot = self._slots.index(gpu) + 1
+        return _BASE | slot << 20 | kind << 16 | gi << 8 | ci
+
+    def parse(self, handle: Any) -> Handle:
+        value = address(handle)
+        slot = (value >> 20) & _SLOTS
+        if value & ~0xFFF_FFFFF != _BASE or not 1 <= slot <= len(self._slots):
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return Handle((value >> 16) & 0xF, self._slots[slot - 1], (value >> 8) & 0xFF, value & 0xFF)
+
+    def gpu_of(self, state: State, uuid: str) -> Gpu:
+        gpu = state.by_uuid.get(uuid)
+        if gpu is None or gpu.lost or not gpu.present:
+            raise Return(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return gpu
+
+    def gpu(self, handle: Any) -> tuple[State, Gpu]:
+        """A full GPU; MIG device handles are refused as the hardware's library does."""
+        state, gpu, parsed = self.device(handle)
+        if parsed.kind != KIND_GPU:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return state, gpu
+
+    def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
+        """A GPU or a MIG device, with the GPU that it is on."""
+        state = self.state()
+        parsed = self.parse(handle)
+        gpu = self.gpu_of(state, parsed.gpu)
+        if parsed.kind == KIND_MIG:
+            self.mig_device(gpu, parsed)
+        elif parsed.kind != KIND_GPU:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return state, gpu, parsed
+
+    def mig_device(self, gpu: Gpu, parsed: Handle) -> tuple[GpuInstance, ComputeInstance]:
+        instance = gpu.instance(parsed.gi)
+        found = next((item for item in instance.compute if item.id == parsed.ci), None) if instance else None
+        if instance is None or found is None:
+            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        return instance, found
+
+    # --- entry ---------------------------------------------------------------------------------
+
+    def entry(self, name: str, method: Callable[..., int | None]) -> Callable[..., Any]:
+        """The exported function: applies faults, turns refusals into return codes."""
+
+        def call(*arguments: Any) -> int:
+            try:
+                if self._read().faults:
+                    self._apply_fault(name, arguments)
+                return int(method(*arguments) or 0)
+            except (Return, Refusal) as outcome:
+                return outcome.code
+            except StateError:
+                return int(pynvml.NVML_ERROR_UNKNOWN)
+
+        call.__name__ = name
+        return call
+
+    def _apply_fault(self, name: str, arguments: tuple[Any, ...]) -> None:
+        fault = next((item for item in self._read().faults if self._hits(item, name, arguments)), None)
+        if fault is None:
+            return
+        if fault.remaining is not None and not self.machine.consume_fault(fault):
+            return
+        if fault.delay_s > 0:
+            time.sleep(fault.delay_s)
+        if fault.code:
+            raise Return(fault.code)
+
+    def _hits(self, fault: Fault, name: str, arguments: tuple[Any, ...]) -> bool:
+        if not fnmatchcase(name, fault.function):
+            return False
+        return fault.gpu is None or fault.gpu == self._subject(name, arguments)
+
+    def _subject(self, name: str, arguments: tuple[Any, ...]) -> str | None:
+        """The UUID of the GPU that a call is about, or None."""
+        if not arguments:
+            return None
+        if name.startswith("nvmlDeviceGetHandleByIndex"):
+            index = number(arguments[0])
+            return self._order[index] if index < len(self._order) else None
+        if name == "nvmlDeviceGetHandleByUUID":
+            return text(arguments[0])
+        if name.startswith("nvmlDeviceGetHandleByPciBusId"):
+            wanted = sysfs_bus_id(text(arguments[0]))
+            return next((gpu.uuid for gpu in self._read().gpus if gpu.bus_id == wanted), None)
+        try:
+            return self.parse(arguments[0]).gpu
+        except (Return, TypeError, ValueError):
+            return None

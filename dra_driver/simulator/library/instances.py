@@ -1,0 +1,357 @@
+"""MIG: mode, profiles, placements, GPU instances, compute instances, MIG devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+from dra_driver.simulator import mig
+from dra_driver.simulator.library.core import KIND_CI, KIND_GI, KIND_GPU, KIND_MIG, Core, Handle
+from dra_driver.simulator.library.refs import Return, as_handle, number, put, put_handle, target
+from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
+
+_PROFILE_FIELDS = {
+    "id": "id",
+    "sliceCount": "slices",
+    "instanceCount": "max_instances",
+    "multiprocessorCount": "multiprocessors",
+    "copyEngineCount": "copy_engines",
+    "decoderCount": "decoders",
+    "encoderCount": "encoders",
+    "jpegCount": "jpeg",
+    "ofaCount": "ofa",
+    "memorySizeMB": "memory_mib",
+}
+
+
+def _placement(argument: Any) -> tuple[int, int]:
+    placement = target(argument)
+    return int(placement.start), int(placement.size)
+
+
+class Instances(Core):
+    """nvmlDevice*Mig*, nvmlDevice*GpuInstance*, nvmlGpuInstance*, nvmlComputeInstance*."""
+
+    # --- mode ----------------------------------------------------------------------------------
+
+    def _mig_capable(self, handle: Any) -> tuple[State, Gpu, Model]:
+        state, gpu = self.gpu(handle)
+        model = state.model_of(gpu)
+        if not model.mig:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return state, gpu, model
+
+    def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> None:  # noqa: N802
+        _, gpu, _ = self._mig_capable(handle)
+        put(current, gpu.mig_mode)
+        put(pending, gpu.mig_pending)
+
+    def nvmlDeviceSetMigMode(self, handle: Any, mode: Any, status: Any) -> None:  # noqa: N802
+        _, gpu, _ = self._mig_capable(handle)
+        put(status, self.machine.change_mig_mode(gpu.uuid, number(mode)))
+
+    # --- profiles ------------------------------------------------------------------------------
+
+    def _profile(self, model: Model, profile_id: Any) -> MigProfile:
+        profile = mig.profile_by_id(model, number(profile_id))
+        if profile is None:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return profile
+
+    def _fill_profile(self, info: Any, profile: MigProfile) -> None:
+        for name, source in _PROFILE_FIELDS.items():
+            setattr(info, name, getattr(profile, source))
+        info.isP2pSupported = 0
+
+    def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Any, enum: Any, out: Any) -> None:  # noqa: N802
+        _, _, model = self._mig_capable(handle)
+        self._fill_profile(target(out), self._profile_by_enum(model, number(enum)))
+
+    def nvmlDeviceGetGpuInstanceProfileInfoV(self, handle: Any, enum: Any, out: Any) -> None:  # noqa: N802
+        info = target(out)
+        if info.version != pynvml.nvmlGpuInstanceProfileInfo_v2:
+            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        _, _, model = self._mig_capable(handle)
+        profile = self._profile_by_enum(model, number(enum))
+        self._fill_profile(info, profile)
+        info.name = f"MIG {profile.name}".encode()
+
+    def _profile_by_enum(self, model: Model, enum: int) -> MigProfile:
+        if enum >= pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        profile = mig.profile_by_enum(model, enum)
+        if profile is None:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return profile
+
+    def nvmlDeviceGetGpuInstanceProfileInfoByIdV(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
+        info = target(out)
+        if info.version != pynvml.nvmlGpuInstanceProfileInfo_v2:
+            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        _, _, model = self._mig_capable(handle)
+        profile = self._profile(model, profile_id)
+        self._fill_profile(info, profile)
+        info.name = f"MIG {profile.name}".encode()
+
+    def nvmlDeviceGetGpuInstancePossiblePlacements_v2(  # noqa: N802
+        self, handle: Any, profile_id: Any, out: Any, count: Any
+    ) -> int:
+        _, _, model = self._mig_capable(handle)
+        placements = self._profile(model, profile_id).placements
+        return self._fill_placements(placements, out, count)
+
+    def _fill_placements(self, placements: list[tuple[int, int]], out: Any, count: Any) -> int:
+        room = number(target(count))
+        put(count, len(placements))
+        if out is None:
+            return int(pynvml.NVML_SUCCESS)
+        if room < len(placements):
+            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        rows = target(out)
+        for index, (start, size) in enumerate(placements):
+            rows[index].start, rows[index].size = start, size
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetGpuInstanceRemainingCapacity(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
+        _, gpu, model = self._mig_capable(handle)
+        put(out, mig.remaining_capacity(gpu, model, self._profile(model, profile_id)))
+
+    # --- GPU instances -------------------------------------------------------------------------
+
+    def nvmlDeviceCreateGpuInstance(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
+        self._create(handle, number(profile_id), None, out)
+
+    def nvmlDeviceCreateGpuInstanceWithPlacement(  # noqa: N802
+        self, handle: Any, profile_id: Any, placement: Any, out: Any
+    ) -> None:
+        self._create(handle, number(profile_id), _placement(placement), out)
+
+    def _create(self, handle: Any, profile_id: int, placement: tuple[int, int] | None, out: Any) -> None:
+        _, gpu, _ = self._mig_capable(handle)
+
+        def change(copy: Gpu, model: Model) -> int:
+            return mig.create_gpu_instance(copy, model, profile_id, placement).id
+
+        put_handle(out, self.make(KIND_GI, gpu.uuid, self._change(gpu, change)))
+
+    def _change(self, gpu: Gpu, change: Callable[[Gpu, Model], int]) -> int:
+        result: int = self.machine.change_gpu(gpu.uuid, change)
+        return result
+
+    def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
+        _, gpu, model = self._mig_capable(handle)
+        wanted = self._profile(model, profile_id).id
+        found = [item.id for item in gpu.instances if item.profile_id == wanted]
+        put(count, len(found))
+        rows = target(out)
+        for index, gi in enumerate(found if rows is not None else []):
+            rows[index] = as_handle(self.make(KIND_GI, gpu.uuid, gi), pynvml.c_nvmlGpuInstance_t)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetGpuInstanceById(self, handle: Any, gi: Any, out: Any) -> None:  # noqa: N802
+        _, gpu, _ = self._mig_capable(handle)
+        if gpu.instance(number(gi)) is None:
+            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        put_handle(out, self.make(KIND_GI, gpu.uuid, number(gi)))
+
+    def _instance(self, handle: Any) -> tuple[State, Gpu, GpuInstance]:
+        state = self.state()
+        parsed = self.parse(handle)
+        if parsed.kind != KIND_GI:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        gpu = self.gpu_of(state, parsed.gpu)
+        instance = gpu.instance(parsed.gi)
+        if instance is None:
+            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        return state, gpu, instance
+
+    def nvmlGpuInstanceGetInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
+        _, gpu, instance = self._instance(handle)
+        info = target(out)
+        info.device = as_handle(self.make(KIND_GPU, gpu.uuid), pynvml.c_nvmlDevice_t)
+        info.id, info.profileId = instance.id, instance.profile_id
+        info.placement.start, info.placement.size = instance.start, instance.size
+
+    def nvmlGpuInstanceDestroy(self, handle: Any) -> None:  # noqa: N802
+        _, gpu, instance = self._instance(handle)
+
+        def change(copy: Gpu, model: Model) -> int:
+            mig.destroy_gpu_instance(copy, instance.id)
+            return 0
+
+        self._change(gpu, change)
+
+    # --- compute instances ---------------------------------------------------------------------
+
+    def _compute_profiles(self, state: State, gpu: Gpu, instance: GpuInstance) -> list[mig.ComputeProfile]:
+        model = state.model_of(gpu)
+        return mig.compute_profiles(model, self._profile(model, instance.profile_id))
+
+    def nvmlGpuInstanceGetComputeInstanceProfileInfo(  # noqa: N802
+        self, handle: Any, enum: Any, engine: Any, out: Any
+    ) -> None:
+        self._compute_profile_info(handle, enum, engine, target(out))
+
+    def nvmlGpuInstanceGetComputeInstanceProfileInfoV(  # noqa: N802
+        self, handle: Any, enum: Any, engine: Any, out: Any
+    ) -> None:
+        info = target(out)
+        if info.version != pynvml.nvmlComputeInstanceProfileInfo_v2:
+            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        info.name = self._compute_profile_info(handle, enum, engine, info).name.encode()
+
+    def _compute_profile_info(self, handle: Any, enum: Any, engine: Any, info: Any) -> mig.ComputeProfile:
+        state, gpu, instance = self._instance(handle)
+        if number(engine) != 0 or number(enum) >= pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        offered = self._compute_profiles(state, gpu, instance)
+        row = next((item for item in offered if item.id == number(enum)), None)
+        if row is None:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        shared = self._profile(state.model_of(gpu), instance.profile_id)
+        info.id, info.sliceCount, info.instanceCount = row.id, row.slices, row.max_instances
+        info.multiprocessorCount = row.multiprocessors
+        info.sharedCopyEngineCount, info.sharedDecoderCount = shared.copy_engines, shared.decoders
+        info.sharedEncoderCount, info.sharedJpegCount = shared.encoders, shared.jpeg
+        info.sharedOfaCount = shared.ofa
+        return row
+
+    def _free_compute(
+        self, handle: Any, profile_id: Any
+    ) -> tuple[GpuInstance, mig.ComputeProfile, list[int]]:
+        state, gpu, instance = self._instance(handle)
+        row = next(
+            (item for item in self._compute_profiles(state, gpu, instance) if item.id == number(profile_id)),
+            None,
+        )
+        if row is None:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        profile = self._profile(state.model_of(gpu), instance.profile_id)
+        return instance, row, mig.free_compute_starts(profile, instance, row.slices)
+
+    def nvmlGpuInstanceGetComputeInstanceRemainingCapacity(  # noqa: N802
+        self, handle: Any, profile_id: Any, out: Any
+    ) -> None:
+        put(out, len(self._free_compute(handle, profile_id)[2]))
+
+    def nvmlGpuInstanceGetComputeInstancePossiblePlacements(  # noqa: N802
+        self, handle: Any, profile_id: Any, out: Any, count: Any
+    ) -> int:
+        _, row, _ = self._free_compute(handle, profile_id)
+        placements = [(index * row.slices, row.slices) for index in range(row.max_instances)]
+        return self._fill_placements(placements, out, count)
+
+    def nvmlGpuInstanceCreateComputeInstance(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
+        self._create_compute(handle, number(profile_id), None, out)
+
+    def nvmlGpuInstanceCreateComputeInstanceWithPlacement(  # noqa: N802
+        self, handle: Any, profile_id: Any, placement: Any, out: Any
+    ) -> None:
+        self._create_compute(handle, number(profile_id), _placement(placement), out)
+
+    def _create_compute(
+        self, handle: Any, profile_id: int, placement: tuple[int, int] | None, out: Any
+    ) -> None:
+        _, gpu, instance = self._instance(handle)
+
+        def change(copy: Gpu, model: Model) -> int:
+            return mig.create_compute_instance(copy, model, instance.id, profile_id, placement).id
+
+        put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, self._change(gpu, change)))
+
+    def nvmlGpuInstanceGetComputeInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
+        _, gpu, instance = self._instance(handle)
+        found = [item.id for item in instance.compute if item.profile_id == number(profile_id)]
+        put(count, len(found))
+        rows = target(out)
+        for index, ci in enumerate(found if rows is not None else []):
+            rows[index] = as_handle(
+                self.make(KIND_CI, gpu.uuid, instance.id, ci), pynvml.c_nvmlComputeInstance_t
+            )
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlGpuInstanceGetComputeInstanceById(self, handle: Any, ci: Any, out: Any) -> None:  # noqa: N802
+        _, gpu, instance = self._instance(handle)
+        if all(item.id != number(ci) for item in instance.compute):
+            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, number(ci)))
+
+    def _compute(self, handle: Any) -> tuple[Gpu, GpuInstance, ComputeInstance]:
+        state = self.state()
+        parsed = self.parse(handle)
+        if parsed.kind != KIND_CI:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        gpu = self.gpu_of(state, parsed.gpu)
+        return gpu, *self.mig_device(gpu, parsed)
+
+    def nvmlComputeInstanceGetInfo_v2(self, handle: Any, out: Any) -> None:  # noqa: N802
+        gpu, instance, found = self._compute(handle)
+        info = target(out)
+        info.device = as_handle(self.make(KIND_MIG, gpu.uuid, instance.id, found.id), pynvml.c_nvmlDevice_t)
+        info.gpuInstance = as_handle(self.make(KIND_GI, gpu.uuid, instance.id), pynvml.c_nvmlGpuInstance_t)
+        info.id, info.profileId = found.id, found.profile_id
+        info.placement.start, info.placement.size = found.start, found.size
+
+    def nvmlComputeInstanceDestroy(self, handle: Any) -> None:  # noqa: N802
+        gpu, instance, found = self._compute(handle)
+
+        def change(copy: Gpu, model: Model) -> int:
+            mig.destroy_compute_instance(copy, instance.id, found.id)
+            return 0
+
+        self._change(gpu, change)
+
+    # --- MIG devices ---------------------------------------------------------------------------
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, out: Any) -> None:  # noqa: N802
+        state, gpu = self.gpu(handle)
+        put(out, mig.max_devices(state.model_of(gpu)))
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, out: Any) -> None:  # noqa: N802
+        state, gpu = self.gpu(handle)
+        wanted = number(index)
+        if wanted >= mig.max_devices(state.model_of(gpu)):
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        devices = gpu.mig_devices if gpu.mig_mode else []
+        for instance, found in devices:
+            if found.index == wanted:
+                return put_handle(out, self.make(KIND_MIG, gpu.uuid, instance.id, found.id))
+        raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceIsMigDeviceHandle(self, handle: Any, out: Any) -> None:  # noqa: N802
+        self.state()
+        put(out, int(self.parse(handle).is_mig))
+
+    def _mig_handle(self, handle: Any) -> tuple[State, Gpu, Handle]:
+        state, gpu, parsed = self.device(handle)
+        if not parsed.is_mig:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return state, gpu, parsed
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self._mig_handle(handle)[2].gi)
+
+    def nvmlDeviceGetComputeInstanceId(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self._mig_handle(handle)[2].ci)
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put_handle(out, self.make(KIND_GPU, self._mig_handle(handle)[1].uuid))
+
+    def nvmlDeviceGetAttributes_v2(self, handle: Any, out: Any) -> None:  # noqa: N802
+        state, gpu, parsed = self.device(handle)
+        if not parsed.is_mig:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        instance, found = self.mig_device(gpu, parsed)
+        profile = self._profile(state.model_of(gpu), instance.profile_id)
+        row = next(
+            item for item in self._compute_profiles(state, gpu, instance) if item.id == found.profile_id
+        )
+        info = target(out)
+        info.multiprocessorCount = row.multiprocessors
+        info.sharedCopyEngineCount, info.sharedDecoderCount = profile.copy_engines, profile.decoders
+        info.sharedEncoderCount, info.sharedJpegCount = profile.encoders, profile.jpeg
+        info.sharedOfaCount = profile.ofa
+        info.gpuInstanceSliceCount, info.computeInstanceSliceCount = profile.slices, row.slices
+        info.memorySizeMB = profile.memory_mib

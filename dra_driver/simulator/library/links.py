@@ -1,0 +1,172 @@
+"""NVLink, peer access, PCIe distance, fabric and platform."""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+from typing import Any
+
+import pynvml
+
+from dra_driver.simulator import topology
+from dra_driver.simulator.catalogue import PLACEHOLDER_BUS
+from dra_driver.simulator.library.core import KIND_GPU, Core
+from dra_driver.simulator.library.refs import Return, as_handle, number, put, target
+from dra_driver.simulator.state import Gpu, Model, State
+from dra_driver.simulator.topology import nvml_bus_id, pci_numbers
+
+_LINK_CAPABILITIES = {0: 1, 1: 1, 2: 1, 3: 1, 4: 0, 5: 1}
+_GPU_FABRIC_V3_SINCE = 575
+
+
+class Links(Core):
+    """nvmlDeviceGetNvLink*, P2P, topology, fabric."""
+
+    def _link(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int]:
+        state, gpu = self.gpu(handle)
+        model = state.model_of(gpu)
+        if not model.nvlinks:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if not 0 <= number(link) < model.nvlinks:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return state, gpu, model, number(link)
+
+    def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
+        """(…, remote type, remote address) of a link that is up."""
+        state, gpu, model, wanted = self._link(handle, link)
+        for index, kind, remote in topology.active_links(gpu):
+            if index == wanted:
+                return state, gpu, model, kind, remote or PLACEHOLDER_BUS
+        raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def nvmlDeviceGetNvLinkState(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
+        _, gpu, _, wanted = self._link(handle, link)
+        put(out, int(any(index == wanted for index, _, _ in topology.active_links(gpu))))
+
+    def nvmlDeviceGetNvLinkVersion(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
+        put(out, self._active(handle, link)[2].nvlink_version)
+
+    def nvmlDeviceGetNvLinkCapability(self, handle: Any, link: Any, capability: Any, out: Any) -> None:  # noqa: N802
+        _, gpu, _, _, _ = self._active(handle, link)
+        if number(capability) not in _LINK_CAPABILITIES:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        put(out, 0 if gpu.mig_mode and number(capability) == 0 else _LINK_CAPABILITIES[number(capability)])
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
+        put(out, self._active(handle, link)[3])
+
+    def nvmlDeviceGetNvLinkRemotePciInfo_v2(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
+        state, _, _, kind, remote = self._active(handle, link)
+        info = target(out)
+        if kind == topology.REMOTE_SWITCH and remote == PLACEHOLDER_BUS:
+            if state.nvlink.get("remote") == "not-supported":
+                raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            info.domain = info.bus = info.device = info.pciDeviceId = 0xFFFFFFFF
+            info.busId, info.busIdLegacy = b"FFFFFFFF:FF:FF.0", b"FFFF:FF:FF.0"
+            return
+        peer = next((item for item in state.gpus if item.bus_id == remote), None)
+        info.domain, info.bus, info.device = pci_numbers(remote)
+        info.busId, info.busIdLegacy = nvml_bus_id(remote).encode(), remote.upper().encode()
+        if peer is not None:
+            info.pciDeviceId = state.model_of(peer).pci_id
+        else:
+            switch = next((item for item in state.functions if item.bus_id == remote), None)
+            info.pciDeviceId = (switch.device << 16 | 0x10DE) if switch else 0
+
+    def nvmlDeviceGetNvLinkErrorCounter(self, handle: Any, link: Any, counter: Any, out: Any) -> None:  # noqa: N802
+        self._active(handle, link)
+        put(out, 0)
+
+    # --- peers ---------------------------------------------------------------------------------
+
+    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, index: Any, out: Any) -> None:  # noqa: N802
+        state, ours = self.gpu(first)
+        _, theirs = self.gpu(second)
+        kind = number(index[0] if isinstance(index, tuple) else index)
+        if ours.uuid == theirs.uuid or not 0 <= kind < pynvml.NVML_P2P_CAPS_INDEX_UNKNOWN:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        put(out, self._p2p(state, ours, theirs, kind))
+
+    def _p2p(self, state: State, ours: Gpu, theirs: Gpu, kind: int) -> int:
+        if ours.mig_mode or theirs.mig_mode:
+            return int(pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+        peers = topology.nvlink_peers(state, ours, theirs)
+        if kind == pynvml.NVML_P2P_CAPS_INDEX_NVLINK:
+            return int(pynvml.NVML_P2P_STATUS_OK if peers else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+        if kind == pynvml.NVML_P2P_CAPS_INDEX_ATOMICS and not peers:
+            return int(pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+        if peers or not (ours.virtualization or theirs.virtualization):
+            return int(pynvml.NVML_P2P_STATUS_OK)
+        return int(pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED)
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, first: Any, second: Any, out: Any) -> None:  # noqa: N802
+        _, ours = self.gpu(first)
+        _, theirs = self.gpu(second)
+        put(out, 0 if ours.uuid == theirs.uuid else topology.pcie_level(ours, theirs))
+
+    def nvmlDeviceGetTopologyNearestGpus(self, handle: Any, level: Any, count: Any, out: Any) -> int:  # noqa: N802
+        state, gpu = self.gpu(handle)
+        found = [
+            peer.uuid
+            for peer in state.present
+            if peer.uuid in self._order
+            and peer.uuid != gpu.uuid
+            and not peer.lost
+            and topology.pcie_level(gpu, peer) == number(level)
+        ]
+        put(count, len(found))
+        rows = target(out)
+        for index, peer_uuid in enumerate(found if rows is not None else []):
+            rows[index] = as_handle(self.make(KIND_GPU, peer_uuid), pynvml.c_nvmlDevice_t)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceOnSameBoard(self, first: Any, second: Any, out: Any) -> None:  # noqa: N802
+        put(out, int(self.gpu(first)[1].uuid == self.gpu(second)[1].uuid))
+
+    # --- fabric --------------------------------------------------------------------------------
+
+    def nvmlDeviceGetGpuFabricInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
+        self._fill_fabric(handle, target(out))
+
+    def nvmlDeviceGetGpuFabricInfoV(self, handle: Any, out: Any) -> None:  # noqa: N802
+        info = target(out)
+        known = {pynvml.nvmlGpuFabricInfo_v2}
+        if int(self.state().driver_version.partition(".")[0]) >= _GPU_FABRIC_V3_SINCE:
+            known.add(pynvml.nvmlGpuFabricInfo_v3)
+        if info.version not in known:
+            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        fabric = self._fill_fabric(handle, info)
+        info.healthMask = fabric.get("health_mask", 0)
+        if info.version == pynvml.nvmlGpuFabricInfo_v3:
+            summary = fabric.get("health_summary", 0)
+            info.healthSummary = summary or int(fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED)
+
+    def _fill_fabric(self, handle: Any, info: Any) -> dict[str, Any]:
+        state, gpu = self.gpu(handle)
+        if not state.model_of(gpu).fabric:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        fabric = {**state.fabric, **gpu.fabric}
+        info.state = fabric.get("state", pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)
+        info.status = fabric.get("status", 0)
+        info.cliqueId = fabric.get("clique", 0)
+        cluster = uuid.UUID(fabric["cluster"]).bytes if fabric.get("cluster") else bytes(16)
+        for index, byte in enumerate(cluster):
+            info.clusterUuid[index] = byte
+        return fabric
+
+    def nvmlDeviceGetPlatformInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
+        state, gpu = self.gpu(handle)
+        info = target(out)
+        if not state.model_of(gpu).platform or not gpu.platform:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if info.version not in (pynvml.nvmlPlatformInfo_v1, pynvml.nvmlPlatformInfo_v2):
+            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        facts = gpu.platform
+        serial = str(facts.get("chassis_serial", "")).encode()[:16].ljust(16, b"\0")
+        guid = uuid.uuid5(uuid.NAMESPACE_OID, gpu.uuid).bytes
+        numbers = bytes(
+            int(facts.get(name, 0)) & 0xFF for name in ("slot", "tray", "host", "peer_type", "module")
+        )
+        # Written as memory: the binding types these bytes as characters, which would not take all values.
+        offset = type(info).ibGuid.offset
+        ctypes.memmove(ctypes.addressof(info) + offset, guid + serial + numbers, 37)

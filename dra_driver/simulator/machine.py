@@ -1,0 +1,225 @@
+"""One simulated machine: its directory, its state, and everything that can happen to it."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pynvml
+
+from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.simulator import catalogue, mig, policy
+from dra_driver.simulator.base import Selector
+from dra_driver.simulator.faults import error_text, make_fault
+from dra_driver.simulator.health import Health
+from dra_driver.simulator.hostroot.entries import can_make_nodes
+from dra_driver.simulator.state import Fault, Gpu, State
+
+XID_OFF_THE_BUS = 79
+
+
+class Machine(Health):
+    """A machine in a directory. Any number of processes may have it open at once.
+
+    GPUs are selected by index (order of bus ids, as NVML counts them), UUID or PCI bus id.
+    """
+
+    # --- GPUs come, go and fail ----------------------------------------------------------------
+
+    def lose_gpu(self, selector: Selector) -> None:
+        """The GPU falls off the bus: Xid 79, then every call answers GPU_IS_LOST."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            if not gpu.lost:
+                gpu.lost = True
+                state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
+
+    def restore_gpu(self, selector: Selector) -> None:
+        """The GPU answers again; sessions that were opened without it need a new one."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.lost = False
+            gpu.recovery_action = 0
+
+    def add_gpu(self, model: str) -> str:
+        """Plug a GPU in; sessions see it after shutdown and init. Returns its UUID."""
+        with self._change() as state:
+            gone = next((gpu for gpu in state.gpus if not gpu.present and gpu.model == model), None)
+            if gone is not None:
+                gone.present = True
+                gone.lost = False
+                return gone.uuid
+            gpu, facts = catalogue.new_gpu(state, model)
+            state.models[model] = facts
+            state.gpus.append(gpu)
+            return gpu.uuid
+
+    def remove_gpu(self, selector: Selector) -> None:
+        """Pull a GPU out, as a surprise."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.present = False
+            gpu.instances, gpu.holders = [], []
+            gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
+            self._policies.set(policy.COMPUTE_MODE, gpu.uuid, 0)
+            self._policies.set(policy.TIMESLICE, gpu.uuid, 0)
+
+    # --- faults --------------------------------------------------------------------------------
+
+    def set_fault(
+        self,
+        function: str,
+        *,
+        code: int | str | None = None,
+        delay_s: float = 0.0,
+        count: int | None = None,
+        gpu: Selector | None = None,
+    ) -> None:
+        """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both."""
+        with self._change() as state:
+            subject = None if gpu is None else self._find(state, gpu).uuid
+            state.faults.append(make_fault(function, code, delay_s, count, subject))
+
+    def clear_faults(self) -> None:
+        with self._change() as state:
+            state.faults = []
+
+    def consume_fault(self, fault: Fault) -> bool:
+        """Use a counted fault up by one; False if others have used it up meanwhile."""
+        key = (fault.function, fault.code, fault.gpu)
+        with self._change() as state:
+            for item in state.faults:
+                if (item.function, item.code, item.gpu) == key and item.remaining:
+                    item.remaining -= 1
+                    state.faults = [other for other in state.faults if other.remaining != 0]
+                    return True
+        return False
+
+    # --- driver and boot -----------------------------------------------------------------------
+
+    def unload_driver(self) -> None:
+        with self._change() as state:
+            state.driver_loaded = False
+            self._forget(state)
+
+    def load_driver(self, version: str | None = None) -> None:
+        """Load the driver, also another version of it."""
+        with self._change() as state:
+            state.driver_loaded = True
+            state.driver_loads += 1
+            if version is not None:
+                state.driver_version = version
+                state.cuda_version = catalogue.cuda_of_driver(version, state.cuda_version)
+            self._forget(state)
+
+    def reboot(self) -> None:
+        """Instances, processes and settings are gone; lost GPUs are back; pending things take effect."""
+        with self._change() as state:
+            state.boot_id = str(uuid.uuid4())
+            state.driver_loaded = True
+            state.driver_loads += 1
+            state.events = []
+            for gpu in state.gpus:
+                gpu.lost = False
+                gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
+                gpu.remapped_rows[2] = 0
+                gpu.links_down = []
+            self._forget(state)
+
+    def _forget(self, state: State) -> None:
+        """What lives in the driver's memory."""
+        for gpu in state.gpus:
+            mig.after_reboot(gpu, state.model_of(gpu))
+        self._policies.reset()
+
+    # --- MIG and settings ----------------------------------------------------------------------
+
+    def set_mig_mode(self, selector: Selector, on: bool) -> int:
+        """Switch MIG mode; the result is NVML's activation status (0: in effect)."""
+        gpu = self.gpu(selector)
+        try:
+            return self.change_mig_mode(gpu.uuid, int(on))
+        except mig.Refusal as refusal:
+            raise _refused("switch MIG mode", gpu, refusal) from refusal
+
+    def change_mig_mode(self, gpu_uuid: str, on: int) -> int:
+        with self._change() as state:
+            gpu = state.by_uuid[gpu_uuid]
+            before = gpu.mig_mode
+            status = mig.set_mode(gpu, state.model_of(gpu), on)
+            if gpu.mig_mode != before:
+                state.add_event(gpu, pynvml.nvmlEventMigConfigChange, gpu.mig_mode)
+            return status
+
+    def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:
+        """Create a MIG device as an administrator would: (GPU instance id, compute instance id, UUID)."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            model = state.model_of(gpu)
+            row = mig.profile_by_name(model, profile)
+            if row is None:
+                known = ", ".join(item.name for item in model.mig) or "none"
+                raise InvalidConfigError(f"{model.name} has no MIG profile {profile!r}; it has {known}")
+            try:
+                created = mig.create_gpu_instance(gpu, model, row.id, (start, row.size))
+                compute = mig.create_compute_instance(
+                    gpu, model, created.id, mig.whole_compute_profile(model, row)
+                )
+            except mig.Refusal as refusal:
+                raise _refused(f"create {profile} at {start}", gpu, refusal) from refusal
+            return created.id, compute.id, compute.uuid
+
+    def destroy_mig(self, selector: Selector, gi: int) -> None:
+        """Destroy a GPU instance with its compute instances."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            try:
+                for compute in list(getattr(gpu.instance(gi), "compute", [])):
+                    mig.destroy_compute_instance(gpu, gi, compute.id)
+                mig.destroy_gpu_instance(gpu, gi)
+            except mig.Refusal as refusal:
+                raise _refused(f"destroy GPU instance {gi}", gpu, refusal) from refusal
+
+    def compute_mode(self, gpu_uuid: str) -> int:
+        return self._policies.get(policy.COMPUTE_MODE, gpu_uuid)
+
+    def set_compute_mode(self, gpu_uuid: str, mode: int) -> None:
+        self._policies.set(policy.COMPUTE_MODE, gpu_uuid, mode)
+
+    def timeslice(self, selector: Selector) -> int:
+        """The time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
+        return self._policies.get(policy.TIMESLICE, self.gpu(selector).uuid)
+
+
+def _refused(action: str, gpu: Gpu, refusal: mig.Refusal) -> InvalidConfigError:
+    reason = error_text(refusal.code)
+    return InvalidConfigError(f"cannot {action} on GPU {gpu.bus_id}: the driver answers {reason}")
+
+
+def create(
+    name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
+) -> Machine:
+    """A machine in a directory; one of the same name that is there is used as it is."""
+    state = catalogue.build(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    if device_nodes not in ("auto", "real", "described"):
+        raise InvalidConfigError(f"device nodes can be 'auto', 'real' or 'described', not {device_nodes!r}")
+    if device_nodes == "auto":
+        device_nodes = "real" if can_make_nodes(directory) else "described"
+    state.device_nodes = device_nodes
+    if cdi_hook is not None:
+        state.system["cdi_hook"] = cdi_hook
+    machine = Machine(directory.resolve())
+    machine.setup(state)
+    return machine
+
+
+def open_existing(directory: Path) -> Machine:
+    machine = Machine(directory.resolve())
+    if not (directory / "machine.json").is_file():
+        raise StateError(
+            f"there is no simulated machine in {directory}; create one with "
+            f"`gpu-dra-driver simulate create NAME --simulator-dir {directory}`"
+        )
+    machine.heal()
+    return machine

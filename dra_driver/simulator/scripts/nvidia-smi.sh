@@ -1,0 +1,227 @@
+#!/bin/sh
+# The nvidia-smi of a simulated machine. It needs a POSIX shell and nothing else, because it is mounted
+# alone into containers: what it knows of the machine stands below, and a GPU or MIG device is shown if
+# its device nodes are here.
+#@FACTS@
+
+self=$0
+case $self in */usr/bin/nvidia-smi) prefix=${self%/usr/bin/nvidia-smi} ;; *) prefix= ;; esac
+dev=${SIMULATOR_DEV:-$prefix/dev}
+policy=$prefix/var/lib/nvidia-simulator
+[ -d "$policy/timeslice" ] || policy=   # a container: settings of the GPU cannot be changed from here
+
+fail() { code=$1; shift; printf '%s\n' "$*"; exit "$code"; }
+
+usage() {
+    printf '%s\n' "NVIDIA System Management Interface -- v$DRIVER_VERSION (simulated machine $MACHINE)" \
+        "" \
+        "    nvidia-smi                          table of GPUs" \
+        "    nvidia-smi -L                       list of GPUs and MIG devices" \
+        "    nvidia-smi --query-gpu=FIELDS --format=csv[,noheader][,nounits] [-i ID]" \
+        "    nvidia-smi [-i ID] -c MODE          DEFAULT, PROHIBITED or EXCLUSIVE_PROCESS" \
+        "    nvidia-smi compute-policy [-i ID] --set-timeslice N | -l" \
+        "    nvidia-smi --version"
+}
+
+# How far a device is visible: the nodes decide, as the driver's library does.
+gpu_visible() { [ -e "$dev/nvidia$1" ]; }
+mig_visible() { [ -e "$dev/nvidia$1" ] && [ -e "$dev/nvidia-caps/nvidia-cap$2" ] && [ -e "$dev/nvidia-caps/nvidia-cap$3" ]; }
+
+# Whether -i selects the GPU: index, UUID, bus id, or nothing given.
+selected() {
+    [ -z "$ids" ] && return 0
+    rest=$ids,
+    while [ -n "$rest" ]; do
+        id=${rest%%,*}; rest=${rest#*,}
+        case $id in "$1"|"$2"|"$3"|"${3#0000}") return 0 ;; esac
+    done
+    return 1
+}
+
+policy_value() {
+    value=0
+    if [ -n "$policy" ] && [ -r "$policy/$1/$2" ]; then read -r value <"$policy/$1/$2" || :; fi
+    [ -n "$value" ] || value=0
+}
+
+compute_mode_name() {
+    policy_value compute-mode "$1"
+    case $value in 2) value=Prohibited ;; 3) value=Exclusive_Process ;; *) value=Default ;; esac
+}
+
+# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST
+on_gpu() {
+    current=no
+    gpu_visible "$1" || return 0
+    if [ "${12}" = lost ]; then
+        printf '%s\n' "Unable to determine the device handle for GPU$number: $4: GPU is lost.  Reboot the system to recover this GPU" >&2
+        lost=1
+        return 0
+    fi
+    index=$number; number=$((number + 1)); mig_number=0
+    selected "$index" "$2" "$4" || return 0
+    current=yes; hits=$((hits + 1))
+    case $command in
+        list) printf 'GPU %s: %s (UUID: %s)\n' "$index" "$3" "$2" ;;
+        query) query_row "$@" ;;
+        table) table_row "$@" ;;
+        compute-mode)
+            [ "$7" = Enabled ] && fail 3 "Setting compute mode is not supported for GPU $4 in MIG mode."
+            store compute-mode "$2" "$wanted"
+            printf 'Set compute mode to %s for GPU %s.\n' "$wanted_name" "$4" ;;
+        set-timeslice)
+            store timeslice "$2" "$wanted"
+            printf 'Successfully set timeslice duration to %s for GPU %s.\n' "$wanted_name" "$4" ;;
+        list-timeslice)
+            policy_value timeslice "$2"; timeslice_name "$value"
+            printf 'GPU %s: %s (UUID: %s)\n    Timeslice: %s\n' "$index" "$3" "$2" "$wanted_name" ;;
+    esac
+    return 0
+}
+
+# on_mig PARENT_MINOR GI_CAP CI_CAP PROFILE UUID
+on_mig() {
+    [ "$command" = list ] && [ "$current" = yes ] && mig_visible "$1" "$2" "$3" || return 0
+    printf '  MIG %-12sDevice %2d: (UUID: %s)\n' "$4" "$mig_number" "$5"
+    mig_number=$((mig_number + 1))
+}
+
+store() {
+    [ -n "$policy" ] || fail 4 "Unable to change $1 for GPU $2: Insufficient Permissions (only on the host)"
+    printf '%s\n' "$3" >"$policy/$1/$2" 2>/dev/null || fail 4 "Unable to change $1 for GPU $2: Insufficient Permissions"
+}
+
+timeslice_name() {
+    case $1 in
+        0) wanted_name=Default ;; 1) wanted_name=Short ;; 2) wanted_name=Medium ;; 3) wanted_name=Long ;;
+        *) fail 2 "Invalid timeslice value '$1': use 0 (Default), 1 (Short), 2 (Medium) or 3 (Long)." ;;
+    esac
+}
+
+query_row() {
+    row=; fields_left=$fields,
+    while [ -n "$fields_left" ]; do
+        field=${fields_left%%,*}; fields_left=${fields_left#*,}; unit=
+        case $field in
+            index) cell=$index ;;
+            uuid|gpu_uuid) cell=$2 ;;
+            name|gpu_name) cell=$3 ;;
+            pci.bus_id|gpu_bus_id) cell=$4 ;;
+            memory.total) cell=$5; unit=MiB ;;
+            memory.used) cell=$6; unit=MiB ;;
+            memory.free) case $5 in '[N/A]') cell=$5 ;; *) cell=$(($5 - $6)) ;; esac; unit=MiB ;;
+            mig.mode.current) cell=$7 ;;
+            mig.mode.pending) cell=$8 ;;
+            serial|gpu_serial) cell=$9 ;;
+            compute_cap) cell=${10} ;;
+            persistence_mode) cell=${11} ;;
+            driver_version) cell=$DRIVER_VERSION ;;
+            compute_mode) compute_mode_name "$2"; cell=$value ;;
+            count) cell=$GPU_COUNT ;;
+            utilization.gpu|utilization.memory) cell=0; unit=% ;;
+            *) fail 2 "Field \"$field\" is not a valid field to query." ;;
+        esac
+        case $cell in '[N/A]') unit= ;; esac
+        [ -n "$unit" ] && [ "$units" = yes ] && cell="$cell $unit"
+        row=${row:+$row, }$cell
+    done
+    printf '%s\n' "$row"
+}
+
+query_header() {
+    row=; fields_left=$fields,
+    while [ -n "$fields_left" ]; do
+        field=${fields_left%%,*}; fields_left=${fields_left#*,}
+        if [ "$units" = yes ]; then
+            case $field in memory.*) field="$field [MiB]" ;; utilization.*) field="$field [%]" ;; esac
+        fi
+        row=${row:+$row, }$field
+    done
+    printf '%s\n' "$row"
+}
+
+table_row() {
+    compute_mode_name "$2"
+    printf '| %3s  %-28s %-8s | %-16s | %20s | %-17s %-8s |\n' "$index" "$3" "${11}" "$4" "$6MiB / $5MiB" "$value" "$7"
+}
+
+walk() {
+    number=0; hits=0; lost=0; current=no
+    each_device
+    if [ "$hits" = 0 ]; then
+        [ "$lost" = 1 ] && exit 15
+        [ -n "$ids" ] && fail 6 "No devices were found with id $ids."
+        fail 6 "No devices were found"
+    fi
+    [ "$lost" = 0 ] || exit 15
+}
+
+need_driver() {
+    [ "$DRIVER_LOADED" = yes ] || fail 9 "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA driver is installed and running."
+    [ -e "$dev/nvidiactl" ] || fail 255 "Failed to initialize NVML: Unknown Error"
+}
+
+command=table; ids=; fields=; format=; wanted=; wanted_name=; units=yes
+if [ "${1:-}" = compute-policy ]; then
+    command=list-timeslice; shift
+elif [ "${1:-}" = mig ] || [ "${1:-}" = topo ] || [ "${1:-}" = nvlink ]; then
+    fail 2 "nvidia-smi $1 is not simulated; NVML answers the same questions."
+fi
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        -L|--list-gpus) command=list ;;
+        -i|--id) shift; ids=${1:-} ;;
+        --id=*) ids=${1#*=} ;;
+        -l|--list) command=list-timeslice ;;
+        --set-timeslice) shift; command=set-timeslice; wanted=${1:-} ;;
+        --set-timeslice=*) command=set-timeslice; wanted=${1#*=} ;;
+        -c|--compute-mode) shift; command=compute-mode; wanted=${1:-} ;;
+        --compute-mode=*) command=compute-mode; wanted=${1#*=} ;;
+        --query-gpu=*) command=query; fields=${1#*=} ;;
+        --format=*) format=${1#*=} ;;
+        -h|--help) usage; exit 0 ;;
+        --version)
+            printf '%s\n' "NVIDIA-SMI version  : $DRIVER_VERSION" "NVML version        : $NVML_VERSION" \
+                "DRIVER version      : $DRIVER_VERSION" "CUDA Version        : $CUDA_VERSION"
+            exit 0 ;;
+        *) fail 2 "Invalid combination of input arguments. '$1' is not simulated; run nvidia-smi -h for help." ;;
+    esac
+    shift
+done
+
+need_driver
+case $command in
+    query)
+        case $format in
+            csv*) ;;
+            *) fail 2 "\"--format=\" switch is missing or is not csv." ;;
+        esac
+        case $format in *nounits*) units=no ;; esac
+        compact=; rest=$fields
+        while [ -n "$rest" ]; do
+            case $rest in *' '*) compact=$compact${rest%%' '*}; rest=${rest#*' '} ;; *) compact=$compact$rest; rest= ;; esac
+        done
+        fields=$compact
+        case $format in *noheader*) ;; *) query_header ;; esac
+        walk ;;
+    set-timeslice) timeslice_name "$wanted"; walk ;;
+    compute-mode)
+        case $wanted in
+            0|DEFAULT) wanted=0; wanted_name=DEFAULT ;;
+            2|PROHIBITED) wanted=2; wanted_name=PROHIBITED ;;
+            3|EXCLUSIVE_PROCESS) wanted=3; wanted_name=EXCLUSIVE_PROCESS ;;
+            *) fail 2 "Invalid compute mode '$wanted'." ;;
+        esac
+        walk; printf 'All done.\n' ;;
+    table)
+        line='+-------------------------------------------------------------------------------------------------------------------+'
+        printf '%s\n' "$line"
+        printf '| NVIDIA-SMI %-18s  Driver Version: %-18s  CUDA Version: %-7s %24s |\n' "$DRIVER_VERSION" "$DRIVER_VERSION" "$CUDA_VERSION" "(simulated)"
+        printf '%s\n' "$line"
+        printf '| GPU  %-28s %-8s | %-16s | %20s | %-17s %-8s |\n' Name Persist. Bus-Id Memory-Usage "Compute Mode" MIG
+        printf '%s\n' "$line"
+        walk
+        printf '%s\n' "$line" ;;
+    *) walk ;;
+esac

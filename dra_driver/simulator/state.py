@@ -1,0 +1,273 @@
+"""What a simulated machine is: plain values that go to and come from one JSON file.
+
+Static facts (models, buses, wiring) and everything that can change (MIG, loss, faults, events) live in
+the same document, so a second process needs nothing but the file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+FORMAT = 1
+KEPT_EVENTS = 512
+ANY_INSTANCE = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class MigProfile:
+    """One row of a GPU's MIG table; memory in MiB, placements as (start, size) in memory slices."""
+
+    enum: int
+    id: int
+    name: str
+    slices: int
+    max_instances: int
+    memory_mib: int
+    multiprocessors: int
+    copy_engines: int
+    decoders: int
+    encoders: int
+    jpeg: int
+    ofa: int
+    size: int
+    starts: list[int]
+
+    @property
+    def placements(self) -> list[tuple[int, int]]:
+        return [(start, self.size) for start in self.starts]
+
+
+@dataclass(slots=True)
+class Model:
+    """Facts that all GPUs of one product share."""
+
+    name: str
+    architecture: int
+    compute: list[int]
+    multiprocessors: int
+    cores: int
+    pci_id: int
+    memory_bytes: int | None = None
+    reserved_bytes: int = 0
+    subsystem_id: int = 0
+    brand: int = 14
+    nvlinks: int = 0
+    nvlink_version: int = 0
+    nvlink_mbps: int = 0
+    fabric: bool = False
+    ecc: bool = True
+    row_remapper: bool = True
+    retired_pages: bool = False
+    resetless_mig: bool = False
+    serial: bool = True
+    platform: bool = False
+    c2c_links: int = 0
+    pcie_generation: int = 4
+    power_limit_w: int = 400
+    part_number: str = ""
+    vbios: str = ""
+    events: int = 0
+    pci_class: int = 0x030200
+    mig: list[MigProfile] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ComputeInstance:
+    """`index` is that of the MIG device; it stays while others come and go, so indices have holes."""
+
+    id: int
+    index: int
+    profile_id: int
+    start: int
+    size: int
+    uuid: str
+
+
+@dataclass(slots=True)
+class GpuInstance:
+    id: int
+    profile_id: int
+    start: int
+    size: int
+    compute: list[ComputeInstance] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Holder:
+    """A process that keeps a GPU (or one of its instances) busy."""
+
+    pid: int
+    name: str
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+    memory_mib: int = 512
+    mps: bool = False
+
+
+@dataclass(slots=True)
+class Gpu:
+    uuid: str
+    model: str
+    bus_id: str
+    minor: int
+    module_id: int
+    serial: str
+    pcie: str
+    numa: int = -1
+    cpus: str = ""
+    memory_numa: int | None = None
+    addressing: int | None = None
+    virtualization: int = 0
+    drm: int | None = None
+    links: list[list[Any]] = field(default_factory=list)
+    links_down: list[int] = field(default_factory=list)
+    fabric: dict[str, Any] = field(default_factory=dict)
+    platform: dict[str, Any] = field(default_factory=dict)
+    present: bool = True
+    lost: bool = False
+    mig_mode: int = 0
+    mig_pending: int = 0
+    mig_serial: int = 0
+    instances: list[GpuInstance] = field(default_factory=list)
+    persistence: int = 1
+    recovery_action: int = 0
+    ecc_uncorrected: int = 0
+    ecc_corrected: int = 0
+    remapped_rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    retired_pending: int = 0
+    holders: list[Holder] = field(default_factory=list)
+
+    def instance(self, gi: int) -> GpuInstance | None:
+        return next((item for item in self.instances if item.id == gi), None)
+
+    @property
+    def mig_devices(self) -> list[tuple[GpuInstance, ComputeInstance]]:
+        """In the order of the MIG device index."""
+        found = [(gi, ci) for gi in self.instances for ci in gi.compute]
+        return sorted(found, key=lambda pair: pair[1].index)
+
+
+@dataclass(slots=True)
+class Fault:
+    """What the next matching NVML calls do instead of, or before, answering."""
+
+    function: str
+    code: int | None = None
+    delay_s: float = 0.0
+    remaining: int | None = None
+    gpu: str | None = None
+
+
+@dataclass(slots=True)
+class Event:
+    seq: int
+    gpu: str
+    type: int
+    data: int
+    gpu_instance: int = ANY_INSTANCE
+    compute_instance: int = ANY_INSTANCE
+
+
+@dataclass(slots=True)
+class Function:
+    """Another PCI function of the vendor that is no GPU: an NVSwitch, an audio function."""
+
+    bus_id: str
+    pcie: str
+    device: int
+    pci_class: int
+    numa: int = -1
+    driver: str = ""
+
+
+@dataclass
+class State:
+    """One machine. Values are never changed in place outside `Store.change`."""
+
+    machine: str
+    version: int
+    driver_version: str
+    cuda_version: int
+    boot_id: str
+    models: dict[str, Model]
+    gpus: list[Gpu]
+    functions: list[Function]
+    system: dict[str, Any]
+    driver_loaded: bool = True
+    driver_loads: int = 1
+    device_nodes: str = "real"
+    nvlink: dict[str, Any] = field(default_factory=dict)
+    fabric: dict[str, Any] = field(default_factory=dict)
+    missing_functions: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    event_seq: int = 0
+    source: str = ""
+    format: int = FORMAT
+
+    @cached_property
+    def by_uuid(self) -> dict[str, Gpu]:
+        return {gpu.uuid: gpu for gpu in self.gpus}
+
+    @cached_property
+    def present(self) -> list[Gpu]:
+        """GPUs on the bus, in the order in which NVML numbers them."""
+        return sorted((gpu for gpu in self.gpus if gpu.present), key=lambda gpu: gpu.bus_id)
+
+    def model_of(self, gpu: Gpu) -> Model:
+        return self.models[gpu.model]
+
+    def add_event(self, gpu: Gpu, kind: int, data: int, gi: int | None = None, ci: int | None = None) -> None:
+        self.event_seq += 1
+        event = Event(
+            seq=self.event_seq,
+            gpu=gpu.uuid,
+            type=kind,
+            data=data,
+            gpu_instance=ANY_INSTANCE if gi is None else gi,
+            compute_instance=ANY_INSTANCE if ci is None else ci,
+        )
+        self.events = [*self.events[-(KEPT_EVENTS - 1) :], event]
+
+
+_STATE_FIELDS = tuple(State.__dataclass_fields__)
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def encode(state: State) -> str:
+    document = {name: getattr(state, name) for name in _STATE_FIELDS}
+    return json.dumps(document, default=_fields_of, separators=(",", ":"))
+
+
+def _instance(item: dict[str, Any]) -> GpuInstance:
+    return GpuInstance(**{**item, "compute": [ComputeInstance(**ci) for ci in item["compute"]]})
+
+
+def _gpu(item: dict[str, Any]) -> Gpu:
+    nested = {
+        "instances": [_instance(gi) for gi in item["instances"]],
+        "holders": [Holder(**holder) for holder in item["holders"]],
+    }
+    return Gpu(**{**item, **nested})
+
+
+def _model(item: dict[str, Any]) -> Model:
+    return Model(**{**item, "mig": [MigProfile(**profile) for profile in item["mig"]]})
+
+
+def decode(text: str | bytes) -> State:
+    document = json.loads(text)
+    nested = {
+        "models": {name: _model(item) for name, item in document["models"].items()},
+        "gpus": [_gpu(item) for item in document["gpus"]],
+        "functions": [Function(**item) for item in document["functions"]],
+        "faults": [Fault(**item) for item in document["faults"]],
+        "events": [Event(**item) for item in document["events"]],
+    }
+    return State(**{**document, **nested})

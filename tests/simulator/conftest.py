@@ -1,0 +1,101 @@
+"""Simulated machines under the real binding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from dra_driver.simulator import Machine, create_machine, nvml_library
+
+
+def load(machine: Machine) -> None:
+    """Put a fresh library of the machine under the binding."""
+    pynvml.nvmlLib = nvml_library(machine)
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Machine]:
+    def create(name: str, **options: object) -> Machine:
+        return create_machine(name, tmp_path / Path(name).stem, **options)
+
+    return create
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Machine]:
+    """Machines that are created once and only read."""
+    known: dict[str, Machine] = {}
+
+    def one(name: str) -> Machine:
+        if name not in known:
+            known[name] = create_machine(name, tmp_path_factory.mktemp(name))
+        return known[name]
+
+    return one
+
+
+@pytest.fixture
+def look(shared: Callable[[str], Machine]) -> Iterator[Callable[[str], Machine]]:
+    """Initialises NVML on a machine that the test only reads."""
+    before = pynvml.nvmlLib
+
+    def start(name: str) -> Machine:
+        machine = shared(name)
+        load(machine)
+        pynvml.nvmlInit()
+        return machine
+
+    yield start
+    pynvml.nvmlLib = before
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+@pytest.fixture
+def nvml(make: Callable[..., Machine]) -> Iterator[Callable[..., Machine]]:
+    """Creates a machine and initialises NVML on it."""
+    before = pynvml.nvmlLib
+
+    def start(name: str, **options: object) -> Machine:
+        machine = make(name, **options)
+        load(machine)
+        pynvml.nvmlInit()
+        return machine
+
+    yield start
+    pynvml.nvmlLib = before
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+@pytest.fixture
+def reload() -> Callable[[Machine], None]:
+    """What a restart of the process does: a new library, a new session."""
+
+    def again(machine: Machine) -> None:
+        load(machine)
+        pynvml.nvmlInit()
+
+    return again
+
+
+@pytest.fixture
+def handles() -> Callable[[], list[object]]:
+    def all_handles() -> list[object]:
+        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+    return all_handles
+
+
+@pytest.fixture
+def refused() -> Callable[..., int]:
+    """The NVML return code of a call that must fail."""
+
+    def code(call: Callable[..., object], *arguments: object) -> int:
+        with pytest.raises(pynvml.NVMLError) as caught:
+            call(*arguments)
+        return caught.value.value
+
+    return code

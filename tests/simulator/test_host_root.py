@@ -1,0 +1,182 @@
+"""The host as files: nodes, /proc, /sys, the driver's installation."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dra_driver.model.host import DeviceNode
+from dra_driver.simulator import device_node_reader, machine_names, open_machine
+from dra_driver.simulator.hostroot.entries import can_make_nodes
+
+NODE_KINDS = [
+    "described",
+    pytest.param("real", marks=pytest.mark.skipif(not can_make_nodes(Path("/tmp")), reason="needs mknod")),
+]
+
+
+def numbers(machine, path):
+    node = device_node_reader(machine).read(path)
+    return None if node is None else (node.major, node.minor, node.mode, node.gid)
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_device_nodes(kind, make):
+    machine = make("h100-mig-static", device_nodes=kind)
+    assert numbers(machine, "/dev/nvidiactl") == (195, 255, 0o666, 0)
+    assert numbers(machine, "/dev/nvidia7") == (195, 7, 0o666, 0)
+    assert numbers(machine, "/dev/nvidia-modeset") == (195, 254, 0o666, 0)
+    assert numbers(machine, "/dev/nvidia-uvm-tools") == (508, 1, 0o666, 0)
+    assert numbers(machine, "/dev/dri/renderD128") == (226, 128, 0o660, 993)
+    assert numbers(machine, "/dev/dri/card1") == (226, 1, 0o660, 44)
+    assert numbers(machine, "/dev/nvidia-caps/nvidia-cap12") == (237, 12, 0o444, 0)
+    assert numbers(machine, "/dev/nvidia-caps/nvidia-cap13") == (237, 13, 0o444, 0)
+    assert numbers(machine, "/dev/nvidia8") is None
+    assert numbers(machine, "/dev") is None
+    full = str(machine.host_root / "dev/nvidia0")
+    assert device_node_reader(machine).read(full) == DeviceNode(full, "c", 195, 0, 0o666, 0, 0)
+    assert stat.S_ISCHR(os.lstat(full).st_mode) == (kind == "real")
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_capabilities_follow_the_instances(kind, make):
+    machine = make("dgx-h100", device_nodes=kind)
+    machine.set_mig_mode(2, True)
+    gi, ci, _ = machine.create_mig(2, "1g.10gb", 0)
+    caps = machine.host_root / "proc/driver/nvidia/capabilities"
+    access = caps / f"gpu2/mig/gi{gi}/access"
+    minor = 3 + 135 * 2 + 9 * gi
+    assert access.read_text() == f"DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n"
+    assert f"DeviceFileMinor: {minor + 1}\n" in (caps / f"gpu2/mig/gi{gi}/ci{ci}/access").read_text()
+    assert numbers(machine, f"/dev/nvidia-caps/nvidia-cap{minor}") == (237, minor, 0o444, 0)
+    minors = (machine.host_root / "proc/driver/nvidia-caps/mig-minors").read_text().splitlines()
+    assert f"gpu2/gi{gi}/access {minor}" in minors
+    assert (minors[0], minors[-1], len(minors)) == ("config 1", "gpu31/gi14/ci7/access 4322", 4322)
+    machine.destroy_mig(2, gi)
+    assert list((caps / "gpu2/mig").iterdir()) == []
+    assert numbers(machine, f"/dev/nvidia-caps/nvidia-cap{minor}") is None
+    assert (caps / "mig/config").read_text().splitlines()[1] == "DeviceFileMode: 256"
+
+
+def test_proc(shared):
+    machine = shared("dgx-a100-40gb")
+    proc = machine.host_root / "proc"
+    assert "570.124.06" in (proc / "driver/nvidia/version").read_text()
+    information = (proc / "driver/nvidia/gpus/0000:4e:00.0/information").read_text()
+    assert machine.gpu(3).uuid in information
+    assert "Device Minor: \t 3" in information
+    devices = (proc / "devices").read_text().splitlines()
+    assert {"195 nvidia", "508 nvidia-uvm", "237 nvidia-caps", "236 nvidia-caps-imex-channels"} <= set(
+        devices
+    )
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_sysfs(name, shared):
+    machine = shared(name)
+    devices = machine.host_root / "sys/bus/pci/devices"
+    for gpu in machine.current().present:
+        device = devices / gpu.bus_id
+        assert device.is_symlink()
+        place = device.resolve().relative_to(machine.host_root.resolve() / "sys/devices")
+        assert place.parts[-1] == gpu.bus_id
+        assert (place.parts[0].startswith("pci")) == (name != "vm-passthrough")
+        assert (device / "vendor").read_text() == "0x10de\n"
+        assert (device / "class").read_text().startswith("0x03")
+        assert int((device / "numa_node").read_text()) == gpu.numa
+        assert (device / "config").read_bytes()[:2] == b"\xde\x10"
+        assert (device / "driver").resolve().name == "nvidia"
+        assert sorted(path.name for path in (device / "drm").iterdir()) == [
+            f"card{gpu.drm}",
+            f"renderD{127 + gpu.drm}",
+        ]
+        group = (device / "iommu_group").resolve()
+        assert (group / "devices" / gpu.bus_id).resolve() == device.resolve()
+    for function in machine.current().functions:
+        assert (devices / function.bus_id / "device").read_text() == f"0x{function.device:04x}\n"
+
+
+def test_a_lost_gpu_reads_all_ones(make):
+    machine = make("dgx-h100")
+    machine.lose_gpu(0)
+    config = machine.host_root / "sys/bus/pci/devices/0000:1b:00.0/config"
+    assert set(config.read_bytes()) == {0xFF}
+    machine.restore_gpu(0)
+    assert config.read_bytes()[:2] == b"\xde\x10"
+
+
+def test_unloaded_driver_leaves_no_proc(make):
+    machine = make("dgx-h100")
+    machine.unload_driver()
+    root = machine.host_root
+    assert not (root / "proc/driver").exists()
+    assert "nvidia" not in (root / "proc/devices").read_text()
+    assert not (root / "sys/bus/pci/devices/0000:1b:00.0/driver").exists()
+    machine.load_driver()
+    assert (root / "proc/driver/nvidia/params").exists()
+
+
+def test_driver_files(make):
+    machine = make("dgx-h100")
+    root = machine.host_root
+    libraries = root / "usr/lib/x86_64-linux-gnu"
+    assert (libraries / "libcuda.so").resolve().name == "libcuda.so.580.95.05"
+    assert (libraries / "libnvidia-ml.so.1").readlink() == Path("libnvidia-ml.so.580.95.05")
+    assert len(list(libraries.glob("lib*.so.580.95.05"))) >= 25
+    assert all(link.exists() for link in libraries.rglob("*") if link.is_symlink())
+    for program in ("nvidia-smi", "nvidia-cuda-mps-control", "nvidia-persistenced", "nvidia-debugdump"):
+        assert os.access(root / "usr/bin" / program, os.X_OK)
+    assert not (root / "usr/bin/nvidia-cdi-hook").exists()
+    assert (root / "lib/firmware/nvidia/580.95.05/gsp_ga10x.bin").is_file()
+    assert (root / "run/nvidia-persistenced/socket").exists()
+    assert (root / "run/nvidia-fabricmanager/socket").exists()
+    machine.load_driver("590.44.01")
+    assert not list(libraries.glob("*580.95.05*"))
+    assert (libraries / "libcuda.so.1").resolve().name == "libcuda.so.590.44.01"
+
+
+def test_the_cdi_hook_is_an_option(make):
+    assert (make("t4-4", cdi_hook=True).host_root / "usr/bin/nvidia-cdi-hook").is_file()
+
+
+def test_arm_machines(shared):
+    root = shared("gb200-nvl72-tray").host_root
+    assert (root / "usr/lib/aarch64-linux-gnu/libcuda.so.1").exists()
+    assert (root / "usr/bin/nvidia-imex").exists()
+
+
+def everything(root):
+    return {
+        str(path): (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns)
+        for path in root.rglob("*")
+        if not path.is_dir()
+    }
+
+
+def test_a_change_touches_only_what_changed(make):
+    machine = make("dgx-h100")
+    before = everything(machine.host_root)
+    machine.raise_xid(0, 48)
+    assert everything(machine.host_root) == before
+    machine.lose_gpu(0)
+    changed = {path for path, mark in everything(machine.host_root).items() if before.get(path) != mark}
+    assert {Path(path).name for path in changed} == {"config", "nvidia-smi"}
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_damage_is_repaired_and_foreign_files_stay(kind, make):
+    machine = make("dgx-h100", device_nodes=kind)
+    before = everything(machine.host_root)
+    (machine.host_root / "dev/nvidia0").unlink()
+    (machine.host_root / "proc/devices").write_text("")
+    (machine.host_root / "tmp/foreign").write_text("mine")
+    (machine.directory / "rendered").unlink()
+    open_machine(machine.directory)
+    after = everything(machine.host_root)
+    assert after.keys() - before.keys() == {str(machine.host_root / "tmp/foreign")}
+    assert before.keys() <= after.keys()
+    assert "195 nvidia" in (machine.host_root / "proc/devices").read_text()
+    assert numbers(machine, "/dev/nvidia0") == (195, 0, 0o666, 0)

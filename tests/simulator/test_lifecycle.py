@@ -1,0 +1,256 @@
+"""GPUs lost, added and removed; the driver unloaded and replaced; reboots; faults; many processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.simulator import create_machine, open_machine
+
+
+def test_a_lost_gpu_is_gone_after_init(nvml, handles, refused):
+    machine = nvml("dgx-h100")
+    gpus = handles()
+    machine.lose_gpu("0000:43:00.0")
+    assert refused(pynvml.nvmlDeviceGetUUID, gpus[1]) == pynvml.NVML_ERROR_GPU_IS_LOST
+    assert refused(pynvml.nvmlDeviceGetHandleByIndex, 1) == pynvml.NVML_ERROR_GPU_IS_LOST
+    assert pynvml.nvmlDeviceGetName(gpus[0])
+    assert pynvml.nvmlDeviceGetCount() == 8
+    pynvml.nvmlShutdown()
+    pynvml.nvmlInit()
+    assert [pynvml.nvmlDeviceGetMinorNumber(gpu) for gpu in handles()] == [0, 2, 3, 4, 5, 6, 7]
+    machine.restore_gpu(1)
+    assert pynvml.nvmlDeviceGetCount() == 7
+    pynvml.nvmlShutdown()
+    pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetCount() == 8
+
+
+def test_gpus_come_and_go(nvml, handles, refused):
+    machine = nvml("l40s-8")
+    gpus = handles()
+    uuid = pynvml.nvmlDeviceGetUUID(gpus[3])
+    machine.remove_gpu(uuid)
+    assert refused(pynvml.nvmlDeviceGetUUID, gpus[3]) == pynvml.NVML_ERROR_GPU_IS_LOST
+    assert not (machine.host_root / "dev/nvidia3").exists()
+    pynvml.nvmlShutdown()
+    pynvml.nvmlInit()
+    assert [pynvml.nvmlDeviceGetMinorNumber(gpu) for gpu in handles()] == [0, 1, 2, 4, 5, 6, 7]
+    assert machine.add_gpu("l40s") == uuid
+    other = machine.add_gpu("h100-sxm")
+    pynvml.nvmlShutdown()
+    pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetCount() == 9
+    assert pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByUUID(other)) == "NVIDIA H100 80GB HBM3"
+    with pytest.raises(InvalidConfigError, match="no GPU model 'h101'"):
+        machine.add_gpu("h101")
+
+
+def test_driver_unloaded_and_loaded_again(nvml, refused):
+    machine = nvml("dgx-h100")
+    machine.unload_driver()
+    assert refused(pynvml.nvmlDeviceGetCount) == pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    pynvml.nvmlShutdown()
+    assert refused(pynvml.nvmlInit) == pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    machine.load_driver()
+    pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetCount() == 8
+
+
+def test_driver_upgrade_needs_a_new_library(nvml, refused, reload):
+    machine = nvml("dgx-h100")
+    machine.load_driver("590.44.01")
+    assert refused(pynvml.nvmlDeviceGetCount) == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    pynvml.nvmlShutdown()
+    assert refused(pynvml.nvmlInit) == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    reload(machine)
+    assert pynvml.nvmlSystemGetDriverVersion() == "590.44.01"
+
+
+def test_reboot(nvml, handles, reload):
+    machine = nvml("h100-mig-static")
+    before = machine.boot_id
+    pynvml.nvmlDeviceSetComputeMode(handles()[2], pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+    assert pynvml.nvmlDeviceGetComputeMode(handles()[2]) == 3
+    machine.lose_gpu(4)
+    machine.reboot()
+    assert machine.boot_id != before
+    assert (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip() == machine.boot_id
+    reload(machine)
+    assert [pynvml.nvmlDeviceGetMigMode(gpu)[0] for gpu in handles()] == [0] * 8
+    assert pynvml.nvmlDeviceGetComputeMode(handles()[2]) == 0
+    assert not list((machine.host_root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
+
+
+def test_health_counters(nvml, handles, refused):
+    machine = nvml("dgx-h100")
+    machine.set_remapped_rows(0, uncorrectable=2, pending=1)
+    machine.set_ecc_errors(0, uncorrected=9)
+    assert pynvml.nvmlDeviceGetRemappedRows(handles()[0]) == (0, 2, 1, 0)
+    assert pynvml.nvmlDeviceGetTotalEccErrors(handles()[0], 1, 0) == 9
+    assert pynvml.nvmlDeviceGetEccMode(handles()[0]) == [1, 1]
+    assert pynvml.nvmlDeviceGetRepairStatus(handles()[0]) == [0, 0]
+    nvml("t4-4")
+    assert refused(pynvml.nvmlDeviceGetRemappedRows, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handles()[0]) == 0
+    nvml("gb10")
+    assert refused(pynvml.nvmlDeviceGetEccMode, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
+
+
+def test_modes(nvml, handles, refused):
+    nvml("dgx-h100")
+    gpu = handles()[0]
+    assert pynvml.nvmlDeviceGetPersistenceMode(gpu) == 1
+    pynvml.nvmlDeviceSetPersistenceMode(gpu, 0)
+    assert pynvml.nvmlDeviceGetPersistenceMode(gpu) == 0
+    assert refused(pynvml.nvmlDeviceSetComputeMode, gpu, 9) == pynvml.NVML_ERROR_INVALID_ARGUMENT
+
+
+def test_processes(nvml, handles):
+    machine = nvml("dgx-h100")
+    machine.hold_gpu(0, 4711, "trainer")
+    machine.hold_gpu(0, 4712, "nvidia-cuda-mps-server", mps=True)
+    found = pynvml.nvmlDeviceGetComputeRunningProcesses(handles()[0])
+    assert [(process.pid, process.usedGpuMemory) for process in found] == [(4711, 512 << 20)]
+    assert [process.pid for process in pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handles()[0])] == [
+        4712
+    ]
+    assert pynvml.nvmlSystemGetProcessName(4711) == "trainer"
+    assert pynvml.nvmlDeviceGetComputeRunningProcesses(handles()[1]) == []
+
+
+def test_faults(nvml, handles, refused):
+    machine = nvml("dgx-h100")
+    machine.set_fault("nvmlDeviceGetUUID", code="gpu-is-lost", count=2)
+    gpus = handles()
+    assert [refused(pynvml.nvmlDeviceGetUUID, gpu) for gpu in gpus[:2]] == [15, 15]
+    assert pynvml.nvmlDeviceGetUUID(gpus[0])
+    machine.set_fault("nvmlDeviceGet*", code="NVML_ERROR_UNKNOWN", gpu=1)
+    assert pynvml.nvmlDeviceGetName(gpus[0])
+    assert refused(pynvml.nvmlDeviceGetName, gpus[1]) == 999
+    assert refused(pynvml.nvmlDeviceGetHandleByIndex, 1) == 999
+    assert refused(pynvml.nvmlDeviceGetHandleByPciBusId, "0000:43:00.0") == 999
+    machine.clear_faults()
+    machine.set_fault("nvmlInit*", code=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    assert refused(pynvml.nvmlInit) == 9
+    machine.clear_faults()
+    machine.set_fault("nvmlDeviceGetName", delay_s=0.05, count=1)
+    started = time.monotonic()
+    pynvml.nvmlDeviceGetName(gpus[0])
+    assert time.monotonic() - started >= 0.05
+    assert machine.current().faults == []
+
+
+def test_wrong_faults_and_selectors(make):
+    machine = make("t4-4")
+    with pytest.raises(InvalidConfigError, match="needs an error code, a delay, or both"):
+        machine.set_fault("nvmlInit")
+    with pytest.raises(InvalidConfigError, match="no NVML error 'broken'"):
+        machine.set_fault("nvmlInit", code="broken")
+    for selector in (4, "GPU-none", "0000:ff:00.0"):
+        with pytest.raises(InvalidConfigError, match="has no GPU"):
+            machine.lose_gpu(selector)
+
+
+def test_creating_twice(make, tmp_path):
+    machine = make("t4-4")
+    machine.lose_gpu(1)
+    again = create_machine("t4-4", machine.directory)
+    assert again.gpu(1).lost
+    with pytest.raises(StateError, match="holds the machine t4-4, not a10-8"):
+        create_machine("a10-8", machine.directory)
+    with pytest.raises(InvalidConfigError, match="no simulated machine 'dgx-9'"):
+        create_machine("dgx-9", tmp_path / "x")
+    with pytest.raises(StateError, match="no simulated machine in"):
+        open_machine(tmp_path / "nothing")
+
+
+def test_a_machine_of_ones_own(make, tmp_path, nvml, handles):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "driver: {version: 575.57.08, cuda: '12.9'}\n"
+        "models: {h100-sxm: {name: NVIDIA H100 96GB, memory: 97871}, odd: {name: Odd GPU, arch: 99, compute: [11, 0],"
+        " sm: 1, cores: 128, pci_id: 0x123410DE}}\n"
+        "gpus:\n"
+        "  - {bus: '0000:01:00.0', model: h100-sxm, uuid: GPU-11111111-2222-3333-4444-555555555555, "
+        "minor: 5, mig: [7g.80gb@0]}\n"
+        "  - {bus: '0000:02:00.0', model: odd}\n"
+    )
+    machine = nvml(str(file))
+    assert machine.name == "mine"
+    first, second = handles()
+    assert pynvml.nvmlDeviceGetUUID(first) == "GPU-11111111-2222-3333-4444-555555555555"
+    assert (pynvml.nvmlDeviceGetName(first), pynvml.nvmlDeviceGetMinorNumber(first)) == (
+        "NVIDIA H100 96GB",
+        5,
+    )
+    assert pynvml.nvmlDeviceGetArchitecture(second) == 99
+    assert pynvml.nvmlSystemGetCudaDriverVersion() == 12090
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpus: [{bus: '1b:00.0', model: t4}]", "needs 'bus' in the form"),
+        ("gpus: [{bus: '0000:1b:00.0', model: t5}]", "no GPU model 't5'"),
+        ("gpus: [{bus: '0000:1b:00.0', model: t4, color: red}]", "unknown keys color"),
+        ("gpus: [{bus: '0000:1b:00.0', model: a30, mig: [3g.20gb@0]}]", "has no MIG profile '3g.20gb'"),
+        ("gpus: [{bus: '0000:1b:00.0', model: a30, mig: [2g.12gb@0, 2g.12gb@1]}]", "2g.12gb@1 is refused"),
+        ("gpus: [{bus: '0000:1b:00.0', model: a30}]\nnvlink: {remote: maybe}", "choose one of real"),
+        ("- a", "must be a YAML mapping"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_bad_machine_files(text, message, tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidConfigError, match=message):
+        create_machine(str(file), tmp_path / "machine")
+
+
+def test_a_gone_directory_is_an_nvml_error(nvml, refused, handles):
+    machine = nvml("t4-4")
+    gpu = handles()[0]
+    (machine.directory / "machine.json").unlink()
+    assert refused(pynvml.nvmlDeviceGetName, gpu) == pynvml.NVML_ERROR_UNKNOWN
+
+
+def test_many_changes_at_once(make):
+    machine = make("dgx-h100")
+    script = (
+        "import sys; from pathlib import Path; from dra_driver.simulator import open_machine\n"
+        "machine = open_machine(Path(sys.argv[1]))\n"
+        "for _ in range(10): machine.raise_xid(0, 43)\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", script, str(machine.directory)]) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: machine.raise_xid(1, number), range(20)))
+    assert [child.wait(20) for child in children] == [0, 0]
+    events = machine.current().events
+    assert [event.seq for event in events] == list(range(1, 41))
+    assert machine.current().version == 41
+
+
+def test_a_refused_change_leaves_no_trace(make):
+    machine = make("dgx-h100")
+    before = (machine.directory / "machine.json").read_bytes()
+    machine_state = machine.current()
+    with pytest.raises(InvalidConfigError, match="cannot create"):
+        machine.create_mig(0, "1g.10gb", 0)
+    assert (machine.directory / "machine.json").read_bytes() == before
+    assert machine.current() is machine_state
+    assert sorted(path.name for path in machine.directory.iterdir()) == sorted(
+        ["machine.json", "machine.lock", "rendered", "rendered.paths", "root"]
+    )
+
+
+def test_fresh_machine_directory_has_no_leftovers(make):
+    machine = make("dgx-h100")
+    assert not list(Path(machine.directory).rglob("*new*"))
