@@ -1,0 +1,66 @@
+"""From the raw parameters in an allocation to a checked value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dra_driver.api.config import GROUP_VERSION, KINDS, OpaqueConfig
+from dra_driver.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+MAX_BYTES = 10 * 1024
+
+
+def decode(parameters: Any) -> OpaqueConfig:
+    """The parameters with defaults filled in.
+
+    Raises: InvalidConfigError, one line that lists every fault with the path of its field.
+    """
+    kind = _checked_kind(parameters)
+    from pydantic import ValidationError
+
+    from dra_driver.api.schema import validate
+
+    try:
+        return validate(kind, parameters)
+    except ValidationError as error:
+        faults = tuple(_fault(detail) for detail in error.errors(include_url=False, include_input=False))
+        raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=faults) from error
+
+
+def _checked_kind(parameters: Any) -> str:
+    if not isinstance(parameters, Mapping):
+        raise _invalid(
+            f"the parameters must be an object with apiVersion and kind, not {_type_name(parameters)}"
+        )
+    try:
+        size = len(json.dumps(parameters, separators=(",", ":"), ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid(f"the parameters are no JSON: {error}") from error
+    if size > MAX_BYTES:
+        raise _invalid(f"the parameters have {size} bytes; at most {MAX_BYTES} are allowed")
+    version, kind = parameters.get("apiVersion"), parameters.get("kind")
+    if version != GROUP_VERSION:
+        raise _invalid(f"apiVersion: {version!r} is not supported; use {GROUP_VERSION}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise _invalid(f"kind: {kind!r} is not supported; use one of {', '.join(KINDS)}")
+    return kind
+
+
+def _invalid(fault: str) -> InvalidConfigError:
+    return InvalidConfigError(fault, faults=(fault,))
+
+
+def _fault(detail: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    text = {"extra_forbidden": "unknown field", "missing": "is required"}.get(detail["type"], detail["msg"])
+    text = text.removeprefix("Value error, ")
+    return " ".join((f"{path}: {text}" if path else text).split())
+
+
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,102 @@
+"""Which parameters apply to a device of a claim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from dra_driver.api.config import (
+    DEFAULTS,
+    DeviceType,
+    GpuConfig,
+    MigDeviceConfig,
+    OpaqueConfig,
+    Sharing,
+    VfioDeviceConfig,
+    config_type,
+)
+from dra_driver.api.decode import decode
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import DeviceConfig, DeviceResult
+
+_TYPE_NAMES: dict[DeviceType, str] = {"gpu": "a whole GPU", "mig": "a MIG device", "vfio": "a VFIO device"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Parameters and the entry they came from, as text for messages; None where the default applies."""
+
+    config: OpaqueConfig
+    entry: str | None = None
+
+
+def config_for_result(
+    result: DeviceResult, configs: Sequence[DeviceConfig], driver: str, device_type: DeviceType
+) -> ResolvedConfig:
+    """The parameters of one allocated device. Entries are not merged: the last that applies wins.
+
+    Precedence, lowest first: the default, entries of the class in order, entries of the claim in order.
+    An entry applies if it names the result's request, in full or by its base name, or if it names no
+    request and its kind fits the device. Raises: InvalidConfigError if an entry that may apply is
+    faulty, of an unknown sort, or names the request but does not fit the device.
+    """
+    resolved = ResolvedConfig(DEFAULTS[device_type])
+    for index, entry in _by_precedence(configs):
+        named = result.request in entry.requests or result.base_request in entry.requests
+        if entry.requests and not named:
+            continue
+        text = _describe(index, entry)
+        if entry.driver is None:
+            raise _refused(text, "it has no opaque parameters; this driver knows no other sort")
+        if entry.driver != driver:
+            continue
+        try:
+            config = decode(entry.parameters)
+        except InvalidConfigError as error:
+            raise InvalidConfigError(f"{text}: {error}", faults=error.faults) from error
+        if config_type(config) == device_type:
+            resolved = ResolvedConfig(config, text)
+        elif named:
+            raise _refused(
+                text,
+                f"{type(config).__name__} does not fit device {result.device} of request {result.request}, "
+                f"which is {_TYPE_NAMES[device_type]}",
+            )
+    return resolved
+
+
+def _by_precedence(configs: Sequence[DeviceConfig]) -> Iterator[tuple[int, DeviceConfig]]:
+    for source in ("FromClass", "FromClaim"):
+        yield from ((index, entry) for index, entry in enumerate(configs) if entry.source == source)
+
+
+def _describe(index: int, entry: DeviceConfig) -> str:
+    origin = "device class" if entry.source == "FromClass" else "claim"
+    requests = f", requests {', '.join(entry.requests)}" if entry.requests else ""
+    return f"allocation config {index} from the {origin}{requests}"
+
+
+def _refused(entry: str, fault: str) -> InvalidConfigError:
+    return InvalidConfigError(f"{entry}: {fault}", faults=(fault,))
+
+
+def unbuilt_features(config: OpaqueConfig) -> list[str]:
+    """What the parameters ask for that this driver cannot carry out yet; empty if it can do all of it."""
+    match config:
+        case GpuConfig(sharing=sharing):
+            return _unbuilt_sharing(sharing)
+        case MigDeviceConfig(sharing=sharing):
+            return _unbuilt_sharing(sharing)
+        case VfioDeviceConfig():
+            return ["VFIO passthrough (VfioDeviceConfig) is not built yet; claim a device of type gpu or mig"]
+        case _:
+            assert_never(config)
+
+
+def _unbuilt_sharing(sharing: Sharing | None) -> list[str]:
+    if sharing is None:
+        return []
+    return [
+        f"sharing with strategy {sharing.strategy} is not built yet; remove `sharing` from the parameters"
+    ]

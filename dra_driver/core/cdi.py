@@ -1,0 +1,210 @@
+"""CDI specs: one per claim, with the driver's files once and the nodes of each device."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dra_driver.core.cdi_rules import minimum_version
+from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
+
+CLASS = "claim"
+
+_UID = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?\Z")
+_FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
+_SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
+_COMMON_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
+_WORLD_RW = 0o006
+
+# Without it the NVIDIA container runtime, where one is installed, would inject all GPUs as well.
+_NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
+
+
+def checked_claim_uid(claim_uid: str) -> str:
+    """The UID, if it can be part of a file name and of a CDI device name.
+
+    Raises: ClaimRefusedError.
+    """
+    if _UID.fullmatch(claim_uid) is None or ".." in claim_uid:
+        raise ClaimRefusedError(f"claim UID {claim_uid!r} cannot be part of a file name; nothing was done")
+    return claim_uid
+
+
+def spec_kind(driver_name: str) -> str:
+    """The CDI kind of a driver's claims, such as `k8s.gpu.nvidia.com/claim`."""
+    return f"k8s.{driver_name}/{CLASS}"
+
+
+def device_name(claim_uid: str, device: str) -> str:
+    """The name in the spec; the UID makes it unique over time, as runtimes cache specs."""
+    return f"{claim_uid}-{device}"
+
+
+def cdi_id(driver_name: str, claim_uid: str, device: str) -> str:
+    """The qualified name that the kubelet hands to the runtime."""
+    return f"{spec_kind(driver_name)}={device_name(claim_uid, device)}"
+
+
+def file_stem(driver_name: str, claim_uid: str) -> str:
+    """The name of a claim's spec file without its suffix."""
+    return f"k8s.{driver_name}-{CLASS}_{checked_claim_uid(claim_uid)}"
+
+
+def encode(spec: dict[str, Any]) -> bytes:
+    """The bytes of a spec file; the same spec gives the same bytes."""
+    return json.dumps(spec, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def claim_spec(
+    claim_uid: str, driver_name: str, driver: DriverFiles, devices: Sequence[CdiDevice]
+) -> dict[str, Any]:
+    """The spec of a claim's devices. A device that occurs twice unchanged is listed once.
+
+    Raises: RetryableError where a node is missing without which the containers would have no GPU;
+    ClaimRefusedError if there is no device or two different ones have the same name.
+    """
+    checked_claim_uid(claim_uid)
+    _check_common_nodes(driver)
+    spec: dict[str, Any] = {
+        "cdiVersion": "",
+        "kind": spec_kind(driver_name),
+        "containerEdits": _common_edits(driver),
+        "devices": [
+            {
+                "name": device_name(claim_uid, device.name),
+                "containerEdits": _device_edits(device, driver.hook),
+            }
+            for device in _distinct(claim_uid, devices)
+        ],
+    }
+    spec["cdiVersion"] = minimum_version(spec)
+    return spec
+
+
+def _check_common_nodes(driver: DriverFiles) -> None:
+    present = {node.node.path for node in driver.nodes}
+    for path in _COMMON_NODES:
+        if path not in present:
+            raise RetryableError(
+                f"device node {path} is missing on the host, and no container can use a GPU without it: "
+                "load the NVIDIA kernel modules and run `nvidia-modprobe -u -c=0` there"
+            )
+
+
+def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
+    """Sorted by name. Two requests of a claim may have got the same device, one with adminAccess."""
+    by_name: dict[str, CdiDevice] = {}
+    for device in devices:
+        if not device.nodes:
+            raise RetryableError(
+                f"device {device.name} has no device node on the host, so its container would have no GPU: "
+                "see that the NVIDIA driver is loaded and run `nvidia-modprobe` there"
+            )
+        if by_name.setdefault(device.name, device) != device:
+            raise ClaimRefusedError(
+                f"claim {claim_uid} has device {device.name} twice with different settings; "
+                "give both requests the same configuration"
+            )
+    if not by_name:
+        raise ClaimRefusedError(f"claim {claim_uid} has no device of this driver; a CDI spec needs one")
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _common_edits(driver: DriverFiles) -> dict[str, Any]:
+    env = [_NO_SECOND_INJECTION]
+    if driver.libcuda_dirs:
+        env.append(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(driver.libcuda_dirs)}")
+    files = (*driver.libraries, *driver.binaries, *driver.firmware, *driver.configs)
+    mounts = [*_file_mounts(files, _FILE_OPTIONS), *_file_mounts(driver.sockets, _SOCKET_OPTIONS)]
+    if driver.hook is None:
+        taken = {file.container_path for file in files}
+        mounts.extend(
+            _mount(link.host_path, link.path, _FILE_OPTIONS)
+            for link in driver.links
+            if link.path not in taken
+        )
+    edits: dict[str, Any] = {"env": env, **_node_edits(driver.nodes), "mounts": mounts}
+    if driver.hook is not None:
+        edits["hooks"] = _common_hooks(driver, driver.hook)
+    return edits
+
+
+def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
+    """In this order: the compatibility check and ldconfig look at the links."""
+    hooks = []
+    if driver.links:
+        hooks.append(_symlink_hook(hook, ((link.path, link.target) for link in driver.links)))
+    hooks.append(_hook(hook, "enable-cuda-compat", [f"--host-driver-version={driver.version}"]))
+    ldconfig = ["--ldconfig-path", driver.ldconfig] if driver.ldconfig is not None else []
+    folders = [text for directory in driver.library_dirs for text in ("--folder", directory)]
+    hooks.append(_hook(hook, "update-ldcache", [*ldconfig, *folders]))
+    hooks.append(_hook(hook, "disable-device-node-modification", []))
+    return hooks
+
+
+def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
+    edits = _node_edits((*device.nodes, *device.drm))
+    if device.env:
+        edits["env"] = list(device.env)
+    if device.mounts:
+        edits["mounts"] = [_cdi_mount(mount) for mount in device.mounts]
+    if device.links and hook is not None:
+        edits["hooks"] = [_symlink_hook(hook, device.links)]
+    return edits
+
+
+def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
+    """The nodes, and the groups that a user other than root needs to open them."""
+    edits: dict[str, Any] = {"deviceNodes": [_node(node) for node in nodes]}
+    gids = {node.node.gid for node in nodes if node.node.mode & _WORLD_RW != _WORLD_RW} - {0}
+    if gids:
+        edits["additionalGids"] = sorted(gids)
+    return edits
+
+
+def _node(node: HostNode) -> dict[str, Any]:
+    """Type and numbers are always given, so that the runtime does not look for the node on the host."""
+    device = node.node
+    entry: dict[str, Any] = {"path": device.path}
+    if node.host_path != device.path:
+        entry["hostPath"] = node.host_path
+    entry.update(
+        type=device.type, major=device.major, minor=device.minor, fileMode=device.mode, permissions="rwm"
+    )
+    if device.uid:
+        entry["uid"] = device.uid
+    if device.gid:
+        entry["gid"] = device.gid
+    return entry
+
+
+def _file_mounts(files: Iterable[DriverFile], options: Sequence[str]) -> list[dict[str, Any]]:
+    return [_mount(file.host_path, file.container_path, options) for file in files]
+
+
+def _cdi_mount(mount: CdiMount) -> dict[str, Any]:
+    return _mount(mount.host_path, mount.container_path, mount.options)
+
+
+def _mount(host_path: str, container_path: str, options: Sequence[str]) -> dict[str, Any]:
+    return {"hostPath": host_path, "containerPath": container_path, "options": list(options)}
+
+
+def _symlink_hook(hook: str, links: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    return _hook(
+        hook, "create-symlinks", [text for path, target in links for text in ("--link", f"{target}::{path}")]
+    )
+
+
+def _hook(hook: str, verb: str, args: Sequence[str]) -> dict[str, Any]:
+    program = hook.rpartition("/")[2]
+    command = [program, "hook", verb] if program == "nvidia-ctk" else [program, verb]
+    return {
+        "hookName": "createContainer",
+        "path": hook,
+        "args": [*command, *args],
+        "env": ["NVIDIA_CTK_DEBUG=false"],
+    }

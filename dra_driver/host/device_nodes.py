@@ -1,0 +1,99 @@
+"""Device nodes of the host, and the directory in which the NVIDIA nodes lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from dra_driver.host.rooted_tree import join_root
+from dra_driver.model.driver_files import HostNode
+from dra_driver.model.host import DeviceNode, HostPaths, NodeType
+
+
+class DeviceNodeReader(Protocol):
+    """Reads a device node; the simulator has one of its own that needs no root."""
+
+    def read(self, path: str) -> DeviceNode | None:
+        """The node at the path, or None where there is none or something that is no device node."""
+
+
+class LstatDeviceNodeReader:
+    """The device nodes of the file system. Symbolic links are not followed."""
+
+    def read(self, path: str) -> DeviceNode | None:
+        """The node at the path, or None where there is none or something that is no device node."""
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return None
+        kind = _node_type(status.st_mode)
+        if kind is None:
+            return None
+        return DeviceNode(
+            path=path,
+            type=kind,
+            major=os.major(status.st_rdev),
+            minor=os.minor(status.st_rdev),
+            mode=stat.S_IMODE(status.st_mode),
+            uid=status.st_uid,
+            gid=status.st_gid,
+        )
+
+
+def _node_type(mode: int) -> NodeType | None:
+    if stat.S_ISCHR(mode):
+        return "c"
+    if stat.S_ISBLK(mode):
+        return "b"
+    return None
+
+
+class DevRoot:
+    """The nodes that containers can get: those of the host, never those of this process' own `/dev`."""
+
+    def __init__(self, paths: HostPaths, reader: DeviceNodeReader) -> None:
+        self._paths = paths
+        self._reader = reader
+
+    @property
+    def root(self) -> str:
+        """The directory holding `dev`, as this process sees it.
+
+        A driver root with a `dev` of its own is the truth even while the NVIDIA nodes are missing in
+        it: NVML makes nodes in a private `/dev`, and no container would ever get those.
+        """
+        if self._paths.dev_root is not None:
+            return self._paths.dev_root
+        driver_root = self._paths.driver_root
+        if any(self._reader.read(join_root(driver_root, f"/dev/{name}")) for name in ("nvidiactl", "null")):
+            return driver_root
+        return driver_root if _has_entries(join_root(driver_root, "/dev")) else "/"
+
+    def node(self, container_path: str) -> HostNode | None:
+        """The node that containers see at the path, or None if the host does not have it."""
+        root = self.root
+        node = self._reader.read(join_root(root, container_path))
+        if node is None:
+            return None
+        return HostNode(
+            node=replace(node, path=container_path),
+            host_path=join_root(self._host_root(root), container_path),
+        )
+
+    def _host_root(self, root: str) -> str:
+        """The dev root as the runtime sees it: in the driver root if it lies there, else the host's `/`."""
+        driver_root = self._paths.driver_root.rstrip("/")
+        root = root.rstrip("/")
+        if root != driver_root and not root.startswith(driver_root + "/"):
+            return "/"
+        return join_root(self._paths.host_driver_root, root[len(driver_root) :])
+
+
+def _has_entries(directory: str) -> bool:
+    try:
+        return next(Path(directory).iterdir(), None) is not None
+    except OSError:
+        return False

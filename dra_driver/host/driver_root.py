@@ -1,0 +1,328 @@
+"""The NVIDIA driver as it is installed below a driver root."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from dra_driver.errors import NvmlUnavailableError, RetryableError
+from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.libraries import (
+    UNUSUAL_DIRS,
+    USUAL_DIRS,
+    Libraries,
+    library_directories,
+    scan_libraries,
+    versioned_nvml_libraries,
+)
+from dra_driver.host.rooted_tree import RootedTree, join_root
+from dra_driver.model.driver_files import DriverFile, DriverFiles, HostNode
+from dra_driver.model.host import HostPaths
+
+Fingerprint = tuple[object, ...]
+
+_SETTLED_NS = 1_000_000_000
+
+_BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_BINARIES = (
+    "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server", "nvidia-imex", "nvidia-imex-ctl",
+)  # fmt: skip
+_HOOKS = (
+    "/usr/bin/nvidia-cdi-hook",
+    "/usr/local/bin/nvidia-cdi-hook",
+    "/usr/local/nvidia/toolkit/nvidia-cdi-hook",
+)
+_LDCONFIGS = ("/sbin/ldconfig.real", "/sbin/ldconfig", "/usr/sbin/ldconfig")
+_SOCKETS = tuple(
+    f"{run}/{daemon}/socket"
+    for run in ("/run", "/var/run")
+    for daemon in ("nvidia-persistenced", "nvidia-fabricmanager")
+)
+_EGL = "/usr/share/egl/egl_external_platform.d"
+_CONFIGS = (
+    "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
+    f"{_EGL}/15_nvidia_gbm.json",
+    f"{_EGL}/10_nvidia_wayland.json",
+    f"{_EGL}/09_nvidia_wayland2.json",
+    f"{_EGL}/20_nvidia_xcb.json",
+    f"{_EGL}/20_nvidia_xlib.json",
+    "/usr/share/nvidia/nvoptix.bin",
+    "/etc/OpenCL/vendors/nvidia.icd",
+)
+_VULKAN = (
+    "vulkan/icd.d/nvidia_icd.json",
+    "vulkan/icd.d/nvidia_icd.x86_64.json",
+    "vulkan/icd.d/nvidia_icd.aarch64.json",
+    "vulkan/icd.d/nvidia_layers.json",
+    "vulkan/implicit_layer.d/nvidia_layers.json",
+)
+_XORG_DIRS = tuple(
+    f"{top}/{tail}"
+    for top in ("/usr/lib/xorg/modules", "/usr/lib64/xorg/modules", "/usr/lib/x86_64-linux-gnu/nvidia/xorg")
+    for tail in ("", "drivers", "extensions")
+)
+_XORG_CONF_DIR = "/usr/share/X11/xorg.conf.d"
+_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+_NEEDED_NODES = {
+    "/dev/nvidiactl": "load the nvidia kernel module and run `nvidia-modprobe` on the host",
+    "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
+}
+_WATCHED = (
+    *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *_HOOKS, *_XORG_DIRS[::3], "/etc/ld.so.cache",
+    "/usr/share/glvnd/egl_vendor.d", _EGL, "/usr/share/nvidia", "/etc/OpenCL/vendors", _XORG_CONF_DIR,
+    "/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d", "/lib/firmware/nvidia",
+)  # fmt: skip
+
+
+class _Mark(NamedTuple):
+    device: int
+    inode: int
+    mtime_ns: int
+
+
+class DriverRoot:
+    """Finds the driver's files. Everything is read anew on each call of `scan`."""
+
+    def __init__(
+        self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None, hook: str | None = None
+    ) -> None:
+        """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place."""
+        self._paths = paths
+        self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
+        self._hook = hook
+        self._lock = threading.Lock()
+        self._known: tuple[Fingerprint, str | None, DriverFiles] | None = None
+
+    def files(self, nvml_version: str | None) -> DriverFiles:
+        """As `scan`, but what was found last is used again while nothing has changed.
+
+        Faults are not kept, and nothing while somebody may still be installing: two changes within one
+        tick of the file system's clock leave one and the same time.
+        """
+        fingerprint = self.fingerprint()
+        with self._lock:
+            known = self._known
+        if known is not None and known[:2] == (fingerprint, nvml_version):
+            return known[2]
+        files = self.scan(nvml_version)
+        with self._lock:
+            self._known = (fingerprint, nvml_version, files) if _is_settled(fingerprint) else None
+        return files
+
+    def fingerprint(self) -> Fingerprint:
+        """A value that changes when a part of the driver or toolkit is added, removed or replaced."""
+        tree = RootedTree(self._paths.driver_root)
+        marks: list[object] = [_mark(tree, path) for path in _WATCHED]
+        if self._hook is not None:
+            inside = self._inside(self._hook)
+            marks.append(_mark(tree, inside) if inside is not None else None)
+        marks.extend(self._dev.node(path) for path in _NODES)
+        return tuple(marks)
+
+    def scan(self, nvml_version: str | None) -> DriverFiles:
+        """The driver that is installed.
+
+        Raises: RetryableError where a part without which no container can use a GPU is missing, or
+        where the installed files are of another version than the loaded driver (`nvml_version`).
+        """
+        tree = RootedTree(self._paths.driver_root)
+        libraries = scan_libraries(tree, nvml_version)
+        version = self._checked_version(libraries, nvml_version)
+        found = [self._file(path, path) for path in libraries.files]
+        self._check_libraries(found, version)
+        nodes, notes = self._common_nodes()
+        hook = self._hook_path(tree)
+        if hook is None:
+            notes += ("nvidia-cdi-hook was not found; each library is mounted under its link names as well",)
+        return DriverFiles(
+            version=version,
+            libraries=tuple(found),
+            links=libraries.driver_links({file.container_path: file.host_path for file in found}),
+            library_dirs=libraries.directories,
+            libcuda_dirs=libraries.libcuda_directories,
+            nodes=nodes,
+            binaries=self._binaries(tree),
+            firmware=self._firmware(tree, version),
+            sockets=self._sockets(tree),
+            configs=self._configs(tree, version),
+            hook=hook,
+            ldconfig=self._first_host_path(tree, _LDCONFIGS),
+            notes=notes,
+        )
+
+    def _file(self, resolved: str, container_path: str) -> DriverFile:
+        return DriverFile(
+            path=join_root(self._paths.driver_root, resolved),
+            host_path=join_root(self._paths.host_driver_root, resolved),
+            container_path=container_path,
+        )
+
+    def _found(self, tree: RootedTree, paths: Iterable[str]) -> tuple[DriverFile, ...]:
+        """Those paths that are regular files."""
+        resolved = ((path, tree.file(path)) for path in paths)
+        return tuple(self._file(file, path) for path, file in resolved if file is not None)
+
+    def _checked_version(self, libraries: Libraries, nvml_version: str | None) -> str:
+        root = self._paths.host_driver_root
+        if not libraries.versions:
+            raise RetryableError(
+                f"libcuda.so.<version> is not below the driver root {root}: "
+                "install the NVIDIA driver or set the driver root to where it is installed"
+            )
+        if nvml_version is not None and nvml_version not in libraries.versions:
+            raise RetryableError(
+                f"driver half upgraded: version {nvml_version} is loaded but the files below {root} are of "
+                f"version {', '.join(libraries.versions)}; reload the NVIDIA kernel modules or reboot"
+            )
+        return libraries.versions[0]
+
+    def _check_libraries(self, libraries: Iterable[DriverFile], version: str) -> None:
+        names = {file.container_path.rpartition("/")[2] for file in libraries}
+        if f"libnvidia-ml.so.{version}" not in names:
+            raise RetryableError(
+                f"libnvidia-ml.so.{version} is not below the driver root {self._paths.host_driver_root}: "
+                "the installation of the NVIDIA driver is not complete"
+            )
+
+    def _common_nodes(self) -> tuple[tuple[HostNode, ...], tuple[str, ...]]:
+        nodes = []
+        notes = []
+        for path in _NODES:
+            node = self._dev.node(path)
+            if node is not None:
+                nodes.append(node)
+            elif path in _NEEDED_NODES:
+                raise RetryableError(f"device node {path} is missing on the host: {_NEEDED_NODES[path]}")
+            else:
+                notes.append(f"device node {path} is missing on the host; CUDA does not need it")
+        return tuple(nodes), tuple(notes)
+
+    def _binaries(self, tree: RootedTree) -> tuple[DriverFile, ...]:
+        found = (_find_in_path(tree, name) for name in _BINARIES)
+        return tuple(self._file(resolved, path) for path, resolved in filter(None, found))
+
+    def _firmware(self, tree: RootedTree, version: str) -> tuple[DriverFile, ...]:
+        kernel = _read(Path(self._paths.proc, "sys/kernel/osrelease"))
+        custom = _read(Path(self._paths.sys, "module/firmware_class/parameters/path"))
+        places = [custom] if custom.startswith("/") else []
+        for base in ("/lib/firmware/updates", "/lib/firmware"):
+            places.extend([f"{base}/{kernel}", base] if kernel else [base])
+        for place in places:
+            directory = tree.directory(f"{place}/nvidia/{version}")
+            names = [entry.name for entry in tree.entries(directory)] if directory is not None else []
+            images = sorted(name for name in names if name.startswith("gsp") and name.endswith(".bin"))
+            if images:
+                return self._found(tree, (f"{place}/nvidia/{version}/{name}" for name in images))
+        return ()
+
+    def _sockets(self, tree: RootedTree) -> tuple[DriverFile, ...]:
+        found: dict[str, str] = {}
+        for path in _SOCKETS:
+            resolved = tree.file_or_socket(path)
+            if resolved is not None:
+                found.setdefault(resolved, path)
+        return tuple(self._file(resolved, path) for resolved, path in found.items())
+
+    def _configs(self, tree: RootedTree, version: str) -> tuple[DriverFile, ...]:
+        xorg_modules = [
+            f"{directory.rstrip('/')}/{name}"
+            for directory in _XORG_DIRS
+            for name in ("nvidia_drv.so", f"libglxserver_nvidia.so.{version}")
+        ]
+        conf_dir = tree.directory(_XORG_CONF_DIR)
+        names = [entry.name for entry in tree.entries(conf_dir)] if conf_dir is not None else []
+        xorg_confs = [f"{_XORG_CONF_DIR}/{name}" for name in sorted(names) if "nvidia" in name]
+        return (
+            *self._found(tree, (*_CONFIGS, *xorg_modules, *xorg_confs)),
+            *filter(None, (self._vulkan(tree, path) for path in _VULKAN)),
+        )
+
+    def _vulkan(self, tree: RootedTree, path: str) -> DriverFile | None:
+        """Packages put these in /etc or /usr/share; containers get them in /etc, where all loaders look."""
+        for top in ("/etc", "/usr/share"):
+            resolved = tree.file(f"{top}/{path}")
+            if resolved is not None:
+                return self._file(resolved, f"/etc/{path}")
+        return None
+
+    def _hook_path(self, tree: RootedTree) -> str | None:
+        if self._hook is None:
+            return self._first_host_path(tree, _HOOKS)
+        inside = self._inside(self._hook)
+        return self._hook if inside is None or tree.file(inside) is not None else None
+
+    def _inside(self, host_path: str) -> str | None:
+        """A host path inside the driver root; None if it lies elsewhere, where this process sees nothing."""
+        root = self._paths.host_driver_root.rstrip("/")
+        return host_path[len(root) :] if host_path.startswith(f"{root}/") else None
+
+    def _first_host_path(self, tree: RootedTree, paths: Iterable[str]) -> str | None:
+        return next((file.host_path for file in self._found(tree, paths)), None)
+
+
+def find_nvml_library(driver_root: str) -> str:
+    """The path, for this process, of the NVML library below a driver root.
+
+    Raises: NvmlUnavailableError naming the directories that were searched.
+    """
+    tree = RootedTree(driver_root)
+    directories = library_directories(tree)
+    for directory in directories:
+        library = tree.file(f"{directory.rstrip('/')}/libnvidia-ml.so.1")
+        if library is not None:
+            return tree.local(library)
+    unlinked = next(iter(versioned_nvml_libraries(tree, directories)), None)
+    if unlinked is not None:
+        return tree.local(unlinked)
+    searched = ", ".join(tree.local(directory) for directory in (*USUAL_DIRS, *UNUSUAL_DIRS))
+    raise NvmlUnavailableError(
+        f"libnvidia-ml.so.1 is not below the driver root {driver_root}; looked in {searched} and in "
+        f"{tree.local('/etc/ld.so.cache')}: install the NVIDIA driver or set the driver root"
+    )
+
+
+def find_nvidia_smi(driver_root: str) -> str | None:
+    """The path, for this process, of `nvidia-smi` below a driver root; None where there is none."""
+    tree = RootedTree(driver_root)
+    found = _find_in_path(tree, "nvidia-smi")
+    return tree.local(found[1]) if found is not None else None
+
+
+def _find_in_path(tree: RootedTree, name: str) -> tuple[str, str] | None:
+    """(where it was found, the file it really is), both inside the tree."""
+    for directory in _BINARY_DIRS:
+        resolved = tree.file(f"{directory}/{name}")
+        if resolved is not None:
+            return f"{directory}/{name}", resolved
+    return None
+
+
+def _mark(tree: RootedTree, path: str) -> _Mark | None:
+    resolved = tree.resolve(path)
+    return None if resolved is None else _stat_mark(tree.local(resolved))
+
+
+def _stat_mark(path: str) -> _Mark | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return _Mark(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def _is_settled(fingerprint: Fingerprint) -> bool:
+    """Whether nothing was changed in the last second."""
+    now = time.time_ns()
+    return all(abs(now - mark.mtime_ns) > _SETTLED_NS for mark in fingerprint if isinstance(mark, _Mark))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,253 @@
+"""The driver's libraries below a root: which version is installed, its files, and the links to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.model.driver_files import DriverLink
+
+_ARCHES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
+_PER_ARCH = tuple(
+    f"/{top}/{arch}{tail}"
+    for top in ("usr/lib", "lib")
+    for arch in _ARCHES
+    for tail in ("", "/nvidia/current")
+)
+
+USUAL_DIRS = ("/", "/usr/lib64", *_PER_ARCH, "/lib64")
+"""Where distributions and driver containers put the 64-bit libraries, in order."""
+
+UNUSUAL_DIRS = ("/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/run/opengl-driver/lib")
+"""Looked at only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries."""
+
+_LD_CACHE = "/etc/ld.so.cache"
+_CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")
+_VERSIONED = re.compile(r"^(lib[^/]*\.so)\.(\d+\.\d+(?:\.\d+)*)\Z")
+_LIBCUDA = re.compile(r"^libcuda\.so\.(\d+\.\d+(?:\.\d+)*)\Z")
+_OWN_VERSION = re.compile(
+    r"^(?:libnvidia-nvvm70\.so\..+|libnvidia-egl-(?:gbm|wayland|wayland2|xcb|xlib)\.so\.\d+\..+)\Z"
+)
+_ELF32 = b"\x7fELF\x01"
+
+# The name under which programs load a library, where it is not `<library>.so.1`; None: its full name.
+_LOADED_AS: dict[str, str | None] = {
+    "libEGL_nvidia": "0",
+    "libGLX_nvidia": "0",
+    "libGLESv2_nvidia": "2",
+    "libnvidia-nvvm": "4",
+    **dict.fromkeys(
+        (
+            "libnvidia-eglcore", "libnvidia-glcore", "libnvidia-glsi", "libnvidia-glvkspirv", "libnvidia-gpucomp",
+            "libnvidia-present", "libnvidia-rtcore", "libnvidia-tls", "libnvidia-vulkan-producer",
+            "libnvidia-compiler", "libnvidia-pkcs11", "libnvidia-pkcs11-openssl3", "libnvidia-gtk2",
+            "libnvidia-gtk3", "libnvidia-wayland-client",
+        )
+    ),
+}  # fmt: skip
+
+# Links that no package needs to have made on the host: (library, link below its directory, target).
+_EXTRA_LINKS = (
+    ("libcuda", "libcuda.so", "libcuda.so.1"),
+    ("libnvidia-opticalflow", "libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1"),
+    ("libGLX_nvidia", "libGLX_indirect.so.0", "libGLX_nvidia.so.{version}"),
+    ("libnvidia-allocator", "gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Libraries:
+    """Paths inside the tree. `versions` lists every libcuda version found, in search order."""
+
+    versions: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    links: tuple[tuple[str, str, str], ...] = ()
+    """(path, target, the file it leads to)"""
+    directories: tuple[str, ...] = ()
+    libcuda_directories: tuple[str, ...] = ()
+
+    def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
+        """The links, with the host path of the file that each leads to."""
+        return tuple(DriverLink(path, target, host_path[file]) for path, target, file in self.links)
+
+
+@dataclass(slots=True)
+class _Listing:
+    directory: str
+    files: list[str]
+    symlinks: list[str]
+
+
+def library_directories(tree: RootedTree) -> list[str]:
+    """Resolved directories that may hold 64-bit driver libraries, each once, in search order."""
+    found = _with_libcuda(tree, USUAL_DIRS)
+    if any(_has_libcuda(listing) for listing in found):
+        return [listing.directory for listing in found]
+    return [listing.directory for listing in _with_libcuda(tree, _all_directories(tree))]
+
+
+def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> list[str]:
+    """NVML libraries under their full names, for roots in which nobody made the usual link."""
+    return [
+        _join(directory, name)
+        for directory in directories
+        for name in sorted(_list(tree, directory).files)
+        if name.startswith("libnvidia-ml.so.")
+    ]
+
+
+def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
+    """The libraries of one driver version.
+
+    `version` picks among several installed ones; with None it is the one that `libcuda.so.1` leads to,
+    else the first found. Files are empty if that version is not there.
+    """
+    listings = _with_libcuda(tree, USUAL_DIRS)
+    if not any(_has_libcuda(listing) for listing in listings):
+        listings = _with_libcuda(tree, _all_directories(tree))
+    versions = tuple(dict.fromkeys(found for listing in listings for found in _libcuda_versions(listing)))
+    chosen = version or _linked_version(tree, listings) or next(iter(versions), None)
+    if chosen not in versions:
+        return Libraries(versions=versions)
+    files: dict[str, None] = {}
+    libcuda_directories = []
+    suffix = f".so.{chosen}"
+    for listing in listings:
+        own = [name for name in listing.files if name.endswith(suffix) and name.startswith("lib")]
+        if not own:
+            continue
+        own.extend(name for name in listing.files if _OWN_VERSION.match(name))
+        files.update(dict.fromkeys(_join(listing.directory, name) for name in own))
+        files.update(dict.fromkeys(_vdpau(tree, listing.directory, suffix)))
+        if f"libcuda{suffix}" in own:
+            libcuda_directories.append(listing.directory)
+    return Libraries(
+        versions=(chosen, *(other for other in versions if other != chosen)),
+        files=tuple(sorted(files)),
+        links=tuple(sorted(_links(tree, listings, files, chosen))),
+        directories=tuple(dict.fromkeys(file.rpartition("/")[0] for file in files)),
+        libcuda_directories=tuple(libcuda_directories),
+    )
+
+
+def _with_libcuda(tree: RootedTree, directories: Iterable[str]) -> list[_Listing]:
+    """Listings of the driver's files in each directory; directories with a 32-bit libcuda are left out."""
+    resolved = (tree.directory(directory) for directory in directories)
+    listings = [_list(tree, directory) for directory in dict.fromkeys(resolved) if directory is not None]
+    return [listing for listing in listings if not _is_32_bit(tree, listing)]
+
+
+def _list(tree: RootedTree, directory: str) -> _Listing:
+    listing = _Listing(directory, [], [])
+    for entry in tree.entries(directory):
+        name = entry.name
+        if not name.startswith("lib") or ".so" not in name:
+            continue
+        if entry.is_symlink():
+            listing.symlinks.append(name)
+        elif _VERSIONED.match(name) or _OWN_VERSION.match(name):
+            listing.files.append(name)
+    return listing
+
+
+def _has_libcuda(listing: _Listing) -> bool:
+    return next(_libcuda_versions(listing), None) is not None
+
+
+def _libcuda_versions(listing: _Listing) -> Iterator[str]:
+    for name in sorted(listing.files):
+        match = _LIBCUDA.match(name)
+        if match is not None:
+            yield match[1]
+
+
+def _is_32_bit(tree: RootedTree, listing: _Listing) -> bool:
+    version = next(_libcuda_versions(listing), None)
+    if version is None:
+        return False
+    try:
+        with Path(tree.local(_join(listing.directory, f"libcuda.so.{version}"))).open("rb") as file:
+            return file.read(len(_ELF32)) == _ELF32
+    except OSError:
+        return False
+
+
+def _linked_version(tree: RootedTree, listings: Iterable[_Listing]) -> str | None:
+    """The version that `libcuda.so.1` leads to: what programs on the host use."""
+    for listing in listings:
+        if "libcuda.so.1" in listing.symlinks:
+            target = tree.resolve(_join(listing.directory, "libcuda.so.1")) or ""
+            match = _LIBCUDA.match(target.rpartition("/")[2])
+            if match is not None:
+                return match[1]
+    return None
+
+
+def _all_directories(tree: RootedTree) -> list[str]:
+    return [*USUAL_DIRS, *UNUSUAL_DIRS, *_cached_directories(tree)]
+
+
+def _cached_directories(tree: RootedTree) -> list[str]:
+    """Directories in which the dynamic linker's cache knows NVIDIA libraries."""
+    cache = tree.file(_LD_CACHE)
+    if cache is None:
+        return []
+    try:
+        data = Path(tree.local(cache)).read_bytes()
+    except OSError:
+        return []
+    return [match.decode("ascii") for match in dict.fromkeys(_CACHED_DIRECTORY.findall(data))]
+
+
+def _vdpau(tree: RootedTree, directory: str, suffix: str) -> list[str]:
+    return [
+        f"{_join(directory, 'vdpau')}/{entry.name}"
+        for entry in tree.entries(_join(directory, "vdpau"))
+        if entry.name.endswith(suffix) and not entry.is_symlink()
+    ]
+
+
+def _links(
+    tree: RootedTree, listings: Iterable[_Listing], files: dict[str, None], version: str
+) -> list[tuple[str, str, str]]:
+    """Links of the host that lead to the files, and those that programs need even if the host lacks them."""
+    stems = {file.rpartition("/")[2].partition(".so")[0] for file in files}
+    links: dict[str, tuple[str, str]] = {}
+    for listing in listings:
+        for name in listing.symlinks:
+            if name.partition(".so")[0] not in stems:
+                continue
+            path = _join(listing.directory, name)
+            file = tree.resolve(path)
+            if file in files:
+                links[path] = (_target(path, file), file)
+    for path, target, file in _needed_links(files, version):
+        if path not in files and links.get(path, ("", file))[1] == file:
+            links[path] = (target, file)
+    return [(path, target, file) for path, (target, file) in links.items()]
+
+
+def _needed_links(files: Iterable[str], version: str) -> Iterator[tuple[str, str, str]]:
+    for file in files:
+        directory, _, name = file.rpartition("/")
+        stem = name.removesuffix(f".so.{version}")
+        if stem == name or directory.endswith("/vdpau"):
+            continue
+        loaded_as = _LOADED_AS.get(stem, "1")
+        if loaded_as is not None:
+            yield f"{directory}/{stem}.so.{loaded_as}", name, file
+        for library, link, target in _EXTRA_LINKS:
+            if library == stem:
+                yield f"{directory}/{link}", target.format(version=version), file
+
+
+def _target(path: str, file: str) -> str:
+    directory = path.rpartition("/")[0]
+    return file[len(directory) + 1 :] if file.startswith(f"{directory}/") else file
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory.rstrip('/')}/{name}"

@@ -1,0 +1,73 @@
+"""Device nodes of MIG devices, described from /proc so that they need not exist on the host."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dra_driver.errors import RetryableError
+from dra_driver.model.host import DeviceNode
+
+_MIG_MAJOR_NAME = "nvidia-caps"
+_MINOR = re.compile(r"^DeviceFileMinor:\s*(\d+)\s*$", re.MULTILINE)
+_MODE = re.compile(r"^DeviceFileMode:\s*(\d+)\s*$", re.MULTILINE)
+
+
+class MigCaps:
+    """Reads `<proc>/devices` and `<proc>/driver/nvidia/capabilities`."""
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self._proc = Path(proc)
+
+    def majors(self) -> dict[str, int]:
+        """Character device majors by driver name; a name with several keeps the first."""
+        try:
+            text = (self._proc / "devices").read_text("ascii", errors="replace")
+        except OSError:
+            return {}
+        majors: dict[str, int] = {}
+        for line in text.partition("Block devices:")[0].splitlines():
+            number, _, name = line.strip().partition(" ")
+            if number.isdecimal() and name:
+                majors.setdefault(name.strip(), int(number))
+        return majors
+
+    def nodes(
+        self, gpu_minor: int, gpu_instance: int, compute_instance: int
+    ) -> tuple[DeviceNode, DeviceNode]:
+        """The nodes that open a GPU instance and a compute instance in it.
+
+        Raises: RetryableError if the instance or the driver's capability interface is not there.
+        """
+        major = self.majors().get(_MIG_MAJOR_NAME)
+        if major is None:
+            raise RetryableError(
+                f"the kernel lists no {_MIG_MAJOR_NAME} devices in {self._proc / 'devices'}: "
+                "the NVIDIA driver is not loaded or was loaded without MIG capabilities"
+            )
+        instance = f"gpu{gpu_minor}/mig/gi{gpu_instance}"
+        return (
+            self._node(major, f"{instance}/access"),
+            self._node(major, f"{instance}/ci{compute_instance}/access"),
+        )
+
+    def _node(self, major: int, capability: str) -> DeviceNode:
+        path = self._proc / "driver/nvidia/capabilities" / capability
+        try:
+            text = path.read_text("ascii", errors="replace")
+        except OSError as error:
+            raise RetryableError(
+                f"the driver has no MIG capability {capability} ({error.strerror}): "
+                "the MIG device was destroyed or the driver is being reloaded"
+            ) from error
+        minor = _MINOR.search(text)
+        mode = _MODE.search(text)
+        if minor is None or mode is None:
+            raise RetryableError(f"the MIG capability {capability} names no device file in {path}")
+        return DeviceNode(
+            path=f"/dev/nvidia-caps/nvidia-cap{minor[1]}",
+            type="c",
+            major=major,
+            minor=int(minor[1]),
+            mode=int(mode[1]) & 0o777,
+        )

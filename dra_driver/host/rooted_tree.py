@@ -1,0 +1,89 @@
+"""A directory tree whose symbolic links are followed as if the tree were the whole file system."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_MOST_LINKS = 40
+
+
+def join_root(root: str, path: str) -> str:
+    """The absolute `path` below `root`; the root `/` adds nothing."""
+    return (root.rstrip("/") + path) or "/"
+
+
+class RootedTree:
+    """Looks files up below a root; no link leads out of it, as after chroot.
+
+    All paths given and returned are absolute inside the tree; `local` makes them paths of this process.
+    Resolved directories are remembered, so an instance serves one scan and no longer.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root.rstrip("/")
+        self._directories: dict[str, str | None] = {"/": "/"}
+
+    def local(self, path: str) -> str:
+        """The path as this process sees it."""
+        return (self._root + path) or "/"
+
+    def resolve(self, path: str) -> str | None:
+        """Where the path really is inside the tree, or None where there is nothing."""
+        return self._resolve(path, _MOST_LINKS)
+
+    def directory(self, path: str) -> str | None:
+        """The resolved path if it is a directory."""
+        return self._of_type(path, stat.S_ISDIR)
+
+    def file(self, path: str) -> str | None:
+        """The resolved path if it is a regular file."""
+        return self._of_type(path, stat.S_ISREG)
+
+    def file_or_socket(self, path: str) -> str | None:
+        """The resolved path if it is a regular file or a socket."""
+        return self._of_type(path, lambda mode: stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
+
+    def entries(self, directory: str) -> Iterator[os.DirEntry[str]]:
+        """The entries of a resolved directory; none if it cannot be read."""
+        try:
+            with os.scandir(self.local(directory)) as entries:
+                yield from entries
+        except OSError:
+            return
+
+    def _of_type(self, path: str, fits: Callable[[int], bool]) -> str | None:
+        resolved = self.resolve(path)
+        if resolved is None:
+            return None
+        try:
+            return resolved if fits(os.lstat(self.local(resolved)).st_mode) else None
+        except OSError:
+            return None
+
+    def _resolve(self, path: str, links_left: int) -> str | None:
+        head, _, name = path.rstrip("/").rpartition("/")
+        if not name:
+            return "/"
+        parent = self._resolve_directory(head or "/", links_left)
+        if parent is None or name == ".":
+            return parent
+        if name == "..":
+            return parent.rpartition("/")[0] or "/"
+        here = f"{parent.rstrip('/')}/{name}"
+        try:
+            if not stat.S_ISLNK(os.lstat(self.local(here)).st_mode):
+                return here
+            target = str(Path(self.local(here)).readlink())
+        except OSError:
+            return None
+        if links_left == 0:
+            return None
+        return self._resolve(target if target.startswith("/") else f"{parent}/{target}", links_left - 1)
+
+    def _resolve_directory(self, path: str, links_left: int) -> str | None:
+        if path not in self._directories:
+            self._directories[path] = self._resolve(path, links_left)
+        return self._directories[path]

@@ -1,0 +1,116 @@
+"""What sysfs and procfs tell: PCI functions, their place in the machine, memory, the boot.
+
+Everything here is optional for its users: what cannot be read is None or empty, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from dra_driver.model.host import PciFunction
+
+_NVIDIA = "0x10de"
+_PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")
+_MEM_TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB$", re.MULTILINE)
+_DRM_NODE = re.compile(r"^(?:card|renderD)\d+\Z")
+_GONE = b"\xff\xff"
+
+
+class Sysfs:
+    """Reads below a `/sys` and a `/proc`. Bus IDs are in sysfs form, such as `0000:1b:00.0`."""
+
+    def __init__(self, sys: str = "/sys", proc: str = "/proc") -> None:
+        self._sys = Path(sys)
+        self._proc = Path(proc)
+        self._devices = self._sys / "bus/pci/devices"
+
+    def pcie_root(self, bus_id: str) -> str | None:
+        """The standard attribute pcieRoot, such as `pci0000:00`; None behind anything but a PCI root."""
+        try:
+            target = self._devices.joinpath(bus_id).readlink()
+        except OSError:
+            return None
+        place = Path(os.path.normpath(self._devices / target))
+        try:
+            parts = place.relative_to(os.path.normpath(self._sys / "devices")).parts
+        except ValueError:
+            return None
+        if len(parts) < 2 or parts[-1] != bus_id or _PCIE_ROOT.match(parts[0]) is None:
+            return None
+        return parts[0]
+
+    def numa_node(self, bus_id: str) -> int | None:
+        """The NUMA node; None where the platform does not know one."""
+        number = _number(self._text(bus_id, "numa_node"), 10)
+        return None if number is None or number < 0 else number
+
+    def nvidia_functions(self) -> tuple[PciFunction, ...]:
+        """All PCI functions of vendor NVIDIA in bus order: GPUs, their audio functions, NVSwitches."""
+        return tuple(filter(None, (self._nvidia_function(name) for name in _names(self._devices))))
+
+    def gpu_functions(self) -> frozenset[str]:
+        """Bus IDs of NVIDIA's display and 3D controllers, whether a driver is bound to them or not."""
+        return frozenset(function.bus_id for function in self.nvidia_functions() if function.is_gpu)
+
+    def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
+        """Names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""
+        return tuple(name for name in _names(self._devices / bus_id / "drm") if _DRM_NODE.match(name))
+
+    def answers(self, bus_id: str) -> bool | None:
+        """Whether the function answers on the bus; False if it fell off, None if that cannot be told."""
+        try:
+            with (self._devices / bus_id / "config").open("rb") as config:
+                vendor = config.read(len(_GONE))
+        except OSError:
+            return None
+        return None if len(vendor) < len(_GONE) else vendor != _GONE
+
+    def memory_total(self) -> int | None:
+        """The machine's memory in bytes."""
+        match = _MEM_TOTAL.search(_read(self._proc / "meminfo"))
+        return int(match[1]) * 1024 if match is not None else None
+
+    def boot_id(self) -> str | None:
+        """The kernel's random name of this boot."""
+        return _read(self._proc / "sys/kernel/random/boot_id").strip() or None
+
+    def _nvidia_function(self, bus_id: str) -> PciFunction | None:
+        if self._text(bus_id, "vendor") != _NVIDIA:
+            return None
+        device = _number(self._text(bus_id, "device"), 16)
+        class_code = _number(self._text(bus_id, "class"), 16)
+        if device is None or class_code is None:
+            return None
+        return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, self._bound_driver(bus_id))
+
+    def _bound_driver(self, bus_id: str) -> str | None:
+        try:
+            return (self._devices / bus_id / "driver").readlink().name
+        except OSError:
+            return None
+
+    def _text(self, bus_id: str, name: str) -> str:
+        return _read(self._devices / bus_id / name).strip()
+
+
+def _number(text: str, base: int) -> int | None:
+    try:
+        return int(text, base)
+    except ValueError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _names(directory: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208 - names only
+    except OSError:
+        return ()

@@ -1,0 +1,79 @@
+"""Writing a file so that a reader, a crash or a power cut sees the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dra_driver.errors import StateError
+
+TEMPORARY_SUFFIX = ".tmp"
+
+_numbers = itertools.count(time.time_ns())
+"""Unique within the process; the clock keeps a later process of the same ID from an abandoned name."""
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; raise it or free some space",
+    errno.EROFS: "the file system is read-only; remount it writable",
+    errno.EACCES: "permission was denied; run as root and check the directory's mode",
+    errno.EPERM: "permission was denied; run as root and check the directory's mode",
+    errno.ENOENT: "the directory does not exist; create it or check the mount",
+    errno.EEXIST: "a file is in its place; remove it",
+    errno.ENOTDIR: "a part of the path is no directory; remove what is in its place",
+}
+
+
+def state_error(action: str, path: Path, error: OSError) -> StateError:
+    """One sentence for a failed file operation: what, where, and what to do about it."""
+    remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
+    return StateError(f"cannot {action} {path}: {remedy}")
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Replace `path` by `content`.
+
+    The temporary file lies in the same directory, because a rename from elsewhere is no rename, and because
+    a watcher of the directory sees it. `durable` also syncs file and directory.
+    Raises: StateError.
+    """
+    name = path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise state_error("write", path, error) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            if durable:
+                os.fsync(file.fileno())
+        name.replace(path)
+        if durable:
+            sync_directory(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise state_error("write", path, error) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make the directory's own entries durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path, mode: int) -> None:
+    """Create the directory and its parents where missing. Raises: StateError."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise state_error("create the directory", path, error) from error

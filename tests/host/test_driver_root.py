@@ -1,0 +1,278 @@
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import NvmlUnavailableError, RetryableError
+from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
+from dra_driver.model.driver_files import DriverFile, DriverFiles
+from dra_driver.model.host import HostPaths
+from tests.host.trees import (
+    COMMON_NODES,
+    LIBRARIES,
+    VERSION,
+    FakeNodes,
+    age,
+    driver_root,
+    link,
+    put,
+    put_libraries,
+)
+
+HOST_ROOT = "/run/nvidia/driver"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> FakeNodes:
+    return driver_root(tmp_path)
+
+
+def root_at(path: Path, nodes: FakeNodes, hook: str | None = None, host_root: str = HOST_ROOT) -> DriverRoot:
+    paths = HostPaths(str(path), host_root, proc=str(path / "proc"), sys=str(path / "sys"))
+    return DriverRoot(paths, nodes=nodes, hook=hook)
+
+
+def scan(path: Path, nodes: FakeNodes, version: str | None = VERSION) -> DriverFiles:
+    return root_at(path, nodes).scan(version)
+
+
+def containers(files: tuple[DriverFile, ...]) -> list[str]:
+    return [file.container_path for file in files]
+
+
+def test_every_part_is_found_with_its_three_paths_when_the_root_is_complete(
+    tmp_path: Path, nodes: FakeNodes
+) -> None:
+    files = scan(tmp_path, nodes)
+    directory = "/usr/lib/x86_64-linux-gnu"
+    assert files.version == VERSION
+    assert containers(files.libraries) == sorted(f"{directory}/{name}.so.{VERSION}" for name in LIBRARIES)
+    libcuda = next(file for file in files.libraries if "libcuda.so" in file.path)
+    assert libcuda == DriverFile(
+        f"{tmp_path}{directory}/libcuda.so.{VERSION}",
+        f"{HOST_ROOT}{directory}/libcuda.so.{VERSION}",
+        f"{directory}/libcuda.so.{VERSION}",
+    )
+    assert files.library_dirs == files.libcuda_dirs == (directory,)
+    assert containers(files.binaries) == [
+        "/usr/bin/nvidia-smi", "/usr/bin/nvidia-debugdump", "/usr/bin/nvidia-cuda-mps-control",
+        "/usr/bin/nvidia-cuda-mps-server",
+    ]  # fmt: skip
+    assert containers(files.firmware) == [
+        f"/lib/firmware/nvidia/{VERSION}/{name}" for name in ("gsp_ga10x.bin", "gsp_tu10x.bin")
+    ]
+    assert containers(files.sockets) == ["/run/nvidia-persistenced/socket"]
+    assert containers(files.configs) == [
+        "/etc/OpenCL/vendors/nvidia.icd",
+        "/etc/vulkan/icd.d/nvidia_icd.json",
+    ]
+    assert files.hook == f"{HOST_ROOT}/usr/bin/nvidia-cdi-hook"
+    assert files.ldconfig == f"{HOST_ROOT}/sbin/ldconfig"
+    assert {node.node.path for node in files.nodes} == set(COMMON_NODES)
+    assert {node.host_path for node in files.nodes} == {f"{HOST_ROOT}{path}" for path in COMMON_NODES}
+    assert files.notes == ()
+
+
+def test_links_that_programs_load_are_listed_when_the_host_has_only_some(
+    tmp_path: Path, nodes: FakeNodes
+) -> None:
+    links = {link.path.rpartition("/")[2]: link for link in scan(tmp_path, nodes).links}
+    targets = {name: entry.target for name, entry in links.items()}
+    assert targets["libcuda.so.1"] == f"libcuda.so.{VERSION}"
+    assert targets["libcuda.so"] == "libcuda.so.1"
+    assert targets["libnvidia-ml.so.1"] == f"libnvidia-ml.so.{VERSION}"
+    assert targets["libnvidia-ptxjitcompiler.so.1"] == f"libnvidia-ptxjitcompiler.so.{VERSION}"
+    assert targets["libnvidia-nvvm.so.4"] == f"libnvidia-nvvm.so.{VERSION}"
+    assert targets["libGLX_indirect.so.0"] == f"libGLX_nvidia.so.{VERSION}"
+    assert targets["nvidia-drm_gbm.so"] == "../libnvidia-allocator.so.1"
+    assert "libnvidia-glcore.so.1" not in targets
+    assert links["libcuda.so"].host_path == f"{HOST_ROOT}/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
+
+
+def test_each_file_is_found_once_when_lib_is_a_link_to_usr_lib(tmp_path: Path, nodes: FakeNodes) -> None:
+    (tmp_path / "lib/firmware").rename(tmp_path / "usr/lib/firmware")
+    (tmp_path / "lib").rmdir()
+    link(tmp_path, "/lib", "/usr/lib")
+    files = scan(tmp_path, nodes)
+    assert len(files.libraries) == len(LIBRARIES)
+    assert files.firmware[0].host_path == f"{HOST_ROOT}/usr/lib/firmware/nvidia/{VERSION}/gsp_ga10x.bin"
+
+
+def test_alternatives_are_followed_inside_the_root_when_links_are_absolute(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path, directory="/usr/lib/x86_64-linux-gnu/nvidia/current")
+    current = "/usr/lib/x86_64-linux-gnu/nvidia/current"
+    link(tmp_path, "/usr/lib/x86_64-linux-gnu/libcuda.so.1", "/etc/alternatives/libcuda.so.1")
+    link(tmp_path, "/etc/alternatives/libcuda.so.1", f"{current}/libcuda.so.1")
+    files = scan(tmp_path, nodes)
+    links = {entry.path: (entry.target, entry.host_path) for entry in files.links}
+    assert files.library_dirs == (current,)
+    assert links["/usr/lib/x86_64-linux-gnu/libcuda.so.1"] == (
+        f"nvidia/current/libcuda.so.{VERSION}",
+        f"{HOST_ROOT}{current}/libcuda.so.{VERSION}",
+    )
+
+
+def test_nothing_outside_is_found_when_a_link_leads_out_of_the_root(tmp_path: Path) -> None:
+    put(tmp_path, "/outside/nvidia-smi")
+    root = tmp_path / "root"
+    link(root, "/usr/bin/nvidia-smi", "../../../outside/nvidia-smi")
+    assert find_nvidia_smi(str(root)) is None
+    link(root, "/usr/sbin/nvidia-smi", str(tmp_path / "outside/nvidia-smi"))
+    assert find_nvidia_smi(str(root)) is None
+
+
+def test_a_loop_of_links_is_nothing(tmp_path: Path) -> None:
+    link(tmp_path, "/usr/bin", "/usr/bin/x")
+    link(tmp_path, "/usr/lib64", "/usr/lib64")
+    assert find_nvidia_smi(str(tmp_path)) is None
+
+
+def test_32_bit_libraries_are_left_out(tmp_path: Path, nodes: FakeNodes) -> None:
+    put_libraries(tmp_path, "/usr/lib64")
+    for file in (tmp_path / "usr/lib64").glob("libcuda.so.5*"):
+        file.write_bytes(b"\x7fELF\x01 rest")
+    assert scan(tmp_path, nodes).library_dirs == ("/usr/lib/x86_64-linux-gnu",)
+
+
+def test_the_linkers_cache_is_asked_when_no_usual_directory_has_the_driver(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path, directory="/opt/vendor/driver/lib")
+    cache = tmp_path / "etc/ld.so.cache"
+    cache.write_bytes(b"glibc-ld.so.cache1.1\x00libcuda.so.1\x00/opt/vendor/driver/lib/libcuda.so.1\x00")
+    assert scan(tmp_path, nodes).libcuda_dirs == ("/opt/vendor/driver/lib",)
+    found = find_nvml_library(str(tmp_path))
+    assert found == f"{tmp_path}/opt/vendor/driver/lib/libnvidia-ml.so.{VERSION}"
+
+
+def test_the_loaded_version_is_taken_when_two_are_installed(tmp_path: Path, nodes: FakeNodes) -> None:
+    put_libraries(tmp_path, "/usr/lib64", "550.54.15")
+    assert scan(tmp_path, nodes).version == VERSION
+    assert scan(tmp_path, nodes, "550.54.15").library_dirs == ("/usr/lib64",)
+    assert scan(tmp_path, nodes, None).version == "550.54.15"
+
+
+def test_a_half_upgraded_driver_is_an_error(tmp_path: Path, nodes: FakeNodes) -> None:
+    with pytest.raises(RetryableError, match=rf"half upgraded: version 575\.1 is loaded.*{VERSION}.*reboot"):
+        scan(tmp_path, nodes, "575.1")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("libcuda.so", r"libcuda\.so\.<version> is not below the driver root"),
+        ("libnvidia-ml.so", r"libnvidia-ml\.so\.570\.124\.06 is not below"),
+    ],
+)
+def test_a_missing_library_is_an_error(tmp_path: Path, nodes: FakeNodes, missing: str, message: str) -> None:
+    for file in (tmp_path / "usr/lib/x86_64-linux-gnu").glob(f"{missing}*"):
+        file.unlink()
+    with pytest.raises(RetryableError, match=message):
+        scan(tmp_path, nodes)
+
+
+@pytest.mark.parametrize("missing", ["/dev/nvidiactl", "/dev/nvidia-uvm"])
+def test_a_missing_node_is_an_error_that_names_the_remedy(
+    tmp_path: Path, nodes: FakeNodes, missing: str
+) -> None:
+    del nodes.nodes[f"{tmp_path}{missing}"]
+    put(tmp_path, "/dev/other")
+    with pytest.raises(
+        RetryableError, match=rf"{missing} is missing on the host: load the .*nvidia-modprobe"
+    ):
+        scan(tmp_path, nodes)
+
+
+def test_nodes_of_a_private_dev_are_not_taken_when_the_host_lacks_them(tmp_path: Path) -> None:
+    driver_root(tmp_path)
+    nodes = FakeNodes()
+    nodes.add(f"{tmp_path}/dev/null", 1, 3)
+    for path, (major, minor) in COMMON_NODES.items():
+        nodes.add(path, major, minor)
+    with pytest.raises(RetryableError, match="/dev/nvidiactl is missing on the host"):
+        scan(tmp_path, nodes)
+
+
+def test_nodes_of_the_host_are_taken_when_the_driver_root_has_no_dev(tmp_path: Path) -> None:
+    driver_root(tmp_path)
+    nodes = FakeNodes()
+    for path, (major, minor) in COMMON_NODES.items():
+        nodes.add(path, major, minor)
+    files = scan(tmp_path, nodes)
+    assert {node.host_path for node in files.nodes} == set(COMMON_NODES)
+
+
+def test_a_missing_modeset_node_is_only_noted(tmp_path: Path, nodes: FakeNodes) -> None:
+    del nodes.nodes[f"{tmp_path}/dev/nvidia-modeset"]
+    files = scan(tmp_path, nodes)
+    assert len(files.nodes) == 3
+    assert files.notes == ("device node /dev/nvidia-modeset is missing on the host; CUDA does not need it",)
+
+
+def test_the_hook_of_the_settings_is_checked_when_it_lies_in_the_driver_root(
+    tmp_path: Path, nodes: FakeNodes
+) -> None:
+    inside = f"{HOST_ROOT}/opt/nvidia-ctk"
+    assert root_at(tmp_path, nodes, inside).scan(VERSION).hook is None
+    put(tmp_path, "/opt/nvidia-ctk")
+    assert root_at(tmp_path, nodes, inside).scan(VERSION).hook == inside
+    elsewhere = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
+    assert root_at(tmp_path, nodes, elsewhere).scan(VERSION).hook == elsewhere
+
+
+def test_paths_stay_as_they_are_when_the_root_is_the_hosts(tmp_path: Path, nodes: FakeNodes) -> None:
+    files = root_at(tmp_path, nodes, host_root="/").scan(VERSION)
+    assert all(file.host_path == file.container_path for file in files.libraries)
+    assert all(node.host_path == node.node.path for node in files.nodes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "usr/bin/nvidia-cdi-hook").unlink(),
+        lambda root: (root / "usr/lib/x86_64-linux-gnu/libcuda.so.1").unlink(),
+        lambda root: put_libraries(root, "/usr/lib64", "575.1"),
+        lambda root: put(root, "/run/nvidia-fabricmanager/socket"),
+        lambda root: put(root, "/lib/firmware/nvidia/575.1/gsp_ga10x.bin"),
+    ],
+)
+def test_the_fingerprint_changes_when_a_part_is_replaced(tmp_path: Path, nodes: FakeNodes, change) -> None:
+    age(tmp_path)
+    root = root_at(tmp_path, nodes)
+    before = root.fingerprint()
+    assert root.fingerprint() == before
+    hash(before)
+    change(tmp_path)
+    assert root.fingerprint() != before
+
+
+def test_files_are_scanned_again_only_when_something_changed(tmp_path: Path, nodes: FakeNodes) -> None:
+    root = root_at(tmp_path, nodes)
+    assert root.files(VERSION) is not root.files(VERSION)
+    age(tmp_path)
+    first = root.files(VERSION)
+    assert root.files(VERSION) is first
+    (tmp_path / "usr/bin/nvidia-cdi-hook").unlink()
+    assert root.files(VERSION).hook is None
+    with pytest.raises(RetryableError):
+        root.files("575.1")
+    nodes.add(f"{tmp_path}/dev/nvidia-uvm", 510, 0)
+    assert {node.node.major for node in root.files(VERSION).nodes} == {195, 510, 511}
+
+
+def test_nvml_is_found_in_each_usual_place(tmp_path: Path) -> None:
+    for index, directory in enumerate(("/usr/lib64", "/lib/aarch64-linux-gnu", "/usr/local/glibc/usr/lib")):
+        root = tmp_path / str(index)
+        put_libraries(root, directory)
+        assert find_nvml_library(str(root)) == f"{root}{directory}/libnvidia-ml.so.{VERSION}"
+
+
+def test_nvml_is_found_when_nobody_made_its_link(tmp_path: Path) -> None:
+    put_libraries(tmp_path, "/usr/lib64", links=False)
+    assert find_nvml_library(str(tmp_path)) == f"{tmp_path}/usr/lib64/libnvidia-ml.so.{VERSION}"
+
+
+def test_the_error_lists_where_it_looked_when_nvml_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(NvmlUnavailableError, match=rf"looked in .*{tmp_path}/usr/lib64, .*driver root"):
+        find_nvml_library(str(tmp_path))
+
+
+def test_nvidia_smi_is_found(tmp_path: Path, nodes: FakeNodes) -> None:
+    assert find_nvidia_smi(str(tmp_path)) == f"{tmp_path}/usr/bin/nvidia-smi"

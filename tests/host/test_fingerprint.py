@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import pytest
+
+from dra_driver.host.fingerprint import device_fingerprint
+from tests.host.trees import pci_function, put
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "proc/driver/nvidia/capabilities/gpu0/mig/gi1/access",
+        "proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access",
+        "proc/driver/nvidia/gpus/0000:1b:00.0/information",
+        "proc/driver/nvidia/version",
+        "sys/bus/pci/devices/0000:1c:00.0/vendor",
+    ],
+)
+def test_the_fingerprint_changes_when_something_comes(tmp_path: Path, path: str) -> None:
+    sys, proc = str(tmp_path / "sys"), str(tmp_path / "proc")
+    hash(device_fingerprint(sys, proc))
+    pci_function(tmp_path / "sys", "0000:1b:00.0")
+    put(tmp_path, "proc/driver/nvidia/capabilities/gpu0/mig/gi2/access")
+    before = device_fingerprint(sys, proc)
+    assert device_fingerprint(sys, proc) == before
+    put(tmp_path, path, "x")
+    assert device_fingerprint(sys, proc) != before

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.host import PciFunction
+from tests.host.trees import pci_function, put
+
+GPU = "0000:1b:00.0"
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Sysfs:
+    return Sysfs(str(tmp_path / "sys"), str(tmp_path / "proc"))
+
+
+def test_pcie_root_is_the_first_element_below_devices(tmp_path: Path, sysfs: Sysfs) -> None:
+    pci_function(tmp_path / "sys", GPU)
+    assert sysfs.pcie_root(GPU) == "pci0000:16"
+
+
+def test_pcie_root_is_unknown_when_the_device_is_not_below_a_pci_root(tmp_path: Path, sysfs: Sysfs) -> None:
+    pci_function(tmp_path / "sys", GPU, parent="LNXSYSTM:00/VMBUS:00/pci0001:00")
+    assert sysfs.pcie_root(GPU) is None
+    assert sysfs.pcie_root("0000:99:00.0") is None
+
+
+@pytest.mark.parametrize(("text", "node"), [("0", 0), ("1", 1), ("-1", None), ("", None)])
+def test_numa_node_is_omitted_when_negative(
+    tmp_path: Path, sysfs: Sysfs, text: str, node: int | None
+) -> None:
+    pci_function(tmp_path / "sys", GPU, numa_node=text)
+    assert sysfs.numa_node(GPU) == node
+
+
+def test_functions_of_nvidia_are_listed_with_class_and_driver(tmp_path: Path, sysfs: Sysfs) -> None:
+    sys = tmp_path / "sys"
+    place = pci_function(sys, GPU)
+    (sys / "bus/pci/drivers/nvidia").mkdir(parents=True)
+    (place / "driver").symlink_to("../../../../bus/pci/drivers/nvidia")
+    pci_function(sys, "0000:07:00.0", device="0x22a3", **{"class": "0x068000"})
+    pci_function(sys, "0000:00:02.0", vendor="0x8086")
+    switch = PciFunction("0000:07:00.0", 0x10DE, 0x22A3, 0x068000)
+    gpu = PciFunction(GPU, 0x10DE, 0x2330, 0x030200, "nvidia")
+    assert sysfs.nvidia_functions() == (switch, gpu)
+    assert sysfs.gpu_functions() == {GPU}
+
+
+def test_drm_nodes_are_cards_and_render_nodes(tmp_path: Path, sysfs: Sysfs) -> None:
+    place = pci_function(tmp_path / "sys", GPU)
+    for name in ("renderD128", "card1", "card1-DP-1", "controlD64"):
+        (place / "drm" / name).mkdir(parents=True)
+    assert sysfs.drm_nodes(GPU) == ("card1", "renderD128")
+    assert sysfs.drm_nodes("0000:99:00.0") == ()
+
+
+def test_a_function_that_fell_off_the_bus_reads_all_ones(tmp_path: Path, sysfs: Sysfs) -> None:
+    place = pci_function(tmp_path / "sys", GPU)
+    assert sysfs.answers(GPU) is None
+    (place / "config").write_bytes(b"\xde\x10\x30\x23")
+    assert sysfs.answers(GPU) is True
+    (place / "config").write_bytes(b"\xff" * 64)
+    assert sysfs.answers(GPU) is False
+
+
+def test_memory_and_boot_are_read_from_proc(tmp_path: Path, sysfs: Sysfs) -> None:
+    assert sysfs.memory_total() is None
+    assert sysfs.boot_id() is None
+    put(tmp_path, "proc/meminfo", "MemTotal:       2113519280 kB\nMemFree: 1 kB\n")
+    put(tmp_path, "proc/sys/kernel/random/boot_id", "0b0c5ff4-5b0a-44b8-9bd3-2b2b3d3e7f10\n")
+    assert sysfs.memory_total() == 2113519280 * 1024
+    assert sysfs.boot_id() == "0b0c5ff4-5b0a-44b8-9bd3-2b2b3d3e7f10"
+
+
+def test_everything_is_empty_when_there_is_no_sysfs(sysfs: Sysfs) -> None:
+    assert sysfs.nvidia_functions() == ()
+    assert sysfs.gpu_functions() == frozenset()

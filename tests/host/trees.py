@@ -1,0 +1,101 @@
+"""Small driver roots and device nodes for tests, made without root."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dra_driver.model.host import DeviceNode
+
+VERSION = "570.124.06"
+LIBRARIES = (
+    "libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler", "libcudadebugger", "libnvidia-nvvm",
+    "libnvidia-cfg", "libnvidia-opencl", "libnvidia-allocator", "libnvcuvid", "libnvidia-encode",
+    "libnvidia-opticalflow", "libGLX_nvidia", "libEGL_nvidia", "libnvidia-glcore",
+)  # fmt: skip
+BINARIES = ("nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
+COMMON_NODES = {
+    "/dev/nvidiactl": (195, 255),
+    "/dev/nvidia-modeset": (195, 254),
+    "/dev/nvidia-uvm": (511, 0),
+    "/dev/nvidia-uvm-tools": (511, 1),
+}
+
+
+@dataclass
+class FakeNodes:
+    """Device nodes by the path under which the process under test sees them."""
+
+    nodes: dict[str, DeviceNode] = field(default_factory=dict)
+
+    def add(self, path: str, major: int, minor: int, *, mode: int = 0o666, gid: int = 0) -> None:
+        self.nodes[path] = DeviceNode(path, "c", major, minor, mode, 0, gid)
+
+    def read(self, path: str) -> DeviceNode | None:
+        return self.nodes.get(path)
+
+
+def put(root: Path, path: str, content: str = "") -> Path:
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content)
+    return file
+
+
+def link(root: Path, path: str, target: str) -> None:
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.symlink_to(target)
+
+
+def put_libraries(root: Path, directory: str, version: str = VERSION, *, links: bool = True) -> None:
+    for library in LIBRARIES:
+        put(root, f"{directory}/{library}.so.{version}")
+    if links:
+        link(root, f"{directory}/libcuda.so.1", f"libcuda.so.{version}")
+        link(root, f"{directory}/libcuda.so", "libcuda.so.1")
+        link(root, f"{directory}/libnvidia-ml.so.1", f"libnvidia-ml.so.{version}")
+
+
+def driver_root(root: Path, *, directory: str = "/usr/lib/x86_64-linux-gnu", hook: bool = True) -> FakeNodes:
+    """A complete root, and the nodes below it with eight GPUs."""
+    put_libraries(root, directory)
+    for binary in BINARIES:
+        put(root, f"/usr/bin/{binary}")
+    for name in ("gsp_ga10x.bin", "gsp_tu10x.bin"):
+        put(root, f"/lib/firmware/nvidia/{VERSION}/{name}")
+    put(root, "/run/nvidia-persistenced/socket")
+    link(root, "/var/run", "/run")
+    put(root, "/etc/OpenCL/vendors/nvidia.icd")
+    put(root, "/usr/share/vulkan/icd.d/nvidia_icd.json")
+    put(root, "/sbin/ldconfig")
+    if hook:
+        put(root, "/usr/bin/nvidia-cdi-hook")
+    nodes = FakeNodes()
+    for path, (major, minor) in COMMON_NODES.items():
+        nodes.add(f"{root}{path}", major, minor)
+    for minor in range(8):
+        nodes.add(f"{root}/dev/nvidia{minor}", 195, minor)
+        nodes.add(f"{root}/dev/dri/card{minor + 1}", 226, minor + 1, mode=0o660, gid=44)
+        nodes.add(f"{root}/dev/dri/renderD{minor + 128}", 226, minor + 128, mode=0o660, gid=109)
+    return nodes
+
+
+def pci_function(sys: Path, bus_id: str, *, parent: str = "pci0000:16/0000:16:01.0", **files: str) -> Path:
+    """A PCI function below `/sys`; `files` are attribute files such as `vendor`."""
+    place = sys / "devices" / parent / bus_id
+    place.mkdir(parents=True)
+    devices = sys / "bus/pci/devices"
+    devices.mkdir(parents=True, exist_ok=True)
+    (devices / bus_id).symlink_to(f"../../../devices/{parent}/{bus_id}")
+    for name, content in {"vendor": "0x10de", "device": "0x2330", "class": "0x030200", **files}.items():
+        (place / name).write_text(content + "\n")
+    return place
+
+
+def age(root: Path) -> None:
+    """Make everything look unchanged for a while."""
+    for directory, _, files in os.walk(root):
+        for path in (directory, *(f"{directory}/{name}" for name in files)):
+            os.utime(path, (1_700_000_000, 1_700_000_000), follow_symlinks=False)

@@ -1,0 +1,149 @@
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.core.cdi import claim_spec, encode
+from dra_driver.errors import ClaimRefusedError, StateError
+from dra_driver.state.cdi_directory import CdiDirectory
+from tests.core.cdi_samples import DRIVER, UID, driver, gpu
+
+FILE = f"k8s.{DRIVER}-claim_{UID}.json"
+
+
+def spec(minor: int = 0) -> dict[str, Any]:
+    return claim_spec(UID, DRIVER, driver(), [gpu(minor)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CdiDirectory:
+    return CdiDirectory(tmp_path / "cdi", DRIVER)
+
+
+def test_a_spec_is_written_for_all_to_read_and_nothing_else_is_left(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    previous = os.umask(0o077)
+    try:
+        assert directory.write(UID, spec()) is True
+    finally:
+        os.umask(previous)
+    assert [file.name for file in (tmp_path / "cdi").iterdir()] == [FILE]
+    file = tmp_path / "cdi" / FILE
+    assert file.read_bytes() == encode(spec())
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert directory.read(UID) == spec()
+
+
+def test_the_file_is_left_alone_when_it_is_right(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    before = (tmp_path / "cdi" / FILE).stat()
+    assert directory.verify(UID, spec())
+    assert directory.write(UID, spec()) is False
+    assert (tmp_path / "cdi" / FILE).stat() == before
+
+
+def test_the_file_is_replaced_when_it_is_wrong(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    (tmp_path / "cdi" / FILE).write_text("broken")
+    assert not directory.verify(UID, spec())
+    assert directory.read(UID) is None
+    assert directory.write(UID, spec()) is True
+    assert directory.write(UID, spec(1)) is True
+    assert directory.read(UID) == spec(1)
+
+
+def test_the_directory_is_made_anew_when_a_reboot_took_it(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.create()
+    assert (tmp_path / "cdi").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "cdi").rmdir()
+    assert not directory.verify(UID, spec())
+    assert directory.list() == {}
+    assert directory.write(UID, spec()) is True
+
+
+def test_removing_twice_is_removing_once(directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    assert directory.remove(UID) is True
+    assert directory.remove(UID) is False
+    assert directory.list() == {}
+
+
+def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0), gpu(1)]))
+    CdiDirectory(tmp_path / "cdi", "other.example.com").write(
+        "other", claim_spec("other", "other.example.com", driver(), [gpu(0)])
+    )
+    stem = f"k8s.{DRIVER}-claim_"
+    (tmp_path / "cdi" / f"{stem}broken.json").write_text("{")
+    (tmp_path / "cdi" / f"{stem}odd.json").write_text('{"devices": 1}')
+    (tmp_path / "cdi" / f"{stem}old.yaml").write_text("devices:\n- name: old-gpu-0\n")
+    (tmp_path / "cdi" / f".{stem}temp.json.x.tmp").write_text("")
+    assert directory.list() == {
+        UID: ("gpu-00000000", "gpu-00000001"),
+        "broken": (),
+        "odd": (),
+        "old": ("gpu-0",),
+    }
+
+
+def test_a_file_that_an_earlier_driver_wrote_goes_with_its_claim(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    directory.write(UID, spec())
+    (tmp_path / "cdi" / FILE).with_suffix(".yaml").write_text("devices: []")
+    assert directory.remove(UID) is True
+    assert list((tmp_path / "cdi").iterdir()) == []
+
+
+def test_only_old_temporary_files_are_cleared_up_at_the_start(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    directory.create()
+    old, young = (tmp_path / "cdi" / f".{FILE}.{name}.tmp" for name in ("old", "young"))
+    foreign = tmp_path / "cdi" / ".spec.tmp"
+    for file in (old, young, foreign):
+        file.write_text("")
+    for file in (old, foreign):
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+    directory.create()
+    assert sorted((tmp_path / "cdi").iterdir()) == sorted([young, foreign])
+
+
+def test_a_spec_that_runtimes_would_refuse_is_never_written(tmp_path: Path, directory: CdiDirectory) -> None:
+    with pytest.raises(StateError, match=r"would refuse the CDI spec of claim .*spec\.more: unknown field"):
+        directory.write(UID, spec() | {"more": 1})
+    assert not (tmp_path / "cdi").exists()
+
+
+@pytest.mark.parametrize("uid", ["../../etc/passwd", "a/b", ""])
+def test_a_uid_cannot_lead_out_of_the_directory(directory: CdiDirectory, uid: str) -> None:
+    for call in (directory.read, directory.remove, lambda bad: directory.write(bad, spec())):
+        with pytest.raises(ClaimRefusedError):
+            call(uid)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "remount it writable")]
+)
+def test_the_error_names_file_and_remedy_when_the_disk_refuses(
+    tmp_path: Path, directory: CdiDirectory, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    directory.create()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(StateError, match=rf"{tmp_path}/cdi/{FILE}.*{remedy}"):
+        directory.write(UID, spec())
+
+
+def test_the_error_names_the_directory_when_a_file_is_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "cdi").write_text("")
+    directory = CdiDirectory(tmp_path / "cdi", DRIVER)
+    for call in (directory.create, directory.list, lambda: directory.remove(UID)):
+        with pytest.raises(StateError, match=f"{tmp_path}/cdi"):
+            call()
