@@ -1,0 +1,77 @@
+"""The one map from NVML return codes to the driver's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pynvml
+
+from dra_driver.errors import (
+    DeviceLostError,
+    DraDriverError,
+    NotSupportedError,
+    NvmlUnavailableError,
+    RetryableError,
+)
+
+T = TypeVar("T")
+
+_UNAVAILABLE = {
+    pynvml.NVML_ERROR_UNINITIALIZED: "NVML is not initialised",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)",
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 was not found below the driver root",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "the NVML library and the kernel driver have different versions; reload the driver or reboot"
+    ),
+}
+# Not NVML_ERROR_UNKNOWN: it comes for single attributes too, and a GPU that tells its UUID is not lost.
+_LOST = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, getattr(pynvml, "NVML_ERROR_GPU_NOT_FOUND", 28)})
+_ABSENT = frozenset(
+    {
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        getattr(pynvml, "NVML_ERROR_ARGUMENT_VERSION_MISMATCH", 25),
+    }
+)
+
+
+def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
+    """Our error for an NVML error; `action` says what was tried on which object."""
+    code = error.value
+    if code in _UNAVAILABLE:
+        return NvmlUnavailableError(f"{action}: {_UNAVAILABLE[code]}")
+    if code in _LOST:
+        return DeviceLostError(f"{action}: the GPU does not answer ({error})")
+    if code in _ABSENT:
+        return NotSupportedError(f"{action}: {error}")
+    if code == pynvml.NVML_ERROR_NO_PERMISSION:
+        return RetryableError(f"{action}: NVML refused access; run as root with access to /dev/nvidiactl")
+    return RetryableError(f"{action}: {error}")
+
+
+@contextmanager
+def nvml_errors(action: str) -> Iterator[None]:
+    """Raise our errors for everything that the binding raises inside.
+
+    Raises: NvmlUnavailableError, DeviceLostError, NotSupportedError, RetryableError.
+    """
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise translated(error, action) from error
+    except getattr(pynvml, "NVMLLibraryMismatchError", ()) as error:
+        raise NotSupportedError(f"{action}: {error}") from error
+
+
+def supported(call: Callable[..., T], *args: object) -> T | None:
+    """The call's result, or None where the GPU or driver does not have the feature.
+
+    Raises: the other errors of `nvml_errors`.
+    """
+    try:
+        with nvml_errors(getattr(call, "__name__", "NVML call")):
+            return call(*args)
+    except NotSupportedError:
+        return None

@@ -1,0 +1,156 @@
+"""Reading the MIG devices that exist on a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pynvml
+
+from dra_driver.errors import DeviceLostError, DraDriverError, NotSupportedError, NvmlUnavailableError
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.model.mig import MigDevice, MigProfile, Placement
+from dra_driver.nvml.failures import nvml_errors
+
+Handle = Any
+
+_PROFILE_COUNT = getattr(pynvml, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0x12)
+_PROFILE_SUFFIX = {
+    0x7: "+me", 0x8: "+me", 0xA: "+gfx", 0xB: "+gfx", 0xC: "+gfx", 0xD: "-me", 0xE: "-me",
+    0xF: "+me.all", 0x10: "+me.all", 0x11: "+gfx",
+}  # fmt: skip
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+def read_mig_devices(handle: Handle, gpu: Gpu) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
+    """The MIG devices of a GPU in MIG mode, and what could not be read. GPU instances without a compute
+    instance are no devices.
+
+    Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
+    """
+    faults: list[DiscoveryFault] = []
+    profiles = read_profiles(handle, gpu, faults)
+    devices: list[MigDevice] = []
+    with nvml_errors(f"count the MIG devices of GPU {gpu.uuid}"):
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    for index in range(count):
+        try:
+            with nvml_errors(f"read MIG device {index} of GPU {gpu.uuid}"):
+                mig = _mig_handle(handle, index)
+                if mig is not None:
+                    devices.append(_read_mig_device(mig, handle, gpu, profiles))
+        except (DeviceLostError, NvmlUnavailableError):
+            raise
+        except DraDriverError as error:
+            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", str(error)))
+    return tuple(devices), faults
+
+
+def _mig_handle(handle: Handle, index: int) -> Handle | None:
+    """The handle of a MIG device, None for the holes of the sparse numbering."""
+    try:
+        return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+    except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+        return None
+
+
+def _read_mig_device(mig: Handle, parent: Handle, gpu: Gpu, profiles: dict[int, MigProfile]) -> MigDevice:
+    gpu_instance_id = pynvml.nvmlDeviceGetGpuInstanceId(mig)
+    info = pynvml.nvmlGpuInstanceGetInfo(pynvml.nvmlDeviceGetGpuInstanceById(parent, gpu_instance_id))
+    profile = profiles.get(info.profileId)
+    if profile is None:
+        raise NotSupportedError(
+            f"GPU instance {gpu_instance_id} of GPU {gpu.uuid} has profile {info.profileId}, "
+            "which NVML does not list for this GPU"
+        )
+    attributes = pynvml.nvmlDeviceGetAttributes(mig)
+    compute_slices = int(attributes.computeInstanceSliceCount)
+    shares = 0 < compute_slices < profile.slice_count
+    if shares:
+        profile = replace(
+            profile,
+            name=f"{compute_slices}c.{profile.name}",
+            multiprocessors=int(attributes.multiprocessorCount),
+        )
+    return MigDevice(
+        uuid=pynvml.nvmlDeviceGetUUID(mig),
+        parent_uuid=gpu.uuid,
+        gpu_instance_id=gpu_instance_id,
+        compute_instance_id=pynvml.nvmlDeviceGetComputeInstanceId(mig),
+        profile=profile,
+        placement=Placement(int(info.placement.start), int(info.placement.size)),
+        shares_gpu_instance=shares,
+    )
+
+
+def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dict[int, MigProfile]:
+    """The GPU instance profiles of a GPU by profile ID, from NVML's own table; `faults` gets those that
+    could not be read.
+
+    Raises: DeviceLostError, NvmlUnavailableError.
+    """
+    profiles: dict[int, MigProfile] = {}
+    for number in range(_PROFILE_COUNT):
+        try:
+            with nvml_errors(f"read GPU instance profile {number} of GPU {gpu.uuid}"):
+                info = _profile_info(handle, number)
+        except NotSupportedError:
+            continue
+        except (DeviceLostError, NvmlUnavailableError):
+            raise
+        except DraDriverError as error:
+            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", str(error)))
+            continue
+        if info is not None:
+            profiles[info.id] = _profile(info, number, gpu)
+    return profiles
+
+
+def _profile_info(handle: Handle, number: int) -> Any:
+    """Version 2 of the struct carries the driver's own name; older drivers have version 1 only."""
+    try:
+        return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=2)
+    except pynvml.NVMLError_InvalidArgument:
+        return None
+    except pynvml.NVMLError_FunctionNotFound:
+        try:
+            return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=1)
+        except pynvml.NVMLError_InvalidArgument:
+            return None
+
+
+def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
+    return MigProfile(
+        profile_id=int(info.id),
+        name=_driver_name(info) or _rule_name(info, number, gpu.memory_bytes),
+        slice_count=int(info.sliceCount),
+        max_instances=int(info.instanceCount),
+        multiprocessors=int(info.multiprocessorCount),
+        copy_engines=int(info.copyEngineCount),
+        decoders=int(info.decoderCount),
+        encoders=int(info.encoderCount),
+        jpeg_engines=int(info.jpegCount),
+        ofa_engines=int(info.ofaCount),
+        memory_mib=int(info.memorySizeMB),
+    )
+
+
+def _driver_name(info: Any) -> str | None:
+    """`1g.10gb+me` from the driver's `MIG 1g.10gb+me`."""
+    name = getattr(info, "name", None)
+    if isinstance(name, bytes):
+        name = name.decode(errors="replace")
+    match = re.search(r"\d+g\.\d+gb\S*", name or "")
+    return match[0] if match else None
+
+
+def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
+    """The profile name by NVIDIA's rule: memory in eighths of the card, rounded half up."""
+    total = total_bytes or int(info.memorySizeMB) * _MIB
+    eighths = math.ceil(int(info.memorySizeMB) * _MIB / total * 8) / 8
+    gigabytes = math.floor(eighths * math.ceil(total / _GIB) + 0.5)
+    return f"{int(info.sliceCount)}g.{gigabytes}gb{_PROFILE_SUFFIX.get(number, '')}"

@@ -1,0 +1,167 @@
+"""Reading the identity and the attributes of one physical GPU."""
+
+from __future__ import annotations
+
+import uuid as uuidlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pynvml
+
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
+from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.ids import pci_bus_id
+from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.nvml.failures import nvml_errors, supported
+
+T = TypeVar("T")
+Handle = Any
+
+_BRANDS = {
+    0: "Unknown", 1: "Quadro", 2: "Tesla", 3: "NVS", 4: "Grid", 5: "GeForce", 6: "Titan",
+    7: "NvidiaVApps", 8: "NvidiaVPC", 9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming",
+    12: "QuadroRTX", 13: "NvidiaRTX", 14: "Nvidia", 15: "GeForceRTX", 16: "TitanRTX",
+}  # fmt: skip
+_ARCHITECTURES = {
+    2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada Lovelace",
+    9: "Hopper", 10: "Blackwell", 13: "Rubin",
+}  # fmt: skip
+_ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
+_FABRIC_COMPLETED = 3
+_MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
+
+
+@dataclass(slots=True)
+class FaultLog:
+    """Collects what could not be read about one subject, so that one attribute never hides a GPU."""
+
+    subject: str
+    faults: list[DiscoveryFault] = field(default_factory=list)
+
+    def read(self, what: str, call: Callable[..., T], *args: object) -> T | None:
+        """The call's result; None where not supported, and None with a fault where it failed.
+
+        Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
+        """
+        try:
+            return supported(call, *args)
+        except (DeviceLostError, NvmlUnavailableError):
+            raise
+        except (DraDriverError, ValueError) as error:
+            self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}"))
+            return None
+
+
+def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
+    """The NVML handle, the values of GPU number `index`, and what could not be read of it.
+
+    MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if not even
+    the handle or the UUID can be had.
+    """
+    with nvml_errors(f"find GPU with NVML index {index}"):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+    log = FaultLog(f"GPU {uuid}")
+    mig_mode = log.read("MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
+    memory = log.read("memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
+    gpu = Gpu(
+        uuid=uuid,
+        index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
+        minor=log.read("minor number", pynvml.nvmlDeviceGetMinorNumber, handle),
+        pci_bus_id=_pci_bus_id(log, handle),
+        product_name=log.read("product name", pynvml.nvmlDeviceGetName, handle),
+        brand=_named(log, "brand", pynvml.nvmlDeviceGetBrand, handle, _BRANDS),
+        architecture=_named(log, "architecture", pynvml.nvmlDeviceGetArchitecture, handle, _ARCHITECTURES),
+        cuda_compute_capability=_compute_capability(log, handle),
+        memory_bytes=None if memory is None else int(memory.total),
+        addressing_mode=_addressing_mode(log, handle),
+        nvlink_links=_active_links(log, handle),
+        fabric=_fabric(log, handle),
+        mig_capable=mig_mode is not None,
+        mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+    )
+    return handle, gpu, log.faults
+
+
+def _pci_bus_id(log: FaultLog, handle: Handle) -> str | None:
+    info = log.read("PCI bus ID", pynvml.nvmlDeviceGetPciInfo, handle)
+    if info is None:
+        return None
+    try:
+        return pci_bus_id(info.busId)
+    except ValueError as error:
+        log.faults.append(DiscoveryFault(log.subject, f"PCI bus ID: {error}"))
+        return None
+
+
+def _named(
+    log: FaultLog, what: str, call: Callable[..., int], handle: Handle, names: dict[int, str]
+) -> str | None:
+    value = log.read(what, call, handle)
+    return None if value is None else names.get(value)
+
+
+def _compute_capability(log: FaultLog, handle: Handle) -> tuple[int, int] | None:
+    value = log.read("CUDA compute capability", pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return None if value is None else (int(value[0]), int(value[1]))
+
+
+def _addressing_mode(log: FaultLog, handle: Handle) -> str | None:
+    value = log.read("addressing mode", pynvml.nvmlDeviceGetAddressingMode, handle)
+    mode = getattr(value, "value", value)
+    return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
+
+
+def link_states(log: FaultLog, handle: Handle) -> list[bool]:
+    """For each NVLink that the GPU has: is it up? An empty list where it has none, or where a link does
+    not tell, since a part of the links would look like a GPU with fewer.
+
+    Raises: DeviceLostError, NvmlUnavailableError.
+    """
+    states: list[bool] = []
+    for link in range(_MAX_LINKS):
+        known_faults = len(log.faults)
+        state = log.read(f"NVLink {link}", _link_state, handle, link)
+        if len(log.faults) > known_faults:
+            return []
+        if state is None:
+            break
+        states.append(state == pynvml.NVML_FEATURE_ENABLED)
+    return states
+
+
+def _link_state(handle: Handle, link: int) -> int | None:
+    try:
+        return int(pynvml.nvmlDeviceGetNvLinkState(handle, link))
+    except pynvml.NVMLError_InvalidArgument:
+        return None  # past the last link
+
+
+def _active_links(log: FaultLog, handle: Handle) -> int | None:
+    states = link_states(log, handle)
+    return sum(states) if states else None
+
+
+def _fabric(log: FaultLog, handle: Handle) -> Fabric | None:
+    """The multi-node fabric of the GPU; None while registration is under way or on a single node.
+
+    A single HGX board completes registration too, but with a cluster UUID of zeros.
+    """
+    info = _fabric_info(log, handle)
+    if info is None or info.state != _FABRIC_COMPLETED or info.status != pynvml.NVML_SUCCESS:
+        return None
+    cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
+    return None if cluster.int == 0 else Fabric(str(cluster), int(info.cliqueId))
+
+
+def _fabric_info(log: FaultLog, handle: Handle) -> Any:
+    get = getattr(pynvml, "nvmlDeviceGetGpuFabricInfoV", None)
+    for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
+        struct = getattr(pynvml, name, None)
+        if get is None or struct is None:
+            continue
+        info = struct()
+        if log.read("NVLink fabric", get, handle, pynvml.byref(info)) is not None:
+            return info
+    return None

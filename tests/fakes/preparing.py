@@ -1,0 +1,186 @@
+"""A node for tests of Prepare and Unprepare: real records, locks and CDI directory, data for the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dra_driver.core.planning import Plan
+from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import Step
+from dra_driver.services.executor import Executor
+from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.locks import GpuLocks
+from dra_driver.state.records import RecordStore
+from tests.core.samples import DRIVER, NODE
+
+
+class Crash(BaseException):
+    """The process dies here: nothing after this line runs, no handler of ours either."""
+
+
+class Claims:
+    """The API server's claims by UID."""
+
+    def __init__(self) -> None:
+        self.allocated: dict[str, AllocatedClaim] = {}
+        self.down = False
+        self.reads: list[tuple[str, float]] = []
+
+    def add(self, claim: AllocatedClaim) -> ClaimRef:
+        self.allocated[claim.ref.uid] = claim
+        return claim.ref
+
+    def read(self, ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        self.reads.append((ref.uid, timeout_s))
+        if self.down:
+            raise ApiUnavailableError("read claim: the API server does not answer")
+        if ref.uid not in self.allocated:
+            raise ClaimRefusedError(
+                f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
+            )
+        return self.allocated[ref.uid]
+
+
+@dataclass
+class Devices:
+    """Discovery with an inventory that tests set; `hidden` appears with the next scan."""
+
+    inventory: Inventory | None
+    hidden: Inventory | None = None
+    problem: str | None = None
+    scans: int = 0
+
+    def unavailable(self) -> str | None:
+        return self.problem
+
+    def scan_now(self) -> None:
+        self.scans += 1
+        if self.hidden is not None:
+            self.inventory, self.hidden, self.problem = self.hidden, None, None
+
+
+class SpecSteps:
+    """Steps that write a small file into the CDI directory; each can fail, die, or wait."""
+
+    def __init__(self, specs: CdiDirectory) -> None:
+        self._specs = specs
+        self.on_do: Callable[[Plan], None] = lambda plan: None
+        self.after_do: Callable[[Plan], None] = lambda plan: None
+        self.on_undo: Callable[[ClaimRecord], None] = lambda record: None
+        self.after_undo: Callable[[ClaimRecord], None] = lambda record: None
+
+    def do(self, step: Step, plan: Plan) -> None:
+        self.on_do(plan)
+        uid = plan.claim.ref.uid
+        names = sorted({planned.offered.name for planned in plan.devices})
+        devices = [{"name": f"{uid}-{name}", "containerEdits": {"env": ["A=1"]}} for name in names]
+        self._specs.write(uid, {"cdiVersion": "0.5.0", "kind": f"k8s.{DRIVER}/claim", "devices": devices})
+        self.after_do(plan)
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        self.on_undo(record)
+        self._specs.remove(record.ref.uid)
+        self.after_undo(record)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        return self._specs.read(record.ref.uid) is not None
+
+    def forget(self, claim_uid: str) -> None:
+        self._specs.remove(claim_uid)
+
+
+@dataclass
+class Outcomes:
+    """What metrics are told."""
+
+    told: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def prepared(self, duration_s: float, error: Exception | None) -> None:
+        assert duration_s >= 0
+        self.told.append(("prepare", type(error).__name__ if error else None))
+
+    def unprepared(self, duration_s: float, error: Exception | None) -> None:
+        self.told.append(("unprepare", type(error).__name__ if error else None))
+
+
+class Node:
+    """One instance of the plugin over a directory; `restarted` is the next one over the same."""
+
+    def __init__(
+        self, directory: Path, inventory: Inventory, *, boot_id: str = "boot-1", claims: Claims | None = None
+    ) -> None:
+        self.directory = directory
+        self.claims = claims or Claims()
+        self.devices = Devices(inventory)
+        self.records = RecordStore(directory / "claims")
+        self.records.open()
+        self.locks = GpuLocks(directory / "locks")
+        self.locks.open()
+        self.specs = CdiDirectory(directory / "cdi", DRIVER)
+        self.specs.create()
+        self.steps = SpecSteps(self.specs)
+        self.outcomes = Outcomes()
+        self.executor = Executor(
+            self.records, self.steps, boot_id, now=lambda: "2026-08-07T12:00:00.000+00:00"
+        )
+        self.preparer = Preparer(
+            Identity(DRIVER, NODE),
+            self.claims,
+            self.devices,
+            self.records,
+            self._orphans,
+            self.locks,
+            self.executor,
+            self.outcomes,
+        )
+
+    def restarted(self, *, boot_id: str = "boot-1") -> Node:
+        assert self.devices.inventory is not None
+        return Node(self.directory, self.devices.inventory, boot_id=boot_id, claims=self.claims)
+
+    def prepare(self, claim: AllocatedClaim) -> Any:
+        self.claims.add(claim)
+        return self.preparer.prepare([claim.ref], None)[claim.ref.uid]
+
+    def unprepare(self, claim: AllocatedClaim) -> Any:
+        return self.preparer.unprepare([claim.ref], None)[claim.ref.uid]
+
+    def files(self) -> dict[str, bytes]:
+        """Records and specs, which is all that a claim may leave; lock files stay on purpose."""
+        return {
+            str(path.relative_to(self.directory)): path.read_bytes()
+            for path in sorted(self.directory.rglob("*"))
+            if path.is_file() and path.parent.name != "locks"
+        }
+
+    def _orphans(self, records: Mapping[str, ClaimRecord]) -> Sequence[tuple[str, Sequence[str]]]:
+        if not self.records.quarantined():
+            return ()
+        return [(uid, names) for uid, names in self.specs.list().items() if uid not in records]
+
+
+def in_threads(*calls: Callable[[], object]) -> list[object]:
+    """What each call returned or raised, all run at once."""
+    answers: list[object] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            answers[number] = calls[number]()
+        except BaseException as error:
+            answers[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    return answers

@@ -1,0 +1,90 @@
+"""The node's slices as the API server has them, in memory, in the form that the publisher uses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from dra_driver.errors import ApiRejectedError
+
+JsonObject = dict[str, Any]
+
+
+class FakeSlices:
+    """Names, UIDs, resource versions and conflicts as the server has them.
+
+    `on_change` is called after changes of others only. `store` may change what is kept, as a server does that
+    drops fields. `fail` is raised by the next writes.
+    """
+
+    def __init__(self) -> None:
+        self.synced = threading.Event()
+        self.synced.set()
+        self.on_change: Callable[[], None] = lambda: None
+        self.store: Callable[[JsonObject], JsonObject] = lambda obj: obj
+        self.failures: list[Exception] = []
+        self.writes: list[tuple[str, str]] = []
+        self._objects: dict[str, JsonObject] = {}
+        self._serial = itertools.count(1)
+        self._lock = threading.Lock()
+
+    # --- as the publisher sees it ----------------------------------------------------------------
+
+    def snapshot(self) -> list[JsonObject]:
+        with self._lock:
+            return copy.deepcopy([self._objects[name] for name in sorted(self._objects)])
+
+    def create(self, obj: JsonObject) -> JsonObject:
+        self._begin("create", obj["metadata"]["generateName"])
+        name = f"{obj['metadata']['generateName']}{next(self._serial):05d}"
+        return self._put({**obj, "metadata": {**obj["metadata"], "name": name, "uid": f"uid-{name}"}})
+
+    def update(self, obj: JsonObject) -> JsonObject:
+        name = obj["metadata"]["name"]
+        self._begin("update", name)
+        known = self._objects.get(name)
+        if known is None:
+            raise ApiRejectedError(f"update slice {name}: it is gone", status=404)
+        if known["metadata"]["resourceVersion"] != obj["metadata"]["resourceVersion"]:
+            raise ApiRejectedError(f"update slice {name}: it was changed meanwhile", status=409)
+        return self._put(obj)
+
+    def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
+        self._begin("delete", name)
+        with self._lock:
+            self._objects.pop(name, None)
+
+    # --- as others see it ------------------------------------------------------------------------
+
+    def wipe(self) -> None:
+        with self._lock:
+            self._objects.clear()
+        self.on_change()
+
+    def spoil(self, **spec: Any) -> None:
+        """Somebody else writes the first slice."""
+        entry = self.snapshot()[0]
+        entry["spec"].update(spec)
+        self._put(entry)
+        self.on_change()
+
+    def plant(self, name: str, like: JsonObject) -> None:
+        entry = copy.deepcopy(like)
+        entry["metadata"] |= {"name": name, "uid": f"uid-{name}"}
+        self._put(entry)
+        self.on_change()
+
+    def _begin(self, verb: str, name: str) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.writes.append((verb, name))
+
+    def _put(self, obj: JsonObject) -> JsonObject:
+        stored = self.store(copy.deepcopy(obj))
+        stored["metadata"]["resourceVersion"] = str(next(self._serial))
+        with self._lock:
+            self._objects[stored["metadata"]["name"]] = stored
+        return copy.deepcopy(stored)
