@@ -1,0 +1,76 @@
+# Every command a person or CI needs. `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CLUSTER := $(PYTHON) hack/cluster/cluster.py
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fix bench cluster cluster-down cluster-status image e2e lock proto clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
+
+setup: $(STAMP) ## Create the environment from the locked dependencies
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "The venv module is missing: install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the locked dependencies (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP) ## A simulated DGX H100 from slices to a prepared pod, without cluster, GPU or root
+	@$(BIN)/gpu-dra-driver demo
+
+test: $(STAMP) ## All tests that need neither root nor a cluster, with coverage
+	@$(BIN)/python -m pytest -m "not cluster" --cov=dra_driver --cov-report=term:skip-covered $(ARGS)
+
+check: $(STAMP) ## Format, lint, types, layers, generated code
+	@$(BIN)/ruff format --check --quiet . || { echo "run 'make fix'"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python hack/proto/generate.py --check
+	@$(BIN)/python hack/check_tree.py
+
+fix: $(STAMP) ## Format and mend what can be mended
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
+
+bench: $(STAMP) ## Measure the budgets of docs/architecture.md and print them as a table
+	@$(BIN)/python hack/bench $(ARGS)
+
+image: $(STAMP) ## Build the container image (root)
+	@$(PYTHON) hack/image/build.py
+
+cluster: image ## A real Kubernetes on this machine with the driver installed (root)
+	@$(CLUSTER) up
+	@$(PYTHON) hack/cluster/install.py
+
+cluster-status: ## What of the cluster runs
+	@$(CLUSTER) status
+
+cluster-down: ## Stop the cluster and remove what it left
+	@$(CLUSTER) down
+
+e2e: $(STAMP) ## Tests on a real Kubernetes, unattended; cleans up (root)
+	@$(BIN)/python hack/e2e.py $(ARGS)
+
+proto: $(STAMP) ## Generate the gRPC code from proto/
+	@$(BIN)/python hack/proto/generate.py
+
+COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --no-emit-index-url --no-emit-find-links \
+	--no-emit-trusted-host --strip-extras --no-header --allow-unsafe --no-annotate
+
+lock: ## Lock the dependencies anew
+	@$(COMPILE) -o requirements.txt pyproject.toml
+	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

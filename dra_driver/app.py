@@ -1,0 +1,330 @@
+"""Wiring: every room is put together here, started in order and stopped in reverse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dra_driver.core.slicediff import Owner, slice_changes
+from dra_driver.core.slices import build_pool
+from dra_driver.errors import FatalError, NvmlUnavailableError
+from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
+from dra_driver.host.driver_root import DriverRoot, find_nvml_library
+from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.model.host import HostPaths
+from dra_driver.model.record import ClaimRecord
+from dra_driver.services.cdisteps import CdiSteps
+from dra_driver.services.discovery import Discovery
+from dra_driver.services.executor import Executor
+from dra_driver.services.hostview import HostView
+from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.settings import Settings
+from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.locks import GpuLocks
+from dra_driver.state.records import RecordStore
+
+_log = structlog.get_logger(__name__)
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """The machine that the daemon runs on: where its host is seen, and how its NVML is loaded."""
+
+    paths: HostPaths
+    nodes: DeviceNodeReader
+    load_nvml: Callable[[], object]
+
+
+def real_platform(settings: Settings) -> Platform:
+    """The node's own hardware. The library is looked up at each try, since it may be installed later."""
+    from dra_driver.nvml.session import load_library
+
+    inside = settings.container_driver_root
+    root = inside if Path(inside).is_dir() else settings.nvidia_driver_root
+    paths = HostPaths(driver_root=root, host_driver_root=settings.nvidia_driver_root)
+    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
+
+
+def simulated_platform(machine_name: str, directory: Path) -> Platform:
+    """A machine made of data, kept in `directory`."""
+    from dra_driver.simulator import create_machine, device_node_reader, nvml_library
+
+    machine = create_machine(machine_name, directory)
+    root = machine.host_root
+    paths = HostPaths(
+        driver_root=str(root),
+        host_driver_root=str(root),
+        dev_root=str(root),
+        proc=str(root / "proc"),
+        sys=str(root / "sys"),
+    )
+    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine))
+
+
+def platform_of(settings: Settings) -> Platform:
+    """The platform that the settings ask for."""
+    if settings.simulate is None:
+        return real_platform(settings)
+    return simulated_platform(settings.simulate, Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR))
+
+
+DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
+
+
+class NvmlReader:
+    """The NVML session as discovery uses it; the binding is imported with the first use."""
+
+    def __init__(self, loader: Callable[[], object]) -> None:
+        from dra_driver.nvml.session import NvmlSession
+
+        self._session = NvmlSession(loader)
+
+    def reopen(self) -> None:
+        """Initialise anew."""
+        self._session.reopen()
+
+    def close(self) -> None:
+        """Shut down."""
+        self._session.close()
+
+    def read_inventory(self) -> Any:
+        """All GPUs that NVML shows."""
+        from dra_driver.nvml.discovery import read_inventory
+
+        return read_inventory()
+
+    def pulse(self) -> Hashable:
+        """A cheap value that differs when a GPU was lost or changed its MIG mode."""
+        from dra_driver.nvml.discovery import read_pulse
+
+        return read_pulse()
+
+
+class Driver:
+    """The daemon. `start` returns once the kubelet can reach it; everything else comes up behind."""
+
+    def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
+        self.settings = settings
+        self._platform = platform or platform_of(settings)
+        self._stopped = threading.Event()
+        self._fatal: FatalError | None = None
+        self._stops: list[tuple[str, Callable[[], object]]] = []
+        paths = self._platform.paths
+        plugin_dir = settings.plugin_directory
+        self.records = RecordStore(plugin_dir / "claims")
+        self._locks = GpuLocks(plugin_dir / "locks")
+        self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
+        self.discovery = Discovery(
+            NvmlReader(self._platform.load_nvml), HostView(paths), self._devices_changed
+        )
+        self._installation = DriverRoot(paths, nodes=self._platform.nodes, hook=settings.nvidia_cdi_hook_path)
+        self._publisher: Any = None
+        self._plugin: KubeletPlugin | None = None
+        self._metrics: Any = None
+
+    def start(self) -> None:
+        """Bring everything up. Raises: InvalidConfigError, StateError, FatalError; then nothing is left running."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        from dra_driver.kube.client import ApiClient
+        from dra_driver.kube.endpoint import load_endpoint
+        from dra_driver.kube.ratelimit import TokenBucket
+        from dra_driver.kube.versions import ResourceApi
+
+        settings = self.settings
+        endpoint = load_endpoint(settings.kubeconfig)
+        limiter = (
+            TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
+        )
+        client = ApiClient(endpoint, limiter=limiter)
+        self._stops.append(("api_client", client.close))
+        api = ResourceApi(client)
+        self.records.open()
+        self._locks.open()
+        self._specs.create()
+        self._start_discovery()
+        self._start_plugin(api)
+        self._start_publisher(client, api)
+        self._start_http()
+        _log.info("driver_started", driver=settings.driver_name, node=settings.node_name)
+
+    def stop(self) -> None:
+        """Stop in reverse order; calls in flight finish, sockets are removed, slices and records stay."""
+        while self._stops:
+            name, stop = self._stops.pop()
+            try:
+                stop()
+            except Exception:  # noqa: BLE001  the other parts must be stopped all the same
+                _log.exception("stop_failed", part=name)
+        self._stopped.set()
+
+    def fail(self, error: FatalError) -> None:
+        """End `wait` with this error."""
+        self._fatal = error
+        self._stopped.set()
+
+    def end(self) -> None:
+        """End `wait`; may be called from a signal handler."""
+        self._stopped.set()
+
+    def wait(self) -> None:
+        """Block until `end` or a fatal error. Raises: FatalError."""
+        self._stopped.wait()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def problems(self) -> list[str]:
+        """Why the driver is not ready, one sentence each; empty when it is."""
+        found: list[str] = []
+        status = self._plugin.status if self._plugin else None
+        if status is None:
+            found.append("the kubelet has not registered the plugin yet")
+        elif not status.registered:
+            found.append(f"the kubelet refused the plugin: {status.error}")
+        if self.discovery.state.problem:
+            found.append(self.discovery.state.problem)
+        if self._publisher is not None and self._publisher.problem:
+            found.append(f"slices: {self._publisher.problem}")
+        return found
+
+    def _start_plugin(self, api: Any) -> None:
+        from dra_driver.services.claimreader import ClaimReader
+        from dra_driver.services.metrics import Metrics
+
+        settings = self.settings
+        self._metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
+        steps = CdiSteps(
+            settings.driver_name,
+            self._specs,
+            self._installation,
+            GpuNodes(self._platform.paths, nodes=self._platform.nodes),
+            self._driver_version,
+        )
+        boot_id = Sysfs(self._platform.paths.sys, self._platform.paths.proc).boot_id() or "unknown"
+        preparer = Preparer(
+            Identity(settings.driver_name, settings.node_name),
+            ClaimReader(api),
+            self.discovery,
+            self.records,
+            self._orphans,
+            self._locks,
+            Executor(self.records, steps, boot_id),
+            self._metrics,
+        )
+        self._plugin = KubeletPlugin(
+            PluginSettings(
+                driver=settings.driver_name,
+                registry_dir=Path(settings.kubelet_registrar_directory_path),
+                plugins_dir=Path(settings.kubelet_plugins_directory_path),
+                pod_uid=settings.pod_uid,
+                health_address=f"[::]:{settings.healthcheck_port}"
+                if settings.healthcheck_port >= 0
+                else None,
+            ),
+            preparer,
+            ready=lambda: not self.problems(),
+            on_fatal=self.fail,
+        )
+        self._plugin.start()
+        self._stops.append(("kubelet_plugin", self._plugin.stop))
+
+    def _start_discovery(self) -> None:
+        self.discovery.start()
+        self._stops.append(("discovery", self.discovery.stop))
+
+    def _start_publisher(self, client: Any, api: Any) -> None:
+        from dra_driver.kube.dropped import dropped_fields
+        from dra_driver.kube.nodes import node_uid
+        from dra_driver.kube.slicecache import SliceCache
+        from dra_driver.kube.slices import SliceClient
+        from dra_driver.services.publisher import Publisher
+
+        settings = self.settings
+
+        def owner() -> Owner:
+            return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
+
+        cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._devices_changed)
+        self._publisher = Publisher(lambda: self.discovery.inventory, cache, owner, dropped_fields)
+        cache.start()
+        self._stops.append(("slice_cache", cache.stop))
+        self._publisher.start()
+        self._stops.append(("publisher", self._publisher.stop))
+        self._publisher.mark_dirty()
+
+    def _start_http(self) -> None:
+        if not self.settings.http_endpoint:
+            return
+        from prometheus_client.exposition import choose_encoder
+
+        from dra_driver.services.http import HttpEndpoint, Response, problems_page
+
+        def metrics() -> Response:
+            encode, content_type = choose_encoder("")
+            return Response(200, content_type, encode(self._metrics.registry))
+
+        pages = {
+            self.settings.metrics_path: metrics,
+            "/healthz": problems_page(list),
+            "/readyz": problems_page(self.problems),
+        }
+        endpoint = HttpEndpoint(self.settings.http_endpoint, pages)
+        endpoint.start()
+        self._stops.append(("http", endpoint.stop))
+
+    def _devices_changed(self) -> None:
+        if self._publisher is not None:
+            self._publisher.mark_dirty()
+
+    def _driver_version(self) -> str | None:
+        inventory = self.discovery.inventory
+        return inventory.versions.driver if inventory else None
+
+    def _orphans(self, records: Mapping[str, ClaimRecord]) -> Sequence[tuple[str, Sequence[str]]]:
+        """Claims whose record was lost but whose CDI spec is still there."""
+        if not self.records.quarantined():
+            return ()
+        return [(uid, names) for uid, names in self._specs.list().items() if uid not in records]
+
+    def _prepared_kinds(self) -> Iterator[str]:
+        with suppress(OSError):
+            for record in self.records.all().values():
+                yield from (held.kind for held in record.devices)
+
+
+def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
+    """The very slices that `run` would publish on this machine, and what discovery could not read.
+
+    Raises: NvmlUnavailableError.
+    """
+    platform = platform_of(settings)
+    discovery = Discovery(NvmlReader(platform.load_nvml), HostView(platform.paths), lambda: None)
+    discovery.scan_now()
+    inventory = discovery.inventory
+    problem = discovery.state.problem
+    discovery.stop()
+    if inventory is None or problem is not None:
+        raise NvmlUnavailableError(problem or "devices were not discovered")
+    pool = build_pool(inventory, settings.node_name)
+    changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
+    slices = [
+        {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}
+        for entry in changes.creates
+    ]
+    notes = [f"{fault.subject}: {fault.text}" for fault in inventory.faults] + list(pool.faults)
+    return slices, notes

@@ -1,0 +1,49 @@
+"""Options that several commands share, under the names that NVIDIA's own driver uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DriverName = Annotated[
+    str | None,
+    typer.Option("--driver-name", envvar="DRIVER_NAME", help="DRA driver name. [default: gpu.nvidia.com]"),
+]
+NodeName = Annotated[
+    str | None,
+    typer.Option("--node-name", envvar="NODE_NAME", help="Name of this node; also the pool's name."),
+]
+NvidiaDriverRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--nvidia-driver-root",
+        "--host_driver-root",
+        envvar=["NVIDIA_DRIVER_ROOT", "HOST_DRIVER_ROOT"],
+        help="Driver root on the host. [default: /]",
+    ),
+]
+ContainerDriverRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--container-driver-root",
+        envvar="DRIVER_ROOT_CTR_PATH",
+        help="Driver root as this process sees it, if that directory exists. [default: /driver-root]",
+    ),
+]
+Simulate = Annotated[
+    str | None,
+    typer.Option(
+        "--simulate",
+        envvar="SIMULATE",
+        metavar="MACHINE",
+        help="Run on a simulated machine: a name from `gpu-dra-driver simulate list`, or a YAML file.",
+    ),
+]
+SimulatorDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--simulator-dir", envvar="SIMULATOR_DIR", help="Where the simulated machine keeps its state."
+    ),
+]

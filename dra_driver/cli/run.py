@@ -1,0 +1,193 @@
+"""`gpu-dra-driver run`: the daemon."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dra_driver.cli.options import (
+    ContainerDriverRoot,
+    DriverName,
+    NodeName,
+    NvidiaDriverRoot,
+    Simulate,
+    SimulatorDir,
+)
+
+
+def _ignored(*names: str, env: str) -> Any:
+    """A flag of NVIDIA's own driver that has no meaning here; its manifests still start."""
+    return typer.Option(*names, envvar=env, hidden=True)
+
+
+def run(
+    node_name: NodeName = None,
+    driver_name: DriverName = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", envvar="CONFIG_FILE", help="YAML file with settings; flags and environment win."
+        ),
+    ] = None,
+    cdi_root: Annotated[
+        str | None,
+        typer.Option("--cdi-root", envvar="CDI_ROOT", help="Directory for CDI specs. [default: /etc/cdi]"),
+    ] = None,
+    nvidia_driver_root: NvidiaDriverRoot = None,
+    container_driver_root: ContainerDriverRoot = None,
+    nvidia_cdi_hook_path: Annotated[
+        str | None,
+        typer.Option(
+            "--nvidia-cdi-hook-path",
+            envvar="NVIDIA_CDI_HOOK_PATH",
+            help="nvidia-cdi-hook on the host. [default: looked for below the driver root]",
+        ),
+    ] = None,
+    kubelet_registrar_directory_path: Annotated[
+        str | None,
+        typer.Option(
+            "--kubelet-registrar-directory-path",
+            envvar="KUBELET_REGISTRAR_DIRECTORY_PATH",
+            help="The kubelet's plugin registry. [default: /var/lib/kubelet/plugins_registry]",
+        ),
+    ] = None,
+    kubelet_plugins_directory_path: Annotated[
+        str | None,
+        typer.Option(
+            "--kubelet-plugins-directory-path",
+            envvar="KUBELET_PLUGINS_DIRECTORY_PATH",
+            help="The kubelet's plugin data directory. [default: /var/lib/kubelet/plugins]",
+        ),
+    ] = None,
+    pod_uid: Annotated[
+        str | None,
+        typer.Option(
+            "--pod-uid", envvar="POD_UID", help="UID of this pod; makes rolling updates without a gap."
+        ),
+    ] = None,
+    kubeconfig: Annotated[
+        str | None, typer.Option("--kubeconfig", envvar="KUBECONFIG", help="[default: in-cluster]")
+    ] = None,
+    kube_api_qps: Annotated[
+        float | None,
+        typer.Option(
+            "--kube-api-qps", envvar="KUBE_API_QPS", help="Limit of API calls a second. [default: none]"
+        ),
+    ] = None,
+    kube_api_burst: Annotated[
+        int | None, typer.Option("--kube-api-burst", envvar="KUBE_API_BURST", help="[default: 10]")
+    ] = None,
+    http_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--http-endpoint",
+            envvar="HTTP_ENDPOINT",
+            help="host:port of metrics, /healthz, /readyz. [default: off]",
+        ),
+    ] = None,
+    metrics_path: Annotated[
+        str | None, typer.Option("--metrics-path", envvar="METRICS_PATH", help="[default: /metrics]")
+    ] = None,
+    healthcheck_port: Annotated[
+        int | None,
+        typer.Option(
+            "--healthcheck-port",
+            envvar="HEALTHCHECK_PORT",
+            help="Port of the gRPC health service. [default: -1, off]",
+        ),
+    ] = None,
+    simulate: Simulate = None,
+    simulator_dir: SimulatorDir = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            "--log-level", envvar="LOG_LEVEL", help="debug, info, warning or error. [default: info]"
+        ),
+    ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option("--log-format", envvar="LOG_FORMAT", help="json or console. [default: json]"),
+    ] = None,
+    verbosity: Annotated[
+        int | None,
+        typer.Option("-v", hidden=True, help="klog verbosity; 5 and above mean --log-level debug."),
+    ] = None,
+    namespace: Annotated[str | None, _ignored("--namespace", env="NAMESPACE")] = None,
+    host_root: Annotated[str | None, _ignored("--host-root", env="HOST_ROOT")] = None,
+    image_name: Annotated[str | None, _ignored("--image-name", env="IMAGE_NAME")] = None,
+    image_pull_secrets: Annotated[
+        str | None, _ignored("--image-pull-secrets", env="IMAGE_PULL_SECRETS")
+    ] = None,
+    image_pull_policy: Annotated[str | None, _ignored("--image-pull-policy", env="IMAGE_PULL_POLICY")] = None,
+    service_account_name: Annotated[
+        str | None, _ignored("--service-account-name", env="SERVICE_ACCOUNT_NAME")
+    ] = None,
+    additional_xids_to_ignore: Annotated[
+        str | None, _ignored("--additional-xids-to-ignore", env="ADDITIONAL_XIDS_TO_IGNORE")
+    ] = None,
+    consumable_shares: Annotated[str | None, _ignored("--consumable-shares", env="CONSUMABLE_SHARES")] = None,
+    feature_gates: Annotated[str | None, _ignored("--feature-gates", env="FEATURE_GATES")] = None,
+) -> None:
+    """Discover this node's GPUs, publish them as ResourceSlices and prepare them for pods, until SIGTERM.
+
+    Flags and environment variables have the names that NVIDIA's own driver uses, so its manifests work.
+    """
+    given = dict(locals())
+    from dra_driver.logs import configure_logs
+    from dra_driver.settings import resolve
+
+    settings = resolve(_without_ignored(given), config)
+    level = "debug" if log_level is None and (verbosity or 0) >= 5 else settings.log_level
+    configure_logs(level, settings.log_format)
+    _tell_ignored(given)
+
+    from dra_driver.app import Driver
+
+    driver = Driver(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: driver.end())
+    driver.start()
+    try:
+        driver.wait()
+    finally:
+        driver.stop()
+
+
+_IGNORED = (
+    "namespace",
+    "host_root",
+    "image_name",
+    "image_pull_secrets",
+    "image_pull_policy",
+    "service_account_name",
+    "additional_xids_to_ignore",
+    "consumable_shares",
+    "feature_gates",
+)
+_CHANGES_BEHAVIOUR = {
+    "additional_xids_to_ignore": "health monitoring is not built yet",
+    "consumable_shares": "shared GPUs are not built yet",
+    "feature_gates": "there are no feature gates; what is built is on",
+}
+
+
+def _without_ignored(given: dict[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in given.items() if name not in (*_IGNORED, "config", "verbosity")}
+    directory = values.get("simulator_dir")
+    values["simulator_dir"] = None if directory is None else str(directory)
+    return values
+
+
+def _tell_ignored(given: dict[str, Any]) -> None:
+    """Say it where leaving a flag aside changes what a user gets; names that only served Deployments of the
+    other driver do not matter to anybody."""
+    import structlog
+
+    log = structlog.get_logger(__name__)
+    for name, reason in _CHANGES_BEHAVIOUR.items():
+        value = given.get(name)
+        if value and value != "disabled":
+            log.warning("flag_ignored", flag=f"--{name.replace('_', '-')}", value=value, reason=reason)

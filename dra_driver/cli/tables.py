@@ -1,0 +1,65 @@
+"""Devices as a table for people."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+JsonObject = dict[str, Any]
+
+_PLAIN_WIDTH = 200
+
+
+def value_of(entry: JsonObject | None) -> str:
+    """The one value of an attribute as text; `-` where it is absent."""
+    if not entry:
+        return "-"
+    value = next(iter(entry.values()))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def device_table(devices: Iterable[JsonObject]) -> str:
+    """One row a device: name, type, product, memory, where it is, and its NVLink domain."""
+    columns = ("DEVICE", "TYPE", "PRODUCT", "MEMORY", "CC", "PCI BUS", "NUMA", "NVLINK DOMAIN", "UUID")
+    return table(columns, [_row(device) for device in devices])
+
+
+def _row(device: JsonObject) -> tuple[str, ...]:
+    attributes: JsonObject = device.get("attributes", {})
+    capacity: JsonObject = device.get("capacity", {})
+
+    def text(name: str) -> str:
+        return value_of(attributes.get(name))
+
+    profile = text("profile")
+    kind = text("type")
+    return (
+        device["name"],
+        kind if profile == "-" else f"{kind} {profile}",
+        text("productName"),
+        capacity.get("memory", {}).get("value", "-"),
+        text("cudaComputeCapability").removesuffix(".0"),
+        text("resource.kubernetes.io/pciBusID"),
+        text("resource.kubernetes.io/numaNode"),
+        text("nvlinkDomain"),
+        text("uuid"),
+    )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An aligned table without frames, which pipes and small terminals take as well."""
+    from rich.console import Console
+    from rich.table import Table
+
+    buffer = io.StringIO()
+    on_terminal = sys.stdout.isatty()
+    console = Console(file=buffer, width=None if on_terminal else _PLAIN_WIDTH, force_terminal=on_terminal)
+    grid = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        grid.add_column(column, overflow="fold", no_wrap=not on_terminal)
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"

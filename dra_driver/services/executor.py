@@ -1,0 +1,134 @@
+"""Running the steps of a plan under a record, and taking them back. One loop serves rollback of a failure,
+Unprepare and recovery after a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Protocol
+
+import structlog
+
+from dra_driver.core.planning import Plan
+from dra_driver.errors import DraDriverError
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import Step
+
+_log = structlog.get_logger(__name__)
+
+
+class StepRunner(Protocol):
+    """Does and undoes single steps. Both converge: any number of calls leaves what one call leaves."""
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Bring about what the step describes, whatever part of it is there already."""
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Take back what the step may have done, from the record alone."""
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether what the step made is still there, as far as can be told without the GPU driver."""
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove what bears the claim's name although no record speaks of it."""
+
+
+class Records(Protocol):
+    """Where records are kept."""
+
+    def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
+        """Write, and have it survive a power cut if `durable`."""
+
+    def delete(self, uid: str) -> None:
+        """Remove, if there."""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Executor:
+    """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches.
+
+    Crash points, and what is there after each: before the record is written, nothing; between the record and
+    the end of the steps, a record in `preparing` that names every step; after the last step but before the
+    record says `prepared`, the same, and the next Prepare finds every step done.
+    """
+
+    def __init__(
+        self, records: Records, runner: StepRunner, boot_id: str, now: Callable[[], str] = _now
+    ) -> None:
+        self._records = records
+        self._runner = runner
+        self._boot_id = boot_id
+        self._now = now
+
+    def carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
+        """Run every step, recorded first; returns the record as it stands in the end.
+
+        A claim that was prepared before keeps what it has when a step fails now: its pod may be running.
+        Raises: what the step raised.
+        """
+        record = self._intended(plan, known)
+        if record != known:
+            self._records.save(record)
+        try:
+            for step in plan.steps:
+                self._runner.do(step, plan)
+        except Exception:
+            if known is None or known.phase != "prepared":
+                self._roll_back(record)
+            raise
+        if record.phase == "prepared":
+            return record
+        done = replace(record, phase="prepared", prepared_at=record.prepared_at or self._now())
+        # Not synced: a power cut ends the boot, and with it everything that the steps made.
+        self._records.save(done, durable=False)
+        return done
+
+    def take_back(self, record: ClaimRecord) -> None:
+        """Undo every step, last first, then forget the claim. Raises: what an undo raised; the record stays."""
+        for step in reversed(record.steps):
+            self._runner.undo(step, record)
+        self._records.delete(record.ref.uid)
+
+    def forget(self, claim_uid: str) -> None:
+        """Clear away what a claim without a record may have left. Raises: StateError."""
+        self._runner.forget(claim_uid)
+
+    def in_place(self, record: ClaimRecord) -> bool:
+        """Whether everything that the record says was done in this boot and is still there."""
+        return (
+            record.phase == "prepared"
+            and record.boot_id == self._boot_id
+            and all(self._runner.in_place(step, record) for step in record.steps)
+        )
+
+    def _intended(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
+        """The record before the steps run. One that is prepared in this boot already stays as it is."""
+        held = plan.held_devices()
+        if known is None:
+            return ClaimRecord(plan.claim, "preparing", self._boot_id, held, plan.steps)
+        unchanged = (known.claim, known.devices, known.boot_id) == (plan.claim, held, self._boot_id)
+        if known.phase == "prepared" and unchanged and known.steps == plan.steps:
+            return known
+        return replace(
+            known,
+            claim=plan.claim,
+            phase="prepared" if known.phase == "prepared" and known.devices == held else "preparing",
+            boot_id=self._boot_id,
+            devices=held,
+            steps=plan.steps,
+        )
+
+    def _roll_back(self, record: ClaimRecord) -> None:
+        try:
+            self.take_back(record)
+        except DraDriverError as error:
+            _log.error(
+                "rollback_incomplete",
+                claim_uid=record.ref.uid,
+                reason=str(error),
+                remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
+            )

@@ -1,0 +1,40 @@
+"""What discovery wants to know of the host, from the host room."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from dra_driver.host.fingerprint import device_fingerprint
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.host import HostPaths
+
+_DISPLAY_CLASS = 0x03
+"""PCI base class of VGA and 3D controllers; NVSwitches and audio functions have others."""
+
+
+class HostView:
+    """PCI places and the change fingerprint of one host."""
+
+    def __init__(self, paths: HostPaths) -> None:
+        self._paths = paths
+        self._sysfs = Sysfs(paths.sys, paths.proc)
+
+    def pcie_root(self, bus_id: str) -> str | None:
+        """`pci0000:16`, or None in a VM without PCIe parents."""
+        return self._sysfs.pcie_root(bus_id)
+
+    def numa_node(self, bus_id: str) -> int | None:
+        """The NUMA node, or None."""
+        return self._sysfs.numa_node(bus_id)
+
+    def gpu_functions(self) -> frozenset[str]:
+        """Bus IDs of NVIDIA functions that are VGA or 3D controllers."""
+        return frozenset(
+            function.bus_id
+            for function in self._sysfs.nvidia_functions()
+            if function.class_code >> 16 == _DISPLAY_CLASS
+        )
+
+    def fingerprint(self) -> Hashable:
+        """A value that differs when discovery has to look again."""
+        return device_fingerprint(self._paths.sys, self._paths.proc)

@@ -1,0 +1,178 @@
+"""The claim records on disk: one file a claim, shared with a second instance during a rolling update."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.model.record import ClaimRecord
+from dra_driver.state.codec import decode, encode
+from dra_driver.state.files import (
+    TEMPORARY_SUFFIX,
+    make_directory,
+    state_error,
+    sync_directory,
+    write_atomically,
+)
+
+_log = structlog.get_logger(__name__)
+
+_SUFFIX = ".json"
+_QUARANTINE = ".unreadable"
+_SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
+_ABANDONED_AFTER_S = 60.0
+# What no later try would read either; other errors, such as too many open files, pass.
+_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
+
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    stamp: Stamp
+    record: ClaimRecord
+
+
+class RecordStore:
+    """Records in `directory`, named by claim UID.
+
+    The disk is the truth, since a second instance may write it; a file is parsed again only when its stamp
+    (inode, size, change time) differs. A file that cannot be read is set aside under another name and
+    reported once; it never keeps the others from being served.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._cache: dict[str, _Cached] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def directory(self) -> Path:
+        """Where the records lie."""
+        return self._directory
+
+    def open(self) -> None:
+        """Create the directory, and clear away what a killed writer left. Raises: StateError."""
+        make_directory(self._directory, 0o700)
+        limit = time.time() - _ABANDONED_AFTER_S
+        try:
+            for path in self._directory.glob(f"*{TEMPORARY_SUFFIX}"):
+                with suppress(FileNotFoundError):  # the other instance of a rolling update is at work
+                    if path.stat().st_mtime < limit:
+                        path.unlink()
+        except OSError as error:
+            raise state_error("clear up", self._directory, error) from error
+
+    def get(self, uid: str) -> ClaimRecord | None:
+        """The record of a claim, None if there is none that can be read. Raises: StateError."""
+        path = self._path(uid)
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise state_error("read the claim record", path, error) from error
+        return self._load(path, uid, _stamp(status))
+
+    def all(self) -> Mapping[str, ClaimRecord]:
+        """Every readable record by claim UID. Raises: StateError if the directory cannot be listed."""
+        records: dict[str, ClaimRecord] = {}
+        try:
+            with os.scandir(self._directory) as entries:
+                found = [entry for entry in entries if entry.name.endswith(_SUFFIX)]
+        except OSError as error:
+            raise state_error("list the claim records in", self._directory, error) from error
+        for entry in sorted(found, key=lambda item: item.name):
+            uid = entry.name.removesuffix(_SUFFIX)
+            record = self.get(uid) if _SAFE_UID.fullmatch(uid) else None
+            if record is not None:
+                records[uid] = record
+        with self._lock:
+            for uid in self._cache.keys() - records.keys():
+                del self._cache[uid]
+        return records
+
+    def quarantined(self) -> list[Path]:
+        """Files that were set aside because they could not be read."""
+        return sorted(self._directory.glob(f"*{_SUFFIX}{_QUARANTINE}*"))
+
+    def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
+        """Write the record; `durable` makes it survive a power cut. Raises: StateError."""
+        write_atomically(self._path(record.ref.uid), encode(record), durable=durable)
+
+    def delete(self, uid: str) -> None:
+        """Remove a claim's record; nothing happens if there is none. Raises: StateError."""
+        path = self._path(uid)
+        with self._lock:
+            self._cache.pop(uid, None)
+        try:
+            path.unlink()
+            # A record that came back after a power cut would hold its devices for ever.
+            sync_directory(self._directory)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise state_error("remove the claim record", path, error) from error
+
+    def _path(self, uid: str) -> Path:
+        """Raises: StateError for a UID that could lead out of the directory."""
+        if not _SAFE_UID.fullmatch(uid):
+            raise StateError(f"claim UID {uid!r} is not usable as a file name; the claim is refused")
+        return self._directory / f"{uid}{_SUFFIX}"
+
+    def _load(self, path: Path, uid: str, stamp: Stamp) -> ClaimRecord | None:
+        with self._lock:
+            cached = self._cache.get(uid)
+        if cached is not None and cached.stamp == stamp:
+            return cached.record
+        try:
+            record = decode(path.read_bytes())
+            if record.ref.uid != uid:
+                raise StateError(f"it is the record of claim UID {record.ref.uid}")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise state_error("read the claim record", path, error) from error
+            self._set_aside(path, uid, stamp, error.strerror or str(error))
+            return None
+        except StateError as error:
+            self._set_aside(path, uid, stamp, str(error))
+            return None
+        with self._lock:
+            self._cache[uid] = _Cached(stamp, record)
+        return record
+
+    def _set_aside(self, path: Path, uid: str, stamp: Stamp, reason: str) -> None:
+        """Keep the unreadable file for a person to look at, out of the way of the claim's next record."""
+        aside = path.with_name(f"{path.name}{_QUARANTINE}-{time.time_ns()}")
+        try:
+            with self._lock:
+                if _stamp(path.stat()) != stamp:
+                    return  # the claim was prepared anew meanwhile
+                path.rename(aside)
+        except FileNotFoundError:
+            return  # somebody else was quicker
+        except OSError as error:
+            raise state_error("set aside the unreadable claim record", path, error) from error
+        _log.error(
+            "record_unreadable",
+            claim_uid=uid,
+            reason=reason,
+            kept_as=str(aside),
+            remedy="the claim can be prepared and unprepared anew; remove the file when it was looked at",
+        )
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return (status.st_ino, status.st_size, status.st_ctime_ns)

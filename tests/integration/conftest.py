@@ -1,0 +1,154 @@
+"""A whole node: the real daemon on a simulated machine, with the embedded API server, scheduler and kubelet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from dra_driver.app import Driver
+from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.embedded.kubelet import EmbeddedKubelet
+from dra_driver.embedded.scheduler import EmbeddedScheduler
+from dra_driver.model.claim import ClaimRef
+from dra_driver.settings import Settings
+from dra_driver.simulator import Machine, create_machine
+
+DRIVER = "gpu.nvidia.com"
+NODE = "node-a"
+
+Json = dict[str, Any]
+
+
+def eventually(check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """The first true value of `check`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := check()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+    return value
+
+
+class Node:
+    """One node below `root`. `start_driver` may be called again after `driver.stop()`, as after a restart."""
+
+    def __init__(self, root: Path, machine: str = "dgx-h100") -> None:
+        self.root = root
+        self.registry = root / "plugins_registry"
+        self.registry.mkdir()
+        self.cdi = root / "cdi"
+        self.plugin_dir = root / "plugins" / DRIVER
+        self.server = EmbeddedApiServer()
+        self.server.start()
+        self.server.add("nodes", {"metadata": {"name": NODE}})
+        self.server.write_kubeconfig(root / "kubeconfig")
+        for kind in ("gpu", "mig"):
+            expression = f"device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{kind}'"
+            spec = {"selectors": [{"cel": {"expression": expression}}]}
+            self.server.add(
+                "deviceclasses",
+                {"metadata": {"name": f"{kind}.nvidia.com"}, "spec": spec},
+                group="resource.k8s.io",
+            )
+        self.scheduler = EmbeddedScheduler(self.server)
+        self.kubelet = EmbeddedKubelet(self.registry)
+        self.kubelet.start()
+        self.machine: Machine = create_machine(machine, root / "machine", device_nodes="described")
+        self.settings = Settings(
+            node_name=NODE,
+            cdi_root=str(self.cdi),
+            kubelet_registrar_directory_path=str(self.registry),
+            kubelet_plugins_directory_path=str(root / "plugins"),
+            kubeconfig=str(root / "kubeconfig"),
+            simulate=machine,
+            simulator_dir=str(root / "machine"),
+        )
+        self.driver: Driver | None = None
+
+    def start_driver(self, **changes: Any) -> Driver:
+        self.driver = Driver(replace(self.settings, **changes))
+        self.driver.start()
+        self.kubelet.wait_registered(DRIVER)
+        return self.driver
+
+    def stop(self) -> None:
+        if self.driver is not None:
+            self.driver.stop()
+        self.kubelet.stop()
+        self.server.stop()
+
+    def slices(self) -> list[Json]:
+        return self.server.objects("resourceslices")
+
+    def devices(self) -> list[Json]:
+        return [device for entry in self.slices() for device in entry["spec"].get("devices", [])]
+
+    def wait_devices(self, count: int) -> list[Json]:
+        return eventually(lambda: devices if len(devices := self.devices()) == count else None)
+
+    def claim(self, name: str, devices: Json | None = None, *, status: Json | None = None) -> ClaimRef:
+        """Add a claim (by default for one GPU) and, unless a status is given, have it allocated."""
+        one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
+        body: Json = {
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"devices": devices or one},
+        }
+        if status is not None:
+            body["status"] = status
+        stored = self.server.add("resourceclaims", body, group="resource.k8s.io")
+        if status is None:
+            self.scheduler.allocate_claim("default", name)
+        return ClaimRef("default", name, stored["metadata"]["uid"])
+
+    def allocated_by_hand(
+        self, name: str, *devices: str, config: list[Json] | None = None, **more: Any
+    ) -> ClaimRef:
+        """A claim whose allocation names these devices, whatever a scheduler would say."""
+        results = [
+            {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device, **more} for device in devices
+        ]
+        allocation: Json = {"devices": {"results": results}}
+        if config is not None:
+            allocation["devices"]["config"] = config
+        return self.claim(name, status={"allocation": allocation})
+
+    def prepare(self, *refs: ClaimRef) -> dict[str, Any]:
+        return self.kubelet.prepare(DRIVER, list(refs))
+
+    def unprepare(self, *refs: ClaimRef) -> dict[str, Any]:
+        return self.kubelet.unprepare(DRIVER, list(refs))
+
+    def specs(self) -> list[str]:
+        return sorted(path.name for path in self.cdi.glob("*")) if self.cdi.exists() else []
+
+    def records(self) -> list[str]:
+        return sorted(path.name for path in (self.plugin_dir / "claims").glob("*"))
+
+
+@pytest.fixture
+def make_node() -> Iterator[Callable[..., Node]]:
+    """Nodes in short directories of their own: the path of a socket has 107 bytes at most."""
+    with ExitStack() as stack:
+
+        def make(machine: str = "dgx-h100") -> Node:
+            root = Path(stack.enter_context(TemporaryDirectory(prefix="n-")))
+            node = Node(root, machine)
+            stack.callback(node.stop)
+            return node
+
+        yield make
+
+
+@pytest.fixture
+def node(make_node: Callable[..., Node]) -> Node:
+    """A DGX H100 with its eight devices published."""
+    made = make_node()
+    made.start_driver()
+    made.wait_devices(8)
+    return made

@@ -1,0 +1,193 @@
+"""The command line as a process: exit codes, one-line errors, signals, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dra_driver.model.claim import Prepared
+from tests.integration.conftest import DRIVER, Node, eventually
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LANG", "TMPDIR")}
+    return {**kept, **more}
+
+
+def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dra_driver.cli.main", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(**env), timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def spawn(make_node: Callable[..., Node]):
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(node: Node, **env: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dra_driver.cli.main", "run"]
+        variables = environment(
+            NODE_NAME=node.settings.node_name,
+            CDI_ROOT=node.settings.cdi_root,
+            KUBELET_REGISTRAR_DIRECTORY_PATH=node.settings.kubelet_registrar_directory_path,
+            KUBELET_PLUGINS_DIRECTORY_PATH=node.settings.kubelet_plugins_directory_path,
+            KUBECONFIG=str(node.settings.kubeconfig),
+            SIMULATE=str(node.settings.simulate),
+            SIMULATOR_DIR=str(node.settings.simulator_dir),
+            LOG_LEVEL="warning",
+            **env,
+        )
+        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_run_serves_until_sigterm_and_leaves_no_socket(make_node: Callable[..., Node], spawn) -> None:
+    node = make_node()
+    process = spawn(node)
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    ref = node.claim("one")
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert [path for path in (*node.registry.iterdir(), *node.plugin_dir.iterdir()) if path.is_socket()] == []
+    assert len(node.slices()) == 1, "slices stay over a restart"
+
+
+def test_run_survives_a_kill_between_calls(make_node: Callable[..., Node], spawn) -> None:
+    node = make_node()
+    process = spawn(node)
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    ref = node.claim("one")
+    before = node.prepare(ref)
+    process.kill()
+    process.communicate()
+    spawn(node)
+    eventually(lambda: node.kubelet.instances(DRIVER))
+    assert eventually(lambda: _prepared(node, ref)) == before
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert (node.specs(), node.records()) == ([], [])
+
+
+def _prepared(node: Node, ref) -> object:
+    try:
+        outcome = node.prepare(ref)
+    except Exception:
+        return None
+    return outcome if isinstance(outcome[ref.uid], Prepared) else None
+
+
+def test_http_endpoint_serves_metrics_and_reasons(
+    make_node: Callable[..., Node], spawn, free_port: int
+) -> None:
+    node = make_node()
+    spawn(node, HTTP_ENDPOINT=f"127.0.0.1:{free_port}", METRICS_PATH="/gpu-metrics")
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+
+    def get(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}{path}", timeout=5) as answer:
+            return answer.read().decode()
+
+    assert eventually(lambda: _quietly(lambda: get("/readyz"))) == "ok\n"
+    assert get("/healthz") == "ok\n"
+    assert 'nvidia_dra_requests_total{driver="gpu.nvidia.com",operation="prepare"} 0.0' in get("/gpu-metrics")
+
+
+def _quietly(ask: Callable[[], str]) -> str | None:
+    try:
+        return ask()
+    except OSError:
+        return None
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "words"),
+    [
+        (["run"], {}, ["NODE_NAME"]),
+        (["run", "--node-name", "n", "--kubeconfig", "/no/such/file"], {}, ["/no/such/file"]),
+        (["run", "--node-name", "n"], {}, ["--kubeconfig"]),
+        (["run", "--node-name", "n", "--config", "/no/such.yaml"], {}, ["/no/such.yaml"]),
+        (["run", "--node-name", "n", "--log-level", "loud"], {}, ["loud", "debug"]),
+        (["inspect", "--simulate", "dgx-h900"], {}, ["dgx-h900"]),
+    ],
+)
+def test_wrong_configuration_is_one_line_and_exit_code_two(
+    arguments: list[str], env: dict[str, str], words: list[str]
+) -> None:
+    done = call(*arguments, **env)
+    assert done.returncode == 2, done
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_config_file_reports_every_fault_with_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("nodeName: 7\nhealthcheckPort: 99999\ncdiRot: /x\n")
+    done = call("run", "--config", str(file))
+    assert done.returncode == 2
+    for word in ("nodeName", "healthcheckPort", "cdiRot", str(file)):
+        assert word in done.stderr
+
+
+def test_inspect_without_a_driver_says_what_is_missing(tmp_path: Path) -> None:
+    done = call("inspect", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path))
+    assert done.returncode in (0, 1)
+    if done.returncode == 1:
+        assert "libnvidia-ml.so.1" in done.stderr
+
+
+def test_inspect_prints_json_yaml_and_a_table() -> None:
+    import yaml
+
+    as_json = json.loads(call("inspect", "--simulate", "l40s-8", "-o", "json", "--node-name", "n").stdout)[
+        "items"
+    ]
+    as_yaml = list(
+        yaml.safe_load_all(call("inspect", "--simulate", "l40s-8", "-o", "yaml", "--node-name", "n").stdout)
+    )
+    assert as_json == as_yaml
+    table = call("inspect", "--simulate", "l40s-8").stdout
+    assert table.count("NVIDIA L40S") == 8
+
+
+def test_demo_runs_to_its_end() -> None:
+    done = call("demo")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "held by claim default/training" in done.stdout
+    assert "claim records: 0" in done.stdout
+
+
+def test_help_of_every_command() -> None:
+    for command in ([], ["run"], ["inspect"], ["simulate"], ["demo"]):
+        done = call(*command, "--help")
+        assert done.returncode == 0
+        assert "Usage:" in done.stdout
