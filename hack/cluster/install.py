@@ -1,0 +1,67 @@
+"""Load the driver's image into the cluster of hack/cluster and install `daemonset/` by `kubectl apply -k`.
+
+Waits until the driver is ready and its slices are there, and says how to look at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(ROOT / "hack" / "image"))
+
+import localcluster  # noqa: E402
+from imagebuild import image  # noqa: E402
+
+_READY_S = 120
+
+
+def kubectl(*arguments: str) -> str:
+    """What kubectl prints; its error message ends the program."""
+    command = [str(localcluster.kubectl()), *arguments]
+    environment = {**os.environ, "KUBECONFIG": str(localcluster.kubeconfig())}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def device_count() -> int:
+    """Devices in all slices of the driver."""
+    slices = json.loads(kubectl("get", "resourceslices", "-o", "json"))["items"]
+    return sum(len(entry["spec"].get("devices") or []) for entry in slices)
+
+
+def main() -> int:
+    """Install and wait."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--overlay", default="e2e", help="folder below daemonset/overlays")
+    overlay = parser.parse_args().overlay
+    print(f"loaded image: {', '.join(localcluster.load_image(image.archive()))}")
+    was_there = "gpu-dra-driver" in kubectl("get", "daemonsets", "-A", "-o", "name")
+    print(kubectl("apply", "-k", f"daemonset/overlays/{overlay}"), end="")
+    if was_there:
+        # The image's name stays the same when its content changes, and so does the manifest.
+        kubectl("-n", "gpu-dra-driver", "rollout", "restart", "daemonset/gpu-dra-driver")
+    kubectl("-n", "gpu-dra-driver", "rollout", "status", "daemonset/gpu-dra-driver", f"--timeout={_READY_S}s")
+    deadline = time.monotonic() + _READY_S
+    while device_count() == 0:
+        if time.monotonic() > deadline:
+            sys.exit("no devices were published; see: kubectl -n gpu-dra-driver logs ds/gpu-dra-driver")
+        time.sleep(0.2)
+    print(f"{device_count()} devices are published. Look at them, and run a pod with one:\n")
+    print(f"  export KUBECONFIG={localcluster.kubeconfig()}")
+    print("  kubectl get resourceslices -o yaml")
+    print("  kubectl apply -f examples/one-gpu && kubectl logs -f one-gpu")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

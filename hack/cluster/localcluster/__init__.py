@@ -1,0 +1,129 @@
+"""A real Kubernetes node on this machine, for tests and for trying things out.
+
+Tests put ``hack/cluster`` on ``sys.path`` and use the functions below; each
+finds the cluster by the environment, as the command line does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from localcluster import binaries, images, lifecycle
+from localcluster import status as _status
+from localcluster.components import NAMES as COMPONENTS
+from localcluster.components import Options
+from localcluster.errors import ClusterError
+from localcluster.images import WORKLOAD_IMAGE
+from localcluster.layout import NODE_IP, NODE_NAME, Layout
+from localcluster.status import ComponentStatus
+
+__all__ = [
+    "COMPONENTS",
+    "NODE_IP",
+    "NODE_NAME",
+    "WORKLOAD_IMAGE",
+    "ClusterError",
+    "ComponentStatus",
+    "Options",
+    "build",
+    "component_log",
+    "component_pid",
+    "down",
+    "is_up",
+    "kubeconfig",
+    "kubectl",
+    "load_image",
+    "log_dir",
+    "pod_log_dir",
+    "program",
+    "restart",
+    "start",
+    "state",
+    "stop",
+    "up",
+]
+
+
+def build() -> Path:
+    """Build the programs that are missing; the directory they lie in."""
+    return binaries.build(_layout())
+
+
+def up(options: Options | None = None) -> None:
+    """Bring the cluster up, or complete it; returns when the node is ready."""
+    lifecycle.up(_layout(), options or Options())
+
+
+def down() -> None:
+    """Take the cluster and its traces away; nothing happens when there is none."""
+    lifecycle.down(_layout())
+
+
+def start(component: str) -> None:
+    """Start one stopped component and wait until it serves."""
+    lifecycle.start(_layout(), component)
+
+
+def stop(component: str) -> None:
+    """Stop one component; running pods stay."""
+    lifecycle.stop(_layout(), component)
+
+
+def restart(component: str) -> None:
+    """Stop and start one component with the same flags."""
+    lifecycle.restart(_layout(), component)
+
+
+def state() -> list[ComponentStatus]:
+    """One row for each component."""
+    return _status.read(_layout())
+
+
+def is_up() -> bool:
+    """Whether every component runs and serves."""
+    return all(row.healthy for row in state())
+
+
+def load_image(archive: Path) -> list[str]:
+    """Give the node the images of a docker or OCI archive; returns their names."""
+    return images.load(_layout(), binaries.directory(_layout()), archive)
+
+
+def kubeconfig() -> Path:
+    """The administrator's kubeconfig, at this path from the first ``up`` on."""
+    return _layout().kubeconfig
+
+
+def program(name: str) -> Path:
+    """Where a program of the cluster lies, such as ``ctr``."""
+    return binaries.directory(_layout()) / name
+
+
+def kubectl() -> Path:
+    """The kubectl of the cluster's own version."""
+    return program("kubectl")
+
+
+def log_dir() -> Path:
+    """The directory with a log file for each component."""
+    return _layout().logs
+
+
+def component_log(component: str) -> Path:
+    """The log file of one component."""
+    return _layout().log(component)
+
+
+def pod_log_dir() -> Path:
+    """The directory in which the kubelet keeps the logs of pods."""
+    return _layout().pod_logs
+
+
+def component_pid(component: str) -> int | None:
+    """The process number of a running component."""
+    process = lifecycle.find(_layout(), component)
+    return process.pid if process else None
+
+
+def _layout() -> Layout:
+    return Layout.from_environment()

@@ -1,0 +1,71 @@
+"""The few questions this program asks the cluster's servers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+from localcluster.layout import API_URL, NODE_NAME, Layout
+
+_TIMEOUT_SECONDS = 3.0
+
+
+def answers(layout: Layout, probe: str) -> bool:
+    """Whether a component's probe, an URL or ``unix:`` and a path, answers well."""
+    if probe.startswith("unix:"):
+        return _socket_answers(probe.removeprefix("unix:"))
+    certificate = "etcd" if probe.endswith("/health") else "admin"
+    try:
+        _get(layout, probe, certificate)
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def node_ready(layout: Layout) -> bool:
+    """Whether the node's condition Ready is True."""
+    node = _object(layout, f"/api/v1/nodes/{NODE_NAME}")
+    conditions = node.get("status", {}).get("conditions", [])
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def default_account_exists(layout: Layout) -> bool:
+    """Whether pods can be created in the default namespace yet."""
+    return bool(_object(layout, "/api/v1/namespaces/default/serviceaccounts/default"))
+
+
+def _object(layout: Layout, path: str) -> dict[str, Any]:
+    """One object as the API server has it; empty when there is none or no answer."""
+    try:
+        found = json.loads(_get(layout, f"{API_URL}{path}", "admin"))
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _get(layout: Layout, url: str, certificate: str) -> bytes:
+    """The body of a good answer; a proxy from the environment is never asked."""
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if url.startswith("https:"):
+        context = ssl.create_default_context(cafile=str(layout.certificate("ca")))
+        context.load_cert_chain(layout.certificate(certificate), layout.key(certificate))
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    opener = urllib.request.build_opener(*handlers)
+    with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
+        body = answer.read()
+    return bytes(body)
+
+
+def _socket_answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(_TIMEOUT_SECONDS)
+        try:
+            client.connect(path)
+        except OSError:
+            return False
+    return True

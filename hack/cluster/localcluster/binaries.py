@@ -1,0 +1,138 @@
+"""Building the programs of the cluster from pinned Go modules.
+
+Each folder below ``go/`` is one module whose ``tool`` lines are the programs;
+they are apart because their dependencies ask for different versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localcluster import locking, progress, shell
+from localcluster.errors import ClusterError
+from localcluster.layout import CLUSTER_SOURCE, Layout
+
+_MODULES = CLUSTER_SOURCE / "go"
+_TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs"}
+_OLDEST_GO = (1, 26)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One program: the module it is built in and its Go package."""
+
+    name: str
+    module: str
+    package: str
+
+
+PARTS = (
+    Part("kube-apiserver", "kubernetes", "k8s.io/kubernetes/cmd/kube-apiserver"),
+    Part("kube-controller-manager", "kubernetes", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+    Part("kube-scheduler", "kubernetes", "k8s.io/kubernetes/cmd/kube-scheduler"),
+    Part("kubelet", "kubernetes", "k8s.io/kubernetes/cmd/kubelet"),
+    Part("kubectl", "kubernetes", "k8s.io/kubernetes/cmd/kubectl"),
+    Part("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
+    Part("containerd", "containerd", "github.com/containerd/containerd/v2/cmd/containerd"),
+    Part(
+        "containerd-shim-runc-v2",
+        "containerd",
+        "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
+    ),
+    Part("ctr", "containerd", "github.com/containerd/containerd/v2/cmd/ctr"),
+)
+
+
+def directory(layout: Layout) -> Path:
+    """Where the programs lie that the present go.mod files and flags give."""
+    digest = hashlib.sha256(_machine().encode())
+    for module in sorted({part.module for part in PARTS}):
+        digest.update("\0".join(_flags(module)).encode())
+        for name in ("go.mod", "go.sum"):
+            digest.update((_MODULES / module / name).read_bytes())
+    return layout.binaries / digest.hexdigest()[:16]
+
+
+def build(layout: Layout) -> Path:
+    """Build what is missing and return the directory; fast when nothing is."""
+    target = directory(layout)
+    if not list(_missing(target)):
+        return target
+    with locking.exclusive(layout.binaries / "lock", wait=True):
+        missing = list(_missing(target))
+        if missing:
+            _require_go()
+            target.mkdir(parents=True, exist_ok=True)
+        for part in missing:
+            with progress.step(f"[{PARTS.index(part) + 1}/{len(PARTS)}] {part.name}"):
+                _build_part(part, target)
+    return target
+
+
+def _missing(target: Path) -> Iterator[Part]:
+    return (part for part in PARTS if not (target / part.name).exists())
+
+
+def _build_part(part: Part, target: Path) -> None:
+    """Build beside and rename, so that an interrupted build leaves no half file."""
+    unfinished = target / f".{part.name}.unfinished"
+    argv = ["go", "build", *_flags(part.module), "-o", str(unfinished), part.package]
+    done = subprocess.run(
+        argv,
+        cwd=_MODULES / part.module,
+        env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ClusterError(f"Building {part.name} failed: {done.stderr.strip()[-2000:]}")
+    unfinished.replace(target / part.name)
+
+
+def _flags(module: str) -> list[str]:
+    """Build flags; without the version Kubernetes programs call themselves v0.0.0."""
+    linker = "-s -w"
+    if module == "kubernetes":
+        version = _kubernetes_version()
+        major, minor = version.removeprefix("v").split(".")[:2]
+        prefix = "-X k8s.io/component-base/version."
+        linker += f" {prefix}gitVersion={version} {prefix}gitMajor={major} {prefix}gitMinor={minor}"
+    tags = [f"-tags={_TAGS[module]}"] if module in _TAGS else []
+    return ["-trimpath", "-buildvcs=false", *tags, f"-ldflags={linker}"]
+
+
+def _kubernetes_version() -> str:
+    text = (_MODULES / "kubernetes" / "go.mod").read_text()
+    found = re.search(r"k8s\.io/kubernetes (v\d\S+)", text)
+    if found is None:
+        raise ClusterError("go/kubernetes/go.mod does not require k8s.io/kubernetes.")
+    return found[1]
+
+
+def _machine() -> str:
+    return os.uname().machine
+
+
+def _require_go() -> None:
+    """Ask inside a module: an older Go may fetch the toolchain the module names."""
+    wanted = ".".join(map(str, _OLDEST_GO))
+    if shell.find_program("go") is None:
+        raise ClusterError(f"Go {wanted} or newer is needed to build the cluster's programs.")
+    done = subprocess.run(
+        ["go", "env", "GOVERSION"],
+        cwd=_MODULES / "kubernetes",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = re.match(r"go(\d+)\.(\d+)", done.stdout)
+    if done.returncode != 0 or found is None or (int(found[1]), int(found[2])) < _OLDEST_GO:
+        said = done.stdout.strip() or done.stderr.strip()
+        raise ClusterError(f"Go {wanted} or newer is needed, this one says: {said}.")

@@ -1,0 +1,110 @@
+"""The command line: ``cluster.py up``, ``down`` and the rest."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import localcluster
+from localcluster import progress, shell, status
+from localcluster.components import NAMES, Options
+from localcluster.errors import ClusterError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status, 130 after an interrupt."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return _run(parsed)
+    except ClusterError as error:
+        progress.say(f"cluster: {error}")
+        return 1
+    except KeyboardInterrupt:
+        progress.say("cluster: interrupted; 'up' goes on from here, 'down' cleans up.")
+        return 130
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    match parsed.command:
+        case "build":
+            print(localcluster.build())
+        case "up":
+            localcluster.up(_options(parsed))
+            print(status.table(localcluster.state()))
+            print(_environment())
+        case "down":
+            localcluster.down()
+        case "status":
+            print(status.table(localcluster.state()))
+            return 0 if localcluster.is_up() else 3
+        case "env":
+            print(_environment())
+        case "load":
+            print("\n".join(localcluster.load_image(parsed.archive)))
+        case "logs":
+            _show_log(parsed)
+        case "start" | "stop" | "restart":
+            getattr(localcluster, parsed.command)(parsed.component)
+    return 0
+
+
+def _environment() -> str:
+    """Shell lines that make kubectl talk to this cluster."""
+    programs = shlex.quote(str(localcluster.kubectl().parent))
+    return f"export KUBECONFIG={shlex.quote(str(localcluster.kubeconfig()))}\nexport PATH={programs}:$PATH"
+
+
+def _show_log(parsed: argparse.Namespace) -> None:
+    """Run ``tail`` on one log, or on all of them."""
+    names = [parsed.component] if parsed.component else list(NAMES)
+    logs = [path for path in map(localcluster.component_log, names) if path.exists()]
+    tail = shell.find_program("tail")
+    if not logs or tail is None:
+        raise ClusterError(f"There are no logs in {localcluster.log_dir()}.")
+    follow = ["--follow=name"] if parsed.follow else []
+    subprocess.run([tail, f"--lines={parsed.lines}", *follow, *logs], check=False)
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    """The defaults with what the command line adds or turns over."""
+    defaults = Options()
+    return Options(
+        feature_gates={**defaults.feature_gates, **parsed.feature_gates},
+        runtime_config={**defaults.runtime_config, **parsed.runtime_config},
+    )
+
+
+def _switches(text: str) -> Mapping[str, bool]:
+    """``A=true,B=false`` as a mapping."""
+    found = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if value not in ("true", "false"):
+            raise argparse.ArgumentTypeError(f"{word} is not NAME=true or NAME=false")
+        found[name] = value == "true"
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cluster.py", description=localcluster.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("build", help="build the programs, as any user")
+    up = commands.add_parser("up", help="bring the cluster up or complete it")
+    up.add_argument("--feature-gates", type=_switches, default={}, metavar="A=true,B=false")
+    up.add_argument("--runtime-config", type=_switches, default={}, metavar="API=true")
+    commands.add_parser("down", help="take the cluster and its traces away")
+    commands.add_parser("status", help="show the components; exit status 3 if one is not well")
+    commands.add_parser("env", help="print KUBECONFIG and PATH for eval")
+    load = commands.add_parser("load", help="give the node an image archive")
+    load.add_argument("archive", type=Path)
+    logs = commands.add_parser("logs", help="show the components' logs")
+    logs.add_argument("component", nargs="?", choices=NAMES)
+    logs.add_argument("-n", "--lines", type=int, default=50)
+    logs.add_argument("-f", "--follow", action="store_true")
+    for name in ("start", "stop", "restart"):
+        one = commands.add_parser(name, help=f"{name} one component")
+        one.add_argument("component", choices=NAMES)
+    return parser

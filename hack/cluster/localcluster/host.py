@@ -1,0 +1,207 @@
+"""What the cluster changes on the host, and how the host gets it back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from localcluster import network, processes, shell
+from localcluster.errors import ClusterError
+from localcluster.layout import (
+    CDI_DIRECTORIES,
+    CNI_RESULTS,
+    CONTAINER_LOG_LINKS,
+    KUBELET_ROOT,
+    SHIM_SOCKETS,
+    Layout,
+)
+
+# Directories that our components create outside ours, the deepest first.
+_MADE_BY_OTHERS = (
+    KUBELET_ROOT,
+    CONTAINER_LOG_LINKS,
+    *CDI_DIRECTORIES,
+    CNI_RESULTS,
+    CNI_RESULTS.parent,
+    SHIM_SOCKETS,
+    SHIM_SOCKETS.parent,
+)
+_PROPAGATING = ("/", "/dev")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The host as it was: what ``down`` goes back to."""
+
+    boot_id: str
+    ip_forward: str
+    private_mounts: tuple[str, ...]
+    absent: tuple[str, ...]
+    cdi_specs: tuple[str, ...]
+
+
+def remember(layout: Layout) -> None:
+    """Write down the state of the host once, before anything is changed."""
+    path = layout.state / "before.json"
+    if path.exists():
+        return
+    before = Before(
+        boot_id=_BOOT_ID.read_text().strip(),
+        ip_forward=network.forwarding(),
+        private_mounts=tuple(_private_mounts()),
+        absent=tuple(str(path) for path in _MADE_BY_OTHERS if not path.exists()),
+        cdi_specs=tuple(map(str, _cdi_specs())),
+    )
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(asdict(before)))
+    unfinished.replace(path)
+
+
+def recall(layout: Layout) -> Before | None:
+    """What ``remember`` wrote, or None when ``up`` never came that far.
+
+    An older version of this program may have written less.
+    """
+    try:
+        found = json.loads((layout.state / "before.json").read_text())
+    except FileNotFoundError:
+        return None
+    return Before(
+        boot_id=found["boot_id"],
+        ip_forward=found["ip_forward"],
+        private_mounts=tuple(found.get("private_mounts", ())),
+        absent=tuple(found.get("absent", ())),
+        cdi_specs=tuple(found.get("cdi_specs", ())),
+    )
+
+
+def rebooted_since(before: Before) -> bool:
+    """Whether mounts, bridge and processes of the cluster went with a reboot."""
+    return before.boot_id != _BOOT_ID.read_text().strip()
+
+
+def refuse_foreign_kubelet(layout: Layout) -> None:
+    """Two kubelets in one directory would delete each other's pods."""
+    if holds_kubelet_root(layout):
+        return
+    running = next((pid for pid in processes.all_pids() if _program(pid) == "kubelet"), None)
+    if running is not None:
+        raise ClusterError(f"Another kubelet runs on this machine (process {running}).")
+    if KUBELET_ROOT.is_dir() and any(KUBELET_ROOT.iterdir()):
+        raise ClusterError(
+            f"{KUBELET_ROOT} is not empty, so another kubelet seems to own it: "
+            "use a machine without one, or move that directory away."
+        )
+
+
+def holds_kubelet_root(layout: Layout) -> bool:
+    """Whether our directory lies over /var/lib/kubelet."""
+    try:
+        return os.path.samestat(KUBELET_ROOT.stat(), layout.kubelet.stat())
+    except FileNotFoundError:
+        return False
+
+
+def mount_kubelet_root(layout: Layout) -> None:
+    """Lay our directory over /var/lib/kubelet, as a shared mount of its own.
+
+    Manifests name the real path. Shared, because a container may mount into it
+    with Bidirectional propagation; private first, to leave the host's peer group.
+    """
+    layout.kubelet.mkdir(parents=True, exist_ok=True)
+    if holds_kubelet_root(layout):
+        return
+    KUBELET_ROOT.mkdir(parents=True, exist_ok=True)
+    shell.run(["mount", "--bind", layout.kubelet, KUBELET_ROOT])
+    shell.run(["mount", "--make-rprivate", KUBELET_ROOT])
+    shell.run(["mount", "--make-rshared", KUBELET_ROOT])
+
+
+def share_mounts() -> None:
+    """Let containers ask for mount propagation from the host, as under systemd.
+
+    Without it a volume with HostToContainer propagation is refused.
+    """
+    for point in _private_mounts():
+        shell.run(["mount", "--make-shared", point])
+
+
+def unmount_all(layout: Layout) -> None:
+    """Unmount everything below our directories, the newest mount first.
+
+    The list is read anew each time: one unmount may take others with it.
+    """
+    roots = [layout.state]
+    if holds_kubelet_root(layout):
+        roots.append(KUBELET_ROOT)
+    while points := [point for point in _mount_points() if any(map(point.is_relative_to, roots))]:
+        shell.run(["umount", "--lazy", points[-1]])
+
+
+def restore(layout: Layout) -> None:
+    """Undo what ``remember`` saw before: forwarding, directories, CDI files, log links."""
+    before = recall(layout)
+    _remove_log_links(layout)
+    if before is None:
+        return
+    network.restore_forwarding(before.ip_forward)
+    for point in before.private_mounts:
+        shell.run(["mount", "--make-private", point])
+    for spec in _cdi_specs():
+        if str(spec) not in before.cdi_specs:
+            spec.unlink(missing_ok=True)
+    for name in before.absent:
+        _remove_if_empty(Path(name))
+
+
+def _program(pid: int) -> str:
+    """The name of the program a process runs; empty for a kernel thread."""
+    words = processes.command_line(pid)
+    return Path(words[0]).name if words else ""
+
+
+def _remove_log_links(layout: Layout) -> None:
+    """The kubelet links every container's log below /var/log/containers."""
+    for link in CONTAINER_LOG_LINKS.glob("*.log"):
+        if link.is_symlink() and link.readlink().is_relative_to(layout.state):
+            link.unlink()
+
+
+def _remove_if_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+
+
+def _cdi_specs() -> list[Path]:
+    return sorted(
+        path
+        for directory in CDI_DIRECTORIES
+        if directory.is_dir()
+        for path in directory.iterdir()
+        if path.is_file()
+    )
+
+
+def _private_mounts() -> list[str]:
+    """Those of the mounts that pods take from the host which do not propagate."""
+    private: dict[str, bool] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        tags = fields[6 : fields.index("-")]
+        private[fields[4]] = not any(tag.startswith(("shared:", "master:")) for tag in tags)
+    return [point for point in _PROPAGATING if private.get(point)]
+
+
+def _mount_points() -> list[Path]:
+    """Mount points of this namespace in the order they were made."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [Path(line.split()[4].replace("\\040", " ")) for line in lines]

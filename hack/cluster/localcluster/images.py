@@ -1,0 +1,145 @@
+"""Images made without a registry: a static shell under the names examples use."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from localcluster import api, shell
+from localcluster.configs import PAUSE_IMAGE
+from localcluster.errors import ClusterError
+from localcluster.layout import Layout
+
+WORKLOAD_IMAGE = "local/workload:e2e"
+WORKLOAD_TAGS = (
+    WORKLOAD_IMAGE,
+    "docker.io/library/busybox:1.36",
+    "docker.io/library/ubuntu:22.04",
+    "docker.io/library/ubuntu:24.04",
+    "nvcr.io/nvidia/cuda:12.4.1-base-ubuntu22.04",
+)
+_BASH = Path("/bin/bash-static")
+_EMPTY_DIRECTORIES = ("dev", "etc", "proc", "root", "sys", "tmp", "usr/lib", "var")
+_FOREVER = "2147483647"
+_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A one-layer image: its names and what it runs."""
+
+    tags: tuple[str, ...]
+    command: tuple[str, ...]
+
+
+_IMAGES = (
+    Image((PAUSE_IMAGE,), ("/bin/sleep", _FOREVER)),
+    Image(WORKLOAD_TAGS, ("/bin/sh",)),
+)
+
+
+def write_archive(layout: Layout) -> Path:
+    """Write the pause and workload images as one archive that ``ctr`` can import."""
+    busybox = _static_busybox(layout)
+    target = layout.state / "images.tar"
+    if target.exists():
+        return target
+    layer = _layer(busybox)
+    unfinished = target.with_suffix(".unfinished")
+    with tarfile.open(unfinished, "w") as archive:
+        _add_file(archive, "layer.tar", layer, 0o644)
+        manifest = []
+        for image in _IMAGES:
+            config = _config(image, hashlib.sha256(layer).hexdigest())
+            name = f"{hashlib.sha256(config).hexdigest()}.json"
+            _add_file(archive, name, config, 0o644)
+            manifest.append({"Config": name, "RepoTags": image.tags, "Layers": ["layer.tar"]})
+        _add_file(archive, "manifest.json", json.dumps(manifest).encode(), 0o644)
+    unfinished.replace(target)
+    return target
+
+
+def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
+    """Import an image archive into the node's containerd; the names it holds."""
+    if not archive.is_file():
+        raise ClusterError(f"There is no image archive {archive}.")
+    if not api.answers(layout, f"unix:{layout.containerd_socket}"):
+        raise ClusterError("The node's containerd does not run: bring the cluster up first.")
+    said = shell.run(
+        [
+            *(binaries / "ctr", "--address", layout.containerd_socket, "--namespace", "k8s.io"),
+            *("images", "import", "--local", archive.absolute()),
+        ]
+    )
+    return [line.split()[1] for line in said.splitlines() if line.startswith("unpacking ")]
+
+
+def _static_busybox(layout: Layout) -> Path:
+    """Debian's static busybox, unpacked rather than installed.
+
+    Installing it would put an ordinary busybox of the host out.
+    """
+    target = layout.cache / "cluster" / "busybox"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = layout.state / "busybox"
+    folder.mkdir(exist_ok=True)
+    shell.run(["apt-get", "--quiet", "update"])
+    shell.run(["apt-get", "--quiet", "download", "busybox-static"], cwd=folder)
+    package = next(folder.glob("busybox-static_*.deb"))
+    shell.run(["dpkg-deb", "--extract", package, folder])
+    found = next(path for path in folder.glob("**/bin/busybox") if path.is_file())
+    unfinished = target.with_suffix(".unfinished")
+    unfinished.write_bytes(found.read_bytes())
+    unfinished.chmod(0o755)
+    unfinished.replace(target)
+    return target
+
+
+def _layer(busybox: Path) -> bytes:
+    """Busybox with all its applets, bash, and the few files programs look for."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as layer:
+        for name in _EMPTY_DIRECTORIES:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
+            layer.addfile(entry)
+        _add_file(layer, "bin/busybox", busybox.read_bytes(), 0o755)
+        _add_file(layer, "bin/bash", _BASH.read_bytes(), 0o755)
+        _add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
+        _add_file(layer, "etc/group", b"root:x:0:\n", 0o644)
+        for applet in _applets(busybox):
+            entry = tarfile.TarInfo(applet)
+            entry.type, entry.linkname = tarfile.SYMTYPE, "/bin/busybox"
+            layer.addfile(entry)
+    return buffer.getvalue()
+
+
+def _applets(busybox: Path) -> list[str]:
+    listed = subprocess.run([busybox, "--list-full"], capture_output=True, text=True, check=True)
+    return sorted(set(listed.stdout.split()) - {"bin/busybox", "bin/bash"})
+
+
+def _config(image: Image, layer_digest: str) -> bytes:
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "amd64")
+    return json.dumps(
+        {
+            "architecture": architecture,
+            "os": "linux",
+            "config": {"Cmd": image.command, "Env": [_PATH]},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer_digest}"]},
+        }
+    ).encode()
+
+
+def _add_file(archive: tarfile.TarFile, name: str, content: bytes, mode: int) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(content), mode
+    archive.addfile(entry, io.BytesIO(content))

@@ -1,0 +1,108 @@
+"""Every path, name, address and port of the cluster, decided in one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+NODE_NAME = "gpu-node"
+NETWORK = "gpu-dra-cluster"
+BRIDGE = "gpu-dra0"
+BRIDGE_MAC = "02:00:0a:e7:40:01"
+NODE_IP = "10.231.64.1"
+POD_CIDR = "10.231.64.0/24"
+SERVICE_CIDR = "10.96.0.0/16"
+SERVICE_IP = "10.96.0.1"
+CLUSTER_DNS = "10.96.0.10"
+
+# Not the usual numbers: another cluster on the same box may hold those.
+API_PORT = 26443
+ETCD_PORT = 22379
+ETCD_PEER_PORT = 22380
+CONTROLLER_MANAGER_PORT = 20257
+SCHEDULER_PORT = 20259
+KUBELET_HEALTH_PORT = 20248
+KUBELET_PORT = 10250
+
+API_URL = f"https://127.0.0.1:{API_PORT}"
+ETCD_URL = f"https://127.0.0.1:{ETCD_PORT}"
+
+KUBELET_ROOT = Path("/var/lib/kubelet")
+CDI_DIRECTORIES = (Path("/etc/cdi"), Path("/var/run/cdi"))
+CNI_PLUGINS = Path("/usr/lib/cni")
+CNI_RESULTS = Path("/var/lib/cni/results")
+SHIM_SOCKETS = Path("/run/containerd/s")
+CONTAINER_LOG_LINKS = Path("/var/log/containers")
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+CLUSTER_SOURCE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where one cluster keeps its files: ``state`` dies with it, ``cache`` stays."""
+
+    state: Path
+    cache: Path
+
+    @classmethod
+    def from_environment(cls) -> Layout:
+        """The layout that GPU_DRA_CLUSTER_DIR and XDG_CACHE_HOME ask for."""
+        state = Path(os.environ.get("GPU_DRA_CLUSTER_DIR") or "/var/lib/gpu-dra-cluster")
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return cls(state=state.absolute(), cache=Path(cache_home).absolute() / "gpu-dra-driver")
+
+    @property
+    def binaries(self) -> Path:
+        return self.cache / "cluster" / "bin"
+
+    @property
+    def pki(self) -> Path:
+        return self.state / "pki"
+
+    @property
+    def config(self) -> Path:
+        return self.state / "config"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "log"
+
+    @property
+    def pod_logs(self) -> Path:
+        return self.logs / "pods"
+
+    @property
+    def run(self) -> Path:
+        return self.state / "run"
+
+    @property
+    def kubelet(self) -> Path:
+        """The directory that lies under /var/lib/kubelet while the cluster is up."""
+        return self.state / "kubelet"
+
+    @property
+    def volume_plugins(self) -> Path:
+        return self.state / "volume-plugins"
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.config / "admin.kubeconfig"
+
+    @property
+    def containerd_socket(self) -> Path:
+        return self.run / "containerd.sock"
+
+    @property
+    def containerd_state(self) -> Path:
+        return self.run / "containerd"
+
+    def certificate(self, name: str) -> Path:
+        return self.pki / f"{name}.crt"
+
+    def key(self, name: str) -> Path:
+        return self.pki / f"{name}.key"
+
+    def log(self, component: str) -> Path:
+        return self.logs / f"{component}.log"

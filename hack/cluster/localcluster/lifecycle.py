@@ -1,0 +1,223 @@
+"""Bringing the cluster up, taking it down, and starting single components.
+
+Every step of ``up`` makes sure of something instead of doing it: run on half a
+cluster, whatever broke it, ``up`` completes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from localcluster import (
+    api,
+    binaries,
+    certificates,
+    configs,
+    containers,
+    debian,
+    host,
+    images,
+    locking,
+    network,
+    processes,
+    progress,
+    shell,
+)
+from localcluster.components import NAMES, Component, Options, all_components
+from localcluster.errors import ClusterError
+from localcluster.layout import SYSTEM_PATH, Layout
+
+_READY_SECONDS = 90.0
+
+
+def up(layout: Layout, options: Options) -> None:
+    """Bring the cluster up and return when a pod could be created on it."""
+    shell.require_root("A cluster")
+    built = binaries.build(layout)
+    debian.install_missing(debian.CLUSTER_PACKAGES)
+    with locking.exclusive(layout.state / "lock"):
+        _forget_before_reboot(layout)
+        _prepare(layout, options)
+        components = all_components(layout, built, _options(layout))
+        with progress.step("etcd, containerd"):
+            _start_together(layout, components, ("etcd", "containerd"))
+        with progress.step("kube-apiserver"):
+            _start_together(layout, components, ("kube-apiserver",))
+        with progress.step("kube-controller-manager, kube-scheduler, kubelet, images"):
+            _start_rest(layout, components, built)
+        with progress.step("node ready"):
+            _wait("The node did not become ready", lambda: api.node_ready(layout))
+            _wait("No default account appeared", lambda: api.default_account_exists(layout))
+
+
+def down(layout: Layout) -> None:
+    """Take everything away that ``up`` made, however far it came; twice is fine."""
+    if not layout.state.exists():
+        return
+    shell.require_root("Taking the cluster down")
+    with locking.exclusive(layout.state / "lock"), progress.step("down"):
+        _take_down(layout)
+        shutil.rmtree(layout.state)
+
+
+def start(layout: Layout, name: str) -> None:
+    """Start one component, unless it runs, and wait until it serves."""
+    _require_cluster(layout, name)
+    with locking.exclusive(layout.state / "lock"):
+        _start_one(layout, name)
+
+
+def stop(layout: Layout, name: str) -> None:
+    """Stop one component and nothing else; pods go on running."""
+    _require_cluster(layout, name)
+    with locking.exclusive(layout.state / "lock"):
+        _stop_one(layout, name)
+
+
+def restart(layout: Layout, name: str) -> None:
+    """Stop one component and start it with the flags it had."""
+    _require_cluster(layout, name)
+    with locking.exclusive(layout.state / "lock"):
+        _stop_one(layout, name)
+        _start_one(layout, name)
+
+
+def find(layout: Layout, name: str) -> processes.Process | None:
+    """The process of a component, if it runs."""
+    return processes.recall(_pid_file(layout, name))
+
+
+def _prepare(layout: Layout, options: Options) -> None:
+    host.refuse_foreign_kubelet(layout)
+    network.refuse_taken_name()
+    layout.state.chmod(0o755)
+    host.remember(layout)
+    _save_options(layout, options)
+    with progress.step("certificates"):
+        certificates.ensure(layout)
+    configs.write(layout, _options(layout))
+    for directory in (layout.run, layout.logs, layout.pod_logs):
+        directory.mkdir(parents=True, exist_ok=True)
+    network.ensure()
+    host.share_mounts()
+    host.mount_kubelet_root(layout)
+
+
+def _start_together(layout: Layout, components: dict[str, Component], names: tuple[str, ...]) -> None:
+    for name in names:
+        _launch(layout, components[name])
+    for name in names:
+        _wait_serving(layout, components[name])
+
+
+def _start_rest(layout: Layout, components: dict[str, Component], built: Path) -> None:
+    """The images come before the kubelet: no pod may wait for its sandbox image."""
+    for name in ("kube-controller-manager", "kube-scheduler"):
+        _launch(layout, components[name])
+    images.load(layout, built, images.write_archive(layout))
+    _start_together(layout, components, ("kubelet", "kube-controller-manager", "kube-scheduler"))
+
+
+def _start_one(layout: Layout, name: str) -> None:
+    component = all_components(layout, binaries.build(layout), _options(layout))[name]
+    _launch(layout, component)
+    _wait_serving(layout, component)
+
+
+def _stop_one(layout: Layout, name: str) -> None:
+    process = find(layout, name)
+    if process is not None:
+        processes.stop([process])
+    _pid_file(layout, name).unlink(missing_ok=True)
+
+
+def _launch(layout: Layout, component: Component) -> None:
+    if find(layout, component.name) is not None:
+        return
+    programs = Path(component.argv[0]).parent
+    processes.start(
+        component.argv,
+        environment={"PATH": f"{programs}:{SYSTEM_PATH}", "HOME": os.environ.get("HOME", "/root")},
+        log=layout.log(component.name),
+        pid_file=_pid_file(layout, component.name),
+    )
+
+
+def _wait_serving(layout: Layout, component: Component) -> None:
+    def serves() -> bool:
+        if find(layout, component.name) is None:
+            raise ClusterError(_epitaph(layout, component.name))
+        return api.answers(layout, component.probe)
+
+    log = layout.log(component.name)
+    _wait(f"{component.name} does not serve (its log: {log})", serves)
+
+
+def _epitaph(layout: Layout, name: str) -> str:
+    log = layout.log(name)
+    last = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
+    return "\n  ".join([f"{name} ended soon after its start, see {log}:", *last])
+
+
+def _wait(complaint: str, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{complaint} within {_READY_SECONDS:.0f} s.")
+        time.sleep(0.1)
+
+
+def _forget_before_reboot(layout: Layout) -> None:
+    """After a reboot of the machine nothing of the cluster lives: begin anew."""
+    before = host.recall(layout)
+    if before is None or not host.rebooted_since(before):
+        return
+    _take_down(layout)
+    for entry in layout.state.iterdir():
+        if entry.name == "lock":
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _take_down(layout: Layout) -> None:
+    """Kill rather than ask: all state goes, so nobody has anything to save."""
+    running = [process for name in NAMES if (process := find(layout, name))]
+    processes.stop(running, grace_seconds=0)
+    containers.kill_all(layout)
+    containers.remove_shim_sockets(layout)
+    host.unmount_all(layout)
+    containers.remove_cgroups()
+    network.remove()
+    host.restore(layout)
+
+
+def _require_cluster(layout: Layout, name: str) -> None:
+    shell.require_root("Changing a component")
+    if name not in NAMES:
+        raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
+    if not layout.kubeconfig.exists():
+        raise ClusterError("There is no cluster: bring it up first.")
+
+
+def _save_options(layout: Layout, options: Options) -> None:
+    """Keep the options of the first ``up``: a running cluster does not change them."""
+    path = layout.state / "options.json"
+    if not path.exists():
+        gates, versions = dict(options.feature_gates), dict(options.runtime_config)
+        path.write_text(json.dumps({"feature_gates": gates, "runtime_config": versions}))
+
+
+def _options(layout: Layout) -> Options:
+    return Options(**json.loads((layout.state / "options.json").read_text()))
+
+
+def _pid_file(layout: Layout, name: str) -> Path:
+    return layout.run / f"{name}.pid"

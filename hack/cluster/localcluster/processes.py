@@ -1,0 +1,166 @@
+"""Daemons with pid files that survive this program and cannot hit a stranger.
+
+A pid alone is not an identity: after the process died the number is given to
+another. The pid file also holds the start time, and both must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from localcluster.errors import ClusterError
+
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process, told apart from a later one with the same number."""
+
+    pid: int
+    start_ticks: int
+
+    @property
+    def alive(self) -> bool:
+        found = identify(self.pid)
+        return found == self
+
+    @property
+    def age_seconds(self) -> float:
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime - self.start_ticks / _CLOCK_TICKS
+
+    @property
+    def resident_bytes(self) -> int:
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        except OSError:
+            return 0
+
+
+def identify(pid: int) -> Process | None:
+    """The live process with this number; a zombie counts as gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command name may hold spaces and parentheses: count from its end.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else Process(pid, int(fields[19]))
+
+
+def start(
+    argv: Sequence[str | Path], *, environment: Mapping[str, str], log: Path, pid_file: Path
+) -> Process:
+    """Start a daemon in a session of its own, its output appended to ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    pid_file.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    pid = os.posix_spawn(
+        str(argv[0]),
+        [str(word) for word in argv],
+        dict(environment),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+        setsigmask=[],
+        setsigdef=[signal.SIGINT, signal.SIGPIPE, signal.SIGTERM],
+    )
+    process = identify(pid)
+    if process is None:
+        raise ClusterError(f"{argv[0]} ended at once: see {log}.")
+    _remember(process, pid_file)
+    return process
+
+
+def recall(pid_file: Path) -> Process | None:
+    """The process a pid file names, if that very process still lives."""
+    try:
+        process = Process(**json.loads(pid_file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return process if process.alive else None
+
+
+def stop(processes: Sequence[Process], *, grace_seconds: float = 4.0) -> None:
+    """Ask all of them to end, wait together, then kill what is left."""
+    if grace_seconds > 0:
+        _signal(processes, signal.SIGTERM)
+        if _wait_gone(processes, grace_seconds):
+            return
+    _signal(processes, signal.SIGKILL)
+    if not _wait_gone(processes, 10.0):
+        left = [process.pid for process in processes if process.alive]
+        raise ClusterError(f"Processes {left} do not end even when killed.")
+
+
+def all_pids() -> list[int]:
+    """The number of every process on this machine."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def children() -> dict[int, list[int]]:
+    """Every process's direct children on this machine."""
+    found: dict[int, list[int]] = {}
+    for pid in all_pids():
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        parent = int(stat.rpartition(")")[2].split()[1])
+        found.setdefault(parent, []).append(pid)
+    return found
+
+
+def command_line(pid: int) -> list[str]:
+    """The words a process was started with; empty for a kernel thread or a dead one."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return raw.decode(errors="replace").rstrip("\0").split("\0")
+
+
+def _remember(process: Process, pid_file: Path) -> None:
+    unfinished = pid_file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(asdict(process)))
+    unfinished.replace(pid_file)
+
+
+def _signal(processes: Sequence[Process], number: signal.Signals) -> None:
+    for process in processes:
+        if process.alive:
+            try:
+                os.kill(process.pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def _wait_gone(processes: Sequence[Process], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        for process in processes:
+            _reap(process.pid)
+        if not any(process.alive for process in processes):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _reap(pid: int) -> None:
+    """Collect the exit status when we are the parent, as in a long test run."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return

@@ -1,0 +1,52 @@
+"""How the cluster does: one row for each component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from localcluster import api, binaries, lifecycle
+from localcluster.components import NAMES, Options, all_components
+from localcluster.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentStatus:
+    """One component; ``pid`` None when it does not run. Seconds and bytes."""
+
+    name: str
+    pid: int | None
+    healthy: bool
+    age_seconds: float
+    resident_bytes: int
+    log: Path
+
+
+def read(layout: Layout) -> list[ComponentStatus]:
+    """The state of every component, running or not."""
+    return [_read_one(layout, name) for name in NAMES]
+
+
+def table(rows: list[ComponentStatus]) -> str:
+    """The rows as text for a terminal."""
+    lines = [f"{'COMPONENT':<24} {'PID':>8} {'HEALTHY':<8} {'AGE':>8} {'MEMORY':>8}  LOG"]
+    for row in rows:
+        age = f"{row.age_seconds:.0f} s" if row.pid else "-"
+        memory = f"{row.resident_bytes / 2**20:.0f} MiB" if row.pid else "-"
+        healthy = "yes" if row.healthy else "no"
+        pid = row.pid or "-"
+        lines.append(f"{row.name:<24} {pid:>8} {healthy:<8} {age:>8} {memory:>8}  {row.log}")
+    return "\n".join(lines)
+
+
+def _read_one(layout: Layout, name: str) -> ComponentStatus:
+    process = lifecycle.find(layout, name)
+    component = all_components(layout, binaries.directory(layout), Options())[name]
+    return ComponentStatus(
+        name=name,
+        pid=process.pid if process else None,
+        healthy=process is not None and api.answers(layout, component.probe),
+        age_seconds=process.age_seconds if process else 0.0,
+        resident_bytes=process.resident_bytes if process else 0,
+        log=layout.log(name),
+    )

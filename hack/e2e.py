@@ -1,0 +1,102 @@
+"""`make e2e`: cluster, image, driver, tests, and everything taken away again, whatever happens in between.
+
+python hack/e2e.py            all tests of tests/e2e
+python hack/e2e.py --keep     leave the cluster up afterwards
+python hack/e2e.py -- -k mig  arguments for pytest
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
+SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
+INSTALL = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
+IMAGE = [sys.executable, "hack/image/build.py"]
+
+
+class Interrupted(Exception):  # noqa: N818  a signal is no error
+    """SIGINT or SIGTERM came in."""
+
+
+def main() -> int:
+    """Run everything; the tests' exit code, or that of the step that failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards")
+    parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
+    arguments = parser.parse_args()
+    if os.geteuid() != 0:
+        print("make e2e needs root: it runs a kubelet and a container runtime. Try: sudo make e2e")
+        return 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        # A machine of an earlier run may have been broken on purpose.
+        shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
+        return _run_all(arguments.pytest_args)
+    except Interrupted:
+        print("e2e: interrupted, cleaning up")
+        return 130
+    finally:
+        if not arguments.keep:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            _step("take the cluster down", [*CLUSTER, "down"])
+            shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
+
+
+def _run_all(pytest_args: list[str]) -> int:
+    for title, command in (
+        ("build the image", IMAGE),
+        ("bring the cluster up", [*CLUSTER, "up"]),
+        ("install the driver", INSTALL),
+    ):
+        status = _step(title, command)
+        if status:
+            return status
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "cluster",
+        "tests/e2e",
+        "--timeout=300",
+        "-v",
+        "--no-header",
+    ]
+    return _step("run the tests", [*pytest, *pytest_args])
+
+
+def _step(title: str, command: list[str]) -> int:
+    print(f"e2e: {title}", flush=True)
+    started = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        status = process.wait()
+    except Interrupted:
+        process.terminate()
+        process.wait()
+        raise
+    verdict = "done" if status == 0 else f"FAILED with exit code {status}"
+    print(f"e2e: {title}: {verdict} after {time.monotonic() - started:.0f} s", flush=True)
+    return status
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Building the driver's container image without a registry or a daemon."""

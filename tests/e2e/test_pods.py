@@ -1,0 +1,214 @@
+"""Pods get exactly their devices: the examples, and what users do with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.conftest import Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+Example = Callable[[str], None]
+
+
+def pods(count: int, template: str, grace: str = "") -> str:
+    return "---\n".join(
+        f"""apiVersion: v1
+kind: Pod
+metadata: {{name: {template}-{number}}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: docker.io/library/ubuntu:22.04
+      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
+      resources: {{claims: [{{name: gpu}}]}}
+  resourceClaims:
+    - {{name: gpu, resourceClaimTemplateName: {template}}}
+"""
+        for number in range(count)
+    )
+
+
+TEMPLATE = """apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: burst}
+spec:
+  spec:
+    devices:
+      requests:
+        - {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}
+"""
+
+
+def test_pod_sees_exactly_its_gpu(cluster: Cluster, example: Example) -> None:
+    example("one-gpu")
+    took = cluster.wait_running("one-gpu")
+    print(f"running after {took:.2f} s")
+    seen = cluster.seen_by("one-gpu")
+    assert len(seen) == 1
+    assert seen == cluster.allocated(*cluster.claims_of("one-gpu"))
+
+
+def test_eight_pods_at_once_get_eight_gpus(cluster: Cluster) -> None:
+    cluster.apply(TEMPLATE)
+    cluster.apply(pods(8, "burst"))
+    names = [f"burst-{number}" for number in range(8)]
+    took = cluster.wait_running(*names)
+    print(f"eight pods running after {took:.2f} s")
+    seen = [uuid for name in names for uuid in cluster.seen_by(name)]
+    assert len(seen) == len(set(seen)) == 8
+
+
+def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
+    cluster.apply(TEMPLATE)
+    cluster.apply(pods(8, "burst"))
+    names = [f"burst-{number}" for number in range(8)]
+    cluster.wait_running(*names)
+    cluster.apply(pods(9, "burst"))
+    wait_for(
+        "the ninth pod to be unschedulable",
+        lambda: any(
+            one["type"] == "PodScheduled" and one["status"] == "False"
+            for one in cluster.pod("burst-8")["status"].get("conditions", [])
+        ),
+    )
+    freed = cluster.seen_by("burst-0")
+    cluster.kubectl("delete", "pod", "burst-0")
+    cluster.wait_running("burst-8")
+    assert cluster.seen_by("burst-8") == freed
+
+
+def test_two_pods_share_a_claim(cluster: Cluster, example: Example) -> None:
+    example("shared-claim")
+    cluster.wait_running("reader", "writer")
+    assert cluster.seen_by("reader") == cluster.seen_by("writer") == cluster.allocated("shared")
+
+
+def test_containers_see_only_their_own_claim(cluster: Cluster, example: Example) -> None:
+    example("two-claims")
+    cluster.wait_running("two-claims")
+    first, second = cluster.seen_by("two-claims", "first"), cluster.seen_by("two-claims", "second")
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_eight_gpus_in_one_nvlink_domain(cluster: Cluster, example: Example) -> None:
+    example("nvlink-domain")
+    cluster.wait_running("nvlink-domain")
+    seen = set(cluster.seen_by("nvlink-domain"))
+    domains = {
+        device["attributes"]["nvlinkDomain"]["string"]
+        for device in cluster.devices()
+        if device["attributes"]["uuid"]["string"] in seen
+    }
+    assert len(seen) == 8
+    assert len(domains) == 1
+
+
+def test_cel_selects_by_product_memory_and_compute_capability(cluster: Cluster, example: Example) -> None:
+    example("selectors")
+    cluster.wait_running("selectors")
+    assert len(cluster.seen_by("selectors")) == 1
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        'device.attributes["gpu.nvidia.com"].productName == "NVIDIA A100-SXM4-80GB"',
+        'device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("96Gi")) >= 0',
+        'device.attributes["gpu.nvidia.com"].cudaComputeCapability.isGreaterThan(semver("9.0.0"))',
+    ],
+)
+def test_cel_refuses_what_does_not_fit(cluster: Cluster, expression: str) -> None:
+    selector = f"selectors: [{{cel: {{expression: '{expression}'}}}}]"
+    cluster.apply(
+        TEMPLATE.replace("deviceClassName: gpu.nvidia.com", f"deviceClassName: gpu.nvidia.com, {selector}")
+    )
+    cluster.apply(pods(1, "burst"))
+    wait_for(
+        "the pod to be unschedulable",
+        lambda: any(
+            "cannot allocate all claims" in one.get("message", "")
+            for one in cluster.pod("burst-0")["status"].get("conditions", [])
+        ),
+    )
+
+
+def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example: Example) -> None:
+    whole = len(cluster.devices())
+    cluster.simulate("mig", "enable", "7")
+    try:
+        made = cluster.simulate("mig", "create", "7", "1g.10gb", "0")
+        gpu_instance = re.search(r"GPU instance (\d+)", made)
+        assert gpu_instance, made
+        wait_for(
+            "the MIG device to be published",
+            lambda: [d for d in cluster.devices() if d["attributes"]["type"]["string"] == "mig"],
+        )
+        assert len([d for d in cluster.devices() if d["attributes"]["type"]["string"] == "gpu"]) == whole - 1
+        example("static-mig")
+        cluster.wait_running("static-mig")
+        seen = cluster.seen_by("static-mig")
+        assert seen == cluster.allocated(*cluster.claims_of("static-mig"))
+        assert seen[0].startswith("MIG-")
+        cluster.kubectl("delete", "-f", "examples/static-mig")
+        wait_for("the claim to be unprepared", lambda: not cluster.leftovers(), 70)
+        cluster.simulate("mig", "destroy", "7", gpu_instance[1])
+    finally:
+        cluster.simulate("mig", "disable", "7")
+    wait_for("the whole GPU to be offered again", lambda: len(cluster.devices()) == whole)
+
+
+def test_admin_access_sees_all_gpus_while_one_is_in_use(cluster: Cluster, example: Example) -> None:
+    example("one-gpu")
+    cluster.wait_running("one-gpu")
+    example("admin-access")
+    cluster.wait_running("gpu-monitor", namespace="gpu-monitoring")
+    everything = {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
+    assert set(cluster.seen_by("gpu-monitor", namespace="gpu-monitoring")) == everything
+    cluster.kubectl("delete", "-f", "examples/admin-access", "--timeout=60s")
+    assert len(cluster.seen_by("one-gpu")) == 1
+    assert cluster.pod("one-gpu")["status"]["phase"] == "Running"
+
+
+def test_extended_resource_needs_no_claim(cluster: Cluster, example: Example) -> None:
+    example("extended-resource")
+    cluster.wait_running("extended-resource")
+    assert len(cluster.seen_by("extended-resource")) == 1
+
+
+def test_refused_parameters_are_shown_on_the_pod_and_touch_nobody_else(cluster: Cluster) -> None:
+    cluster.apply(
+        """apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: burst}
+spec:
+  spec:
+    devices:
+      requests:
+        - {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}
+      config:
+        - requests: [gpu]
+          opaque:
+            driver: gpu.nvidia.com
+            parameters:
+              apiVersion: resource.nvidia.com/v1beta1
+              kind: GpuConfig
+              shraing: {}
+"""
+    )
+    cluster.apply(pods(1, "burst"))
+    events = wait_for(
+        "the kubelet's event",
+        lambda: [
+            event["message"]
+            for event in cluster.get("events")["items"]
+            if event["reason"] == "FailedPrepareDynamicResources"
+        ],
+    )
+    assert any("shraing" in message and "requests gpu" in message for message in events), events

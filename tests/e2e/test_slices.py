@@ -1,0 +1,122 @@
+"""What the driver publishes in a real API server."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+
+def versions(cluster: Cluster) -> dict[str, str]:
+    return {entry["metadata"]["name"]: entry["metadata"]["resourceVersion"] for entry in cluster.slices()}
+
+
+def test_slices_equal_what_inspect_prints(cluster: Cluster) -> None:
+    published = cluster.slices()
+    expected = cluster.inspect()
+
+    def content(entry: dict) -> dict:
+        spec = dict(entry["spec"])
+        return {**spec, "pool": {**spec["pool"], "generation": 0}}
+
+    assert [content(entry) for entry in published] == [content(entry) for entry in expected]
+
+
+def test_slices_belong_to_the_node_object(cluster: Cluster) -> None:
+    node = cluster.get("node", cluster.node)
+    for entry in cluster.slices():
+        assert entry["metadata"]["ownerReferences"] == [
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "name": cluster.node,
+                "uid": node["metadata"]["uid"],
+                "controller": True,
+            }
+        ]
+        assert entry["metadata"]["name"].startswith("00000-gpu.nvidia.com-")
+
+
+def test_slices_come_back_within_a_second_when_somebody_deletes_them(cluster: Cluster) -> None:
+    before = cluster.devices()
+    cluster.kubectl("delete", "resourceslices", "--all")
+    started = time.monotonic()
+    wait_for("the slices to come back", lambda: cluster.devices() == before, 10, every_s=0.02)
+    took = time.monotonic() - started
+    print(f"slices back after {took:.2f} s")
+    assert took < 3  # the budget of 1 s is measured by the bench, this is only a guard against 18 s
+
+
+def test_slices_are_mended_when_somebody_changes_them(cluster: Cluster) -> None:
+    before = cluster.devices()
+    name = cluster.slices()[0]["metadata"]["name"]
+    patch = '[{"op": "remove", "path": "/spec/devices/0"}]'
+    cluster.kubectl("patch", "resourceslice", name, "--type=json", "-p", patch)
+    wait_for("the slice to be mended", lambda: cluster.devices() == before, 10)
+
+
+def test_kubelet_restart_leaves_the_node_without_devices_for_less_than_a_second(
+    cluster: Cluster, example
+) -> None:
+    example("one-gpu")
+    cluster.wait_running("one-gpu")
+    started_at = cluster.pod("one-gpu")["status"]["containerStatuses"][0]["state"]["running"]["startedAt"]
+    client = ApiClient(load_endpoint(str(cluster.local.kubeconfig())))
+
+    def devices() -> int:
+        answer = client.request("GET", "/apis/resource.k8s.io/v1/resourceslices", action="list slices")
+        return sum(len(entry["spec"].get("devices") or []) for entry in answer["items"])
+
+    uids = {entry["metadata"]["uid"] for entry in cluster.slices()}
+    cluster.local.restart("kubelet")
+    gap = 0.0
+    gone_since: float | None = None
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        count, now = devices(), time.monotonic()
+        if count == 0 and gone_since is None:
+            gone_since = now
+        if count and gone_since is not None:
+            gap = now - gone_since
+            break
+        if count and {entry["metadata"]["uid"] for entry in cluster.slices()} != uids:
+            break  # they were away for less than one look
+        time.sleep(0.01)
+    else:
+        pytest.fail("the restarted kubelet did not wipe the slices, or they did not come back")
+    print(f"without devices for {gap:.2f} s")
+    assert gap < 3
+    container = cluster.pod("one-gpu")["status"]["containerStatuses"][0]
+    assert container["state"]["running"]["startedAt"] == started_at
+    assert container["restartCount"] == 0
+
+
+def test_plugin_restart_writes_nothing_and_leaves_the_pod_alone(cluster: Cluster, example) -> None:
+    example("one-gpu")
+    cluster.wait_running("one-gpu")
+    before = versions(cluster)
+    old = {pod["metadata"]["uid"] for pod in cluster.driver_pods()}
+    cluster.kubectl("delete", "pod", "-n", NAMESPACE, "--all")
+    wait_for("a new driver pod", lambda: not old & {p["metadata"]["uid"] for p in cluster.driver_pods()}, 60)
+    cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "-n", NAMESPACE, "--timeout=60s")
+    assert versions(cluster) == before
+    assert cluster.pod("one-gpu")["status"]["containerStatuses"][0]["restartCount"] == 0
+    assert len(cluster.seen_by("one-gpu")) == 1
+    cluster.kubectl("delete", "pod", "one-gpu")
+    wait_for("the claim to be unprepared by the new instance", lambda: not cluster.leftovers(), 70)
+
+
+def test_rolling_update_serves_throughout_and_writes_nothing(cluster: Cluster) -> None:
+    before = versions(cluster)
+    cluster.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
+    cluster.kubectl("apply", "-f", "examples/one-gpu")
+    cluster.wait_running("one-gpu")
+    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    assert versions(cluster) == before
+    cluster.kubectl("delete", "-f", "examples/one-gpu")
