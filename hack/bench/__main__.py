@@ -1,0 +1,111 @@
+"""`make bench`: the budgets of docs/architecture.md, measured on this machine and printed as a table.
+
+The daemon runs as a process of its own on a simulated DGX H100, with the embedded API server and kubelet in
+this one. Every figure is the median of several runs; the exit code is 1 if a budget is not met.
+
+    python hack/bench             everything that takes seconds
+    python hack/bench --cycles N  as well N prepare/unprepare cycles, looking for what they leave behind
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from measurements import Node, growth_over_cycles, idle, parallel_prepares, single_prepares, wipes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `budget` is an upper limit in the same unit, None where there is none."""
+
+    what: str
+    values: list[float]
+    unit: str
+    budget: float | None
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.values)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median is within the budget."""
+        return self.budget is None or self.median <= self.budget
+
+
+def measure(runs: int, cycles: int) -> list[Row]:
+    """All rows; prints a dot for each run, since the whole takes a while."""
+    started: list[tuple[float, float]] = []
+    memory: list[float] = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+            started.append((node.registered_s, node.published_s))
+        print(".", end="", flush=True, file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+        time.sleep(2.0)  # a driver that was installed a second ago is looked through at each Prepare
+        alone, unprepared = single_prepares(node, 20 * runs)
+        bursts = parallel_prepares(node, 4 * runs)
+        wiped = wipes(node, runs)
+        memory = [node.resident_mib()]
+        cpu, writes = idle(node, 10.0)
+        rows = [
+            Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.7),
+            Row("start -> slices published", [two for _, two in started], "s", 1.0),
+            Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
+            Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 25),
+            Row("NodeUnprepareResources, alone", unprepared, "ms", None),
+            Row("slices back after a wipe", wiped, "s", 1.0),
+            Row("resident memory, idle, 8 GPUs", memory, "MiB", 73),
+            Row("idle: CPU of one core", [cpu], "%", 0.5),
+            Row("idle: API writes in 10 s", [writes], "", 0),
+        ]
+        if cycles:
+            growth = growth_over_cycles(node, cycles)
+            rows.append(Row(f"memory growth over {cycles} cycles", [growth.memory_mib], "MiB", 5))
+            rows.append(Row(f"files left after {cycles} cycles", [growth.files], "", 0))
+            rows.append(Row(f"descriptors more after {cycles} cycles", [growth.descriptors], "", 0))
+            rows.append(Row(f"threads more after {cycles} cycles", [growth.threads], "", 0))
+    print(file=sys.stderr)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows aligned, with a verdict each."""
+    lines = [f"{'':<44}{'median':>10}{'min':>10}{'max':>10}{'budget':>10}"]
+    for row in rows:
+        budget = "-" if row.budget is None else f"{row.budget:g}"
+        verdict = "" if row.budget is None else ("  ok" if row.is_met else "  MISSED")
+        figures = "".join(f"{value:>10.2f}" for value in (row.median, min(row.values), max(row.values)))
+        lines.append(
+            f"{f'{row.what} ({row.unit})' if row.unit else row.what:<44}{figures}{budget:>10}{verdict}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5, help="runs of each measurement (default 5)")
+    parser.add_argument("--cycles", type=int, default=0, help="prepare/unprepare cycles to look for leaks")
+    arguments = parser.parse_args()
+    rows = measure(arguments.runs, arguments.cycles)
+    print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end, {arguments.runs} runs\n")
+    print(table(rows))
+    return 0 if all(row.is_met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

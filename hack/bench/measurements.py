@@ -1,0 +1,237 @@
+"""What is measured: one daemon process on a simulated node, asked as a kubelet asks it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
+from dra_driver.model.claim import ClaimRef, Prepared
+
+DRIVER = "gpu.nvidia.com"
+NODE = "bench-node"
+GPUS = 8
+_WAIT_S = 30.0
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What is there after many cycles that was not there before."""
+
+    memory_mib: float
+    files: int
+    descriptors: int
+    threads: int
+
+
+class Node:
+    """API server, kubelet and the daemon as a process; `registered_s` and `published_s` count from its start."""
+
+    def __init__(self, root: Path, machine: str = "dgx-h100") -> None:
+        self.root = root
+        self._machine = machine
+        self.server = EmbeddedApiServer()
+        registry = root / "plugins_registry"
+        registry.mkdir()
+        self.kubelet = EmbeddedKubelet(registry, KubeletSettings(poll_s=0.002))
+        self.registered_s = 0.0
+        self.published_s = 0.0
+        self._claims = 0
+
+    def __enter__(self) -> Node:
+        self.server.start()
+        self.server.add("nodes", {"metadata": {"name": NODE}})
+        self.server.write_kubeconfig(self.root / "kubeconfig")
+        self.kubelet.start()
+        started = time.monotonic()
+        self.process = self._spawn()
+        published = threading.Thread(target=self._note_published, args=(started,))
+        published.start()
+        self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        self.registered_s = time.monotonic() - started
+        published.join()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(_WAIT_S)
+        self.kubelet.stop()
+        self.server.stop()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        program = Path(sys.executable).parent / "gpu-dra-driver"
+        command = [str(program), "run", "--node-name", NODE, "--kubeconfig", str(self.root / "kubeconfig")]
+        command += ["--simulate", self._machine, "--simulator-dir", str(self.root / "machine")]
+        command += ["--cdi-root", str(self.root / "cdi"), "--log-level", "warning"]
+        command += ["--kubelet-registrar-directory-path", str(self.root / "plugins_registry")]
+        command += ["--kubelet-plugins-directory-path", str(self.root / "plugins")]
+        command += ["--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0"]
+        return subprocess.Popen(command)
+
+    def _note_published(self, started: float) -> None:
+        wait_for(lambda: len(self.devices()) == GPUS)
+        self.published_s = time.monotonic() - started
+
+    def devices(self) -> list[JsonObject]:
+        """Devices in the API server."""
+        slices = self.server.objects("resourceslices")
+        return [device for entry in slices for device in entry["spec"].get("devices", [])]
+
+    def add_claim(self, device: str) -> ClaimRef:
+        """A claim that is allocated one device."""
+        self._claims += 1
+        name = f"claim-{self._claims}"
+        result = {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device}
+        stored = self.server.add(
+            "resourceclaims",
+            {
+                "metadata": {"name": name, "namespace": "default"},
+                "spec": {
+                    "devices": {
+                        "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]
+                    }
+                },
+                "status": {"allocation": {"devices": {"results": [result]}}},
+            },
+            group="resource.k8s.io",
+        )
+        return ClaimRef("default", name, stored["metadata"]["uid"])
+
+    def prepare(self, ref: ClaimRef) -> float:
+        """Milliseconds of one Prepare as the kubelet measures it."""
+        started = time.monotonic()
+        outcome = self.kubelet.prepare(DRIVER, [ref])[ref.uid]
+        duration = (time.monotonic() - started) * 1000
+        if not isinstance(outcome, Prepared):
+            raise AssertionError(outcome)
+        return duration
+
+    def unprepare(self, ref: ClaimRef) -> float:
+        """Milliseconds of one Unprepare."""
+        started = time.monotonic()
+        outcome = self.kubelet.unprepare(DRIVER, [ref])[ref.uid]
+        if outcome is not None:
+            raise RuntimeError(outcome)
+        return (time.monotonic() - started) * 1000
+
+    def resident_mib(self) -> float:
+        """Resident memory of the daemon."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        raise RuntimeError("no VmRSS")
+
+    def descriptors(self) -> int:
+        """Open file descriptors of the daemon."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def threads(self) -> int:
+        """Threads of the daemon."""
+        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+
+    def cpu_s(self) -> float:
+        """Processor seconds that the daemon has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def files(self) -> set[str]:
+        """Files of claims on disk."""
+        places = (self.root / "cdi", self.root / "plugins" / DRIVER / "claims")
+        return {str(path) for place in places for path in place.glob("*")}
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
+    """Return as soon as `done` holds. Raises: TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.002)
+
+
+def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of Prepare and of Unprepare, one claim at a time."""
+    names = [device["name"] for device in node.devices()]
+    prepared: list[float] = []
+    unprepared: list[float] = []
+    for number in range(count + 1):
+        ref = node.add_claim(names[number % len(names)])
+        prepared.append(node.prepare(ref))
+        unprepared.append(node.unprepare(ref))
+    return prepared[1:], unprepared[1:]
+
+
+def parallel_prepares(node: Node, count: int) -> list[float]:
+    """Mean milliseconds of a Prepare in bursts of eight, one mean a burst."""
+    names = [device["name"] for device in node.devices()]
+    means: list[float] = []
+    with ThreadPoolExecutor(GPUS) as pool:
+        for _ in range(count):
+            refs = [node.add_claim(name) for name in names]
+            means.append(sum(pool.map(node.prepare, refs)) / len(refs))
+            list(pool.map(node.unprepare, refs))
+    return means
+
+
+def wipes(node: Node, count: int) -> list[float]:
+    """Seconds from the deletion of all slices, as by a kubelet that starts, until the devices are back."""
+    took: list[float] = []
+    resource = node.server.resource("resourceslices")
+    for _ in range(count):
+        time.sleep(0.3)
+        for entry in node.server.objects("resourceslices"):
+            node.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
+        started = time.monotonic()
+        wait_for(lambda: len(node.devices()) == GPUS)
+        took.append(time.monotonic() - started)
+    return took
+
+
+def idle(node: Node, duration_s: float) -> tuple[float, float]:
+    """Percent of a core, and API writes, while nothing happens."""
+    time.sleep(1.0)
+    writes, cpu = len(node.server.writes()), node.cpu_s()
+    time.sleep(duration_s)
+    return (node.cpu_s() - cpu) / duration_s * 100, float(len(node.server.writes()) - writes)
+
+
+def growth_over_cycles(node: Node, cycles: int) -> Growth:
+    """What stays behind after many cycles of Prepare and Unprepare."""
+    names = [device["name"] for device in node.devices()]
+    refs = [node.add_claim(name) for name in names]
+
+    def cycle(count: int) -> None:
+        for number in range(count):
+            node.prepare(refs[number % len(refs)])
+            node.unprepare(refs[number % len(refs)])
+
+    cycle(min(500, cycles))  # caches and thread pools reach their size first
+    files, descriptors, threads, memory = (
+        node.files(),
+        node.descriptors(),
+        node.threads(),
+        node.resident_mib(),
+    )
+    cycle(cycles)
+    time.sleep(0.5)
+    return Growth(
+        memory_mib=node.resident_mib() - memory,
+        files=len(node.files() - files),
+        descriptors=max(0, node.descriptors() - descriptors),
+        threads=max(0, node.threads() - threads),
+    )
