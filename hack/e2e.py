@@ -65,18 +65,18 @@ def _run_all(pytest_args: list[str]) -> int:
         status = _step(title, command)
         if status:
             return status
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "cluster",
-        "tests/e2e",
-        "--timeout=300",
-        "-v",
-        "--no-header",
-    ]
+    # The contract tests of the API client run against the real API server too.
+    os.environ["DRA_TEST_KUBECONFIG"] = _kubeconfig()
+    pytest = [sys.executable, "-m", "pytest", "-m", "cluster", "tests/e2e", "tests/kube"]
+    pytest += ["--timeout=300", "-v", "-s", "--no-header"]
     return _step("run the tests", [*pytest, *pytest_args])
+
+
+def _kubeconfig() -> str:
+    sys.path.insert(0, str(ROOT / "hack" / "cluster"))
+    import localcluster
+
+    return str(localcluster.kubeconfig())
 
 
 def _step(title: str, command: list[str]) -> int:

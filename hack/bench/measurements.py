@@ -118,7 +118,7 @@ class Node:
         outcome = self.kubelet.prepare(DRIVER, [ref])[ref.uid]
         duration = (time.monotonic() - started) * 1000
         if not isinstance(outcome, Prepared):
-            raise AssertionError(outcome)
+            raise AssertionError(outcome)  # noqa: TRY004
         return duration
 
     def unprepare(self, ref: ClaimRef) -> float:

@@ -27,7 +27,9 @@ def test_pool_is_one_empty_slice_when_there_is_no_device() -> None:
 def test_devices_are_chunked_at_64(count: int, sizes: list[int]) -> None:
     pool = build_pool(inventory(*(h100(number) for number in range(count))), NODE)
     assert [len(content.devices) for content in pool.slices] == sizes
-    assert sum(names(pool), []) == [f"gpu-{number:08x}" for number in range(count)]
+    assert [name for chunk in names(pool) for name in chunk] == [
+        f"gpu-{number:08x}" for number in range(count)
+    ]
     assert pool.faults == ()
 
 

@@ -212,3 +212,18 @@ spec:
         ],
     )
     assert any("shraing" in message and "requests gpu" in message for message in events), events
+
+
+def test_kubelet_measures_prepare_and_unprepare(cluster: Cluster) -> None:
+    """No assertion on time: the figures of the kubelet itself are printed for the record."""
+    text = cluster.kubectl("get", "--raw", f"/api/v1/nodes/{cluster.node}/proxy/metrics")
+    for method in ("NodePrepareResources", "NodeUnprepareResources"):
+        found = {}
+        for kind in ("sum", "count"):
+            labels = rf'driver_name="gpu.nvidia.com",grpc_status_code="OK",method_name="[^"]*{method}"'
+            pattern = rf"^dra_grpc_operations_duration_seconds_{kind}\{{{labels}\}} (\S+)"
+            match = re.search(pattern, text, re.MULTILINE)
+            assert match, f"the kubelet has no figure for {method}"
+            found[kind] = float(match[1])
+        print(f"{method}: {found['sum'] / found['count'] * 1000:.1f} ms, mean of {found['count']:.0f} calls")
+        assert found["count"] > 0

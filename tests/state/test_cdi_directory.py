@@ -136,7 +136,7 @@ def test_the_error_names_file_and_remedy_when_the_disk_refuses(
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(StateError, match=rf"{tmp_path}/cdi/{FILE}.*{remedy}"):
         directory.write(UID, spec())
 
@@ -144,6 +144,9 @@ def test_the_error_names_file_and_remedy_when_the_disk_refuses(
 def test_the_error_names_the_directory_when_a_file_is_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "cdi").write_text("")
     directory = CdiDirectory(tmp_path / "cdi", DRIVER)
-    for call in (directory.create, directory.list, lambda: directory.remove(UID)):
+    for call in (directory.create, directory.list, lambda: directory.write(UID, spec())):
         with pytest.raises(StateError, match=f"{tmp_path}/cdi"):
             call()
+    assert directory.remove(UID) is False, (
+        "what cannot be there need not be removed: a rollback must get through"
+    )

@@ -1,0 +1,67 @@
+import pynvml
+import pytest
+
+from dra_driver.errors import DeviceLostError, NotSupportedError, NvmlUnavailableError, RetryableError
+from dra_driver.nvml.failures import nvml_errors, supported, translated
+
+CODES = sorted(
+    {
+        value
+        for name, value in vars(pynvml).items()
+        if name.startswith("NVML_ERROR_") and isinstance(value, int)
+    }
+)
+EXPECTED = {
+    pynvml.NVML_ERROR_UNINITIALIZED: NvmlUnavailableError,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: NvmlUnavailableError,
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: NvmlUnavailableError,
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: NvmlUnavailableError,
+    pynvml.NVML_ERROR_GPU_IS_LOST: DeviceLostError,
+    pynvml.NVML_ERROR_GPU_NOT_FOUND: DeviceLostError,
+    pynvml.NVML_ERROR_NOT_SUPPORTED: NotSupportedError,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: NotSupportedError,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: NotSupportedError,
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_code_has_its_class_and_a_text_of_one_line(code: int) -> None:
+    error = translated(pynvml.NVMLError(code), "read GPU 0")
+    assert type(error) is EXPECTED.get(code, RetryableError)
+    assert str(error).startswith("read GPU 0: ")
+    assert "\n" not in str(error)
+
+
+def test_code_that_the_binding_does_not_know_is_retried() -> None:
+    assert type(translated(pynvml.NVMLError(4711), "x")) is RetryableError
+
+
+def test_remedy_is_told_when_access_is_refused() -> None:
+    error = translated(pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION), "initialise NVML")
+    assert str(error) == "initialise NVML: NVML refused access; run as root with access to /dev/nvidiactl"
+
+
+def test_original_error_is_the_cause() -> None:
+    original = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    with pytest.raises(DeviceLostError) as caught, nvml_errors("x"):
+        raise original
+    assert caught.value.__cause__ is original
+
+
+def test_other_exceptions_pass() -> None:
+    with pytest.raises(ZeroDivisionError), nvml_errors("x"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "error", [pynvml.NVMLError(3), pynvml.NVMLError(13), pynvml.NVMLLibraryMismatchError("old")]
+)
+def test_missing_feature_is_none(error: Exception) -> None:
+    def call() -> int:
+        raise error
+
+    assert supported(call) is None
+
+
+def test_answer_passes() -> None:
+    assert supported(lambda value: value + 1, 1) == 2

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+
+import pytest
+
+from dra_driver.errors import FatalError, InvalidConfigError
+from dra_driver.services.http import HttpEndpoint, Response, problems_page, split_address
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
+    pages = {
+        "/readyz": problems_page(lambda: problems),
+        "/metrics": lambda: Response(200, "text/x", b"a 1\n"),
+    }
+    made = HttpEndpoint("127.0.0.1:0", pages)
+    made.start()
+    yield made
+    made.stop()
+
+
+def get(endpoint: HttpEndpoint, path: str, method: str = "GET") -> tuple[int, str | None, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    result = answer.status, answer.getheader("Content-Type"), answer.read()
+    connection.close()
+    return result
+
+
+def test_page_is_served_with_its_type_whatever_the_query(endpoint: HttpEndpoint) -> None:
+    assert get(endpoint, "/metrics") == get(endpoint, "/metrics?x=1") == (200, "text/x", b"a 1\n")
+
+
+def test_problems_are_told_line_by_line_until_they_are_gone(
+    endpoint: HttpEndpoint, problems: list[str]
+) -> None:
+    text = "text/plain; charset=utf-8"
+    assert get(endpoint, "/readyz") == (200, text, b"ok\n")
+    problems += ["no driver", "no kubelet"]
+    assert get(endpoint, "/readyz") == (503, text, b"no driver\nno kubelet\n")
+    problems.clear()
+
+
+def test_other_paths_and_methods_are_refused(endpoint: HttpEndpoint) -> None:
+    assert get(endpoint, "/../etc/passwd")[0] == 404
+    assert get(endpoint, "/metrics", "POST")[0] == 501
+
+
+def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:
+    with pytest.raises(
+        FatalError, match=r"cannot serve HTTP on 127\.0\.0\.1:\d+: .*choose another --http-endpoint"
+    ):
+        HttpEndpoint(f"127.0.0.1:{endpoint.port}", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (":8080", ("", 8080)),
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("[::1]:80", ("::1", 80)),
+        ("h:65535", ("h", 65535)),
+    ],
+)
+def test_address_is_split(text: str, expected: tuple[str, int]) -> None:
+    assert split_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8080", "host", ":", ":http", ":65536", ":-1"])
+def test_address_is_refused_with_the_form(text: str) -> None:
+    if text == "8080":
+        assert split_address(text) == ("", 8080)
+        return
+    with pytest.raises(InvalidConfigError, match="expected host:port or :port, for example :8080"):
+        split_address(text)

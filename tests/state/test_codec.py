@@ -1,0 +1,191 @@
+import json
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.errors import StateError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.steps import WriteCdiSpec
+from dra_driver.state.codec import FORMAT_VERSION, decode, encode
+
+RECORD = ClaimRecord(
+    claim=AllocatedClaim(
+        ClaimRef("default", "claim-1", "uid-1"),
+        (DeviceResult("req/sub", "gpu.nvidia.com", "node-a", "gpu-0", True, "share-1", {"memory": "1Gi"}),),
+        (DeviceConfig("FromClass", ("req",), "gpu.nvidia.com", {"kind": "GpuConfig"}),),
+    ),
+    phase="prepared",
+    boot_id="boot-1",
+    devices=(HeldDevice("gpu-0", "gpu", "GPU-1", "GPU-1", True, "share-1"),),
+    steps=(WriteCdiSpec(),),
+    prepared_at="2026-08-07T12:00:00.000+00:00",
+)
+DOCUMENT = {
+    "version": 1,
+    "claim": {
+        "namespace": "default",
+        "name": "claim-1",
+        "uid": "uid-1",
+        "results": [
+            {
+                "request": "req/sub", "driver": "gpu.nvidia.com", "pool": "node-a", "device": "gpu-0",
+                "adminAccess": True, "shareID": "share-1", "consumedCapacity": {"memory": "1Gi"},
+            }
+        ],
+        "configs": [
+            {"source": "FromClass", "requests": ["req"], "driver": "gpu.nvidia.com",
+             "parameters": {"kind": "GpuConfig"}}
+        ],
+    },
+    "phase": "prepared",
+    "bootID": "boot-1",
+    "devices": [
+        {"device": "gpu-0", "kind": "gpu", "uuid": "GPU-1", "gpuUUID": "GPU-1", "adminAccess": True,
+         "shareID": "share-1"}
+    ],
+    "steps": [{"kind": "write_cdi_spec"}],
+    "preparedAt": "2026-08-07T12:00:00.000+00:00",
+}  # fmt: skip
+
+text = st.text(max_size=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+results = st.builds(
+    DeviceResult,
+    text,
+    text,
+    text,
+    text,
+    st.booleans(),
+    st.none() | text,
+    st.dictionaries(text, text, max_size=2),
+)
+configs = st.builds(
+    DeviceConfig,
+    st.sampled_from(["FromClass", "FromClaim"]),
+    st.lists(text, max_size=2).map(tuple),
+    st.none() | text,
+    json_values,
+)
+helds = st.builds(
+    HeldDevice, text, st.sampled_from(["gpu", "mig"]), text, text, st.booleans(), st.none() | text
+)
+known = {"version", "claim", "phase", "bootID", "devices", "steps", "preparedAt"}
+records = st.builds(
+    ClaimRecord,
+    claim=st.builds(
+        AllocatedClaim,
+        st.builds(ClaimRef, text, text, text),
+        st.lists(results, max_size=2).map(tuple),
+        st.lists(configs, max_size=2).map(tuple),
+    ),
+    phase=st.sampled_from(["preparing", "prepared"]),
+    boot_id=text,
+    devices=st.lists(helds, max_size=2).map(tuple),
+    steps=st.sampled_from([(), (WriteCdiSpec(),)]),
+    prepared_at=st.none() | text,
+    extra=st.dictionaries(text.filter(lambda key: key not in known), json_values, max_size=2),
+)
+
+
+def changed(**changes: Any) -> bytes:
+    return json.dumps(DOCUMENT | changes).encode()
+
+
+def without(field: str) -> bytes:
+    return json.dumps({key: value for key, value in DOCUMENT.items() if key != field}).encode()
+
+
+def test_record_has_the_documented_form() -> None:
+    assert json.loads(encode(RECORD)) == DOCUMENT
+    assert FORMAT_VERSION == 1
+
+
+@given(records)
+def test_record_survives_encoding(record: ClaimRecord) -> None:
+    content = encode(record)
+    assert decode(content) == record
+    assert encode(decode(content)) == content
+
+
+def test_fields_of_a_newer_release_are_kept_when_a_record_is_changed() -> None:
+    newer = decode(changed(version=7, futureField={"a": [1]}))
+    assert newer == replace(RECORD, extra={"futureField": {"a": [1]}})
+    document = json.loads(encode(replace(newer, phase="preparing")))
+    assert document == DOCUMENT | {"phase": "preparing", "futureField": {"a": [1]}}
+
+
+def test_unknown_field_cannot_take_the_place_of_a_known_one() -> None:
+    assert decode(encode(replace(RECORD, extra={"phase": "preparing"}))).phase == "prepared"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not a claim record"),
+        (b"{", "not a claim record"),
+        (b"null", "not a JSON object"),
+        (b"[]", "not a JSON object"),
+        (b"\x00" * 100, "not a claim record"),
+        (b"\xff\xfe", "not a claim record"),
+        (b"[" * 200_000, "not a claim record"),
+        (encode(RECORD)[:-20], "not a claim record"),
+        (encode(RECORD) * 2, "not a claim record"),
+        (without("version"), "format version None is unknown"),
+        (changed(version=0), "format version 0 is unknown"),
+        (changed(version="1"), "format version '1' is unknown"),
+        (changed(phase="done"), "phase 'done' is unknown"),
+        (changed(phase=["prepared"]), "is unknown"),
+        (without("phase"), "field 'phase' is missing"),
+        (without("claim"), "field 'claim' is missing"),
+        (without("devices"), "field 'devices' is missing"),
+        (without("steps"), "field 'steps' is missing"),
+        (without("bootID"), "field 'bootID' is missing"),
+        (changed(bootID=None), "field 'bootID' is None, which is no text"),
+        (changed(claim=[]), "not a claim record"),
+        (changed(claim={}), "field 'namespace' is missing"),
+        (changed(claim=DOCUMENT["claim"] | {"uid": None}), "field 'uid' is None, which is no text"),
+        (changed(claim=DOCUMENT["claim"] | {"results": None}), "not a claim record"),
+        (changed(devices=None), "not a claim record"),
+        (changed(devices=["gpu-0"]), "not a claim record"),
+        (
+            changed(devices=[DOCUMENT["devices"][0] | {"gpuUUID": None}]),
+            "field 'gpuUUID' is None, which is no text",
+        ),
+        (
+            changed(devices=[DOCUMENT["devices"][0] | {"shareID": 5}]),
+            "field 'shareID' is 5, which is no text",
+        ),
+        (
+            changed(devices=[DOCUMENT["devices"][0] | {"kind": "vfio"}]),
+            "device kind 'vfio' is of a newer release",
+        ),
+        (changed(steps=[{"kind": "create_mig"}]), "step 'create_mig' is of a newer release"),
+        (changed(steps=[{}]), "field 'kind' is missing"),
+        (changed(preparedAt=5), "field 'preparedAt' is 5, which is no text"),
+    ],
+)
+def test_record_is_refused_with_the_reason_when_it_is_broken(content: bytes, reason: str) -> None:
+    with pytest.raises(StateError) as caught:
+        decode(content)
+    assert reason in str(caught.value)
+
+
+@given(st.binary(max_size=60) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_a_record_or_a_state_error(content: bytes) -> None:
+    with pytest.raises(StateError):
+        decode(content)
+
+
+@given(st.sampled_from(sorted(known)), json_values)
+def test_any_value_in_a_field_is_a_record_or_a_state_error(field: str, value: Any) -> None:
+    with suppress(StateError):
+        assert isinstance(decode(changed(**{field: value})), ClaimRecord)

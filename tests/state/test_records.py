@@ -1,0 +1,261 @@
+import errno
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import StateError
+from dra_driver.model.record import ClaimRecord
+from dra_driver.state import records as module
+from dra_driver.state.codec import encode
+from dra_driver.state.records import RecordStore
+from tests.core.samples import GPU_0, GPU_1, hold, record
+from tests.fakes.directories import names
+
+ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
+CORRUPT = {
+    "empty": b"", "zeros": b"\0" * 300, "half": encode(ONE)[:100], "text": b"hello", "other claim": encode(TWO),
+    "newer step": encode(ONE).replace(b"write_cdi_spec", b"create_mig"), "deep": b"[" * 200_000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RecordStore:
+    made = RecordStore(tmp_path / "claims")
+    made.open()
+    return made
+
+
+def other(store: RecordStore) -> RecordStore:
+    """The same directory in the second instance of a rolling update."""
+    return RecordStore(store.directory)
+
+
+def test_record_is_there_until_it_is_deleted(store: RecordStore) -> None:
+    store.save(ONE)
+    store.save(TWO)
+    assert (store.get("uid-1"), store.all()) == (ONE, {"uid-1": ONE, "uid-2": TWO})
+    store.delete("uid-1")
+    store.delete("uid-1")
+    assert (store.get("uid-1"), store.all()) == (None, {"uid-2": TWO})
+    store.delete("uid-2")
+    assert names(store.directory) == []
+
+
+def test_directory_and_files_are_private(store: RecordStore) -> None:
+    store.save(ONE)
+    modes = [path.stat().st_mode & 0o777 for path in (store.directory, store.directory / "uid-1.json")]
+    assert modes == [0o700, 0o600]
+
+
+def test_other_instance_sees_every_change(store: RecordStore) -> None:
+    second = other(store)
+    second.open()
+    assert second.all() == {}
+    for changed in (ONE, replace(ONE, phase="preparing"), replace(ONE, boot_id="boot-2"), ONE):
+        store.save(changed)
+        assert (second.get("uid-1"), second.all()) == (changed, {"uid-1": changed})
+    store.delete("uid-1")
+    assert (second.get("uid-1"), second.all()) == (None, {})
+
+
+def test_file_is_parsed_once_while_it_does_not_change(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+    parsed: list[bytes] = []
+    decode = module.decode
+    monkeypatch.setattr(module, "decode", lambda content: parsed.append(content) or decode(content))
+    for _ in range(5):
+        assert store.all() == {"uid-1": ONE}
+    store.save(ONE)
+    store.get("uid-1")
+    assert len(parsed) == 2
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+def test_unreadable_record_is_set_aside_and_the_others_are_served(
+    store: RecordStore, logs: list, content: bytes
+) -> None:
+    store.save(TWO)
+    file = store.directory / "uid-1.json"
+    file.write_bytes(content)
+    assert store.all() == {"uid-2": TWO}
+    (aside,) = store.quarantined()
+    assert (aside.read_bytes(), file.exists()) == (content, False)
+    assert [(line["event"], line["claim_uid"], line["kept_as"]) for line in logs] == [
+        ("record_unreadable", "uid-1", str(aside))
+    ]
+    assert store.get("uid-1") is None
+    assert len(logs) == 1
+    store.save(ONE)
+    assert store.all() == {"uid-1": ONE, "uid-2": TWO}
+    assert store.quarantined() == [aside]
+
+
+def test_directory_in_the_place_of_a_record_is_set_aside(store: RecordStore) -> None:
+    store.save(TWO)
+    (store.directory / "uid-1.json").mkdir()
+    assert store.all() == {"uid-2": TWO}
+    assert len(store.quarantined()) == 1
+
+
+def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(ONE)
+    store.save(TWO)
+    read = Path.read_bytes
+
+    def broken(path: Path) -> bytes:
+        if path.name == "uid-1.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    assert store.all() == {"uid-2": TWO}
+    assert len(store.quarantined()) == 1
+
+
+def test_record_is_not_set_aside_when_the_error_may_pass(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+
+    def exhausted(_path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", exhausted)
+    with pytest.raises(StateError, match=r"cannot read the claim record .*uid-1\.json: Too many open files"):
+        store.all()
+    monkeypatch.undo()
+    assert store.all() == {"uid-1": ONE}
+
+
+def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_meanwhile(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = store.directory / "uid-1.json"
+    file.write_bytes(b"{")
+    decode = module.decode
+
+    def slow(content: bytes) -> ClaimRecord:
+        monkeypatch.setattr(module, "decode", decode)
+        other(store).save(ONE)
+        return decode(content)
+
+    monkeypatch.setattr(module, "decode", slow)
+    store.all()
+    assert (store.get("uid-1"), store.quarantined()) == (ONE, [])
+
+
+def test_unreadable_record_is_set_aside_once_when_many_look_at_it(store: RecordStore, logs: list) -> None:
+    store.save(TWO)
+    (store.directory / "uid-1.json").write_bytes(b"{")
+    barrier = threading.Barrier(8)
+    seen: list[object] = []
+
+    def look() -> None:
+        barrier.wait()
+        try:
+            seen.append(store.all())
+        except Exception as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [{"uid-2": TWO}] * 8
+    assert len(store.quarantined()) == len(logs) == 1
+
+
+def test_other_files_are_no_records(store: RecordStore) -> None:
+    for name in ("README", ".hidden.json", "a b.json", "..json", "uid-1.json.tmp", "x.yaml"):
+        (store.directory / name).write_text("{}")
+    assert (store.all(), store.quarantined()) == ({}, [])
+
+
+def test_abandoned_temporary_files_are_cleared_away_at_the_start(store: RecordStore) -> None:
+    store.save(ONE)
+    old, young = store.directory / ".uid-1.json.aaaa.tmp", store.directory / ".uid-1.json.bbbb.tmp"
+    for path in (old, young):
+        path.touch()
+    hour_ago = time.time() - 3600
+    os.utime(old, (hour_ago, hour_ago))
+    other(store).open()
+    assert names(store.directory) == [".uid-1.json.bbbb.tmp", "uid-1.json"]
+
+
+def test_start_succeeds_when_the_other_instance_is_writing(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store.directory / ".uid-1.json.aaaa.tmp").touch()
+    stat = Path.stat
+
+    def gone(path: Path, **options: bool) -> os.stat_result:
+        if path.suffix == ".tmp":
+            path.unlink(missing_ok=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    other(store).open()
+
+
+@pytest.mark.parametrize(
+    "uid", ["", ".", "..", "../x", "a/b", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300, "a b"]
+)
+def test_uid_is_refused_when_it_could_lead_elsewhere(store: RecordStore, uid: str) -> None:
+    for call in (store.get, store.delete):
+        with pytest.raises(StateError, match="is not usable as a file name; the claim is refused"):
+            call(uid)
+    with pytest.raises(StateError, match="is not usable as a file name"):
+        store.save(record(hold(GPU_0), uid=uid))
+    assert names(store.directory) == []
+
+
+def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
+    store = RecordStore(tmp_path / "gone")
+    with pytest.raises(StateError) as caught:
+        store.all()
+    assert str(caught.value) == (
+        f"cannot list the claim records in {tmp_path / 'gone'}: the directory does not exist; "
+        "create it or check the mount"
+    )
+    assert (store.get("uid-1"), store.quarantined()) == (None, [])
+    store.delete("uid-1")
+    with pytest.raises(StateError, match=r"cannot write .*: the directory does not exist"):
+        store.save(ONE)
+
+
+def test_start_fails_with_one_sentence_when_a_file_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "claims").touch()
+    with pytest.raises(
+        StateError, match=r"cannot create the directory .*/claims: a file is in its place; remove it"
+    ):
+        RecordStore(tmp_path / "claims").open()
+
+
+def test_failed_save_keeps_the_old_record(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(ONE)
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StateError, match=r"cannot write .*uid-1\.json: the disk is full; free some space"):
+        store.save(replace(ONE, phase="preparing"))
+    monkeypatch.undo()
+    assert (store.get("uid-1"), names(store.directory)) == (ONE, ["uid-1.json"])
+
+
+def test_delete_is_durable(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(ONE)
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    store.delete("uid-1")
+    assert synced == [str(store.directory)]

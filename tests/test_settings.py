@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dra_driver.configfile import ConfigFile
+from dra_driver.errors import InvalidConfigError
+from dra_driver.settings import Settings, read_config_file, resolve
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def make(text: str | bytes) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return make
+
+
+def refusal(path: Path) -> InvalidConfigError:
+    with pytest.raises(InvalidConfigError) as caught:
+        read_config_file(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_defaults_apply_when_only_the_node_is_given() -> None:
+    assert resolve({"node_name": "node-a"}, None) == Settings("node-a")
+
+
+def test_flag_beats_file_and_file_beats_default(write) -> None:
+    path = write("nodeName: from-file\ndriverName: x.example\nlogLevel: debug\nhealthcheckPort: 51515\n")
+    given = {"node_name": "from-flag", "driver_name": None, "log_level": None, "healthcheck_port": -1}
+    assert resolve(given, path) == Settings(
+        "from-flag", driver_name="x.example", log_level="debug", healthcheck_port=-1
+    )
+
+
+@pytest.mark.parametrize("value", [0, "", False])
+def test_flag_that_is_empty_but_given_beats_the_file(write, value: object) -> None:
+    path = write("nodeName: n\nhttpEndpoint: ':8080'\nkubeAPIQPS: 5\n")
+    settings = resolve({"http_endpoint": "", "kube_api_qps": 0}, path)
+    assert (settings.http_endpoint, settings.kube_api_qps) == ("", 0)
+
+
+def test_flag_that_is_no_setting_is_left_alone() -> None:
+    assert resolve({"node_name": "n", "config": "/x"}, None) == Settings("n")
+
+
+@pytest.mark.parametrize("given", [{}, {"node_name": None}, {"node_name": ""}])
+def test_missing_node_name_is_told_with_the_remedy(given: dict) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve(given, None)
+    assert str(caught.value) == (
+        "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
+    )
+
+
+def test_file_can_set_every_setting_and_nothing_else(write) -> None:
+    assert set(ConfigFile.model_fields) == {entry.name for entry in fields(Settings)}
+    values = {
+        "nodeName": "n", "driverName": "d.example", "cdiRoot": "/a", "nvidiaDriverRoot": "/b",
+        "containerDriverRoot": "/c", "nvidiaCDIHookPath": "/d", "kubeletRegistrarDirectoryPath": "/e",
+        "kubeletPluginsDirectoryPath": "/f", "podUID": "u", "kubeconfig": "/g", "kubeAPIQPS": 2.5, "kubeAPIBurst": 3,
+        "httpEndpoint": ":1", "metricsPath": "/m", "healthcheckPort": 4, "simulate": "s", "simulatorDir": "/h",
+        "logLevel": "error", "logFormat": "console",
+    }  # fmt: skip
+    path = write("\n".join(f"{key}: {value!r}" for key, value in values.items()))
+    assert resolve({}, path) == Settings(
+        "n", "d.example", "/a", "/b", "/c", "/d", "/e", "/f", "u", "/g", 2.5, 3, ":1", "/m", 4, "s", "/h", "error",
+        "console",
+    )  # fmt: skip
+
+
+def test_sockets_and_records_lie_below_the_drivers_directory() -> None:
+    settings = Settings("n", driver_name="x.example", kubelet_plugins_directory_path="/p")
+    assert settings.plugin_directory == Path("/p/x.example")
+
+
+def test_every_fault_is_listed_with_its_path(write) -> None:
+    error = refusal(
+        write("nodename: x\nlogLevel: loud\nhealthcheckPort: '80'\ncdiRoot: etc/cdi\nkubeAPIBurst: 0\n")
+    )
+    assert sorted(fault.partition(":")[0] for fault in error.faults) == [
+        "cdiRoot", "healthcheckPort", "kubeAPIBurst", "logLevel", "nodename",
+    ]  # fmt: skip
+    assert all(fault in str(error) for fault in error.faults)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("typo: 1", "typo: Extra inputs are not permitted"),
+        ("node_name: x", "node_name: Extra inputs are not permitted"),
+        ("nodeName: 5", "nodeName: Input should be a valid string"),
+        ("nodeName: ''", "nodeName: String should have at least 1 character"),
+        ("healthcheckPort: 65536", "healthcheckPort: Input should be less than or equal to 65535"),
+        ("healthcheckPort: -2", "healthcheckPort: Input should be greater than or equal to -1"),
+        ("healthcheckPort: true", "healthcheckPort: Input should be a valid integer"),
+        ("kubeAPIQPS: -1", "kubeAPIQPS: Input should be greater than or equal to 0"),
+        ("logFormat: xml", "logFormat: Input should be 'json' or 'console'"),
+        ("driverName: '../x'", "driverName: String should match pattern"),
+        ("driverName: GPU.nvidia.com", "driverName: String should match pattern"),
+        ("cdiRoot: relative", "cdiRoot: String should match pattern"),
+        ("metricsPath: metrics", "metricsPath: String should match pattern"),
+        ("- a\n- b", "(document): Input should be a valid dictionary"),
+        ("just text", "(document): Input should be a valid dictionary"),
+        ("5", "(document): Input should be a valid dictionary"),
+    ],
+)
+def test_fault_is_named(write, text: str, fault: str) -> None:
+    error = refusal(write(text))
+    assert len(error.faults) == 1
+    assert error.faults[0].startswith(fault)
+
+
+@pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "{}", "nodeName: null\n"])
+def test_empty_file_sets_nothing(write, text: str) -> None:
+    assert read_config_file(write(text)) == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [", "a: b: c", "\tx: 1", "!!python/object:os.system {}", b"\xff\xfe\x00", "a: \0"]
+)
+def test_file_that_is_no_yaml_is_refused(write, text: str | bytes) -> None:
+    assert "is no YAML: " in str(refusal(write(text)))
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert str(refusal(tmp_path / "gone.yaml")) == (
+        f"cannot read the configuration file {tmp_path / 'gone.yaml'}: No such file or directory"
+    )
+    assert str(refusal(tmp_path)).endswith(": Is a directory")
