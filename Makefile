@@ -8,7 +8,7 @@ CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix bench cluster cluster-down cluster-status image e2e lock proto clean
+.PHONY: gpu-check help setup demo test check fix bench cluster cluster-down cluster-status image e2e lock proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -45,6 +45,9 @@ fix: $(STAMP) ## Format and mend what can be mended
 
 bench: $(STAMP) ## Measure the budgets of docs/architecture.md and print them as a table
 	@$(BIN)/python hack/bench $(ARGS)
+
+gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be published with nvidia-smi; reads only
+	@hack/gpu-check $(ARGS)
 
 image: $(STAMP) ## Build the container image (root)
 	@$(PYTHON) hack/image/build.py

@@ -11,7 +11,7 @@ import yaml
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import mig, topology
-from dra_driver.simulator.state import Function, Gpu, MigProfile, Model, State
+from dra_driver.simulator.state import ComputeInstance, Function, Gpu, GpuInstance, MigProfile, Model, State
 
 MACHINES = Path(__file__).parent / "machines"
 PLACEHOLDER_BUS = "ffff:ff:ff.f"
@@ -43,7 +43,7 @@ _TOP_KEYS = {
 }  # fmt: skip
 _GPU_KEYS = {
     "bus", "model", "module", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
-    "memory_numa", "virtualization", "platform", "persistence",
+    "memory_numa", "virtualization", "platform", "persistence", "fabric", "links_down",
 }  # fmt: skip
 _SYSTEM = {
     "arch": "x86_64",
@@ -212,6 +212,8 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
         drm=item.get("drm", index + 1),
         platform={**document.get("platform", {}), **item.get("platform", {})},
         persistence=int(item.get("persistence", 1)),
+        fabric=_fabric(item.get("fabric", {})),
+        links_down=[int(link) for link in item.get("links_down", [])],
     )
 
 
@@ -256,10 +258,13 @@ def _wire(state: State) -> None:
         topology.wire_pairs(state.gpus, state.models, topology.parse_pairs(wiring.get("pairs", {})))
 
 
-def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
-    """A static layout: MIG mode on and one device for each `profile@start`."""
+def lay_out_mig(gpu: Gpu, model: Model, layout: list[str | dict[str, Any]]) -> None:
+    """A static layout: MIG mode on and one device for each `profile@start`, or instances as recorded."""
     gpu.mig_mode = gpu.mig_pending = 1
     for text in layout:
+        if isinstance(text, dict):
+            _put_recorded(gpu, model, text)
+            continue
         name, _, start = str(text).partition("@")
         profile = mig.profile_by_name(model, name)
         if profile is None:
@@ -275,6 +280,36 @@ def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
             raise InvalidConfigError(
                 f"the MIG layout of GPU {gpu.bus_id} does not fit: {text} is refused; check profiles and starts"
             ) from error
+
+
+def _put_recorded(gpu: Gpu, model: Model, item: dict[str, Any]) -> None:
+    """A GPU instance with the ids that a driver once gave it, and its compute instances."""
+    profile = mig.profile_by_name(model, str(item.get("profile")))
+    try:
+        if profile is None:
+            raise KeyError("profile")
+        slices = {row.slices: row for row in mig.compute_profiles(model, profile)}
+        gi = GpuInstance(int(item["instance"]), profile.id, int(item["start"]), profile.size)
+        for entry in item.get("compute", []):
+            row = slices[int(entry["slices"])]
+            identity = uuid.uuid5(_NAMESPACE, f"{gpu.uuid}/{gi.id}/{entry['id']}")
+            gi.compute.append(
+                ComputeInstance(
+                    id=int(entry["id"]),
+                    index=int(entry["index"]),
+                    profile_id=row.id,
+                    start=int(entry.get("start", 0)),
+                    size=row.slices,
+                    uuid=str(entry.get("uuid") or f"MIG-{identity}"),
+                )
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidConfigError(
+            f"the MIG instance {item} of GPU {gpu.bus_id} ({model.name}) is not complete or not possible: "
+            f"check {error}"
+        ) from error
+    gpu.instances.append(gi)
+    gpu.mig_serial += len(gi.compute)
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:

@@ -18,6 +18,7 @@ from typing import Any
 from dra_driver.embedded.apiserver.server import EmbeddedApiServer
 from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
 from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.simulator import create_machine
 
 DRIVER = "gpu.nvidia.com"
 NODE = "bench-node"
@@ -56,6 +57,7 @@ class Node:
         self.server.add("nodes", {"metadata": {"name": NODE}})
         self.server.write_kubeconfig(self.root / "kubeconfig")
         self.kubelet.start()
+        create_machine(self._machine, self.root / "machine")  # hardware is there before the driver starts
         started = time.monotonic()
         self.process = self._spawn()
         published = threading.Thread(target=self._note_published, args=(started,))

@@ -1,0 +1,96 @@
+"""The way that real hardware takes: a shared object, files and device nodes that are no simulator's."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pynvml
+import pytest
+from gpucheck.cli import DIFFERENT, OK, main
+from gpucheck.view import Options, opened, real_machine
+
+from dra_driver.simulator.hostroot.entries import can_make_nodes
+from tests.hack.support import script
+
+VERSION = "570.10.01"
+UUID = "GPU-11111111-2222-3333-4444-555555555555"
+ROW = f"{UUID}, 0, Stub GPU, 00000000:1B:00.0, 65536, {VERSION}, [N/A], 9.0, [N/A]\n"
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "aarch64"), reason="no GPU driver for this processor"
+    ),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A driver root with a library that works."""
+    if not can_make_nodes(tmp_path):
+        pytest.skip("needs the right to make device nodes")
+    root = tmp_path / "root"
+    libraries = root / f"usr/lib/{platform.machine()}-linux-gnu"
+    for directory in (libraries, root / "dev", root / "usr/bin"):
+        directory.mkdir(parents=True)
+    nvml = libraries / f"libnvidia-ml.so.{VERSION}"
+    source = Path(__file__).with_name("stub_nvml.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", str(nvml), str(source)], check=True)
+    for name in ("libcuda", "libnvidia-ptxjitcompiler"):
+        shutil.copy(nvml, libraries / f"{name}.so.{VERSION}")
+    for name in ("libnvidia-ml", "libcuda", "libnvidia-ptxjitcompiler"):
+        (libraries / f"{name}.so.1").symlink_to(f"{name}.so.{VERSION}")
+    for name, major, minor in (("nvidiactl", 195, 255), ("nvidia0", 195, 0), ("nvidia-uvm", 508, 0)):
+        os.mknod(root / "dev" / name, stat.S_IFCHR | 0o666, os.makedev(major, minor))
+    script(root / "usr/bin/nvidia-smi", {"-L": f"GPU 0: Stub GPU (UUID: {UUID})\n", "--query-gpu=*": ROW})
+    return root
+
+
+def test_nothing_differs_when_the_library_is_a_shared_object(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = tmp_path / "recording.yaml"
+    arguments = [
+        "--nvidia-driver-root",
+        str(root),
+        "--container-driver-root",
+        str(tmp_path / "none"),
+        "-o",
+        "json",
+    ]
+    code = main([*arguments, "--record", str(recording)])
+    document = json.loads(capsys.readouterr().out)
+    assert [section["findings"] for section in document["sections"] if section["differences"]] == []
+    assert code == OK
+    assert [device["name"] for device in document["devices"]] == ["gpu-11111111"]
+    assert main(["--simulate", str(recording)]) == OK
+
+
+def test_files_and_nodes_are_looked_at(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = next(root.glob("usr/lib/*/libnvidia-ptxjitcompiler.so.570*"))
+    library.write_bytes(b"#!/bin/sh")
+    arguments = ["--nvidia-driver-root", str(root), "--container-driver-root", str(tmp_path / "none")]
+    assert main(arguments) == DIFFERENT
+    assert f"{library}: is no 64-bit library" in capsys.readouterr().out
+
+
+def test_the_library_is_never_asked_to_change_anything(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = tmp_path / "changed"
+    monkeypatch.setenv("STUB_CHANGED", str(changed))
+    options = Options(nvidia_driver_root=str(root), container_driver_root=str(tmp_path / "none"))
+    with opened(real_machine(options)) as view:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        with pytest.raises(pynvml.NVMLError_NoPermission):
+            pynvml.nvmlDeviceSetMigMode(handle, 1)
+        assert view.nvml.refused == {"nvmlDeviceSetMigMode"}
+    assert not changed.exists()
