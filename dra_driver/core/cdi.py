@@ -18,6 +18,7 @@ _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
 _COMMON_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 _WORLD_RW = 0o006
+_LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
 # Without it the NVIDIA container runtime, where one is installed, would inject all GPUs as well.
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
@@ -122,9 +123,9 @@ def _common_edits(driver: DriverFiles) -> dict[str, Any]:
     if driver.hook is None:
         taken = {file.container_path for file in files}
         mounts.extend(
-            _mount(link.host_path, link.path, _FILE_OPTIONS)
-            for link in driver.links
-            if link.path not in taken
+            _mount(host_path, path, _FILE_OPTIONS)
+            for path, host_path in _names_without_hook(driver).items()
+            if path not in taken
         )
     edits: dict[str, Any] = {"env": env, **_node_edits(driver.nodes), "mounts": mounts}
     if driver.hook is not None:
@@ -132,16 +133,35 @@ def _common_edits(driver: DriverFiles) -> dict[str, Any]:
     return edits
 
 
+def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
+    """The file to mount at each path, now that nothing makes links or runs ldconfig in the container.
+
+    Every library goes under all its names to where the host has it and to each directory in which some
+    linker looks by itself: images of another distribution do not look where this host's linker does.
+    """
+    names = {link.path: link.host_path for link in driver.links}
+    known = [(file.container_path, file.host_path) for file in driver.libraries]
+    for path, host_path in (*known, *names.copy().items()):
+        directory, _, name = path.rpartition("/")
+        below = directory.rpartition("/")[2]
+        tail = f"{below}/{name}" if below in _LIBRARY_SUBDIRS else name
+        for linker_dir in driver.linker_dirs:
+            names.setdefault(f"{linker_dir}/{tail}", host_path)
+    return names
+
+
 def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
     """In this order: the compatibility check and ldconfig look at the links."""
     hooks = []
     if driver.links:
         hooks.append(_symlink_hook(hook, ((link.path, link.target) for link in driver.links)))
-    hooks.append(_hook(hook, "enable-cuda-compat", [f"--host-driver-version={driver.version}"]))
+    if "enable-cuda-compat" in driver.hook_verbs:
+        hooks.append(_hook(hook, "enable-cuda-compat", [f"--host-driver-version={driver.version}"]))
     ldconfig = ["--ldconfig-path", driver.ldconfig] if driver.ldconfig is not None else []
     folders = [text for directory in driver.library_dirs for text in ("--folder", directory)]
     hooks.append(_hook(hook, "update-ldcache", [*ldconfig, *folders]))
-    hooks.append(_hook(hook, "disable-device-node-modification", []))
+    if "disable-device-node-modification" in driver.hook_verbs:
+        hooks.append(_hook(hook, "disable-device-node-modification", []))
     return hooks
 
 

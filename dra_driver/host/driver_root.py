@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
     UNUSUAL_DIRS,
     USUAL_DIRS,
     Libraries,
     library_directories,
+    linker_directories,
     scan_libraries,
     versioned_nvml_libraries,
 )
@@ -32,11 +34,6 @@ _BINARIES = (
     "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control",
     "nvidia-cuda-mps-server", "nvidia-imex", "nvidia-imex-ctl",
 )  # fmt: skip
-_HOOKS = (
-    "/usr/bin/nvidia-cdi-hook",
-    "/usr/local/bin/nvidia-cdi-hook",
-    "/usr/local/nvidia/toolkit/nvidia-cdi-hook",
-)
 _LDCONFIGS = ("/sbin/ldconfig.real", "/sbin/ldconfig", "/usr/sbin/ldconfig")
 _SOCKETS = tuple(
     f"{run}/{daemon}/socket"
@@ -72,8 +69,12 @@ _NEEDED_NODES = {
     "/dev/nvidiactl": "load the nvidia kernel module and run `nvidia-modprobe` on the host",
     "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
 }
+_NO_HOOK = (
+    "nvidia-cdi-hook was not found on the host, so each library is mounted under every name in every usual "
+    "directory; install the NVIDIA container toolkit or set --nvidia-cdi-hook-path"
+)
 _WATCHED = (
-    *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *_HOOKS, *_XORG_DIRS[::3], "/etc/ld.so.cache",
+    *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *_XORG_DIRS[::3], "/etc/ld.so.cache",
     "/usr/share/glvnd/egl_vendor.d", _EGL, "/usr/share/nvidia", "/etc/OpenCL/vendors", _XORG_CONF_DIR,
     "/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d", "/lib/firmware/nvidia",
 )  # fmt: skip
@@ -94,7 +95,7 @@ class DriverRoot:
         """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place."""
         self._paths = paths
         self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
-        self._hook = hook
+        self._hook = HookFinder(paths, hook)
         self._lock = threading.Lock()
         self._known: tuple[Fingerprint, str | None, DriverFiles] | None = None
 
@@ -118,17 +119,18 @@ class DriverRoot:
         """A value that changes when a part of the driver or toolkit is added, removed or replaced."""
         tree = RootedTree(self._paths.driver_root)
         marks: list[object] = [_mark(tree, path) for path in _WATCHED]
-        if self._hook is not None:
-            inside = self._inside(self._hook)
-            marks.append(_mark(tree, inside) if inside is not None else None)
+        trees = {self._paths.driver_root: tree}
+        for root, path in self._hook.places():
+            marks.append(_mark(trees.setdefault(root, RootedTree(root)), path))
         marks.extend(self._dev.node(path) for path in _NODES)
         return tuple(marks)
 
     def scan(self, nvml_version: str | None) -> DriverFiles:
         """The driver that is installed.
 
-        Raises: RetryableError where a part without which no container can use a GPU is missing, or
-        where the installed files are of another version than the loaded driver (`nvml_version`).
+        Raises: RetryableError where a part without which no container can use a GPU is missing, where the
+        installed files are of another version than the loaded driver (`nvml_version`), or where the hook
+        that was asked for is not there.
         """
         tree = RootedTree(self._paths.driver_root)
         libraries = scan_libraries(tree, nvml_version)
@@ -136,21 +138,22 @@ class DriverRoot:
         found = [self._file(path, path) for path in libraries.files]
         self._check_libraries(found, version)
         nodes, notes = self._common_nodes()
-        hook = self._hook_path(tree)
-        if hook is None:
-            notes += ("nvidia-cdi-hook was not found; each library is mounted under its link names as well",)
+        hook = self._hook.find()
+        notes += (_NO_HOOK,) if hook is None else hook.notes
         return DriverFiles(
             version=version,
             libraries=tuple(found),
             links=libraries.driver_links({file.container_path: file.host_path for file in found}),
             library_dirs=libraries.directories,
             libcuda_dirs=libraries.libcuda_directories,
+            linker_dirs=linker_directories(tree, libraries.files),
             nodes=nodes,
             binaries=self._binaries(tree),
             firmware=self._firmware(tree, version),
             sockets=self._sockets(tree),
             configs=self._configs(tree, version),
-            hook=hook,
+            hook=hook.host_path if hook is not None else None,
+            hook_verbs=hook.verbs if hook is not None else (),
             ldconfig=self._first_host_path(tree, _LDCONFIGS),
             notes=notes,
         )
@@ -249,17 +252,6 @@ class DriverRoot:
             if resolved is not None:
                 return self._file(resolved, f"/etc/{path}")
         return None
-
-    def _hook_path(self, tree: RootedTree) -> str | None:
-        if self._hook is None:
-            return self._first_host_path(tree, _HOOKS)
-        inside = self._inside(self._hook)
-        return self._hook if inside is None or tree.file(inside) is not None else None
-
-    def _inside(self, host_path: str) -> str | None:
-        """A host path inside the driver root; None if it lies elsewhere, where this process sees nothing."""
-        root = self._paths.host_driver_root.rstrip("/")
-        return host_path[len(root) :] if host_path.startswith(f"{root}/") else None
 
     def _first_host_path(self, tree: RootedTree, paths: Iterable[str]) -> str | None:
         return next((file.host_path for file in self._found(tree, paths)), None)

@@ -7,21 +7,25 @@ from collections.abc import Hashable
 from pathlib import Path
 
 
-def device_fingerprint(sys: str, proc: str) -> Hashable:
-    """A value that differs when the driver, a GPU, a PCI function or a MIG device came, went or changed.
+def hardware_fingerprint(sys: str, proc: str) -> Hashable:
+    """A value that differs when the driver, a GPU or a PCI function came, went or changed.
 
     A few directory listings, under a millisecond on a node with eight GPUs; NVML is not needed.
     """
-    capabilities = Path(proc, "driver/nvidia/capabilities")
     return (
         _text(Path(proc, "driver/nvidia/version")),
         _names(Path(proc, "driver/nvidia/gpus")),
         _names(Path(sys, "bus/pci/devices")),
-        tuple(
-            (gpu, instance, _names(capabilities / gpu / "mig" / instance))
-            for gpu in _names(capabilities)
-            for instance in _names(capabilities / gpu / "mig")
-        ),
+    )
+
+
+def instance_fingerprint(proc: str) -> Hashable:
+    """A value that differs when a GPU instance or a compute instance came or went."""
+    capabilities = Path(proc, "driver/nvidia/capabilities")
+    return tuple(
+        (gpu, instance, _names(capabilities / gpu / "mig" / instance))
+        for gpu in _names(capabilities)
+        for instance in _names(capabilities / gpu / "mig")
     )
 
 

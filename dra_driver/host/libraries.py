@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ _LIBCUDA = re.compile(r"^libcuda\.so\.(\d+\.\d+(?:\.\d+)*)\Z")
 _OWN_VERSION = re.compile(
     r"^(?:libnvidia-nvvm70\.so\..+|libnvidia-egl-(?:gbm|wayland|wayland2|xcb|xlib)\.so\.\d+\..+)\Z"
 )
-_ELF32 = b"\x7fELF\x01"
+_ELF = b"\x7fELF"
+_ELF32 = _ELF + b"\x01"
+_ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
+_ELF_MACHINE_OFFSET = 18
 
 # The name under which programs load a library, where it is not `<library>.so.1`; None: its full name.
 _LOADED_AS: dict[str, str | None] = {
@@ -131,6 +135,26 @@ def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
         directories=tuple(dict.fromkeys(file.rpartition("/")[0] for file in files)),
         libcuda_directories=tuple(libcuda_directories),
     )
+
+
+def linker_directories(tree: RootedTree, files: Iterable[str]) -> tuple[str, ...]:
+    """Where the dynamic linkers of images look without being told: Debian's directory and that of the others."""
+    return f"/usr/lib/{_architecture(tree, files)}-linux-gnu", "/usr/lib64"
+
+
+def _architecture(tree: RootedTree, files: Iterable[str]) -> str:
+    """As the libraries' directory says, else libcuda itself, else this machine."""
+    libcuda = next((file for file in files if _LIBCUDA.match(file.rpartition("/")[2])), "")
+    for arch in _ARCHES:
+        if f"/{arch}/" in libcuda:
+            return arch.partition("-")[0]
+    try:
+        with Path(tree.local(libcuda)).open("rb") as file:
+            header = file.read(_ELF_MACHINE_OFFSET + 2)
+    except OSError:
+        header = b""
+    machine = int.from_bytes(header[_ELF_MACHINE_OFFSET:], "little") if header.startswith(_ELF) else 0
+    return _ELF_MACHINES.get(machine) or os.uname().machine
 
 
 def _with_libcuda(tree: RootedTree, directories: Iterable[str]) -> list[_Listing]:

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from dra_driver.model.host import DeviceNode
 
+BASE_HOOK_VERBS = ("create-symlinks", "update-ldcache")
+"""What every nvidia-cdi-hook understands."""
+
+MORE_HOOK_VERBS = ("enable-cuda-compat", "disable-device-node-modification")
+"""What newer ones understand; an older one given such a verb fails, and with it the container."""
+
 
 @dataclass(frozen=True, slots=True)
 class DriverFile:
@@ -46,8 +52,9 @@ class CdiMount:
 class DriverFiles:
     """The parts of a driver installation that every container with a GPU gets.
 
-    `library_dirs` and `libcuda_dirs` are container paths; `hook` and `ldconfig` are host paths, None
-    where there is none. `notes` name what is absent but not needed for CUDA.
+    `library_dirs` and `libcuda_dirs` are container paths; `linker_dirs` are those in which dynamic linkers of
+    images look by themselves. `hook` and `ldconfig` are host paths, None where there is none; `hook_verbs`
+    may be given to the hook. `notes` name what is absent but not needed for CUDA.
     """
 
     version: str
@@ -60,7 +67,9 @@ class DriverFiles:
     configs: tuple[DriverFile, ...] = ()
     library_dirs: tuple[str, ...] = ()
     libcuda_dirs: tuple[str, ...] = ()
+    linker_dirs: tuple[str, ...] = ()
     hook: str | None = None
+    hook_verbs: tuple[str, ...] = BASE_HOOK_VERBS
     ldconfig: str | None = None
     notes: tuple[str, ...] = ()
 

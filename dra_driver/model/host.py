@@ -29,8 +29,8 @@ class HostPaths:
     """Where this process sees the host.
 
     `driver_root` is the driver's installation as this process sees it and `host_driver_root` the same
-    directory as the container runtime sees it. `dev_root` holds `dev/`; None means the driver root if
-    it has the NVIDIA nodes, else `/`.
+    directory as the container runtime sees it. `host_root` is where this process sees the host's `/`, None
+    if it does not. `dev_root` holds `dev/`; None means the driver root if it has the NVIDIA nodes, else `/`.
     """
 
     driver_root: str = "/"
@@ -38,6 +38,7 @@ class HostPaths:
     dev_root: str | None = None
     proc: str = "/proc"
     sys: str = "/sys"
+    host_root: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

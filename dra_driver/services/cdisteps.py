@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import structlog
+
 from dra_driver.core.cdi import claim_spec
+from dra_driver.core.mpsclient import with_mps
 from dra_driver.core.planning import Plan, PlannedDevice
+from dra_driver.errors import StateError
 from dra_driver.model.driver_files import CdiDevice, DriverFiles
 from dra_driver.model.inventory import MigPartition, WholeGpu
+from dra_driver.model.mps import MpsDirectories
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step
+from dra_driver.model.usage import MpsShared
+
+_log = structlog.get_logger(__name__)
 
 
 class Specs(Protocol):
@@ -52,6 +61,10 @@ class DeviceNodes(Protocol):
         """A MIG device."""
 
 
+def _no_mps(device: str) -> MpsDirectories:
+    raise StateError(f"device {device}: MPS is not set up on this node")
+
+
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`. The spec is made from the disk each time: a driver or toolkit that was
     replaced since must not leave containers with paths that are gone."""
@@ -63,12 +76,16 @@ class CdiSteps:
         installation: DriverInstallation,
         nodes: DeviceNodes,
         driver_version: Callable[[], str | None],
+        mps_directories: Callable[[str], MpsDirectories] = _no_mps,
     ) -> None:
         self._driver_name = driver_name
         self._specs = specs
         self._installation = installation
         self._nodes = nodes
         self._driver_version = driver_version
+        self._mps_directories = mps_directories
+        self._lock = threading.Lock()
+        self._told: tuple[str, ...] = ()
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
@@ -76,12 +93,23 @@ class CdiSteps:
 
     def spec(self, plan: Plan) -> dict[str, Any]:
         """The spec as it would be written now."""
+        files = self._installation.files(self._driver_version())
+        self._tell(files.notes)
         return claim_spec(
             plan.claim.ref.uid,
             self._driver_name,
-            self._installation.files(self._driver_version()),
+            files,
             [self._device(device) for device in plan.devices],
         )
+
+    def _tell(self, notes: tuple[str, ...]) -> None:
+        """Log what the host lacks, once until it lacks something else."""
+        with self._lock:
+            if notes == self._told:
+                return
+            self._told = notes
+        if notes:
+            _log.warning("driver_files_incomplete", notes=list(notes))
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Remove the claim's spec; containers that run keep what they have."""
@@ -96,12 +124,20 @@ class CdiSteps:
         self._specs.remove(claim_uid)
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
+        device = self._bare_device(planned)
+        match planned.usage:
+            case MpsShared() as usage:
+                return with_mps(device, usage, self._mps_directories(planned.offered.name))
+            case _:
+                return device
+
+    def _bare_device(self, planned: PlannedDevice) -> CdiDevice:
         match planned.offered:
-            case WholeGpu(name, gpu):
-                return self._nodes.whole_gpu(name, gpu.minor, gpu.pci_bus_id)
-            case MigPartition(name, gpu, mig):
+            case WholeGpu(gpu=gpu):
+                return self._nodes.whole_gpu(planned.cdi_device, gpu.minor, gpu.pci_bus_id)
+            case MigPartition(gpu=gpu, mig=mig):
                 return self._nodes.mig_device(
-                    name,
+                    planned.cdi_device,
                     gpu.minor,
                     gpu.pci_bus_id,
                     mig.gpu_instance_id,

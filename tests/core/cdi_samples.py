@@ -1,6 +1,15 @@
 """A driver and devices for tests of CDI specs."""
 
-from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, DriverLink, HostNode
+from dra_driver.model.driver_files import (
+    BASE_HOOK_VERBS,
+    MORE_HOOK_VERBS,
+    CdiDevice,
+    CdiMount,
+    DriverFile,
+    DriverFiles,
+    DriverLink,
+    HostNode,
+)
 from dra_driver.model.host import DeviceNode
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
@@ -16,7 +25,11 @@ def node(path: str, major: int, minor: int, mode: int = 0o666, gid: int = 0) -> 
     return HostNode(DeviceNode(path, "c", major, minor, mode, 0, gid), path)
 
 
-def driver(hook: str | None = "/usr/bin/nvidia-cdi-hook", libraries: int = 1) -> DriverFiles:
+def driver(
+    hook: str | None = "/usr/bin/nvidia-cdi-hook",
+    libraries: int = 1,
+    verbs: tuple[str, ...] = (*BASE_HOOK_VERBS, *MORE_HOOK_VERBS),
+) -> DriverFiles:
     names = ("libcuda", *(f"libnvidia-part{index}" for index in range(libraries - 1)))
     files = tuple(file(f"{LIB}/{name}.so.570.1") for name in names)
     return DriverFiles(
@@ -31,7 +44,9 @@ def driver(hook: str | None = "/usr/bin/nvidia-cdi-hook", libraries: int = 1) ->
         library_dirs=(LIB,),
         libcuda_dirs=(LIB,),
         nodes=(node("/dev/nvidiactl", 195, 255), node("/dev/nvidia-uvm", 511, 0)),
+        linker_dirs=("/usr/lib/x86_64-linux-gnu", "/usr/lib64"),
         hook=hook,
+        hook_verbs=verbs,
         ldconfig="/run/nvidia/driver/sbin/ldconfig",
     )
 

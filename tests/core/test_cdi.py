@@ -8,9 +8,11 @@ import pytest
 from dra_driver.core.cdi import cdi_id, checked_claim_uid, claim_spec, encode, file_stem
 from dra_driver.core.cdi_rules import faults
 from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles, DriverLink
 from tests.core.cdi_samples import DRIVER, UID, driver, gpu, mig
 from tests.core.cdi_schema import SCHEMA
 
+DEBIAN = "/usr/lib/x86_64-linux-gnu"
 HOOK = "/usr/bin/nvidia-cdi-hook"
 READ_ONLY = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
 
@@ -106,14 +108,58 @@ def test_a_mig_device_needs_only_an_old_version_and_keeps_its_env_and_mounts() -
     }
 
 
-def test_libraries_are_mounted_under_both_names_when_there_is_no_hook() -> None:
-    spec = claim_spec(UID, DRIVER, driver(hook=None), [gpu(0)])
-    mounted = {entry["containerPath"]: entry["hostPath"] for entry in spec["containerEdits"]["mounts"]}
-    library = "/run/nvidia/driver/usr/lib64/libcuda.so.570.1"
-    assert mounted["/usr/lib64/libcuda.so.570.1"] == mounted["/usr/lib64/libcuda.so.1"] == library
+def test_an_older_hook_gets_only_the_verbs_that_it_knows() -> None:
+    spec = claim_spec(UID, DRIVER, driver(verbs=BASE_HOOK_VERBS), [gpu(0)])
+    assert [entry["args"][1] for entry in spec["containerEdits"]["hooks"]] == list(BASE_HOOK_VERBS)
+    verbs = (*BASE_HOOK_VERBS, "enable-cuda-compat")
+    spec = claim_spec(UID, DRIVER, driver(verbs=verbs), [gpu(0)])
+    assert {entry["args"][1] for entry in spec["containerEdits"]["hooks"]} == set(verbs)
+
+
+def mounted(files: DriverFiles) -> dict[str, str]:
+    spec = claim_spec(UID, DRIVER, files, [gpu(0)])
+    assert faults(spec) == []
     assert "hooks" not in spec["containerEdits"]
     assert "hooks" not in spec["devices"][0]["containerEdits"]
-    assert faults(spec) == []
+    mounts = spec["containerEdits"]["mounts"]
+    found = {entry["containerPath"]: entry["hostPath"] for entry in mounts}
+    assert len(found) == len(mounts)
+    return found
+
+
+def test_libraries_are_mounted_under_every_name_in_every_usual_directory_when_there_is_no_hook() -> None:
+    found = mounted(driver(hook=None))
+    libraries = {path: source for path, source in found.items() if "libcuda" in path}
+    assert libraries == dict.fromkeys(
+        (
+            f"{directory}/{name}"
+            for directory in ("/usr/lib64", "/usr/lib/x86_64-linux-gnu")
+            for name in ("libcuda.so.570.1", "libcuda.so.1")
+        ),
+        "/run/nvidia/driver/usr/lib64/libcuda.so.570.1",
+    )
+
+
+def test_without_a_hook_each_place_has_its_own_file_and_folders_of_plugins_stay() -> None:
+    own = f"{DEBIAN}/nvidia/current"
+    names = (
+        f"{own}/libcuda.so.570.1",
+        "/usr/lib64/libcuda.so.570.1",
+        f"{own}/vdpau/libvdpau_nvidia.so.570.1",
+    )
+    links = (
+        DriverLink(f"{DEBIAN}/libcuda.so.1", "nvidia/current/libcuda.so.570.1", f"/host{names[0]}"),
+        DriverLink(f"{own}/gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1", "/host/allocator"),
+    )
+    libraries = tuple(DriverFile(name, f"/host{name}", name) for name in names)
+    found = mounted(replace(driver(hook=None), libraries=libraries, links=links))
+    assert found["/usr/lib64/libcuda.so.570.1"] == "/host/usr/lib64/libcuda.so.570.1"
+    assert found[f"{DEBIAN}/libcuda.so.570.1"] == found[names[0]] == f"/host{names[0]}"
+    assert found["/usr/lib64/libcuda.so.1"] == found[f"{DEBIAN}/libcuda.so.1"] == f"/host{names[0]}"
+    for directory in (DEBIAN, "/usr/lib64", own):
+        assert found[f"{directory}/gbm/nvidia-drm_gbm.so"] == "/host/allocator"
+        assert found[f"{directory}/vdpau/libvdpau_nvidia.so.570.1"] == f"/host{names[2]}"
+    assert f"{DEBIAN}/nvidia-drm_gbm.so" not in found
 
 
 def test_the_older_tool_is_called_with_its_own_subcommand() -> None:

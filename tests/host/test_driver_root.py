@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from dra_driver.model.driver_files import DriverFile, DriverFiles
 from dra_driver.model.host import HostPaths
 from tests.host.trees import (
     COMMON_NODES,
+    HOOK_VERBS,
     LIBRARIES,
     VERSION,
     FakeNodes,
@@ -15,6 +17,7 @@ from tests.host.trees import (
     driver_root,
     link,
     put,
+    put_hook,
     put_libraries,
 )
 
@@ -66,6 +69,7 @@ def test_every_part_is_found_with_its_three_paths_when_the_root_is_complete(
         "/etc/vulkan/icd.d/nvidia_icd.json",
     ]
     assert files.hook == f"{HOST_ROOT}/usr/bin/nvidia-cdi-hook"
+    assert files.hook_verbs == HOOK_VERBS
     assert files.ldconfig == f"{HOST_ROOT}/sbin/ldconfig"
     assert {node.node.path for node in files.nodes} == set(COMMON_NODES)
     assert {node.host_path for node in files.nodes} == {f"{HOST_ROOT}{path}" for path in COMMON_NODES}
@@ -206,15 +210,47 @@ def test_a_missing_modeset_node_is_only_noted(tmp_path: Path, nodes: FakeNodes) 
     assert files.notes == ("device node /dev/nvidia-modeset is missing on the host; CUDA does not need it",)
 
 
-def test_the_hook_of_the_settings_is_checked_when_it_lies_in_the_driver_root(
-    tmp_path: Path, nodes: FakeNodes
+@pytest.mark.parametrize("directory", ["/usr/lib64", "/opt/vendor/lib", "/usr/lib/x86_64-linux-gnu"])
+@pytest.mark.parametrize(("machine", "arch"), [(62, "x86_64"), (183, "aarch64")])
+def test_linkers_look_where_the_librarys_architecture_says(
+    tmp_path: Path, directory: str, machine: int, arch: str
 ) -> None:
-    inside = f"{HOST_ROOT}/opt/nvidia-ctk"
-    assert root_at(tmp_path, nodes, inside).scan(VERSION).hook is None
-    put(tmp_path, "/opt/nvidia-ctk")
-    assert root_at(tmp_path, nodes, inside).scan(VERSION).hook == inside
-    elsewhere = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
-    assert root_at(tmp_path, nodes, elsewhere).scan(VERSION).hook == elsewhere
+    nodes = driver_root(tmp_path, directory=directory)
+    put(tmp_path, "/etc/ld.so.cache", f"{directory}/libcuda.so.1\0")
+    libcuda = tmp_path / directory.lstrip("/") / f"libcuda.so.{VERSION}"
+    libcuda.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(11) + machine.to_bytes(2, "little") + bytes(40))
+    named = "x86_64" if "x86_64" in directory else arch
+    assert scan(tmp_path, nodes).linker_dirs == (f"/usr/lib/{named}-linux-gnu", "/usr/lib64")
+
+
+def test_linkers_look_where_this_machine_does_when_the_library_says_nothing(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path, directory="/usr/lib64")
+    assert scan(tmp_path, nodes).linker_dirs[0] == f"/usr/lib/{os.uname().machine}-linux-gnu"
+
+
+def test_a_missing_hook_is_noted_and_one_that_was_asked_for_is_an_error(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path, hook=False)
+    files = scan(tmp_path, nodes)
+    assert (files.hook, files.hook_verbs) == (None, ())
+    assert ["nvidia-cdi-hook was not found on the host" in note for note in files.notes] == [True]
+    asked_for = root_at(tmp_path, nodes, f"{HOST_ROOT}/opt/nvidia-ctk")
+    with pytest.raises(RetryableError, match=r"--nvidia-cdi-hook-path /run/nvidia/driver/opt/nvidia-ctk"):
+        asked_for.files(VERSION)
+    put_hook(tmp_path, "/opt/nvidia-ctk")
+    assert asked_for.files(VERSION).hook == f"{HOST_ROOT}/opt/nvidia-ctk"
+
+
+def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path / "driver", hook=False)
+    paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
+    root = DriverRoot(paths, nodes=nodes)
+    assert root.files(VERSION).hook is None
+    age(tmp_path)
+    assert root.files(VERSION) is root.files(VERSION)
+    put_hook(tmp_path / "host", "/usr/local/nvidia/toolkit/nvidia-cdi-hook")
+    files = root.files(VERSION)
+    assert files.hook == "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
+    assert files.hook_verbs == HOOK_VERBS
 
 
 def test_paths_stay_as_they_are_when_the_root_is_the_hosts(tmp_path: Path, nodes: FakeNodes) -> None:
@@ -227,6 +263,7 @@ def test_paths_stay_as_they_are_when_the_root_is_the_hosts(tmp_path: Path, nodes
     "change",
     [
         lambda root: (root / "usr/bin/nvidia-cdi-hook").unlink(),
+        lambda root: put_hook(root, verbs=("create-symlinks",)),
         lambda root: (root / "usr/lib/x86_64-linux-gnu/libcuda.so.1").unlink(),
         lambda root: put_libraries(root, "/usr/lib64", "575.1"),
         lambda root: put(root, "/run/nvidia-fabricmanager/socket"),

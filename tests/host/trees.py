@@ -14,6 +14,7 @@ LIBRARIES = (
     "libnvidia-cfg", "libnvidia-opencl", "libnvidia-allocator", "libnvcuvid", "libnvidia-encode",
     "libnvidia-opticalflow", "libGLX_nvidia", "libEGL_nvidia", "libnvidia-glcore",
 )  # fmt: skip
+HOOK_VERBS = ("create-symlinks", "update-ldcache", "enable-cuda-compat", "disable-device-node-modification")
 BINARIES = ("nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 COMMON_NODES = {
     "/dev/nvidiactl": (195, 255),
@@ -41,6 +42,22 @@ def put(root: Path, path: str, content: str = "") -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(content)
     return file
+
+
+def put_program(root: Path, path: str, script: str) -> Path:
+    file = put(root, path, f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
+def put_hook(
+    root: Path, path: str = "/usr/bin/nvidia-cdi-hook", *, verbs: tuple[str, ...] = HOOK_VERBS
+) -> Path:
+    """A hook whose help lists these verbs, laid out as the real one does."""
+    commands = "".join(f"   {verb}  Does what --{verb} says\\n" for verb in verbs)
+    text = f"NAME:\\n   hook\\n\\nCOMMANDS:\\n{commands}   help, h  Help\\n\\nGLOBAL OPTIONS:\\n   --quiet\\n"
+    words = "hook --help" if path.endswith("/nvidia-ctk") else "--help"
+    return put_program(root, path, f"""[ "$*" = "{words}" ] || exit 1\nprintf '{text}'""")
 
 
 def link(root: Path, path: str, target: str) -> None:
@@ -71,7 +88,7 @@ def driver_root(root: Path, *, directory: str = "/usr/lib/x86_64-linux-gnu", hoo
     put(root, "/usr/share/vulkan/icd.d/nvidia_icd.json")
     put(root, "/sbin/ldconfig")
     if hook:
-        put(root, "/usr/bin/nvidia-cdi-hook")
+        put_hook(root)
     nodes = FakeNodes()
     for path, (major, minor) in COMMON_NODES.items():
         nodes.add(f"{root}{path}", major, minor)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from dra_driver.core.cdi_rules import faults
 from dra_driver.core.planning import Plan, plan_claim
@@ -119,3 +120,21 @@ def test_spec_that_no_record_speaks_of_is_forgotten(bench: Bench) -> None:
     bench.steps.do(STEP, bench.plan(next(iter(bench.inventory.by_name))))
     bench.steps.forget("uid-1")
     assert bench.specs.read("uid-1") is None
+
+
+def test_what_the_host_lacks_is_told_once_until_it_changes(bench: Bench) -> None:
+    plan = bench.plan(next(iter(bench.inventory.by_name)))
+    hook = bench.node.machine.host_root / "usr/bin/nvidia-cdi-hook"
+    with structlog.testing.capture_logs() as logs:
+        bench.steps.do(STEP, plan)
+        bench.steps.do(STEP, plan)
+        assert [entry["event"] for entry in logs] == ["driver_files_incomplete"]
+        assert logs[0]["log_level"] == "warning"
+        assert "nvidia-cdi-hook was not found" in logs[0]["notes"][0]
+        hook.write_text("#!/bin/sh\nexit 0\n")
+        hook.chmod(0o755)
+        bench.steps.do(STEP, plan)
+        assert len(logs) == 1
+        hook.unlink()
+        bench.steps.do(STEP, plan)
+        assert len(logs) == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
+from dra_driver.simulator.mps import mps_programs
 from dra_driver.simulator.state import Gpu, State
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -47,7 +48,7 @@ _OTHER_LIBRARIES = {
     "libnvidia-egl-xcb.so.1.0.3": "libnvidia-egl-xcb.so.1",
     "libnvidia-egl-xlib.so.1.0.3": "libnvidia-egl-xlib.so.1",
 }
-_PROGRAMS = ("nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-server", "nvidia-modprobe")
+_PROGRAMS = ("nvidia-debugdump", "nvidia-persistenced", "nvidia-modprobe")
 _SHARED = {
     "usr/share/glvnd/egl_vendor.d/10_nvidia.json": "libEGL_nvidia.so.0",
     "usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json": "libnvidia-egl-gbm.so.1",
@@ -58,6 +59,24 @@ _SHARED = {
     "usr/share/vulkan/implicit_layer.d/nvidia_layers.json": "libGLX_nvidia.so.0",
 }
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
+_HOOK = """#!/bin/sh
+case "$1" in
+    --help | -h | help) ;;
+    *)
+        printf '%s\\n' "nvidia-cdi-hook of the simulated driver {version}: $1"
+        exit 0
+        ;;
+esac
+printf '%s\\n' \\
+    'NAME:' '   NVIDIA CDI Hook' '' \\
+    'COMMANDS:' \\
+    '   update-ldcache                    Update ldcache in a container' \\
+    '   create-symlinks                   Create symlinks in a container' \\
+    '   chmod                             Set the permissions of folders in a container' \\
+    '   enable-cuda-compat                Prefer newer CUDA libraries of the image' \\
+    '   disable-device-node-modification  Keep programs from making device nodes' \\
+    '   help, h                           Shows a list of commands'
+"""
 _GSP = ("gsp_tu10x.bin", "gsp_ga10x.bin")
 
 
@@ -82,7 +101,9 @@ def driver_files(state: State) -> Entries:
     entries["usr/lib/xorg/modules/extensions/libglxserver_nvidia.so"] = Link(server)
     for name in _programs(state):
         entries[f"usr/bin/{name}"] = Text(_PROGRAM.format(name=name, version=version), 0o755)
-    entries["usr/bin/nvidia-cuda-mps-control"] = Text(_script("nvidia-cuda-mps-control"), 0o755)
+    if state.system["cdi_hook"]:
+        entries["usr/bin/nvidia-cdi-hook"] = Text(_HOOK.format(version=version), 0o755)
+    entries.update(mps_programs(state))
     for path, library in _SHARED.items():
         entries[path] = Text(f'{{"file_format_version": "1.0.0", "ICD": {{"library_path": "{library}"}}}}\n')
     entries["etc/OpenCL/vendors/nvidia.icd"] = Text("libnvidia-opencl.so.1\n")
@@ -101,7 +122,7 @@ def _programs(state: State) -> tuple[str, ...]:
     programs: tuple[str, ...] = _PROGRAMS
     if state.fabric.get("cluster"):
         programs = (*programs, "nvidia-imex", "nvidia-imex-ctl")
-    return (*programs, "nvidia-cdi-hook") if state.system["cdi_hook"] else programs
+    return programs
 
 
 def _placeholder(name: str) -> Text:

@@ -1,0 +1,31 @@
+"""What the containers of a claim need to work through an MPS daemon, with the claim's limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dra_driver.model.driver_files import CdiDevice, CdiMount
+from dra_driver.model.mps import MpsDirectories
+from dra_driver.model.usage import MpsShared
+
+PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  where CUDA looks by itself, inside the container
+_SHM_DIRECTORY = "/dev/shm"  # noqa: S108
+_MOUNT_OPTIONS = ("rw", "nosuid", "nodev", "bind")
+
+
+def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -> CdiDevice:
+    """The device with the daemon's pipe and shared memory, and the claim's limits.
+
+    The limits stand in the environment because they are the claim's, not the daemon's, which several claims
+    may share; CUDA only ever tightens the daemon's own. The daemon sees one device, so its number is 0.
+    """
+    env = [f"CUDA_MPS_PIPE_DIRECTORY={PIPE_DIRECTORY}"]
+    if usage.memory_limit_mib is not None:
+        env.append(f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={usage.memory_limit_mib}M")
+    if usage.active_thread_percentage is not None:
+        env.append(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={usage.active_thread_percentage}")
+    mounts = (
+        CdiMount(directories.pipe, PIPE_DIRECTORY, _MOUNT_OPTIONS),
+        CdiMount(directories.shm, _SHM_DIRECTORY, _MOUNT_OPTIONS),
+    )
+    return replace(device, env=(*device.env, *env), mounts=(*device.mounts, *mounts))

@@ -1,0 +1,91 @@
+"""MPS on a simulated machine: its programs in the host root, how they misbehave, which clients they saw."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dra_driver.simulator import mig
+from dra_driver.simulator.hostroot.entries import Entries, Text
+from dra_driver.simulator.state import Gpu, State
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BEHAVIOUR_FILE = "var/lib/nvidia-simulator/mps.json"
+START_DELAY_MS = 300
+
+_VOLTA = (7, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MpsBehaviour:
+    """How control daemons behave from now on; None is as usual.
+
+    `fail_to_start` is what stands in control.log then, `server_state` what get_server_status answers,
+    `silent` takes commands and never answers, `server_lingers` leaves servers behind when the daemon dies.
+    """
+
+    start_delay_ms: int | None = None
+    fail_to_start: str | None = None
+    never_ready: bool | None = None
+    silent: bool | None = None
+    die_after_s: float | None = None
+    server_state: str | None = None
+    server_lingers: bool | None = None
+    ignore_limits: bool | None = None
+
+
+def set_mps_behaviour(host_root: Path, behaviour: MpsBehaviour, device_uuid: str = "*") -> None:
+    """Make the daemons of a device, or of all, behave so."""
+    path = host_root / BEHAVIOUR_FILE
+    rules = json.loads(path.read_text()) if path.exists() else {}
+    rules[device_uuid] = {name: value for name, value in asdict(behaviour).items() if value is not None}
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(rules))
+    new.replace(path)
+
+
+def reset_mps_behaviour(host_root: Path) -> None:
+    """All daemons behave as usual again."""
+    (host_root / BEHAVIOUR_FILE).unlink(missing_ok=True)
+
+
+def mps_clients(log_directory: Path) -> list[dict[str, Any]]:
+    """Every client that connected to the daemon of a log directory, with the limits it got."""
+    path = log_directory / "clients.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def mps_programs(state: State) -> Entries:
+    """The control program with the facts of the machine, the server, and a client to try them with."""
+    facts = {
+        "start_delay_ms": int(state.system.get("mps_start_delay_ms", START_DELAY_MS)),
+        "devices": [device for gpu in state.present for device in _devices(state, gpu)],
+    }
+    control = _script("nvidia-cuda-mps-control.py").replace("#@FACTS@", json.dumps(facts))
+    return {
+        "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
+        "usr/bin/nvidia-cuda-mps-server": Text(_script("nvidia-cuda-mps-server.sh"), 0o755),
+        "usr/share/nvidia-simulator/nvidia_mps_daemon.py": Text(_script("nvidia-cuda-mps-control-daemon.py")),
+        "usr/bin/mps-client": Text(_script("mps-client.sh"), 0o755),
+    }
+
+
+def _devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
+    model = state.model_of(gpu)
+    volta = tuple(model.compute) >= _VOLTA
+    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "volta": volta}]
+    if gpu.mig_mode:
+        rows = []
+    for gi, ci in gpu.mig_devices:
+        profile = mig.profile_by_id(model, gi.profile_id)
+        if profile is not None:
+            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "volta": volta})
+    return rows
+
+
+@functools.cache
+def _script(name: str) -> str:
+    return (SCRIPTS / name).read_text()

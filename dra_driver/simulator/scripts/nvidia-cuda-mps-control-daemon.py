@@ -1,0 +1,400 @@
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH123, S103, S108
+"""The MPS control daemon of a simulated machine: servers, limits and clients as the real one keeps them.
+
+A program of its own that does not need this package; its pipes are open to every user, as the real one's are.
+
+How it is to misbehave stands in a file of the machine, looked up by "*" and by the device's UUID.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+NAME = "nvidia-cuda-mps-control"
+PIPE = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+LOG = os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/var/log/nvidia-mps")
+END = "\0\n"
+
+
+class Refusal(Exception):  # noqa: N818
+    """A reason in place of an answer."""
+
+
+class Server:
+    """One nvidia-cuda-mps-server: a process, the limits that it took over, its clients."""
+
+    def __init__(
+        self, program: str, uid: int, percentage: float, memory: dict[str, str], linger: bool
+    ) -> None:
+        self.uid = uid
+        self.percentage = percentage
+        self.memory = memory
+        self.clients: dict[str, dict[str, Any]] = {}
+        self.process = subprocess.Popen([program, *(["linger"] if linger else [])], stdin=subprocess.PIPE)
+        self.pid = str(self.process.pid)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+class Daemon:
+    """Commands and clients; one at a time, as they come."""
+
+    def __init__(self, facts: dict[str, Any], root: str, multi_user: bool) -> None:
+        self.facts = facts
+        self.root = root
+        self.multi_user = multi_user
+        self.visible = [item for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item]
+        self.percentage = 100.0
+        self.memory: dict[str, str] = {}
+        self.servers: dict[str, Server] = {}
+        self.quit_at: float | None = None
+        self.commands: dict[str, Callable[..., str]] = {
+            "get_server_list": lambda: "\n".join(self.servers),
+            "get_server_status": self.get_server_status,
+            "start_server": self.start_server,
+            "get_client_list": self.get_client_list,
+            "ps": self.ps,
+            "quit": self.quit,
+            "set_default_active_thread_percentage": self.set_default_percentage,
+            "get_default_active_thread_percentage": lambda: f"{self.percentage:.1f}",
+            "set_active_thread_percentage": self.set_percentage,
+            "get_active_thread_percentage": lambda pid: f"{self.server(pid).percentage:.1f}",
+            "set_default_device_pinned_mem_limit": self.set_default_memory,
+            "get_default_device_pinned_mem_limit": lambda device: self.memory.get(device, "0"),
+            "set_device_pinned_mem_limit": self.set_memory,
+            "get_device_pinned_mem_limit": lambda pid, device: self.server(pid).memory.get(device, "0"),
+            "terminate_client": self.terminate_client,
+        }
+
+    def rules(self) -> dict[str, Any]:
+        """How it is to misbehave now."""
+        try:
+            with open(f"{self.root}/var/lib/nvidia-simulator/mps.json") as file:
+                rules = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return {**rules.get("*", {}), **rules.get(self.visible[0] if self.visible else "*", {})}
+
+    def log(self, name: str, text: str) -> None:
+        with contextlib.suppress(OSError), open(f"{LOG}/{name}", "a") as file:
+            file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')} {os.getpid()}] {text}\n")
+
+    # --- devices and servers ---
+
+    def device(self) -> dict[str, Any]:
+        """The facts of the visible device. MPS looks at it only when it starts a server."""
+        devices: list[dict[str, Any]] = self.facts["devices"]
+        for uuid in self.visible[:1]:
+            devices = [item for item in devices if item["uuid"] == uuid]
+            if not devices:
+                raise Refusal(f"CUDA_VISIBLE_DEVICES names {uuid}, which this machine does not have")
+        if not devices:
+            raise Refusal("no CUDA-capable device is detected")
+        return devices[0]
+
+    def server(self, pid: str) -> Server:
+        if pid not in self.servers:
+            raise Refusal(f"Server {pid} not found")
+        return self.servers[pid]
+
+    def serving(self, uid: int) -> Server:
+        """The server for a user, started if there is none. One user at a time unless multi-user."""
+        for server in list(self.servers.values()):
+            if self.multi_user or server.uid == uid:
+                return server
+            if server.clients:
+                raise Refusal(f"the server is used by user {server.uid}; wait until its clients have ended")
+            self.end_server(server)
+        try:
+            self.device()
+        except Refusal as error:
+            self.log("server.log", f"Failed to start: {error}")
+            raise
+        linger = bool(self.rules().get("server_lingers"))
+        program = f"{self.root}/usr/bin/nvidia-cuda-mps-server"
+        server = Server(program, 0 if self.multi_user else uid, self.percentage, dict(self.memory), linger)
+        self.servers[server.pid] = server
+        self.log("control.log", f"Starting new server {server.pid} for user {server.uid}")
+        return server
+
+    def end_server(self, server: Server) -> None:
+        server.stop()
+        del self.servers[server.pid]
+        self.log("control.log", f"Server {server.pid} exited")
+
+    def reap(self) -> None:
+        for server in list(self.servers.values()):
+            if server.process.poll() is not None:
+                server.forget()
+                del self.servers[server.pid]
+                self.log("control.log", f"Server {server.pid} exited with status {server.process.returncode}")
+
+    # --- commands ---
+
+    def answer(self, line: str) -> str:
+        self.reap()
+        words = line.split()
+        if not words:
+            return ""
+        command = self.commands.get(words[0])
+        if command is None:
+            return f"Unrecognized command: {words[0]}"
+        try:
+            return command(*words[1:])
+        except (Refusal, TypeError, ValueError) as error:
+            return str(error) if isinstance(error, Refusal) else f"Invalid arguments: {line.strip()}"
+
+    def get_server_status(self, pid: str) -> str:
+        self.server(pid)
+        return str(self.rules().get("server_state", "ACTIVE"))
+
+    def start_server(self, flag: str, uid: str, *_: str) -> str:
+        if flag != "-uid":
+            raise ValueError(flag)
+        self.serving(int(uid))
+        return ""
+
+    def get_client_list(self, pid: str) -> str:
+        return "\n".join(str(client["pid"]) for client in self.server(pid).clients.values())
+
+    def ps(self, *_: str) -> str:
+        rows = ["PID ID SERVER DEVICE NAMESPACE COMMAND ATTRIBUTES"]
+        for server in self.servers.values():
+            for client in server.clients.values():
+                rows.append(f"{client['pid']} 1 {server.pid} {client['device'][:12]} - {client['name']} -")
+        return "\n".join(rows)
+
+    def quit(self, *arguments: str) -> str:
+        wait = float(arguments[1]) if arguments[:1] == ("-t",) else 0.0
+        self.quit_at = time.monotonic() + wait
+        return ""
+
+    def set_default_percentage(self, value: str) -> str:
+        self.percentage = self.percentage if self.rules().get("ignore_limits") else percentage(value)
+        return ""
+
+    def set_percentage(self, pid: str, value: str) -> str:
+        self.server(pid).percentage = percentage(value)
+        return ""
+
+    def set_default_memory(self, device: str, size: str) -> str:
+        mebibytes(size)
+        if not self.rules().get("ignore_limits"):
+            self.memory[device] = size
+        return ""
+
+    def set_memory(self, pid: str, device: str, size: str) -> str:
+        self.server(pid).memory[device] = f"{mebibytes(size)}M"
+        return ""
+
+    def terminate_client(self, server: str, client: str) -> str:
+        clients = self.server(server).clients
+        name = next((name for name, item in clients.items() if str(item["pid"]) == client), None)
+        if clients.pop(name or "", None) is None:
+            raise Refusal(f"Client {client} not found")
+        return ""
+
+    # --- clients ---
+
+    def greet(self, line: str) -> None:
+        """A line of the FIFO: `connect NAME PID UID PERCENTAGE|- MEMORY|-` or `disconnect NAME`."""
+        words = line.split()
+        if words[:1] == ["disconnect"]:
+            for server in self.servers.values():
+                server.clients.pop(words[-1], None)
+            return
+        if words[:1] != ["connect"] or len(words) != 6 or "/" in words[1]:
+            return
+        try:
+            text = self.connect(words[1], int(words[2]), int(words[3]), words[4], words[5])
+        except (Refusal, ValueError) as error:
+            text = f"mps=refused\nreason={error}"
+        path = f"{PIPE}/simulated/reply-{words[1]}"
+        with open(f"{path}.new", "w") as file:
+            file.write(f"{text}\n")
+        os.chmod(f"{path}.new", 0o666)
+        os.replace(f"{path}.new", path)
+
+    def connect(self, name: str, pid: int, uid: int, wanted_percentage: str, wanted_memory: str) -> str:
+        """What the client gets: the tighter of the server's limits and its own."""
+        self.reap()
+        if self.servers and self.rules().get("server_state") == "FAULT":
+            raise Refusal("CUDA_ERROR_MPS_SERVER_NOT_READY")
+        server, device = self.serving(uid), self.device()
+        threads = [server.percentage, *([] if wanted_percentage == "-" else [percentage(wanted_percentage)])]
+        sizes, unknown = client_memory(wanted_memory, device["uuid"])
+        own = [mebibytes(size) for key, size in server.memory.items() if key in ("0", device["uuid"])]
+        sizes += own[-1:]
+        memory = min([*sizes, device["memory_mib"]]) if sizes else None
+        server.clients[name] = {
+            "name": name,
+            "pid": pid,
+            "uid": uid,
+            "server": server.pid,
+            "device": device["uuid"],
+            "active_thread_percentage": min(threads),
+            "pinned_device_mem_limit_mib": memory,
+        }
+        with open(f"{LOG}/clients.jsonl", "a") as file:
+            file.write(json.dumps(server.clients[name]) + "\n")
+        return "\n".join(
+            [
+                "mps=connected",
+                f"device={device['uuid']}",
+                f"active_thread_percentage={min(threads):g}",
+                f"pinned_device_mem_limit_mib={'none' if memory is None else memory}",
+                *(f"ignored_mem_limit={key}" for key in unknown),
+            ]
+        )
+
+    # --- serving ---
+
+    def serve(self, listener: socket.socket, fifo: int) -> None:
+        rest = b""
+        sources: list[Any] = [listener, fifo]
+        while not self.is_done():
+            ready, _, _ = select.select(sources, [], [], None if self.quit_at is None else 0.05)
+            if listener in ready:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    self.talk(connection)
+            if fifo in ready:
+                *lines, rest = (rest + os.read(fifo, 65536)).split(b"\n")
+                for line in lines:
+                    self.greet(line.decode(errors="replace"))
+        for server in list(self.servers.values()):
+            self.end_server(server)
+
+    def is_done(self) -> bool:
+        if self.quit_at is None:
+            return False
+        return time.monotonic() >= self.quit_at or not any(item.clients for item in self.servers.values())
+
+    def end(self, fifo: int) -> None:
+        """Quit; the write wakes `serve` up."""
+        self.quit()
+        os.write(fifo, b"\n")
+
+    def talk(self, connection: socket.socket) -> None:
+        connection.settimeout(5)
+        with connection.makefile("rw") as stream:
+            for line in stream:
+                if self.rules().get("silent"):
+                    time.sleep(3600)
+                answer = self.answer(line)
+                stream.write(f"{answer}\n{END}" if answer else END)
+                stream.flush()
+
+
+def percentage(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 100:
+        raise Refusal(f"Invalid active thread percentage: {text}")
+    return value
+
+
+def mebibytes(text: str) -> int:
+    number, unit = text[:-1], text[-1:]
+    if unit not in ("G", "M") or not number.isdigit():
+        raise Refusal(f"Invalid memory limit: {text}; it must be a whole number with G or M")
+    return int(number) * (1024 if unit == "G" else 1)
+
+
+def client_memory(text: str, uuid: str) -> tuple[list[int], list[str]]:
+    """(limits in MiB for the device, keys that name none)."""
+    sizes, unknown = [], []
+    for part in [] if text == "-" else text.split(","):
+        key, _, size = part.partition("=")
+        if key in ("0", uuid):
+            sizes.append(mebibytes(size))
+        else:
+            unknown.append(key)
+    return sizes, unknown
+
+
+def is_taken(lock: int) -> bool:
+    """Whether another daemon serves the pipe directory; a pid file of a running process is enough."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    try:
+        with open(f"{PIPE}/{NAME}.pid") as file:
+            os.kill(int(file.read()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def open_pipes() -> tuple[socket.socket, int]:
+    """The socket for commands, and a FIFO through which clients without Python connect."""
+    os.makedirs(f"{PIPE}/simulated", exist_ok=True)
+    os.chmod(f"{PIPE}/simulated", 0o777)
+    fifo = f"{PIPE}/simulated/connect"
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(fifo)
+    os.chmod(fifo, 0o666)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{PIPE}/control")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    directory = os.open(PIPE, os.O_PATH | os.O_DIRECTORY)
+    listener.bind(f"/proc/self/fd/{directory}/control")  # a socket's own path may be too long
+    os.close(directory)
+    os.chmod(f"{PIPE}/control", 0o666)
+    listener.listen(16)
+    return listener, os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+
+
+def refusal(me: Daemon) -> str | None:
+    """Why the daemon does not start."""
+    old = any(item["uuid"] in me.visible and not item["volta"] for item in me.facts["devices"])
+    if me.multi_user and (old or os.geteuid() != 0):
+        return "Multi-user mode needs root and GPUs of Volta or newer"
+    reason: str | None = me.rules().get("fail_to_start")
+    return reason
+
+
+def run(facts: str, root: str, multi_user: bool) -> int:
+    """Be the daemon until it is told to quit; the exit code."""
+    me = Daemon(json.loads(facts), root, multi_user)
+    lock = os.open(f"{PIPE}/control_lock", os.O_RDWR | os.O_CREAT, 0o644)
+    if is_taken(lock):
+        print("An instance of this daemon is already running", flush=True)
+        return 1
+    me.log("control.log", "Starting control daemon")
+    reason = refusal(me)
+    if reason is not None:
+        me.log("control.log", reason)
+        return 1
+    rules = me.rules()
+    time.sleep(rules.get("start_delay_ms", me.facts["start_delay_ms"]) / 1000)
+    while rules.get("never_ready"):
+        time.sleep(3600)
+    if "die_after_s" in rules:
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
+        signal.setitimer(signal.ITIMER_REAL, rules["die_after_s"])
+    listener, fifo = open_pipes()
+    signal.signal(signal.SIGTERM, lambda *_: me.end(fifo))
+    with open(f"{PIPE}/{NAME}.pid", "w") as file:
+        file.write(str(os.getpid()))
+    me.serve(listener, fifo)
+    me.log("control.log", "Exit")
+    for name in ("control", f"{NAME}.pid", "control_lock"):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{PIPE}/{name}")
+    return 0

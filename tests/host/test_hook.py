@@ -1,0 +1,189 @@
+"""Where the hook is found, and what is believed of it."""
+
+import os
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import RetryableError
+from dra_driver.host import hook as hook_module
+from dra_driver.host.hook import Hook, HookFinder
+from dra_driver.model.driver_files import BASE_HOOK_VERBS
+from dra_driver.model.host import HostPaths
+from tests.host.trees import HOOK_VERBS, link, put, put_hook, put_program
+
+TOOLKIT = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
+USUAL = "/usr/bin/nvidia-cdi-hook"
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Path:
+    return tmp_path / "driver-root"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    return tmp_path / "host-root"
+
+
+def finder(driver: Path, host: Path | None = None, configured: str | None = None) -> HookFinder:
+    driver.mkdir(exist_ok=True)
+    paths = HostPaths(str(driver), "/run/nvidia/driver", host_root=str(host) if host else None)
+    return HookFinder(paths, configured)
+
+
+def found(finder: HookFinder) -> Hook:
+    hook = finder.find()
+    assert hook is not None
+    return hook
+
+
+def test_the_hosts_own_hook_comes_before_one_in_the_driver_root(driver: Path, host: Path) -> None:
+    put_hook(driver, USUAL)
+    assert found(finder(driver, host)).host_path == f"/run/nvidia/driver{USUAL}"
+    put_hook(host, TOOLKIT)
+    assert found(finder(driver, host)).host_path == TOOLKIT
+    assert found(finder(driver)).host_path == f"/run/nvidia/driver{USUAL}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [USUAL, TOOLKIT, "/usr/local/bin/nvidia-cdi-hook", "/home/kubernetes/bin/nvidia/toolkit/nvidia-cdi-hook"],
+)
+def test_each_usual_place_of_the_host_is_looked_at(driver: Path, host: Path, path: str) -> None:
+    put_hook(host, path)
+    assert finder(driver, host).find() == Hook(path, HOOK_VERBS)
+
+
+def test_links_stay_inside_the_hosts_root(driver: Path, host: Path) -> None:
+    put_hook(host, "/opt/toolkit/nvidia-cdi-hook")
+    link(host, USUAL, "/opt/toolkit/nvidia-cdi-hook")
+    assert found(finder(driver, host)).host_path == "/opt/toolkit/nvidia-cdi-hook"
+
+
+def test_none_is_found_where_there_is_none(driver: Path, host: Path) -> None:
+    assert finder(driver, host).find() is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "verbs"),
+    [
+        (("create-symlinks", "update-ldcache"), BASE_HOOK_VERBS),
+        (("create-symlinks", "enable-cuda-compat"), (*BASE_HOOK_VERBS, "enable-cuda-compat")),
+        (("chmod", *HOOK_VERBS), HOOK_VERBS),
+        ((), BASE_HOOK_VERBS),
+    ],
+)
+def test_only_verbs_that_the_hook_lists_are_added(driver: Path, listed: tuple, verbs: tuple) -> None:
+    put_hook(driver, verbs=listed)
+    assert found(finder(driver)) == Hook(f"/run/nvidia/driver{USUAL}", verbs)
+
+
+def test_a_verb_that_is_only_spoken_of_is_not_listed(driver: Path) -> None:
+    lines = ("USAGE:", "  enable-cuda-compat", "COMMANDS:", "  chmod  not enable-cuda-compat", "END:")
+    text = "\\n".join((*lines, lines[1]))
+    put_program(driver, USUAL, f"printf '{text}'")
+    assert found(finder(driver)).verbs == BASE_HOOK_VERBS
+
+
+def test_the_older_tool_is_asked_with_its_own_subcommand(driver: Path, host: Path) -> None:
+    put_hook(host, "/usr/bin/nvidia-ctk")
+    assert finder(driver, host, "/usr/bin/nvidia-ctk").find() == Hook("/usr/bin/nvidia-ctk", HOOK_VERBS)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exit 3", "ends with code 3"),
+        ("kill -9 $$", "ends with code -9"),
+        ("sleep 60 & sleep 60", "did not end within"),
+    ],
+)
+def test_a_hook_that_does_not_answer_gets_the_base_verbs_and_a_note(
+    driver: Path, script: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5)
+    put_program(driver, USUAL, script)
+    started = time.monotonic()
+    hook = found(finder(driver))
+    assert time.monotonic() - started < 5
+    assert hook.verbs == BASE_HOOK_VERBS
+    assert [reason in note and "create-symlinks and update-ldcache" in note for note in hook.notes] == [True]
+
+
+def test_a_hook_that_cannot_be_run_gets_the_base_verbs_and_a_note(driver: Path) -> None:
+    put(driver, USUAL, "no program")
+    hook = found(finder(driver))
+    assert hook.verbs == BASE_HOOK_VERBS
+    assert "Permission denied" in hook.notes[0]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
+def test_a_script_that_calls_a_program_by_its_host_path_is_run_in_its_root(driver: Path, host: Path) -> None:
+    put_program(host, TOOLKIT, f'exec {TOOLKIT}.real "$@"')
+    put_hook(host, f"{TOOLKIT}.real")
+    shell = host / "bin/sh"
+    shell.parent.mkdir(parents=True)
+    shell.write_bytes(Path("/bin/sh").read_bytes())
+    shell.chmod(0o755)
+    for library in _libraries_of("/bin/sh"):
+        copy = host / library.lstrip("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(Path(library).read_bytes())
+        copy.chmod(0o755)
+    assert finder(driver, host).find() == Hook(TOOLKIT, HOOK_VERBS)
+
+
+def _libraries_of(program: str) -> list[str]:
+    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"(/\S+) \(0x", listed)
+
+
+def test_the_hook_is_asked_once_until_it_is_replaced(driver: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    put_program(driver, USUAL, f"echo x >> {calls}")
+    finds = finder(driver)
+    threads = [threading.Thread(target=finds.find) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls.read_text() == "x\n"
+    (driver / USUAL.lstrip("/")).unlink()
+    put_hook(driver)
+    assert found(finds).verbs == HOOK_VERBS
+
+
+def test_one_that_was_asked_for_is_never_dropped_silently(driver: Path, host: Path) -> None:
+    put_hook(host, USUAL)
+    host_path = "/opt/toolkit/nvidia-cdi-hook"
+    remedy = rf"--nvidia-cdi-hook-path {host_path} is no file on the host: install"
+    with pytest.raises(RetryableError, match=remedy):
+        finder(driver, host, host_path).find()
+    with pytest.raises(RetryableError, match=r"/run/nvidia/driver/usr/bin/hook is no file"):
+        finder(driver, None, "/run/nvidia/driver/usr/bin/hook").find()
+    with pytest.raises(RetryableError, match="give the absolute path"):
+        finder(driver, None, "nvidia-cdi-hook").find()
+    put_hook(host, host_path)
+    assert finder(driver, host, host_path).find() == Hook(host_path, HOOK_VERBS)
+
+
+@pytest.mark.parametrize("mounted", [None, "not-there"])
+def test_one_where_this_process_sees_nothing_is_trusted_and_noted(
+    driver: Path, tmp_path: Path, mounted: str | None
+) -> None:
+    hook = found(finder(driver, tmp_path / mounted if mounted else None, TOOLKIT))
+    assert (hook.host_path, hook.verbs) == (TOOLKIT, BASE_HOOK_VERBS)
+    assert f"--nvidia-cdi-hook-path {TOOLKIT} lies where this process does not see the host" in hook.notes[0]
+
+
+def test_the_places_are_those_that_decide(driver: Path, host: Path) -> None:
+    assert len(set(finder(driver, host).places())) == 8
+    assert list(finder(driver, host, TOOLKIT).places()) == [(str(host), TOOLKIT)]
+    inside = "/run/nvidia/driver/opt/hook"
+    assert list(finder(driver, host, inside).places()) == [(str(host), inside), (str(driver), "/opt/hook")]
