@@ -6,10 +6,13 @@ Source: validation of resource.k8s.io/v1 as of Kubernetes 1.36. Lengths of value
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
+from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
+from dra_driver.model.units import parse_quantity
 
 JsonObject = dict[str, Any]
 
@@ -21,6 +24,7 @@ MAX_COUNTER_SETS_PER_DEVICE = 2
 MAX_ATTRIBUTES_AND_CAPACITIES = 32
 MAX_VALUE_BYTES = 64
 MAX_TAINTS = 16
+MAX_VALID_VALUES = 10
 
 _IDENTIFIER = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
 _DNS_SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
@@ -46,6 +50,9 @@ def device_faults(device: JsonObject) -> list[str]:
             faults.append(f"device {name}: {key!r} is no attribute or capacity name")
     for key, value in attributes.items():
         faults += [f"device {name}: attribute {key}: {fault}" for fault in _value_faults(value)]
+    shared = device.get("allowMultipleAllocations", False)
+    for key, entry in capacity.items():
+        faults += [f"device {name}: capacity {key}: {fault}" for fault in _capacity_faults(entry, shared)]
     if len(device.get("taints", [])) > MAX_TAINTS:
         faults.append(f"device {name}: more than {MAX_TAINTS} taints")
     consumed = device.get("consumesCounters", [])
@@ -71,6 +78,65 @@ def _value_faults(value: JsonObject) -> Iterator[str]:
         yield f"longer than {MAX_VALUE_BYTES} bytes"
     if kinds[0] == "version" and not _SEMVER.fullmatch(text):
         yield f"{text!r} is no semantic version"
+
+
+def _capacity_faults(entry: JsonObject, shared: bool) -> Iterator[str]:
+    try:
+        value = parse_quantity(entry["value"])
+        policy: JsonObject | None = entry.get("requestPolicy")
+        if policy is None:
+            return
+        if not shared:
+            yield "requestPolicy needs allowMultipleAllocations"
+        values, span = policy.get("validValues"), policy.get("validRange")
+        default = parse_quantity(policy["default"]) if "default" in policy else None
+        if values and span:
+            yield "validValues and validRange exclude each other"
+        if (values or span) and default is None:
+            yield "requestPolicy needs a default"
+        if values:
+            yield from _valid_values_faults([parse_quantity(text) for text in values], default, value)
+        if span:
+            bounds = {key: parse_quantity(text) for key, text in span.items()}
+            yield from _valid_range_faults(bounds, default, value)
+    except InvalidConfigError as error:
+        yield str(error)
+
+
+def _valid_values_faults(
+    values: Sequence[Fraction], default: Fraction | None, capacity: Fraction
+) -> Iterator[str]:
+    if len(values) > MAX_VALID_VALUES:
+        yield f"more than {MAX_VALID_VALUES} valid values"
+    if list(values) != sorted(set(values)):
+        yield "valid values are not ascending"
+    if max(values) > capacity:
+        yield "a valid value is above the capacity"
+    if default is not None and default not in values:
+        yield "the default is no valid value"
+
+
+def _valid_range_faults(
+    bounds: Mapping[str, Fraction], default: Fraction | None, capacity: Fraction
+) -> Iterator[str]:
+    low, high, step = bounds.get("min"), bounds.get("max"), bounds.get("step")
+    if low is None:
+        yield "the valid range has no min"
+        return
+    top = capacity if high is None else high
+    if not 0 <= low <= top <= capacity:
+        yield "the valid range must have 0 <= min <= max <= capacity"
+    if default is not None and not low <= default <= top:
+        yield "the default lies outside the valid range"
+    if step is None:
+        return
+    if step <= 0:
+        yield "the step must be above 0"
+        return
+    if low + step > capacity:
+        yield "min and one step are above the capacity"
+    if (high is not None and (high - low) % step) or (default is not None and (default - low) % step):
+        yield "max and default must be whole steps above min"
 
 
 def pool_faults(devices: Sequence[JsonObject], counter_sets: Sequence[JsonObject]) -> list[str]:

@@ -13,26 +13,35 @@ the steps again too, because a reboot or a clean-up may have taken away what the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
 
 from dra_driver.core.cdi import cdi_id
+from dra_driver.core.usages import incompatibility, usages_of
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult, Prepared, PreparedDevice
-from dra_driver.model.inventory import Inventory, MigPartition, OfferedDevice, WholeGpu
+from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import Step, WriteCdiSpec
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
+from dra_driver.model.usage import MpsShared, TimeSliced, Usage
 
-DeviceKind = Literal["gpu", "mig"]
+_SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
-    """One allocation result of ours with the device that it names."""
+    """One allocation result of ours with the device that it names, and how the claim uses that."""
 
     result: DeviceResult
     offered: OfferedDevice
+    usage: Usage = None
+
+    @property
+    def cdi_device(self) -> str:
+        """The device's name in the claim's CDI spec; see `cdi_device`."""
+        return cdi_device(self.result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +80,37 @@ def plan_claim(
     pool: str,
     driver: str,
     others: Iterable[ClaimRecord],
+    sharing: SharingPolicy = NO_SHARING,
 ) -> Plan:
     """The plan for our part of a claim.
 
-    `others` are the records of all other claims on this node. Raises: ClaimRefusedError that names the
-    claim's request, the device and what to do; InvalidConfigError for opaque parameters.
+    `others` are the records of all other claims on this node, `sharing` is the node's policy.
+    Raises: ClaimRefusedError that names the claim's request, the device and what to do; InvalidConfigError
+    for opaque parameters.
     """
-    devices = tuple(PlannedDevice(result, _find(result, pool, inventory.by_name)) for result in claim.results)
-    _refuse_repeats(devices)
-    for device in devices:
-        _check_config(claim, device, driver)
+    found = [(result, _find(result, pool, inventory.by_name)) for result in claim.results]
+    _refuse_repeats(found)
+    usages = usages_of(claim, found, driver, sharing)
+    devices = tuple(PlannedDevice(*pair, usage) for pair, usage in zip(found, usages, strict=True))
     _refuse_double_allocation(devices, others)
-    return Plan(claim, devices, (WriteCdiSpec(),) if devices else ())
+    return Plan(claim, devices, _steps(devices))
+
+
+def _steps(devices: Sequence[PlannedDevice]) -> tuple[Step, ...]:
+    """Settings and daemons first, the CDI spec last; each once, in a fixed order."""
+    time_slices = {
+        SetTimeSlice(device.offered.gpu.uuid, device.usage.interval)
+        for device in devices
+        if isinstance(device.usage, TimeSliced) and device.usage.interval
+    }
+    daemons = {
+        device.offered.name: device.usage.spec for device in devices if isinstance(device.usage, MpsShared)
+    }
+    return (
+        *sorted(time_slices, key=lambda step: step.gpu_uuid),
+        *(RunMps(daemons[name]) for name in sorted(daemons)),
+        *((WriteCdiSpec(),) if devices else ()),
+    )
 
 
 def _find(result: DeviceResult, pool: str, offered: Mapping[str, OfferedDevice]) -> OfferedDevice:
@@ -100,80 +128,80 @@ def _find(result: DeviceResult, pool: str, offered: Mapping[str, OfferedDevice])
     return device
 
 
-def _refuse_repeats(devices: Sequence[PlannedDevice]) -> None:
+def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None:
     """One device twice in a claim is only legal for admin access and for different shares."""
     seen: set[tuple[str, str | None]] = set()
-    for device in devices:
-        if device.result.admin_access:
+    for result, offered in found:
+        if result.admin_access:
             continue
-        key = (device.offered.name, device.result.share_id)
+        key = (offered.name, result.share_id)
         if key in seen:
             raise ClaimRefusedError(
-                f"request {device.result.request}: device {device.offered.name} is allocated twice in this claim; "
+                f"request {result.request}: device {offered.name} is allocated twice in this claim; "
                 "delete the claim so that it is allocated anew"
             )
         seen.add(key)
 
 
-def _check_config(claim: AllocatedClaim, device: PlannedDevice, driver: str) -> None:
-    if not claim.configs:
-        return
-    # Most claims have no parameters, and pydantic costs a fifth of a second and several MiB.
-    from dra_driver.api.resolve import config_for_result, unbuilt_features
-
-    config = config_for_result(device.result, claim.configs, driver, device_kind(device.offered))
-    unbuilt = unbuilt_features(config.config)
-    if unbuilt:
-        raise ClaimRefusedError(f"request {device.result.request}: {'; '.join(unbuilt)}")
-    if device.result.admin_access and config.entry is not None:
-        raise ClaimRefusedError(
-            f"request {device.result.request}: opaque parameters ({config.entry}) would change a device that may be "
-            "in use by others, which adminAccess must not; remove them or adminAccess"
-        )
-
-
 def _refuse_double_allocation(devices: Sequence[PlannedDevice], others: Iterable[ClaimRecord]) -> None:
-    """The last line of defence: schedulers have given one device out twice."""
+    """The last line of defence: schedulers have given one device out twice.
+
+    Shares of one device are no double allocation, but all that use it at a time must use it in one way.
+    """
     for record in others:
         for held in record.devices:
             for device in devices:
-                if _excludes(held, device):
+                if not _same_silicon(held, device):
+                    continue
+                if not _are_shares(held, device):
                     raise ClaimRefusedError(
                         f"request {device.result.request}: device {device.offered.name} is held by claim "
                         f"{record.ref} ({held.device}, {record.phase}); it becomes free when that claim's pod is gone"
                     )
+                reason = incompatibility(held.usage, device.usage)
+                if reason is not None:
+                    raise ClaimRefusedError(
+                        f"request {device.result.request}: device {device.offered.name} is shared with claim "
+                        f"{record.ref}, with which this claim's way of sharing cannot live: {reason}"
+                    )
 
 
-def _excludes(held: HeldDevice, device: PlannedDevice) -> bool:
+def _same_silicon(held: HeldDevice, device: PlannedDevice) -> bool:
     """Whether both use the same silicon and neither is an onlooker with admin access."""
     if held.admin_access or device.result.admin_access or held.gpu_uuid != device.offered.gpu.uuid:
         return False
-    if held.kind == "gpu" or isinstance(device.offered, WholeGpu):
+    if held.kind != "mig" or isinstance(device.offered, WholeGpu):
         return True
     return held.device == device.offered.name
 
 
-def device_kind(offered: OfferedDevice) -> DeviceKind:
-    """`gpu` or `mig`: the value of the attribute `type`."""
-    match offered:
-        case WholeGpu():
-            return "gpu"
-        case MigPartition():
-            return "mig"
-        case _:
-            assert_never(offered)
+def _are_shares(held: HeldDevice, device: PlannedDevice) -> bool:
+    """Whether both are shares of one device, as the scheduler counts them."""
+    is_same = held.device == device.offered.name
+    return is_same and held.share_id is not None and device.result.share_id not in (None, held.share_id)
 
 
 def _held(device: PlannedDevice) -> HeldDevice:
     offered = device.offered
     return HeldDevice(
         device=offered.name,
-        kind=device_kind(offered),
+        kind=kind_of(offered),
         uuid=offered.uuid,
         gpu_uuid=offered.gpu.uuid,
         admin_access=device.result.admin_access,
         share_id=device.result.share_id,
+        usage=device.usage,
     )
+
+
+def cdi_device(result: DeviceResult) -> str:
+    """The name of a result's device within its claim: two shares of one device have limits of their own."""
+    return result.device if result.share_id is None else f"{result.device}-{result.share_id}"
+
+
+def device_of_cdi_name(name: str) -> str:
+    """The device's name in a name of `cdi_device`."""
+    return _SHARE_SUFFIX.sub("", name)
 
 
 def answer(claim: AllocatedClaim, driver: str) -> Prepared:
@@ -184,7 +212,7 @@ def answer(claim: AllocatedClaim, driver: str) -> Prepared:
                 requests=(result.base_request,),
                 pool=result.pool,
                 device=result.device,
-                cdi_ids=(cdi_id(driver, claim.ref.uid, result.device),),
+                cdi_ids=(cdi_id(driver, claim.ref.uid, cdi_device(result)),),
                 share_id=result.share_id,
             )
             for result in claim.results

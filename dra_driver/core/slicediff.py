@@ -8,12 +8,13 @@ one changes, and what is obsolete is deleted before anything is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from dra_driver.core.slices import Pool, SliceContent
+from dra_driver.errors import InvalidConfigError
 from dra_driver.model.units import same_quantity
 
 JsonObject = dict[str, Any]
@@ -42,16 +43,26 @@ class SliceChanges:
         return bool(self.deletes or self.updates or self.creates)
 
 
-def slice_changes(pool: Pool, existing: Iterable[JsonObject], owner: Owner) -> SliceChanges:
+def slice_changes(
+    pool: Pool, existing: Iterable[JsonObject], owner: Owner, undeletable: Container[str] = ()
+) -> SliceChanges:
     """What to write so that the node's slices are exactly the pool. `existing` are all slices of this
-    driver on this node, of any pool; those of other pools are obsolete."""
+    driver on this node, of any pool; those of other pools are obsolete.
+
+    `undeletable` are UIDs of slices that the API server does not let go. One that is obsolete but of the
+    current generation would count as a part of the pool, so the pool leaves it behind in an older one.
+    """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
     current = max((entry["spec"]["pool"]["generation"] for entry in ours), default=0)
     matched, obsolete = _match(ours, current, len(pool.slices))
     missing = [index for index in range(len(pool.slices)) if index not in matched]
     changed = {index for index, entry in matched.items() if not _is_current(entry, pool, index, owner)}
-    generation = current if not missing and len(changed) <= 1 else current + 1
+    crowded = any(
+        entry["spec"]["pool"]["generation"] == current and entry["metadata"].get("uid") in undeletable
+        for entry in obsolete
+    )
+    generation = current if not missing and len(changed) <= 1 and not crowded else current + 1
     if generation != current:
         changed = set(matched)
     return SliceChanges(
@@ -111,18 +122,21 @@ def same_content(existing: Any, wanted: Any) -> bool:
         keys = set(existing) | set(wanted)
         if "effect" in keys and "timeAdded" not in wanted:
             keys.discard("timeAdded")
-        is_taint = "effect" in keys
-        return all(_same_field(key, existing.get(key), wanted.get(key), is_taint) for key in keys)
+        return all(_same_field(key, existing.get(key), wanted.get(key), keys) for key in keys)
     if isinstance(wanted, list | tuple) and isinstance(existing, list | tuple):
         return len(wanted) == len(existing) and all(map(same_content, existing, wanted))
     return bool(existing == wanted and type(existing) is type(wanted))
 
 
-def _same_field(key: str, existing: Any, wanted: Any, is_taint: bool) -> bool:
+def _same_field(key: str, existing: Any, wanted: Any, siblings: set[str]) -> bool:
+    """`siblings` are all keys of the object: they tell a taint, a capacity and a counter apart."""
+    is_taint = "effect" in siblings
     if is_taint and key == "timeAdded":
         return _same_second(existing, wanted)
     if not is_taint and key == "value":
-        return _same_amount(existing, wanted)
+        return _same_amounts(existing, wanted)
+    if key == "requestPolicy" and "value" in siblings:
+        return _same_amounts(existing, wanted)
     return same_content(existing, wanted)
 
 
@@ -134,10 +148,19 @@ def _same_second(existing: Any, wanted: Any) -> bool:
     return abs(apart) <= timedelta(seconds=1)
 
 
-def _same_amount(existing: Any, wanted: Any) -> bool:
-    if isinstance(existing, str) and isinstance(wanted, str):
-        return existing == wanted or same_quantity(existing, wanted)
-    return bool(existing == wanted)
+def _same_amounts(existing: Any, wanted: Any) -> bool:
+    """As `same_content` where every text is a quantity: an amount, or the policy for requests of it."""
+    if isinstance(wanted, Mapping) and isinstance(existing, Mapping):
+        keys = existing.keys() | wanted.keys()
+        return all(_same_amounts(existing.get(key), wanted.get(key)) for key in keys)
+    if isinstance(wanted, list | tuple) and isinstance(existing, list | tuple):
+        return len(wanted) == len(existing) and all(map(_same_amounts, existing, wanted))
+    if isinstance(existing, str) and isinstance(wanted, str) and existing != wanted:
+        try:
+            return same_quantity(existing, wanted)
+        except InvalidConfigError:
+            return False
+    return same_content(existing, wanted)
 
 
 def _updated(entry: JsonObject, pool: Pool, index: int, generation: int, owner: Owner) -> JsonObject:

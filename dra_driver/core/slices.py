@@ -13,7 +13,9 @@ from dra_driver.core.limits import (
     device_faults,
     pool_faults,
 )
+from dra_driver.core.sharing import shared_device
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
@@ -37,9 +39,10 @@ class Pool:
     faults: tuple[str, ...] = field(default=())
 
 
-def build_pool(inventory: Inventory, node_name: str) -> Pool:
+def build_pool(inventory: Inventory, node_name: str, sharing: SharingPolicy = NO_SHARING) -> Pool:
     """The pool of a node: devices in PCI order, chunked to the API's limits; same hardware, same bytes.
 
+    Devices under a rule of `sharing` can be allocated several times, the others are as they are without it.
     A device that the API server would refuse is left out and told in `faults`, so that it never costs
     the node its other devices.
     """
@@ -47,6 +50,9 @@ def build_pool(inventory: Inventory, node_name: str) -> Pool:
     faults: list[str] = []
     for offered in inventory.devices():
         device = wire_device(offered, inventory)
+        rule = sharing.rule_for(offered)
+        if rule is not None:
+            device = shared_device(device, offered, rule)
         device_problems = device_faults(device)
         if device_problems:
             faults += device_problems

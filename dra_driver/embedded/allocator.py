@@ -1,11 +1,13 @@
-"""Which devices a claim gets, decided as kube-scheduler does for one node. Pure; stored (v1) form throughout.
+"""Which devices a claim gets, decided as kube-scheduler does for one node. No I/O; stored (v1) form throughout.
 
 Supported: `exactly` and `firstAvailable`, counts and `All`, class and request selectors, `matchAttribute` and
-`distinctAttribute`, admin access, taints and tolerations, shared counters. Anything else is refused.
+`distinctAttribute`, admin access, taints and tolerations, shared counters, consumable capacity. Anything else
+is refused.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from dra_driver.embedded.apiserver.quantity import parse_quantity
+from dra_driver.embedded.consumable import Amounts, consumption, fits, shareable, shares_of
 from dra_driver.embedded.selection import DeviceView, SelectorError, Selects, view
 
 Object = dict[str, Any]
@@ -45,6 +48,7 @@ class Wanted:
     count: int | None  # None is allocationMode All
     admin: bool
     tolerations: tuple[Mapping[str, Any], ...]
+    capacity: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,24 @@ class Pick:
     wanted: Wanted
     candidate: Candidate
 
+    @property
+    def is_share(self) -> bool:
+        """Whether this is one of several allocations of the device."""
+        return shareable(self.candidate.device) and not self.wanted.admin
+
+    def consumes(self) -> Amounts:
+        """What it takes of the device's capacities."""
+        driver, _, _ = self.candidate.id
+        return consumption(self.wanted.capacity, self.candidate.device, driver) or {}
+
 
 @dataclass(slots=True)
 class Inventory:
-    """Candidates in the scheduler's order, what is taken, and what the counters still hold."""
+    """Candidates in the scheduler's order, what is taken whole or in shares, and what the counters still hold."""
 
     candidates: list[Candidate]
     taken: set[DeviceId]
+    shares: dict[DeviceId, list[Amounts]] = field(default_factory=dict)
     counters: dict[CounterId, Fraction] = field(default_factory=dict)
 
 
@@ -101,16 +116,21 @@ def take_inventory(slices: Sequence[Object], claims: Iterable[Object], node: str
             for counter_set in member["spec"].get("sharedCounters") or ():
                 for name, counter in counter_set["counters"].items():
                     counters[driver, pool, counter_set["name"], name] = _amount(counter["value"])
-    taken = {key for claim in claims for key in _held(claim)}
-    inventory = Inventory(candidates, taken, counters)
+    taken: set[DeviceId] = set()
+    shares: dict[DeviceId, list[Amounts]] = {}
+    for claim in claims:
+        taken.update(_held(claim))
+        for device_id, amounts in shares_of(claim):
+            shares.setdefault(device_id, []).append(amounts)
+    inventory = Inventory(candidates, taken, shares, counters)
     for candidate in candidates:
-        if candidate.id in taken:
-            for key, amount in consumption(candidate).items():
+        if candidate.id in taken or candidate.id in shares:
+            for key, amount in counters_of(candidate).items():
                 counters[key] = counters.get(key, Fraction(0)) - amount
     return inventory
 
 
-def consumption(candidate: Candidate) -> dict[CounterId, Fraction]:
+def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
     """What allocating the device takes from the pool's counters."""
     driver, pool, _ = candidate.id
     return {
@@ -161,22 +181,33 @@ class _Search:
         for index, candidate in enumerate(matching):
             pick = Pick(wanted, candidate)
             if self._free(picks, pick):
-                yield from self._choose(wanted, matching[index + 1 :], count - 1, [*picks, pick])
+                left = matching[index if pick.is_share else index + 1 :]
+                yield from self._choose(wanted, left, count - 1, [*picks, pick])
 
     def _free(self, picks: list[Pick], pick: Pick) -> bool:
         if not self._fits([*picks, pick]):
             return False
         if pick.wanted.admin:
             return True
-        held = [other.candidate for other in picks if not other.wanted.admin]
-        if pick.candidate.id in self._inventory.taken or any(c.id == pick.candidate.id for c in held):
+        own = pick.candidate.id
+        held = {other.candidate.id: other.candidate for other in picks if not other.wanted.admin}
+        if own in self._inventory.taken:
             return False
-        return self._counters_suffice([*held, pick.candidate])
+        shares = self._inventory.shares.get(own, [])
+        if not pick.is_share and (own in held or shares):
+            return False
+        if pick.is_share:
+            chosen = [other.consumes() for other in picks if other.is_share and other.candidate.id == own]
+            if not fits(pick.candidate.device, [*shares, *chosen, pick.consumes()]):
+                return False
+        return self._counters_suffice([*(held | {own: pick.candidate}).values()])
 
     def _counters_suffice(self, held: list[Candidate]) -> bool:
         left = dict(self._inventory.counters)
         for candidate in held:
-            for key, amount in consumption(candidate).items():
+            if candidate.id in self._inventory.shares:
+                continue  # another claim's share has taken them already
+            for key, amount in counters_of(candidate).items():
                 left[key] = left.get(key, Fraction(0)) - amount
                 if left[key] < 0:
                     return False
@@ -211,7 +242,7 @@ def _on_node(spec: Object, node: str, pool: tuple[str, str]) -> bool:
 def _held(claim: Object) -> Iterator[DeviceId]:
     allocation = (claim.get("status") or {}).get("allocation") or {}
     for result in (allocation.get("devices") or {}).get("results") or ():
-        if not result.get("adminAccess"):
+        if not result.get("adminAccess") and not result.get("shareID"):
             yield result["driver"], result["pool"], result["device"]
 
 
@@ -224,14 +255,13 @@ def _variants(request: Object, classes: Mapping[str, Object]) -> list[Wanted]:
         class_name = body["deviceClassName"]
         if class_name not in classes:
             raise AllocationError(f"request {name}: device class {class_name} does not exist")
-        if body.get("capacity"):
-            raise AllocationError(f"request {name}: capacity requests are not supported by this scheduler")
         selectors = [*(classes[class_name]["spec"].get("selectors") or ()), *(body.get("selectors") or ())]
         count = None if body.get("allocationMode") == "All" else body.get("count", 1)
         expressions = tuple(selector["cel"]["expression"] for selector in selectors)
         tolerations = tuple(body.get("tolerations") or ())
         admin = bool(body.get("adminAccess"))
-        result.append(Wanted(name, class_name, expressions, count, admin, tolerations))
+        capacity = (body.get("capacity") or {}).get("requests") or {}
+        result.append(Wanted(name, class_name, expressions, count, admin, tolerations, capacity))
     return result
 
 
@@ -244,10 +274,8 @@ def _matcher(selects: Selects) -> Callable[[Wanted, Candidate], bool]:
             raise AllocationError(
                 f"request {wanted.name}, device {'/'.join(candidate.id)}: {error}"
             ) from error
-        if candidate.device.get("allowMultipleAllocations"):
-            raise AllocationError(
-                f"device {'/'.join(candidate.id)} is shareable: not supported by this scheduler"
-            )
+        if consumption(wanted.capacity, candidate.device, candidate.id[0]) is None:
+            return False
         taints = candidate.device.get("taints") or ()
         return all(_tolerated(taint, wanted.tolerations) for taint in taints)
 
@@ -311,6 +339,9 @@ def _result(pick: Pick) -> Object:
     result: Object = {"request": pick.wanted.name, "driver": driver, "pool": pool, "device": device}
     if pick.wanted.admin:
         result["adminAccess"] = True
+    if pick.is_share:
+        result["shareID"] = str(uuid.uuid4())
+        result["consumedCapacity"] = dict(pick.consumes())
     if pick.wanted.tolerations:
         result["tolerations"] = [dict(toleration) for toleration in pick.wanted.tolerations]
     return result

@@ -1,7 +1,8 @@
 """Device selectors of classes and requests: the common part of CEL, and all of it where cel-python is installed.
 
-The subset is terms joined by `&&`: `device.driver` and `device.attributes["domain"].name` compared by `==`
-or `!=` with a literal, a bare or negated boolean attribute, and `"name" in device.attributes["domain"]`.
+The subset is terms joined by `&&`: `device.driver`, `device.allowMultipleAllocations` and
+`device.attributes["domain"].name` compared by `==` or `!=` with a literal, a bare or negated boolean, and
+`"name" in device.attributes["domain"]`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dra_driver.embedded.apiserver.quantity import parse_quantity
 _STRING = r"\"[^\"\\]*\"|'[^'\\]*'"
 _ATTRIBUTE = rf"device\.attributes\[(?P<domain>{_STRING})\]\.(?P<name>\w+)"
 _TERM = re.compile(
-    rf"(?P<not>!\s*)?(?:(?P<driver>device\.driver)|{_ATTRIBUTE})"
+    rf"(?P<not>!\s*)?(?:(?P<plain>device\.(?:driver|allowMultipleAllocations))|{_ATTRIBUTE})"
     rf"(?:\s*(?P<operator>==|!=)\s*(?P<literal>{_STRING}|-?\d+|true|false))?"
 )
 _MEMBER = re.compile(rf"(?P<key>{_STRING})\s+in\s+device\.attributes\[(?P<domain>{_STRING})\]")
@@ -35,6 +36,7 @@ class DeviceView:
     driver: str
     attributes: Mapping[str, Mapping[str, Any]]
     capacity: Mapping[str, Mapping[str, str]]
+    allow_multiple_allocations: bool = False
 
 
 Selects = Callable[[str, DeviceView], bool]
@@ -46,7 +48,8 @@ def view(driver: str, device: Mapping[str, Any]) -> DeviceView:
         name: next(iter(value.values()), None) for name, value in (device.get("attributes") or {}).items()
     }
     capacity = {name: entry["value"] for name, entry in (device.get("capacity") or {}).items()}
-    return DeviceView(driver, _by_domain(attributes, driver), _by_domain(capacity, driver))
+    shareable = bool(device.get("allowMultipleAllocations"))
+    return DeviceView(driver, _by_domain(attributes, driver), _by_domain(capacity, driver), shareable)
 
 
 def selects(expression: str, device: DeviceView) -> bool:
@@ -81,20 +84,27 @@ def _by_domain(values: Mapping[str, Any], driver: str) -> dict[str, dict[str, An
     return result
 
 
-def _holds(match: re.Match[str], device: DeviceView) -> bool:
-    groups = match.groupdict()
+def _holds(term: re.Match[str], device: DeviceView) -> bool:
+    groups = term.groupdict()
     if "key" in groups:
         return groups["key"][1:-1] in device.attributes.get(groups["domain"][1:-1], {})
-    value = device.driver if groups["driver"] else _attribute(groups["domain"][1:-1], groups["name"], device)
+    value: Any
+    match groups["plain"]:
+        case "device.driver":
+            value = device.driver
+        case "device.allowMultipleAllocations":
+            value = device.allow_multiple_allocations
+        case _:
+            value = _attribute(groups["domain"][1:-1], groups["name"], device)
     if groups["operator"] is None:
         if not isinstance(value, bool):
-            raise SelectorError(f"{match[0]!r} is no boolean")
+            raise SelectorError(f"{term[0]!r} is no boolean")
         return value != bool(groups["not"])
     if groups["not"]:
-        raise SelectorError(f"{match[0]!r} negates a {type(value).__name__}")
+        raise SelectorError(f"{term[0]!r} negates a {type(value).__name__}")
     wanted = _literal(groups["literal"])
     if type(wanted) is not type(value):
-        raise SelectorError(f"{match[0]!r} compares a {type(value).__name__} with a {type(wanted).__name__}")
+        raise SelectorError(f"{term[0]!r} compares a {type(value).__name__} with a {type(wanted).__name__}")
     return (value == wanted) == (groups["operator"] == "==")
 
 
@@ -124,7 +134,12 @@ def _evaluate_with_library(expression: str, device: DeviceView) -> bool:
         domain: {name: _amount(value) for name, value in names.items()}
         for domain, names in device.capacity.items()
     }
-    shown = {"driver": device.driver, "attributes": attributes, "capacity": capacity}
+    shown = {
+        "driver": device.driver,
+        "attributes": attributes,
+        "capacity": capacity,
+        "allowMultipleAllocations": device.allow_multiple_allocations,
+    }
     try:
         result = _program(expression).evaluate({"device": json_to_cel(shown)})
     except CELEvalError as error:

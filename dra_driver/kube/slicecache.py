@@ -93,6 +93,10 @@ class SliceCache:
             self._wrote(stored)
         return stored
 
+    def dry_run(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """What `update` would store, without storing it."""
+        return self._client.update(obj, dry_run=True)
+
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
         """Write through: as SliceClient.delete."""
         with self._own_write():
@@ -141,9 +145,10 @@ class SliceCache:
                 log.info("slice_watch_expired", resource_version=version)
                 version = ""
             except (ApiUnavailableError, ApiRejectedError) as error:
+                # A server that was away may come back with another history, as after a restored backup:
+                # a watch from our version would then stay silent for as long as it takes to catch up.
+                version = ""
                 self._failed(error, getattr(error, "retry_after_s", None))
-                if isinstance(error, ApiRejectedError):
-                    version = ""
             except Exception as error:  # noqa: BLE001  a dead thread would leave the node without repair
                 self._failed(error, None, bug=True)
                 version = ""
@@ -161,9 +166,11 @@ class SliceCache:
         self._stop.wait(wait_s)
 
     def _relist(self) -> str:
+        with self._lock:
+            newest = self._store.newest
         items, version = self._client.list()
         with self._lock:
-            changed = self._store.replace(items, version)
+            changed = self._store.replace(items, version, newest)
         first = not self.synced.is_set()
         self.synced.set()
         self._healthy = True
@@ -172,7 +179,10 @@ class SliceCache:
         return version
 
     def _follow(self, version: str) -> str:
-        """Apply events until the watch ends; the version to resume from, which survives an error."""
+        """Apply events until the watch ends; the version to resume from, which survives a cut connection.
+
+        Raises: WatchExpiredError also for an event from before `version`: the history was set back.
+        """
         started = time.monotonic()
         stream = self._client.open_watch(version)
         with self._lock:
@@ -187,7 +197,7 @@ class SliceCache:
                 if event is not None:
                     got_any = True
                     self._backoff.reset()
-                    version = event.resource_version or version
+                    version = _advanced(version, event)
                     self._apply(event)
         except ApiUnavailableError as error:
             self._failed(error, error.retry_after_s)
@@ -226,6 +236,15 @@ class _Backoff:
 
     def reset(self) -> None:
         self._step_s = self._first_s
+
+
+def _advanced(version: str, event: SliceEvent) -> str:
+    """The version after this event. Raises: WatchExpiredError if that is an earlier one."""
+    new = event.resource_version
+    if new.isdigit() and version.isdigit() and int(new) < int(version):
+        text = f"watch resource slices: version {new} came after {version}; the server's history was set back"
+        raise WatchExpiredError(text, status=410, reason="Expired")
+    return new or version
 
 
 def _version_of(obj: dict[str, Any]) -> tuple[str, str]:

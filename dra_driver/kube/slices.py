@@ -60,14 +60,19 @@ class SliceClient:
         action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
         return self._api.call("POST", _PLURAL, body=_typed(obj), action=action)
 
-    def update(self, obj: dict[str, Any]) -> dict[str, Any]:
+    def update(self, obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Replace the slice of that name; a stale resourceVersion is refused with 409.
 
-        The returned object is the stored one.
+        The returned object is the stored one, or with `dry_run` the one that would be stored.
         """
         name = obj["metadata"]["name"]
         return self._api.call(
-            "PUT", _PLURAL, name=name, body=_typed(obj), action=f"update resource slice {name}"
+            "PUT",
+            _PLURAL,
+            name=name,
+            query={"dryRun": "All"} if dry_run else None,
+            body=_typed(obj),
+            action=f"{'try an update of' if dry_run else 'update'} resource slice {name}",
         )
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:

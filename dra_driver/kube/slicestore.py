@@ -15,7 +15,13 @@ class SliceStore:
 
     def __init__(self) -> None:
         self._objects: dict[str, Object] = {}
+        self._newest = 0
         self._gone: set[str] = set()  # UIDs that we deleted and whose events may still be on the way
+
+    @property
+    def newest(self) -> int:
+        """The highest resource version that was seen."""
+        return self._newest
 
     def objects(self) -> list[Object]:
         """Sorted by name; not copies."""
@@ -23,6 +29,7 @@ class SliceStore:
 
     def put(self, obj: Object) -> bool:
         """Store an object unless a newer one, or its deletion, is known; whether anything changed."""
+        self._newest = max(self._newest, _number(obj))
         name, uid = _name(obj), _uid(obj)
         if uid in self._gone:
             return False
@@ -34,6 +41,7 @@ class SliceStore:
 
     def remove(self, obj: Object) -> bool:
         """Apply a deletion event; False if it is the echo of ours or about an earlier object."""
+        self._newest = max(self._newest, _number(obj))
         name, uid = _name(obj), _uid(obj)
         if uid in self._gone:
             self._gone.discard(uid)
@@ -51,18 +59,33 @@ class SliceStore:
             del self._objects[name]
             self._gone.add(uid)
 
-    def replace(self, items: list[Object], version: str) -> bool:
-        """Take over a list made at `version`, keeping own writes that are newer; whether anything changed."""
+    def replace(self, items: list[Object], version: str, newest_before: int = 0) -> bool:
+        """Take over a list made at `version`, keeping own writes that are newer; whether anything changed.
+
+        `newest_before` is `newest` from before the list was asked for. A list that is older than that comes
+        from a store that was set back, as when etcd is restored from a snapshot: our own writes are void,
+        and what we deleted is there again.
+        """
+        number = _as_number(version)
         before = {name: _identity(obj) for name, obj in self._objects.items()}
+        if number < newest_before:
+            self._gone.clear()
+            self._objects = {_name(obj): obj for obj in items}
+            self._newest = number
+        else:
+            self._objects = self._merged(items, number)
+            self._gone &= {_uid(obj) for obj in items}
+            self._newest = max(self._newest, number)
+        return before != {name: _identity(obj) for name, obj in self._objects.items()}
+
+    def _merged(self, items: list[Object], version: int) -> dict[str, Object]:
         listed = {_name(obj): obj for obj in items if _uid(obj) not in self._gone}
         for name, known in self._objects.items():
             present = listed.get(name)
-            newer_than_list = _number(known) > _as_number(version)
+            newer_than_list = _number(known) > version
             if (present is not None and _newer(known, present)) or (present is None and newer_than_list):
                 listed[name] = known
-        self._gone &= {_uid(obj) for obj in items}
-        self._objects = listed
-        return before != {name: _identity(obj) for name, obj in listed.items()}
+        return listed
 
 
 def _newer(left: Object, right: Object) -> bool:
@@ -74,6 +97,7 @@ def _number(obj: Object) -> int:
 
 
 def _as_number(version: str) -> int:
+    """0 for a version that is no number, which is then never compared as newer."""
     return int(version) if version.isdigit() else 0
 
 

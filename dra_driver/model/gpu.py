@@ -26,7 +26,8 @@ class Gpu:
 
     `index` is NVML's and moves when a card is drained; `minor` is the N of /dev/nvidiaN.
     `pci_bus_id` is in sysfs form; `memory_bytes` is the total; versions are (major, minor).
-    `nvlink_links` counts active links; `mig_enabled` means that the current mode is on.
+    `nvlink_links` counts active links; `mig_enabled` means that the current mode is on; `multiprocessors`
+    counts all of the GPU, also where MIG mode leaves some out.
     """
 
     uuid: str
@@ -46,3 +47,4 @@ class Gpu:
     mig_capable: bool | None = None
     mig_enabled: bool = False
     mig_devices: tuple[MigDevice, ...] = ()
+    multiprocessors: int | None = None

@@ -8,20 +8,26 @@ from typing import Any, Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.steps import Step
+from dra_driver.model.usage import Usage
 
 Phase = Literal["preparing", "prepared"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDevice:
-    """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own."""
+    """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own.
+
+    `kind` is `gpu` or `mig`, or one that only a newer release knows. `usage` is how it is shared with the
+    claims that hold other shares of it.
+    """
 
     device: str
-    kind: Literal["gpu", "mig"]
+    kind: str
     uuid: str
     gpu_uuid: str
     admin_access: bool = False
     share_id: str | None = None
+    usage: Usage = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,42 @@ enough to take a claim back without API server, inventory or NVML.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-StepKind = Literal["write_cdi_spec"]
+from dra_driver.model.mps import MpsDaemonSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimeSlice:
+    """Set the length of a GPU's time slices to level `interval` (1 short, 2 medium, 3 long).
+
+    Undo: back to the default, unless another claim on this GPU wants the same.
+    """
+
+    gpu_uuid: str
+    interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunMps:
+    """Have the MPS control daemon of a device run. Undo: stop it, unless another claim on this device uses it."""
+
+    spec: MpsDaemonSpec
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCdiSpec:
     """Write the claim's CDI spec file. Undo: remove it."""
 
-    kind: StepKind = "write_cdi_spec"
+
+@dataclass(frozen=True, slots=True)
+class UnknownStep:
+    """A step of a newer release, kept as it was read. Only that release can undo it."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Step = WriteCdiSpec
+Step = SetTimeSlice | RunMps | WriteCdiSpec | UnknownStep

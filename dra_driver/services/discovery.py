@@ -1,8 +1,8 @@
 """Keeping a snapshot of the node's devices, with or without a working driver.
 
 The snapshot is level-triggered: a cheap fingerprint of the host is looked at every second, and when it
-differs, or when somebody asks, everything is read anew. gRPC does not wait for this: until NVML answers
-there is no inventory, and Unprepare works from records alone.
+differs, or when somebody asks, everything is read anew, by one thread and once for all who asked. gRPC does
+not wait for this: until NVML answers there is no inventory, and Unprepare works from records alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.25
 _RETRY_MOST_S = 10.0
-_FINGERPRINT_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.0
+_HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
 
 
@@ -39,8 +40,8 @@ class Nvml(Protocol):
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows."""
 
-    def pulse(self) -> Hashable:
-        """A cheap value that differs when a GPU was lost or changed its MIG mode."""
+    def pulse(self) -> tuple[Hashable, ...]:
+        """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode."""
 
 
 class HostTopology(Protocol):
@@ -55,8 +56,11 @@ class HostTopology(Protocol):
     def gpu_functions(self) -> frozenset[str]:
         """Bus IDs of the NVIDIA functions that are display or 3D controllers."""
 
-    def fingerprint(self) -> Hashable:
-        """A value that differs when GPUs, MIG devices or the driver came, went or changed."""
+    def hardware(self) -> Hashable:
+        """A value that differs when a PCI function, a GPU or the driver came, went or changed."""
+
+    def instances(self) -> Hashable:
+        """A value that differs when a MIG device came or went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,14 @@ class Discovery:
         self._on_change = on_change
         self._inventory: Inventory | None = None
         self._state = NvmlState()
-        self._fingerprint: Hashable = None
-        self._pulse: Hashable = None
+        self._hardware: Hashable = None
+        self._instances: Hashable = None
+        self._pulse: tuple[Hashable, ...] = ()
         self._has_nvml = False
-        self._scan_lock = threading.Lock()
+        self._turn = threading.Condition()
+        self._scans_begun = 0
+        self._scans_ended = 0
+        self._scan_began_at: float | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._told: frozenset[DiscoveryFault] = frozenset()
@@ -99,6 +107,17 @@ class Discovery:
         """Why devices cannot be used now; None when they can."""
         return self._state.problem
 
+    def problem(self) -> str | None:
+        """As `unavailable`; also that NVML hangs, which does not keep known devices from being prepared."""
+        began = self._scan_began_at
+        waited = 0.0 if began is None else time.monotonic() - began
+        if waited > _HANG_AFTER_S:
+            return (
+                f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
+                "a GPU may need a reset"
+            )
+        return self._state.problem
+
     def start(self) -> None:
         """Begin discovering in the background."""
         self._thread.start()
@@ -115,20 +134,18 @@ class Discovery:
         """Have everything read anew soon."""
         self._wake.set()
 
-    def scan_now(self) -> None:
-        """Read everything anew and return when done; NVML's absence becomes the state, not an error."""
-        with self._scan_lock:
-            fingerprint = self._host.fingerprint()
-            try:
-                self._nvml.reopen()
-                self._pulse = self._nvml.pulse()
-                inventory = self._complete(self._nvml.read_inventory())
-            except DraDriverError as error:
-                self._without_nvml(error, fingerprint)
-                return
-            self._fingerprint = fingerprint
-            self._has_nvml = True
-            self._became_known(inventory)
+    def scan_now(self, timeout_s: float) -> None:
+        """Have everything read anew and wait for it, but no longer than `timeout_s` seconds.
+
+        Callers that come while a scan runs share the next one. NVML's absence becomes the state, no error.
+        """
+        if self._thread.ident is None:
+            self._scan()
+            return
+        with self._turn:
+            wanted = self._scans_begun + 1
+            self._wake.set()
+            self._turn.wait_for(lambda: self._scans_ended >= wanted or self._stopping.is_set(), timeout_s)
 
     def _run(self) -> None:
         retry = _RETRY_FIRST_S
@@ -142,7 +159,7 @@ class Discovery:
                 last_scan = time.monotonic()
             if self._state.ready:
                 retry = _RETRY_FIRST_S
-                self._wake.wait(_FINGERPRINT_EVERY_S)
+                self._wake.wait(_LOOK_EVERY_S)
             else:
                 self._wake.wait(retry)
                 retry = min(retry * 2, _RETRY_MOST_S)
@@ -155,19 +172,49 @@ class Discovery:
         try:
             if not overdue and not self._host_changed():
                 return False
-            self.scan_now()
+            self._scan()
         except Exception:  # noqa: BLE001
             _log.exception("discovery_failed")
             self._state = NvmlState(False, "discovery failed unexpectedly; see the log")
         return True
 
     def _host_changed(self) -> bool:
-        if self._host.fingerprint() != self._fingerprint:
+        if (self._host.hardware(), self._host.instances()) != (self._hardware, self._instances):
             return True
         try:
             return self._has_nvml and self._nvml.pulse() != self._pulse
         except DraDriverError:
             return True
+
+    def _scan(self) -> None:
+        with self._turn:
+            self._scans_begun += 1
+            number = self._scans_begun
+        self._scan_began_at = time.monotonic()
+        try:
+            self._read_everything()
+        finally:
+            self._scan_began_at = None
+            with self._turn:
+                self._scans_ended = number
+                self._turn.notify_all()
+
+    def _read_everything(self) -> None:
+        hardware, instances = self._host.hardware(), self._host.instances()
+        try:
+            # NVML stays open otherwise: closing it as the last client makes the driver let go of the GPUs,
+            # which takes seconds to undo and loses compute mode and time slices.
+            if not self._has_nvml or hardware != self._hardware or None in self._pulse:
+                self._has_nvml = False
+                self._nvml.reopen()
+            pulse = self._nvml.pulse()
+            inventory = self._complete(self._nvml.read_inventory())
+        except DraDriverError as error:
+            self._without_nvml(error, hardware, instances)
+            return
+        self._hardware, self._instances, self._pulse = hardware, instances, pulse
+        self._has_nvml = True
+        self._became_known(inventory)
 
     def _complete(self, inventory: Inventory) -> Inventory:
         """Add what only the host knows, and report PCI functions that NVML does not show.
@@ -221,13 +268,13 @@ class Discovery:
         )
         self._on_change()
 
-    def _without_nvml(self, error: DraDriverError, fingerprint: Hashable) -> None:
+    def _without_nvml(self, error: DraDriverError, hardware: Hashable, instances: Hashable) -> None:
         """A node that has no GPU needs no driver either: it is known to have no devices."""
+        self._has_nvml = False
         if self._host.gpu_functions():
             self._became_unavailable(error)
             return
-        self._fingerprint = fingerprint
-        self._has_nvml = False
+        self._hardware, self._instances = hardware, instances
         self._became_known(Inventory())
 
     def _became_unavailable(self, error: DraDriverError) -> None:

@@ -11,9 +11,9 @@ from typing import Protocol
 import structlog
 
 from dra_driver.core.planning import Plan
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step
+from dra_driver.model.steps import Step, UnknownStep
 
 _log = structlog.get_logger(__name__)
 
@@ -70,6 +70,10 @@ class Executor:
         A claim that was prepared before keeps what it has when a step fails now: its pod may be running.
         Raises: what the step raised.
         """
+        if known is not None and any(isinstance(step, UnknownStep) for step in known.steps):
+            raise StateError(
+                "the claim was prepared by a newer release of the driver; install that release again, or delete the pod"
+            )
         record = self._intended(plan, known)
         if record != known:
             self._records.save(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from dra_driver.host.fingerprint import device_fingerprint
+from dra_driver.host.fingerprint import hardware_fingerprint, instance_fingerprint
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.host import HostPaths
 
@@ -35,6 +35,10 @@ class HostView:
             if function.class_code >> 16 == _DISPLAY_CLASS
         )
 
-    def fingerprint(self) -> Hashable:
-        """A value that differs when discovery has to look again."""
-        return device_fingerprint(self._paths.sys, self._paths.proc)
+    def hardware(self) -> Hashable:
+        """A value that differs when a PCI function, a GPU or the driver came, went or changed."""
+        return hardware_fingerprint(self._paths.sys, self._paths.proc)
+
+    def instances(self) -> Hashable:
+        """A value that differs when a MIG device came or went."""
+        return instance_fingerprint(self._paths.proc)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import GaugeMetricFamily
@@ -23,6 +25,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
+from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
 
 _DURATION_BUCKETS = tuple(0.05 * 2**n for n in range(9))
 _FINE_BUCKETS = (0.002, 0.005, 0.01, 0.025)
@@ -105,13 +108,15 @@ class Metrics:
         """A claim's Unprepare ended."""
         self._ended("unprepare", duration_s, error)
 
-    def call_started(self, operation: str) -> None:
-        """A gRPC call came in."""
-        self._inflight.labels(self._driver, operation).inc()
-
-    def call_ended(self, operation: str) -> None:
-        """A gRPC call was answered."""
-        self._inflight.labels(self._driver, operation).dec()
+    @contextmanager
+    def in_flight(self, operation: str) -> Iterator[None]:
+        """Count a gRPC call from its arrival to its answer."""
+        gauge = self._inflight.labels(self._driver, operation)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
 
     def _ended(self, operation: str, duration_s: float, error: Exception | None) -> None:
         self._durations.labels(self._driver, operation).observe(duration_s)
@@ -119,6 +124,38 @@ class Metrics:
             self._requests.labels(self._driver, operation).inc()
         else:
             self._errors[operation].labels(self._driver, reason_of(error)).inc()
+
+
+class ClaimService(Protocol):
+    """What serves the kubelet's calls."""
+
+    def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping[str, PrepareOutcome]:
+        """NodePrepareResources."""
+
+    def unprepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float | None
+    ) -> Mapping[str, UnprepareOutcome]:
+        """NodeUnprepareResources."""
+
+
+class CountedCalls:
+    """A claim service whose calls in flight are counted."""
+
+    def __init__(self, service: ClaimService, metrics: Metrics) -> None:
+        self._service = service
+        self._metrics = metrics
+
+    def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping[str, PrepareOutcome]:
+        """NodePrepareResources."""
+        with self._metrics.in_flight("prepare"):
+            return self._service.prepare(claims, deadline_s)
+
+    def unprepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float | None
+    ) -> Mapping[str, UnprepareOutcome]:
+        """NodeUnprepareResources."""
+        with self._metrics.in_flight("unprepare"):
+            return self._service.unprepare(claims, deadline_s)
 
 
 class _PreparedDevices(Collector):

@@ -1,11 +1,17 @@
-"""The only writer of ResourceSlices: level-triggered, one thread, no write when nothing differs."""
+"""The only writer of ResourceSlices: level-triggered, one thread, no write when nothing differs.
+
+What has to wait (our turn, a refused deletion, the next answer to somebody who fights over the slices) waits
+for itself alone: the thread sleeps until the earliest of them is due, and any change wakes it before that.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import structlog
@@ -13,7 +19,9 @@ import structlog
 from dra_driver.core.slicediff import Owner, SliceChanges, slice_changes
 from dra_driver.core.slices import Pool, build_pool
 from dra_driver.errors import ApiUnavailableError, DraDriverError
+from dra_driver.kube.dropped import DropMemory, DroppedFields, DryRun
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 
 _log = structlog.get_logger(__name__)
 
@@ -22,8 +30,13 @@ JsonObject = dict[str, Any]
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
-_BURST = 10
-_BURST_WINDOW_S = 10.0
+_PROMPT_ANSWERS = 10  # to others who change our slices; a kubelet that starts anew is one
+_CALM_S = 60.0
+_TURN_AGAIN_S = 2.0
+
+_NOT_YET = "slices have not been published yet"
+_STANDING_BY = "standing by for another instance on this node, which publishes the slices"
+_CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
 
 
 class Slices(Protocol):
@@ -46,7 +59,58 @@ class Slices(Protocol):
         """Delete exactly this object; one that is gone already is fine."""
 
 
-DroppedFields = Callable[[JsonObject, JsonObject], Sequence[tuple[str, str]]]
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A deletion that failed, and when it is tried again."""
+
+    reason: str
+    delay_s: float
+    due: float
+
+
+class _Pace:
+    """How soon a write may follow the one before.
+
+    A pool that did not change but has to be written again is an answer to somebody. The first answers go out
+    at once, each later one waits twice as long as the one before, until a minute went by in which nobody
+    touched the slices. What changed on our side never waits for that.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+        self._answers = 0
+        self._wrote = -math.inf
+        self._needed: float | None = None
+
+    @property
+    def contested(self) -> bool:
+        """Whether answers are held back."""
+        return self._answers >= _PROMPT_ANSWERS
+
+    def lately(self, now: float) -> bool:
+        """Whether the last write is so fresh that more may be under way."""
+        return now - self._wrote < _CALM_S
+
+    def not_needed(self) -> None:
+        """The slices are as they should be."""
+        self._needed = None
+
+    def wait_s(self, pool: Pool, now: float) -> float:
+        """How long the write that is needed now still has to wait."""
+        if self._needed is None:
+            self._needed = now
+            if not self.lately(now):
+                self._answers = 0
+        if pool != self._pool or not self.contested:
+            return 0.0
+        delay = min(2.0 ** min(self._answers - _PROMPT_ANSWERS, 10), _BACKOFF_MOST_S)
+        return max(0.0, self._needed + delay - now)
+
+    def wrote(self, pool: Pool, now: float) -> None:
+        """The pool was written."""
+        if pool == self._pool:
+            self._answers += 1
+        self._pool, self._wrote, self._needed = pool, now, None
 
 
 class Publisher:
@@ -54,7 +118,9 @@ class Publisher:
 
     Discovery, the watch and later health and MIG only call `mark_dirty`. `dropped` compares what was
     sent with what was stored and names fields (path, feature gate) that the API server did not keep; they
-    are said once and not sent in vain again.
+    are said once and not sent in vain again. `dry_run` answers what an update would store: so a restart
+    learns what the server drops without a write, and a gate enabled later is noticed within the hour.
+    While `may_publish` says no, nothing is written.
     """
 
     def __init__(
@@ -63,25 +129,38 @@ class Publisher:
         slices: Slices,
         owner: Callable[[], Owner],
         dropped: DroppedFields,
+        sharing: SharingPolicy = NO_SHARING,
+        *,
+        may_publish: Callable[[], bool] = lambda: True,
+        dry_run: DryRun | None = None,
     ) -> None:
         self._inventory = inventory
         self._slices = slices
         self._owner_source = owner
         self._owner: Owner | None = None
-        self._dropped_fields = dropped
+        self._memory = DropMemory(dropped, dry_run)
+        self._sharing = sharing
+        self._may_publish = may_publish
         self._dirty = threading.Event()
         self._stopping = threading.Event()
         self._published = threading.Event()
-        self._problem: str | None = "slices have not been published yet"
+        self._problem: str | None = _NOT_YET
+        self._standing_by = False
         self._told_faults: tuple[str, ...] = ()
-        self._accepted: dict[str, tuple[JsonObject, JsonObject]] = {}
-        self._writes: list[float] = []
+        self._refused: dict[str, _Refusal] = {}  # by UID
+        self._pace = _Pace()
+        self._look_at = math.inf
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     @property
     def problem(self) -> str | None:
-        """Why the published slices are not what they should be; None when they are."""
+        """Why the published slices are not what they should be; None when they are, or are not our concern."""
         return self._problem
+
+    @property
+    def standing_by(self) -> str | None:
+        """Why this instance publishes nothing though nothing is wrong; None while it publishes."""
+        return _STANDING_BY if self._standing_by else None
 
     def start(self) -> None:
         """Begin publishing in the background."""
@@ -105,7 +184,8 @@ class Publisher:
     def _run(self) -> None:
         backoff = _BACKOFF_FIRST_S
         while not self._stopping.is_set():
-            self._dirty.wait()
+            sleep_s = self._look_at - time.monotonic()
+            self._dirty.wait(None if math.isinf(sleep_s) else max(0.0, sleep_s))
             self._dirty.clear()
             if self._stopping.is_set():
                 return
@@ -133,92 +213,129 @@ class Publisher:
         self._stopping.wait(delay_s)
         self._dirty.set()
 
+    def _look_again(self, moment: float) -> None:
+        self._look_at = min(self._look_at, moment)
+
     def _publish_once(self) -> None:
+        self._look_at = math.inf
         inventory = self._inventory()
-        if inventory is None or not self._slices.synced.is_set():
+        if not self._is_our_turn() or inventory is None or not self._slices.synced.is_set():
             return
         known = self._owner
         owner = known or self._owner_source()
-        pool = build_pool(inventory, owner.node_name)
+        pool = build_pool(inventory, owner.node_name, self._sharing)
         self._tell_faults(pool)
+        self._memory.ask_again(self._slices.snapshot())
         changes = self._changes(pool, owner)
-        if changes and self._hold_back():
+        if changes and self._pace.lately(time.monotonic()):
+            self._stopping.wait(_QUIET_AFTER_WRITE_S)
+            changes = self._changes(pool, owner)
+        if self._memory.ask_before(changes.updates, self._slices.snapshot()):
             changes = self._changes(pool, owner)
         if changes.creates and known is not None:
             # Slices vanish with the Node object that owns them, and its successor has another UID.
             owner = self._owner_source()
             changes = self._changes(pool, owner)
         self._owner = owner
-        if changes:
-            self._write(changes)
-        self._problem = None
+        if not changes:
+            self._pace.not_needed()
+        elif self._is_held_back(pool) or not self._is_our_turn():
+            return
+        else:
+            self._write(changes, pool, owner)
+        self._settle()
+
+    def _is_our_turn(self) -> bool:
+        ours = self._may_publish()
+        if ours == self._standing_by:
+            _log.info("publishing_resumed" if ours else "publishing_stands_by")
+            self._problem = None if self._published.is_set() or not ours else _NOT_YET
+        self._standing_by = not ours
+        if not ours:
+            self._look_again(time.monotonic() + _TURN_AGAIN_S)
+        return ours
+
+    def _is_held_back(self, pool: Pool) -> bool:
+        """Write promptly, but not in a circle: who fights over our slices slows us down, not the API server."""
+        now = time.monotonic()
+        wait_s = self._pace.wait_s(pool, now)
+        if wait_s <= 0:
+            return False
+        if self._problem != _CONTESTED:
+            _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
+        self._problem = _CONTESTED
+        self._look_again(now + wait_s)
+        return True
+
+    def _settle(self) -> None:
+        """All that is wanted is published; what may be left is a slice that does not go away."""
+        left = next(iter(self._refused.values()), None)
+        self._problem = f"a slice that is obsolete is still there: {left.reason}" if left else None
+        for refusal in self._refused.values():
+            self._look_again(refusal.due)
+        self._look_again(self._memory.ask_at)
         self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
+        """What is to be written now; deletions that were refused come back when they are due."""
         existing = self._slices.snapshot()
-        names = {entry["metadata"]["name"] for entry in existing}
-        self._accepted = {name: specs for name, specs in self._accepted.items() if name in names}
-        return slice_changes(pool, [self._as_sent(entry) for entry in existing], owner)
+        changes = slice_changes(pool, self._memory.as_sent(existing), owner, self._refused)
+        obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
+        self._refused = {uid: refusal for uid, refusal in self._refused.items() if uid in obsolete}
+        now = time.monotonic()
+        due = (
+            entry
+            for uid, entry in obsolete.items()
+            if uid not in self._refused or self._refused[uid].due <= now
+        )
+        return replace(changes, deletes=tuple(due))
 
-    def _write(self, changes: SliceChanges) -> None:
+    def _write(self, changes: SliceChanges, pool: Pool, owner: Owner) -> None:
         """Deletes come first, so that devices that are gone disappear even if what is new is refused."""
         started = time.monotonic()
-        for entry in changes.deletes:
-            metadata = entry["metadata"]
-            self._slices.delete(metadata["name"], metadata["uid"], metadata["resourceVersion"])
-            _log.info("slice_deleted", slice=metadata["name"])
+        deleted = self._delete(changes.deletes)
+        if deleted < len(changes.deletes):
+            changes = self._changes(pool, owner)
         for entry in changes.updates:
-            self._accept(entry, self._slices.update(entry))
+            self._memory.stored(entry, self._slices.update(entry))
         for entry in changes.creates:
-            self._accept(entry, self._slices.create(entry))
-        self._writes.append(time.monotonic())
-        generation = max(
-            (entry["spec"]["pool"]["generation"] for entry in (*changes.updates, *changes.creates)), default=0
-        )
+            self._memory.stored(entry, self._slices.create(entry))
+        written = (*changes.updates, *changes.creates)
+        if not written and not deleted:
+            return
+        now = time.monotonic()
+        self._pace.wrote(pool, now)
         _log.info(
             "pool_published",
             created=len(changes.creates),
             updated=len(changes.updates),
-            deleted=len(changes.deletes),
-            generation=generation,
-            duration_s=round(time.monotonic() - started, 4),
+            deleted=deleted,
+            generation=max((entry["spec"]["pool"]["generation"] for entry in written), default=0),
+            duration_s=round(now - started, 4),
         )
 
-    def _accept(self, sent: JsonObject, stored: JsonObject) -> None:
-        """Remember what the server made of a slice whose fields it dropped, or each sync would write again."""
-        name = stored["metadata"]["name"]
-        dropped = self._dropped_fields(sent, stored)
-        if not dropped:
-            self._accepted.pop(name, None)
-            return
-        known = self._accepted.get(name)
-        self._accepted[name] = (sent["spec"], stored["spec"])
-        if known is None or known[1] != stored["spec"]:
-            _log.warning(
-                "slice_fields_dropped",
-                slice=name,
-                fields=sorted({f"{path} ({gate})" for path, gate in dropped}),
-                remedy="enable the named feature gates in the API server, or do without these fields",
-            )
-
-    def _as_sent(self, entry: JsonObject) -> JsonObject:
-        """The slice with the fields that the server dropped put back, as long as it is still what it stored."""
-        known = self._accepted.get(entry["metadata"]["name"])
-        if known is None or known[1] != entry["spec"]:
-            return entry
-        return {**entry, "spec": known[0]}
-
-    def _hold_back(self) -> bool:
-        """Write promptly, but not in a circle: who fights over our slices slows us down, not the API server.
-
-        Returns whether time went by, in which the slices may have changed again.
-        """
-        now = time.monotonic()
-        self._writes = [moment for moment in self._writes if now - moment < _BURST_WINDOW_S]
-        excess = len(self._writes) - _BURST
-        if self._writes:
-            self._stopping.wait(_QUIET_AFTER_WRITE_S if excess < 0 else min(2.0**excess, _BACKOFF_MOST_S))
-        return bool(self._writes)
+    def _delete(self, obsolete: Iterable[JsonObject]) -> int:
+        """How many are gone. One that stays is told once and tried again, and keeps nothing else from being
+        written: an admission webhook may guard a slice that is none of ours."""
+        deleted = 0
+        for entry in obsolete:
+            metadata = entry["metadata"]
+            name, uid = metadata["name"], metadata["uid"]
+            try:
+                self._slices.delete(name, uid, metadata["resourceVersion"])
+            except DraDriverError as error:
+                known = self._refused.get(uid)
+                delay = min(known.delay_s * 2, _BACKOFF_MOST_S) if known else _BACKOFF_FIRST_S
+                asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+                due = time.monotonic() + max(delay, asked or 0.0)
+                self._refused[uid] = _Refusal(str(error), delay, due)
+                if known is None:
+                    _log.warning("slice_not_deleted", slice=name, reason=str(error))
+            else:
+                deleted += 1
+                self._refused.pop(uid, None)
+                _log.info("slice_deleted", slice=name)
+        return deleted
 
     def _tell_faults(self, pool: Pool) -> None:
         if pool.faults != self._told_faults:

@@ -178,10 +178,6 @@ def test_second_device_of_a_claim_is_checked_against_every_other_claim() -> None
     ("wanted", "text"),
     [
         (
-            claim(GPU_0, configs=(config(sharing={"strategy": "MPS"}),)),
-            "request gpu: sharing with strategy MPS is not built yet; remove `sharing` from the parameters",
-        ),
-        (
             claim(GPU_0, configs=(config(typo=1),)),
             "allocation config 0 from the claim: GpuConfig is not valid: typo: unknown field",
         ),
@@ -224,7 +220,9 @@ def test_answer_names_base_requests_and_shares() -> None:
     wanted = claim(result(GPU_0, "req/sub", share_id=SHARE), result(MIG_1G, "other"))
     assert answer(wanted, DRIVER) == Prepared(
         (
-            PreparedDevice(("req",), NODE, GPU_0, (f"k8s.gpu.nvidia.com/claim=uid-1-{GPU_0}",), SHARE),
+            PreparedDevice(
+                ("req",), NODE, GPU_0, (f"k8s.gpu.nvidia.com/claim=uid-1-{GPU_0}-{SHARE}",), SHARE
+            ),
             PreparedDevice(("other",), NODE, MIG_1G, (f"k8s.gpu.nvidia.com/claim=uid-1-{MIG_1G}",), None),
         )
     )

@@ -1,6 +1,7 @@
 """The rules of dra-contracts §3.4, against an API server that is a dictionary."""
 
 import copy
+import dataclasses
 import itertools
 from typing import Any
 
@@ -283,6 +284,65 @@ def test_labels_and_annotations_of_others_are_kept_when_a_slice_is_updated(serve
 )
 def test_contents_are_compared_by_their_meaning(one: Any, other: Any, same: bool) -> None:
     assert (same_content(one, other), same_content(other, one)) == (same, same)
+
+
+def policy(memory: str = "16Gi", value: str = "80Gi", **more: Any) -> JsonObject:
+    range_ = {"min": "1Gi", "max": memory, "step": "1Gi"}
+    return {"memory": {"value": value, "requestPolicy": {"default": memory, "validRange": range_, **more}}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (policy("16Gi"), policy("16384Mi"), True),
+        (policy("16Gi"), policy("16G"), False),
+        (policy("16Gi", "80Gi"), policy("16Gi", "81920Mi"), True),
+        (policy(validValues=["1Gi", "2Gi"]), policy(validValues=["1024Mi", "2048Mi"]), True),
+        (policy(validValues=["1Gi", "2Gi"]), policy(validValues=["2Gi", "1Gi"]), False),
+        (policy(validValues=["1Gi", "2Gi"]), policy(validValues=["1Gi"]), False),
+        (policy(validValues=["1Gi"]), policy(), False),
+        (policy(), {"memory": {"value": "80Gi"}}, False),
+        (policy(default="many"), policy(default="few"), False),
+        (policy(default="0.5"), policy(default="500m"), True),
+        # Attributes and capacities may be called like fields.
+        ({"requestPolicy": {"string": "1Gi"}}, {"requestPolicy": {"string": "1024Mi"}}, False),
+        ({"value": {"value": "1Gi"}}, {"value": {"value": "1024Mi"}}, True),
+        ({"value": "x"}, {"value": "y"}, False),
+    ],
+)
+def test_request_policies_are_compared_by_value(one: Any, other: Any, same: bool) -> None:
+    assert (same_content(one, other), same_content(other, one)) == (same, same)
+
+
+def test_slice_whose_policy_the_server_wrote_in_another_form_is_left_alone(server: Server) -> None:
+    server.publish(pool([device("a") | {"capacity": policy("16Gi")}]))
+    assert not server.publish(pool([device("a") | {"capacity": policy("16384Mi")}]))
+    assert counts(server.publish(pool([device("a") | {"capacity": policy("17Gi")}]))) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("before", [2, 3])
+def test_slice_that_cannot_be_deleted_is_left_behind_in_an_older_generation(
+    server: Server, before: int
+) -> None:
+    server.publish(pool(*([device(f"d{index}")] for index in range(before))))
+    stuck = server.sorted()[-1]
+    wanted = pool([device("d0")])
+    for expected in ((0, 1, 0), (0, 0, 0)):
+        changes = slice_changes(wanted, server.sorted(), OWNER, {stuck["metadata"]["uid"]})
+        assert stuck in changes.deletes, "it is still to go"
+        gone = tuple(entry for entry in changes.deletes if entry != stuck)
+        server.apply(dataclasses.replace(changes, deletes=gone))
+        assert (len(changes.updates), len(changes.creates)) == expected[1:]
+        assert server.generations() == [2, 1]
+    assert counts(slice_changes(wanted, server.sorted(), OWNER)) == (1, 0, 0)
+
+
+def test_undeletable_slice_of_another_pool_changes_no_generation(server: Server) -> None:
+    server.publish(pool([device("a")], name="old-pool"))
+    stuck = {entry["metadata"]["uid"] for entry in server.sorted()}
+    changes = slice_changes(pool([device("a")]), server.sorted(), OWNER, stuck)
+    assert counts(changes) == (1, 0, 1)
+    assert changes.creates[0]["spec"]["pool"]["generation"] == 1
 
 
 def taint(**changes: Any) -> JsonObject:

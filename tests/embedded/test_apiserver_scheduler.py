@@ -205,8 +205,6 @@ def test_incomplete_and_outdated_pools_are_ignored(server, scheduler):
     ("devices", "fields", "text"),
     [
         ([gpu(0)], {"deviceClassName": "absent"}, "device class absent does not exist"),
-        ([gpu(0)], {"capacity": {"requests": {"memory": "1Gi"}}}, "capacity requests are not supported"),
-        ([gpu(0, allowMultipleAllocations=True)], {}, "is shareable: not supported"),
         ([{"name": "bare"}], {}, "no such key: gpu.nvidia.com/type"),
     ],
 )
@@ -282,6 +280,7 @@ _DEVICE = view(
             "other.io/x": {"string": "a && b"},
         },
         "capacity": {"memory": {"value": "80Gi"}},
+        "allowMultipleAllocations": True,
     },
 )
 _A = f'device.attributes["{DRIVER}"]'
@@ -297,6 +296,8 @@ _A = f'device.attributes["{DRIVER}"]'
         (f"!{_A}.mig", False),
         (f"{_A}.mig == true && {_A}.type == 'gpu'", True),
         (f'"mig" in {_A}', True),
+        ("device.allowMultipleAllocations == true", True),
+        (f"!device.allowMultipleAllocations && {_A}.mig", False),
         (f"'absent' in {_A}", False),
         ("device.attributes['other.io'].x == 'a && b'", True),
     ],

@@ -64,7 +64,7 @@ class SimulatedNode:
     def discover(self) -> Inventory:
         """NVML's part and the host's part."""
         discovery = self.discovery()
-        discovery.scan_now()
+        discovery.scan_now(5)
         assert discovery.inventory is not None, discovery.state.problem
         return discovery.inventory
 

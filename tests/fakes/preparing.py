@@ -13,10 +13,12 @@ from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step
+from dra_driver.model.steps import Step, WriteCdiSpec
 from dra_driver.services.executor import Executor
 from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.services.steps import StepDispatcher
 from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.claimlocks import ClaimLocks
 from dra_driver.state.locks import GpuLocks
 from dra_driver.state.records import RecordStore
 from tests.core.samples import DRIVER, NODE
@@ -61,7 +63,7 @@ class Devices:
     def unavailable(self) -> str | None:
         return self.problem
 
-    def scan_now(self) -> None:
+    def scan_now(self, timeout_s: float) -> None:
         self.scans += 1
         if self.hidden is not None:
             self.inventory, self.hidden, self.problem = self.hidden, None, None
@@ -124,12 +126,16 @@ class Node:
         self.records.open()
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
+        self.claim_locks = ClaimLocks(directory / "locks")
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         self.steps = SpecSteps(self.specs)
         self.outcomes = Outcomes()
         self.executor = Executor(
-            self.records, self.steps, boot_id, now=lambda: "2026-08-07T12:00:00.000+00:00"
+            self.records,
+            StepDispatcher({WriteCdiSpec: self.steps}),
+            boot_id,
+            now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
         self.preparer = Preparer(
             Identity(DRIVER, NODE),
@@ -137,6 +143,7 @@ class Node:
             self.devices,
             self.records,
             self._orphans,
+            self.claim_locks,
             self.locks,
             self.executor,
             self.outcomes,

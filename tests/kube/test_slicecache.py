@@ -189,6 +189,57 @@ def test_cache_sees_what_happened_while_server_was_away_and_forgot(server, cache
     wait_until(lambda: changes.count == 2)
 
 
+def set_back(server, version, objects):
+    """What an etcd restored from a snapshot looks like: old objects, old versions, no history."""
+    store, resource = server.store, server.resource("resourceslices")
+    store._objects[resource] = {("", obj["metadata"]["name"]): obj for obj in objects}
+    store._history.clear()
+    store._version = store._forgotten = version
+
+
+def test_cache_takes_the_server_s_word_when_its_history_was_set_back(server, cache, changes, connect):
+    kept = cache.create(make_slice("n", index=0))
+    deleted = cache.create(make_slice("n", index=1))
+    then = server.store.version
+    cache.update(bump(kept))
+    cache.delete(deleted["metadata"]["name"], deleted["metadata"]["uid"])
+    void = cache.create(make_slice("n", index=2))
+    assert void in cache.snapshot()
+    count = changes.count
+    server.stop()
+    wait_until(lambda: not cache.healthy)
+    set_back(server, then, [kept, deleted])
+    time.sleep(0.2)  # it is looked for in vain meanwhile
+    server.start()
+    wait_until(lambda: cache.snapshot() == [kept, deleted])
+    assert changes.count == count + 1
+    newer = foreign(server, connect).update(bump(kept))
+    wait_until(lambda: cache.snapshot() == [newer, deleted])
+
+
+def test_cache_lists_again_when_an_event_comes_from_an_earlier_version(server, cache, client, monkeypatch):
+    stored = cache.create(make_slice("n"))
+    lists, real = _lists(server), client.open_watch
+    early = {"type": "BOOKMARK", "object": {"kind": "ResourceSlice", "metadata": {"resourceVersion": "1"}}}
+
+    class Early:
+        def __init__(self, stream):
+            self._stream = stream
+            monkeypatch.setattr(client, "open_watch", real)
+
+        def __iter__(self):
+            yield early
+
+        def close(self):
+            self._stream.close()
+
+    monkeypatch.setattr(client, "open_watch", lambda version: Early(real(version)))
+    server.faults.cut_watches()
+    wait_until(lambda: _lists(server) == lists + 1)
+    wait_until(lambda: cache.healthy)
+    assert cache.snapshot() == [stored]
+
+
 def test_cache_survives_a_refusal(server, cache, connect):
     server.faults.fail(3, 403, reason="Forbidden", path="resourceslices")
     server.faults.cut_watches()
@@ -291,3 +342,36 @@ def test_deletion_of_an_earlier_object_is_ignored():
     store.put(_obj(5, uid="new"))
     assert not store.remove(_obj(6, uid="old"))
     assert store.objects() == [_obj(5, uid="new")]
+
+
+def test_list_from_before_what_was_known_is_taken_as_it_is():
+    store = SliceStore()
+    store.put(_obj(90, uid="a", name="rolled-back"))
+    store.put(_obj(91, uid="b", name="void"))
+    store.put(_obj(92, uid="c", name="deleted"))
+    store.deleted_by_us("deleted", "c")
+    known = store.newest
+    listed = [_obj(40, uid="c", name="deleted"), _obj(50, uid="a", name="rolled-back")]
+    assert store.replace(listed, "60", known)
+    assert store.objects() == listed
+    assert store.newest == 60
+    assert store.put(_obj(61, uid="a", name="rolled-back")), "versions count from the list on"
+    assert store.put(_obj(62, uid="c", name="deleted"))
+
+
+def test_own_write_during_a_list_outlives_it():
+    store = SliceStore()
+    store.put(_obj(5, uid="b", name="gone"))
+    known = store.newest
+    store.put(_obj(9, uid="a", name="fresh"))
+    store.replace([], "7", known)
+    assert [obj["metadata"]["name"] for obj in store.objects()] == ["fresh"]
+    assert store.newest == 9
+
+
+@pytest.mark.parametrize("apply", ["put", "remove"])
+def test_every_event_counts_for_the_newest_version(apply):
+    store = SliceStore()
+    getattr(store, apply)(_obj(8))
+    store.put(_obj(3, name="older"))
+    assert store.newest == 8

@@ -25,7 +25,7 @@ class Nvml:
     def __init__(self) -> None:
         self.inventory = inventory(*BARE)
         self.error: Exception | None = None
-        self.heart: Hashable = "beat"
+        self.heart: tuple[Hashable, ...] = ("beat",)
         self.opened = self.closed = self.reads = 0
 
     def reopen(self) -> None:
@@ -40,7 +40,7 @@ class Nvml:
         self.reads += 1
         return self.inventory
 
-    def pulse(self) -> Hashable:
+    def pulse(self) -> tuple[Hashable, ...]:
         if self.error is not None:
             raise self.error
         return self.heart
@@ -63,10 +63,13 @@ class Host:
     def gpu_functions(self) -> frozenset[str]:
         return frozenset(self.functions)
 
-    def fingerprint(self) -> Hashable:
+    def hardware(self) -> Hashable:
         if self.surprises:
             raise self.surprises.pop()
         return self.print
+
+    def instances(self) -> Hashable:
+        return ()
 
 
 class Bench:
@@ -78,7 +81,7 @@ class Bench:
         )
 
     def scan(self) -> Inventory | None:
-        self.discovery.scan_now()
+        self.discovery.scan_now(5)
         return self.discovery.inventory
 
 
@@ -87,7 +90,7 @@ COMPLETE = inventory(*map(h100, range(3)))
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    for name in ("_RETRY_FIRST_S", "_RETRY_MOST_S", "_FINGERPRINT_EVERY_S"):
+    for name in ("_RETRY_FIRST_S", "_RETRY_MOST_S", "_LOOK_EVERY_S"):
         monkeypatch.setattr(module, name, 0.005)
     made = Bench()
     yield made
@@ -264,7 +267,7 @@ def test_everything_is_read_again_when_nvml_itself_changes(bench: Bench, sign: s
     eventually(lambda: bench.changes)
     bench.nvml.inventory = inventory(*BARE[:2])
     if sign == "pulse":
-        bench.nvml.heart = "faint"
+        bench.nvml.heart = ("faint",)
     else:
         bench.nvml.error = NOT_LOADED
         eventually(lambda: bench.discovery.unavailable() is not None)

@@ -22,7 +22,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.services.metrics import Metrics, reason_of
+from dra_driver.services.metrics import CountedCalls, Metrics, reason_of
 
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
 REASONS = {
@@ -127,11 +127,21 @@ def test_failure_is_counted_by_its_cause_and_not_as_a_request(
 
 def test_calls_in_flight_go_up_and_down(metrics: Metrics) -> None:
     labels = {"driver": DRIVER, "operation": "prepare"}
-    metrics.call_started("prepare")
-    metrics.call_started("prepare")
-    assert value(metrics, "nvidia_dra_requests_inflight", **labels) == 2
-    metrics.call_ended("prepare")
-    metrics.call_ended("prepare")
+    seen: list[float | None] = []
+
+    class Service:
+        def prepare(self, claims, deadline_s):
+            seen.append(value(metrics, "nvidia_dra_requests_inflight", **labels))
+            return {}
+
+        def unprepare(self, claims, deadline_s):
+            raise RuntimeError
+
+    CountedCalls(Service(), metrics).prepare([], None)
+    with pytest.raises(RuntimeError):
+        CountedCalls(Service(), metrics).unprepare([], None)
+    assert seen == [1]
+    assert value(metrics, "nvidia_dra_requests_inflight", driver=DRIVER, operation="unprepare") == 0
     assert value(metrics, "nvidia_dra_requests_inflight", **labels) == 0
 
 

@@ -405,9 +405,9 @@ def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
     node.devices.inventory, node.devices.hidden = inventory(h100(1)), MIXED
     scan = node.devices.scan_now
 
-    def slow() -> None:
+    def slow(timeout_s: float) -> None:
         now[0] += 60
-        scan()
+        scan(timeout_s)
 
     monkeypatch.setattr(node.devices, "scan_now", slow)
     assert "deadline is over" in error_of(node.prepare(claim(GPU_0)))
@@ -535,3 +535,64 @@ def test_record_on_disk_holds_what_a_person_looks_for(node: Node) -> None:
         "boot-1",
         GPU_0,
     )
+
+
+def test_record_of_a_newer_release_is_kept_and_protects_its_device(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    file = node.records.directory / "uid-1.json"
+    newer = file.read_bytes().replace(b"write_cdi_spec", b"create_mig")
+    file.write_bytes(newer)
+    assert "held by claim" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
+    assert "newer release" in error_of(node.prepare(claim(GPU_0)))
+    assert "newer release" in error_of(node.unprepare(claim(GPU_0)))
+    assert file.read_bytes() == newer
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
+def test_prepare_leaves_nothing_when_the_claim_is_unprepared_meanwhile(
+    node: Node, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet cancels a Prepare when the pod goes away, and unprepares; the handler runs on."""
+    reading, unprepared = threading.Event(), threading.Event()
+    read = node.claims.read
+
+    def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        found = read(ref, timeout_s)
+        reading.set()
+        assert unprepared.wait(10)
+        return found
+
+    monkeypatch.setattr(node.claims, "read", slowly)
+    other = node.restarted() if elsewhere else node
+
+    def unprepare() -> object:
+        assert reading.wait(10)
+        answer = other.unprepare(claim(GPU_0))
+        unprepared.set()
+        return answer
+
+    answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
+    assert "unprepared while this call was under way" in error_of(answers[0])
+    assert answers[1] is None
+    assert node.files() == {}
+    monkeypatch.setattr(node.claims, "read", read)
+    assert node.prepare(claim(GPU_0)) == prepared(claim(GPU_0)), "the next pod of the claim is served"
+
+
+def test_unprepare_waits_for_a_prepare_of_the_same_claim_and_takes_it_back(node: Node) -> None:
+    doing, unpreparing = threading.Event(), threading.Event()
+
+    def slowly(plan: object) -> None:
+        doing.set()
+        assert unpreparing.wait(10)
+
+    node.steps.on_do = slowly
+
+    def unprepare() -> object:
+        assert doing.wait(10)
+        unpreparing.set()
+        return node.unprepare(claim(GPU_0))
+
+    answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
+    assert answers == [prepared(claim(GPU_0)), None]
+    assert node.files() == {}

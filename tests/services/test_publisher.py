@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from dra_driver.core.slicediff import Owner
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.core.slices import Pool, SliceContent
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, StateError
+from dra_driver.kube import dropped as dropped_module
 from dra_driver.kube.dropped import dropped_fields
 from dra_driver.model.inventory import Inventory
 from dra_driver.services import publisher as module
@@ -30,15 +33,46 @@ class Waits(threading.Event):
         return super().wait(0.001)
 
 
+class GuardedSlices(FakeSlices):
+    """Some slices cannot be deleted; `dry_run` answers without storing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guarded: set[str] = set()
+        self.refusals = 0
+        self.dry_runs: list[dict] = []
+        self.dry_run_error: Exception | None = None
+
+    def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
+        if name in self.guarded:
+            self.refusals += 1
+            raise ApiRejectedError(f"delete resource slice {name}: a webhook said no (HTTP 403)", status=403)
+        super().delete(name, uid, resource_version)
+
+    def dry_run(self, obj: dict) -> dict:
+        self.dry_runs.append(copy.deepcopy(obj))
+        if self.dry_run_error is not None:
+            raise self.dry_run_error
+        return self.store(copy.deepcopy(obj))
+
+
 class Bench:
     """A publisher with its surroundings."""
 
-    def __init__(self, slices: FakeSlices | None = None) -> None:
-        self.slices = slices or FakeSlices()
+    def __init__(self, slices: GuardedSlices | None = None) -> None:
+        self.slices = slices or GuardedSlices()
+        self.our_turn = True
         self.inventory: Inventory | None = MIXED
         self.node_uid = "node-uid"
         self.owner_reads = 0
-        self.publisher = Publisher(lambda: self.inventory, self.slices, self._owner, dropped_fields)
+        self.publisher = Publisher(
+            lambda: self.inventory,
+            self.slices,
+            self._owner,
+            dropped_fields,
+            may_publish=lambda: self.our_turn,
+            dry_run=self.slices.dry_run,
+        )
         self.slices.on_change = self.publisher.mark_dirty
 
     def _owner(self) -> Owner:
@@ -194,7 +228,7 @@ def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
         eventually(lambda: bench.published() == NAMES)
     bench.slices.on_change()
     settled(bench)
-    assert len(bench.publisher._accepted) == 1
+    assert len(bench.publisher._memory._accepted) == 1
 
 
 def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> None:
@@ -262,16 +296,77 @@ def test_backoff_has_an_end_and_starts_anew_after_success(bench: Bench) -> None:
     assert any(asked <= 0.12 for asked in waits.asked)
 
 
-def test_fight_over_the_slices_is_slowed_down(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = bench.publisher._stopping = Waits()
-    monkeypatch.setattr(module, "_BURST_WINDOW_S", 1000.0)
+def gaps(pace: module._Pace, times: int, rival_s: float, start: float = 0.0) -> tuple[list[float], float]:
+    """How long each of our answers waits when somebody undoes each `rival_s` later, and the time after."""
+    now, waits = start, []
+    for _ in range(times):
+        now += rival_s
+        waits.append(pace.wait_s(MANY, now))
+        now += waits[-1]
+        assert pace.wait_s(MANY, now) == 0, "it is due when it said"
+        pace.wrote(MANY, now)
+    return waits, now
+
+
+MANY, OTHER = Pool("node-a", (SliceContent(),)), Pool("node-a", (SliceContent(), SliceContent()))
+
+
+@pytest.mark.parametrize("rival_s", [0.001, 3.0, 30.0, 59.0])
+def test_answers_to_a_rival_become_rarer_and_stay_rare(rival_s: float) -> None:
+    pace = module._Pace()
+    pace.wrote(MANY, 0.0)
+    waits, _ = gaps(pace, 30, rival_s)
+    assert waits == pytest.approx([0] * 10 + [1, 2, 4, 8, 16] + [30] * 15)
+
+
+def test_answers_are_prompt_again_after_a_calm_minute() -> None:
+    pace = module._Pace()
+    pace.wrote(MANY, 0.0)
+    _, now = gaps(pace, 20, 0.1)
+    assert pace.contested
+    waits, _ = gaps(pace, 1, 61.0, now)
+    assert waits == [0]
+
+
+def test_own_change_does_not_wait_for_a_rival() -> None:
+    pace = module._Pace()
+    pace.wrote(MANY, 0.0)
+    _, now = gaps(pace, 20, 0.1)
+    assert pace.wait_s(OTHER, now + 0.1) == 0
+    pace.wrote(OTHER, now + 0.1)
+    assert pace.wait_s(OTHER, now + 0.2) == pytest.approx(30), "the rival is still there"
+
+
+def test_wait_ends_when_the_rival_puts_things_right() -> None:
+    pace = module._Pace()
+    pace.wrote(MANY, 0.0)
+    _, now = gaps(pace, 20, 0.1)
+    assert pace.wait_s(MANY, now + 1) == pytest.approx(30)
+    assert pace.wait_s(MANY, now + 11) == pytest.approx(20)
+    pace.not_needed()
+    assert pace.wait_s(MANY, now + 12) == pytest.approx(30)
+
+
+def test_rival_is_answered_rarely_but_own_changes_go_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PROMPT_ANSWERS", 3)
+    monkeypatch.setattr(module, "_QUIET_AFTER_WRITE_S", 0.001)
+
+    def spoil(obj: dict) -> dict:
+        if threading.current_thread() is bench.publisher._thread:
+            threading.Timer(0.01, bench.slices.spoil, kwargs={"devices": []}).start()
+        return obj
+
+    bench.slices.store = spoil
     bench.start()
-    assert bench.publisher.wait_published(5)
-    for _ in range(17):
-        bench.slices.spoil(devices=[])
-        eventually(lambda: bench.published() == NAMES)
-    assert [asked for asked in waits.asked if asked >= 1] == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert [asked for asked in waits.asked if asked < 1] == [0.05] * 9
+    eventually(lambda: "second publisher" in (bench.publisher.problem or ""))
+    assert len(bench.slices.writes) == 4, "one create and three prompt answers"
+    bench.slices.store = lambda obj: obj
+    bench.inventory = inventory(h100(0))
+    bench.publisher.mark_dirty()
+    eventually(lambda: bench.published() == [GPU_0], 0.5)
+    eventually(lambda: bench.publisher.problem is None, 0.5)
 
 
 def test_slices_that_change_while_it_waits_are_compared_again(bench: Bench) -> None:
@@ -306,3 +401,227 @@ def test_stop_ends_the_thread_while_it_waits_to_try_again(bench: Bench) -> None:
 
 def test_stop_is_harmless_before_the_start(bench: Bench) -> None:
     bench.publisher.stop()
+
+
+# --- our turn ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TURN_AGAIN_S", 0.02)
+
+
+def test_nothing_is_written_while_another_instance_publishes(bench: Bench) -> None:
+    bench.our_turn = False
+    bench.start()
+    eventually(lambda: bench.publisher.standing_by)
+    assert bench.publisher.standing_by.startswith("standing by for another instance")
+    assert bench.publisher.problem is None, "that is no fault"
+    assert (settled(bench), bench.owner_reads) == (0, 0)
+    assert not bench.publisher.wait_published(0)
+
+
+def test_publishing_is_taken_up_when_the_other_instance_ends(
+    bench: Bench, quick_turns: None, logs: list
+) -> None:
+    bench.our_turn = False
+    bench.start()
+    eventually(lambda: bench.publisher.standing_by)
+    time.sleep(0.1)
+    bench.our_turn = True
+    assert bench.publisher.wait_published(5), "without anybody marking it dirty"
+    assert (bench.publisher.standing_by, bench.publisher.problem) == (None, None)
+    told = [line["event"] for line in logs if line["event"].startswith("publishing_")]
+    assert told == ["publishing_stands_by", "publishing_resumed"]
+
+
+def test_wipe_is_left_to_the_instance_whose_turn_it_is(running: Bench, quick_turns: None) -> None:
+    running.our_turn = False
+    running.slices.wipe()
+    eventually(lambda: running.publisher.standing_by)
+    assert settled(running) == 1
+    running.our_turn = True
+    eventually(lambda: running.published() == NAMES)
+
+
+def test_turn_that_ends_while_the_publisher_waits_is_over(bench: Bench) -> None:
+    bench.start()
+    assert bench.publisher.wait_published(5)
+
+    class Handover(Waits):
+        def wait(self, timeout: float | None = None) -> bool:
+            bench.our_turn = timeout is None
+            return super().wait(timeout)
+
+    bench.publisher._stopping = Handover()
+    bench.slices.spoil(devices=[])
+    eventually(lambda: bench.publisher.standing_by)
+    assert len(bench.slices.writes) == 1
+
+
+def test_directory_that_cannot_be_read_is_a_problem_and_no_end(bench: Bench) -> None:
+    bench.publisher._may_publish = failing = Failing(StateError("cannot read /x: permission was denied"))
+    bench.start()
+    eventually(lambda: bench.publisher.problem == "cannot read /x: permission was denied")
+    failing.error = None
+    assert bench.publisher.wait_published(5)
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+
+    def __call__(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+# --- slices that do not go away ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_name", ["another", NODE])
+def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
+    bench: Bench, logs: list, pool_name: str
+) -> None:
+    like = {"metadata": {}, "spec": {"pool": {"name": pool_name, "generation": 1, "resourceSliceCount": 1}}}
+    bench.slices.plant("zz-foreign", like)
+    bench.slices.guarded.add("zz-foreign")
+    bench.start()
+    assert bench.publisher.wait_published(5)
+    assert bench.published() == NAMES
+    eventually(lambda: bench.slices.refusals >= 3)
+    assert bench.publisher.problem == (
+        "a slice that is obsolete is still there: delete resource slice zz-foreign: a webhook said no (HTTP 403)"
+    )
+    assert [verb for verb, _ in bench.slices.writes] == ["create"], "and nothing is written twice"
+    bench.inventory = inventory(h100(0))
+    bench.publisher.mark_dirty()
+    eventually(lambda: bench.published() == [GPU_0], 1)
+    bench.slices.wipe()
+    bench.slices.plant("zz-foreign", like)
+    eventually(lambda: bench.published() == [GPU_0], 1)
+    bench.slices.guarded.clear()
+    eventually(lambda: bench.publisher.problem is None)
+    assert len(bench.slices.snapshot()) == 1
+    assert len([line for line in logs if line["event"] == "slice_not_deleted"]) == 1
+
+
+def test_slice_that_cannot_be_deleted_is_left_behind_in_an_older_generation(running: Bench) -> None:
+    """Of the same generation it would be taken for a part of the pool, which would then be invalid."""
+    double = running.slices.snapshot()[0]
+    running.slices.guarded.add("00000-zz")
+    running.slices.plant("00000-zz", double)
+    eventually(lambda: running.slices.refusals >= 2)
+    generations = {
+        entry["metadata"]["name"]: entry["spec"]["pool"]["generation"] for entry in running.slices.snapshot()
+    }
+    assert generations == {"00000-zz": 1, double["metadata"]["name"]: 2}
+    assert settled(running) == 2
+
+
+def test_refused_deletions_are_tried_again_ever_more_rarely(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_MOST_S", 0.4)
+    bench.slices.guarded.add("zz")
+    bench.slices.plant(
+        "zz",
+        {"metadata": {}, "spec": {"pool": {"name": "another", "generation": 1, "resourceSliceCount": 1}}},
+    )
+    bench.start()
+    assert bench.publisher.wait_published(5)
+    for _ in range(100):
+        bench.publisher.mark_dirty()
+        time.sleep(0.01)
+    assert 3 <= bench.slices.refusals <= 5, "at 0, 0.1, 0.3, 0.7 and perhaps 1.1 s"
+
+
+# --- a server that drops fields, over a restart --------------------------------------------------
+
+
+@pytest.fixture
+def dropping(bench: Bench) -> Bench:
+    """Published on a server that drops capacities, and stopped."""
+    bench.slices.store = without_capacity
+    bench.start()
+    assert bench.publisher.wait_published(5)
+    bench.publisher.stop()
+    assert bench.slices.dry_runs == []
+    return Bench(bench.slices)
+
+
+def test_restart_writes_nothing_on_a_server_that_drops_fields(dropping: Bench, logs: list) -> None:
+    before = dropping.slices.snapshot()
+    dropping.start()
+    assert dropping.publisher.wait_published(5)
+    assert settled(dropping) == 1
+    dropping.slices.on_change()
+    assert settled(dropping) == 1
+    assert len(dropping.slices.dry_runs) == 1, "asked once"
+    assert dropping.slices.snapshot() == before
+    assert [line["event"] for line in logs].count("slice_fields_dropped") == 2, "once an instance"
+    dropping.publisher.stop()
+
+
+def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
+    dropping.slices.store = lambda obj: obj
+    dropping.start()
+    assert dropping.publisher.wait_published(5)
+    assert [verb for verb, _ in dropping.slices.writes] == ["create", "update"]
+    assert all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
+    dropping.publisher.stop()
+
+
+def test_real_difference_is_written_without_asking(dropping: Bench) -> None:
+    dropping.slices.spoil(devices=[])
+    dropping.start()
+    assert dropping.publisher.wait_published(5)
+    dropping.slices.spoil(devices=[{"name": "intruder", "attributes": {}}])
+    eventually(lambda: dropping.published() == NAMES)
+    assert settled(dropping) == 3
+    dropping.publisher.stop()
+
+
+@pytest.mark.parametrize("status", [400, 409])
+def test_server_that_cannot_be_asked_is_written_to(dropping: Bench, status: int) -> None:
+    dropping.slices.dry_run_error = ApiRejectedError("a webhook has side effects", status=status)
+    dropping.start()
+    if status == 409:  # the slice changed meanwhile: look again
+        eventually(lambda: dropping.publisher.problem == "a webhook has side effects")
+        dropping.slices.dry_run_error = None
+    assert dropping.publisher.wait_published(5)
+    assert settled(dropping) == (2 if status == 400 else 1)
+    dropping.publisher.stop()
+
+
+def test_gate_that_is_enabled_later_is_noticed(dropping: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropped_module, "_ASK_AGAIN_S", 0.05)
+    dropping.start()
+    assert dropping.publisher.wait_published(5)
+    eventually(lambda: len(dropping.slices.dry_runs) >= 4)
+    assert len(dropping.slices.writes) == 1
+    dropping.slices.dry_run_error = ApiUnavailableError("down")
+    asked = len(dropping.slices.dry_runs)
+    eventually(lambda: len(dropping.slices.dry_runs) >= asked + 2)
+    assert dropping.publisher.problem is None
+    dropping.slices.dry_run_error = None
+    dropping.slices.store = lambda obj: obj
+    eventually(lambda: len(dropping.slices.writes) == 2)
+    assert all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
+    asked = len(dropping.slices.dry_runs)
+    time.sleep(0.15)
+    assert len(dropping.slices.dry_runs) == asked, "nothing is left to ask about"
+    dropping.publisher.stop()
+
+
+def test_publisher_sleeps_when_there_is_nothing_to_do(dropping: Bench) -> None:
+    dropping.publisher._memory._dry_run = None
+    dropping.start()
+    assert dropping.publisher.wait_published(5)
+    settled(dropping)
+    looks, real = [], dropping.publisher._publish_once
+    dropping.publisher._publish_once = lambda: looks.append(real())
+    time.sleep(0.2)
+    assert looks == []
+    dropping.publisher.stop()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from dra_driver.embedded.apiserver.failure import Cause
 from dra_driver.embedded.apiserver.faultlist import FaultList
-from dra_driver.embedded.apiserver.names import is_label
+from dra_driver.embedded.apiserver.names import is_attribute_name, is_label
+from dra_driver.embedded.apiserver.quantity import parse_quantity
 
 _MOST_REQUESTS = 32
 _MOST_SUBREQUESTS = 8
 _MOST_SELECTORS = 32
 _MOST_RESULTS = 32
 _MOST_RESERVED = 256
+_SHARE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def default_claim_spec(spec: dict[str, Any]) -> None:
@@ -80,11 +83,21 @@ def _check_request(wanted: dict[str, Any], path: str, faults: FaultList) -> None
     if not wanted.get("deviceClassName"):
         faults.required(f"{path}.deviceClassName")
     faults.too_many(f"{path}.selectors", len(wanted.get("selectors") or ()), _MOST_SELECTORS)
+    _check_amounts((wanted.get("capacity") or {}).get("requests") or {}, f"{path}.capacity.requests", faults)
     mode = wanted.get("allocationMode")
     if mode not in ("ExactCount", "All"):
         faults.invalid(f"{path}.allocationMode", mode, "must be ExactCount or All")
     elif mode == "ExactCount" and (wanted.get("count") or 0) < 1:
         faults.invalid(f"{path}.count", wanted.get("count"), "must be greater than zero")
+
+
+def _check_amounts(amounts: dict[str, Any], path: str, faults: FaultList) -> None:
+    for name, amount in amounts.items():
+        if not is_attribute_name(name):
+            faults.invalid(f"{path}[{name}]", name, "must be [domain/]identifier")
+        value = parse_quantity(amount)
+        if value is None or value < 0:
+            faults.invalid(f"{path}[{name}]", amount, "must be a quantity of zero or more")
 
 
 def _check_status(status: dict[str, Any], faults: FaultList) -> None:
@@ -94,6 +107,11 @@ def _check_status(status: dict[str, Any], faults: FaultList) -> None:
         faults.invalid("status.reservedFor", "", "may not be specified when `allocated` is not set")
     results = ((allocation or {}).get("devices") or {}).get("results") or []
     faults.too_many("status.allocation.devices.results", len(results), _MOST_RESULTS)
+    for index, result in enumerate(results):
+        here, share = f"status.allocation.devices.results[{index}]", result.get("shareID")
+        if share is not None and not _SHARE_ID.fullmatch(str(share)):
+            faults.invalid(f"{here}.shareID", share, "must be a lower-case RFC 4122 UUID")
+        _check_amounts(result.get("consumedCapacity") or {}, f"{here}.consumedCapacity", faults)
     allocated = {_device_key(result) for result in results}
     seen: set[Any] = set()
     for index, device in enumerate(status.get("devices") or ()):

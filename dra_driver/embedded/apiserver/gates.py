@@ -46,13 +46,21 @@ def _drop_from_slice(spec: dict[str, Any], off: set[str]) -> None:
 
 
 def _drop_from_claim(claim: dict[str, Any], off: set[str]) -> None:
+    status = claim.get("status") or {}
     if "DRAResourceClaimDeviceStatus" in off:
-        (claim.get("status") or {}).pop("devices", None)
+        status.pop("devices", None)
+    if "DRAConsumableCapacity" in off:
+        for result in ((status.get("allocation") or {}).get("devices") or {}).get("results") or ():
+            result.pop("shareID", None)
+            result.pop("consumedCapacity", None)
     for request in ((claim.get("spec") or {}).get("devices") or {}).get("requests") or ():
         if "DRAPrioritizedList" in off:
             request.pop("firstAvailable", None)
         if "DRAAdminAccess" in off:
             (request.get("exactly") or {}).pop("adminAccess", None)
+        if "DRAConsumableCapacity" in off:
+            for wanted in (request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
+                wanted.pop("capacity", None)
 
 
 def _drop(obj: dict[str, Any], fields: Mapping[str, tuple[str, ...]], off: set[str]) -> None:

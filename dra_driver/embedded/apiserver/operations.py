@@ -40,13 +40,18 @@ _NAME_TRIES = 8
 
 
 class Operations:
-    """Writes of one server. Bodies are owned by the call: they become the stored objects."""
+    """Writes of one server. Bodies are owned by the call: they become the stored objects.
+
+    A dry run goes through every check and answers what would be stored.
+    """
 
     def __init__(self, store: Store, gates: Mapping[str, bool]) -> None:
         self.store = store
         self.gates = gates
 
-    def create(self, resource: Resource, namespace: str | None, obj: Object) -> Object:
+    def create(
+        self, resource: Resource, namespace: str | None, obj: Object, *, dry_run: bool = False
+    ) -> Object:
         """The stored object. Raises: ApiFailure 400, 404 (namespace), 409, 422."""
         metadata = _metadata(obj)
         if resource.namespaced:
@@ -57,9 +62,11 @@ class Operations:
         with self.store.changed:
             metadata["name"] = self._new_name(resource, metadata)
             self._check(resource, obj, None)
-            return self.store.write(resource, _key(metadata), obj)
+            return obj if dry_run else self.store.write(resource, _key(metadata), obj)
 
-    def update(self, resource: Resource, key: Key, obj: Object, *, status: bool = False) -> Object:
+    def update(
+        self, resource: Resource, key: Key, obj: Object, *, status: bool = False, dry_run: bool = False
+    ) -> Object:
         """Replace the object, or only its status; unchanged content keeps its resource version.
 
         Raises: ApiFailure 400, 404, 409, 422.
@@ -73,13 +80,15 @@ class Operations:
             after = _merged(resource, before, obj, status=status)
             self._prepare(resource, after, before)
             self._check(resource, after, before)
-            if after == before:
-                return before
+            if after == before or dry_run:
+                return after
             if after["metadata"].get("deletionTimestamp") and not after["metadata"].get("finalizers"):
                 return self.store.write(resource, key, None)
             return self.store.write(resource, key, after)
 
-    def delete(self, resource: Resource, key: Key, preconditions: Mapping[str, str]) -> tuple[Object, bool]:
+    def delete(
+        self, resource: Resource, key: Key, preconditions: Mapping[str, str], *, dry_run: bool = False
+    ) -> tuple[Object, bool]:
         """(object, whether it is gone); with finalizers it stays and carries a deletion timestamp.
 
         Raises: ApiFailure 404, 409.
@@ -88,8 +97,8 @@ class Operations:
             before = self._existing(resource, key)
             _check_preconditions(resource, before, preconditions)
             if not before["metadata"].get("finalizers"):
-                return self.store.write(resource, key, None), True
-            if before["metadata"].get("deletionTimestamp"):
+                return before if dry_run else self.store.write(resource, key, None), True
+            if dry_run or before["metadata"].get("deletionTimestamp"):
                 return before, False
             after = copy.deepcopy(before)
             after["metadata"]["deletionTimestamp"] = now()

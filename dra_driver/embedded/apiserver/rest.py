@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dra_driver.embedded.apiserver.convert import api_version, decode, encode
-from dra_driver.embedded.apiserver.failure import ApiFailure, bad_request, not_found
+from dra_driver.embedded.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
 from dra_driver.embedded.apiserver.operations import Operations, merge_patch
 from dra_driver.embedded.apiserver.resources import Resource, Route
 from dra_driver.embedded.apiserver.selectors import selector
@@ -88,15 +88,22 @@ class Rest:
     def _create(self, call: Call) -> dict[str, Any]:
         obj = _decoded(call)
         _authorize(call, obj)
-        stored = self._operations.create(call.route.resource, call.route.namespace, obj)
+        stored = self._operations.create(
+            call.route.resource, call.route.namespace, obj, dry_run=_is_dry_run(call, "CreateOptions")
+        )
         return self._shown(call.route, stored)
 
     def _update(self, call: Call, obj: Object) -> dict[str, Any]:
         route = call.route
         _authorize(call, obj)
         _authorize(call, self._existing(route))
-        status = route.subresource == "status"
-        stored = self._operations.update(route.resource, _key(route), obj, status=status)
+        stored = self._operations.update(
+            route.resource,
+            _key(route),
+            obj,
+            status=route.subresource == "status",
+            dry_run=_is_dry_run(call, "UpdateOptions"),
+        )
         return self._shown(route, stored)
 
     def _patch(self, call: Call) -> dict[str, Any]:
@@ -117,7 +124,10 @@ class Rest:
         _authorize(call, existing)
         options = _json(call.body) if call.body else {}
         gone_object, gone = self._operations.delete(
-            route.resource, _key(route), options.get("preconditions") or {}
+            route.resource,
+            _key(route),
+            options.get("preconditions") or {},
+            dry_run=_is_dry_run(call, "DeleteOptions", options),
         )
         if not gone:
             return self._shown(route, gone_object)
@@ -125,13 +135,13 @@ class Rest:
 
     def _delete_all(self, call: Call) -> dict[str, Any]:
         route = call.route
-        store = self._operations.store
+        store, dry_run = self._operations.store, _is_dry_run(call, "DeleteOptions")
         with store.changed:
             items, _ = store.select(route.resource, selector(route.resource, call.query, route.namespace))
             for item in items:
                 _authorize(call, item)
-                metadata = item["metadata"]
-                self._operations.delete(route.resource, (metadata.get("namespace", ""), metadata["name"]), {})
+                key = (item["metadata"].get("namespace", ""), item["metadata"]["name"])
+                self._operations.delete(route.resource, key, {}, dry_run=dry_run)
             return _list_document(route, items, store.version)
 
     def _shown(self, route: Route, stored: Object) -> dict[str, Any]:
@@ -168,6 +178,16 @@ def _authorize(call: Call, obj: Object) -> None:
         why = f"this user running on node '{identity.node}' may not modify resource slices of other nodes"
         text = f'resourceslices.resource.k8s.io "{name}" is forbidden: {why}'
         raise ApiFailure(403, "Forbidden", text, details={"name": name, "kind": "resourceslices"})
+
+
+def _is_dry_run(call: Call, kind: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether nothing is to be stored: by the query, or by the body of a deletion. Raises: ApiFailure 422."""
+    asked = [call.query["dryRun"]] if "dryRun" in call.query else (options or {}).get("dryRun") or []
+    for value in asked:
+        if value != "All":
+            fault = Cause("dryRun", f'Unsupported value: "{value}": supported values: "All"')
+            raise invalid("meta.k8s.io", kind, "", [fault])
+    return bool(asked)
 
 
 def _decoded(call: Call) -> Object:

@@ -125,8 +125,9 @@ class EmbeddedApiServer:
         self.requests.append(RecordedRequest(method, path, dict(query), agent, status))
 
     def writes(self, path: str = "") -> list[RecordedRequest]:
-        """The recorded writes whose path contains `path`."""
-        return [r for r in list(self.requests) if r.method in _WRITES and path in r.path]
+        """The recorded writes whose path contains `path`; a dry run writes nothing."""
+        made = [r for r in list(self.requests) if r.method in _WRITES and "dryRun" not in r.query]
+        return [r for r in made if path in r.path]
 
     def add(self, plural: str, obj: dict[str, Any], *, group: str = "") -> dict[str, Any]:
         """Create an object from inside, with a status if it has one; the stored object.

@@ -1,0 +1,67 @@
+"""MPS: what is asked of a control daemon, how it is, and where it shares files with its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+MpsKind = Literal["gpu", "mig"]
+MpsState = Literal["starting", "ready", "fault", "stopped", "failed"]
+
+MPS_STATES: tuple[MpsState, ...] = ("starting", "ready", "fault", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class MpsDaemonSpec:
+    """The control daemon of one GPU or MIG device.
+
+    `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole GPU).
+    `multi_user` needs Volta or newer. The defaults hold for clients that bring no tighter limit of their own;
+    None leaves them as they are in MPS: all threads, all memory.
+    """
+
+    device: str
+    uuid: str
+    kind: MpsKind
+    gpu_uuid: str
+    multi_user: bool = True
+    default_active_thread_percentage: int | None = None
+    default_memory_limit_mib: int | None = None
+
+    def differences(self, other: MpsDaemonSpec) -> tuple[str, ...]:
+        """What differs, as `name: mine, not theirs`; empty when both are equal."""
+        pairs = (
+            (entry.name, getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self)
+        )
+        return tuple(
+            f"{name}: {_shown(mine)}, not {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MpsDaemonStatus:
+    """A control daemon as it was last seen. `since` is when it came into `state` (seconds since the epoch).
+
+    `clients` counts connected processes, None where nobody asked yet. `problem` is one sentence for a person.
+    """
+
+    device: str
+    state: MpsState
+    spec: MpsDaemonSpec
+    pid: int | None = None
+    since: float = 0.0
+    clients: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MpsDirectories:
+    """What a daemon shares with its clients, as absolute paths on the host. `shm` is the clients' /dev/shm."""
+
+    pipe: str
+    log: str
+    shm: str
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

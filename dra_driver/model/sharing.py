@@ -1,0 +1,117 @@
+"""Which devices several claims may share at a time, what they share by, and who holds them to it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, assert_never
+
+from dra_driver.model.inventory import MigPartition, OfferedDevice, WholeGpu
+
+SharingMode = Literal["shares", "memory", "unlimited"]
+Enforcement = Literal["mps", "none"]
+SelectedDevices = Literal["gpu", "mig", "all"]
+
+SHARING_MODES: tuple[SharingMode, ...] = ("shares", "memory", "unlimited")
+MAX_SHARES = 4096
+MAX_MPS_SHARES = 60
+"""As many clients as one MPS daemon takes (CUDA 13.1 and newer; 48 before)."""
+
+_UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRule:
+    """How one device is shared.
+
+    `shares` is the number of equal parts in mode shares and None in every other. With `multiprocessors` a
+    claim may ask for a number of them besides. Without `enforce` the scheduler counts and nobody limits.
+    """
+
+    mode: SharingMode
+    shares: int | None = None
+    enforce: Enforcement = "none"
+    multiprocessors: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSelector:
+    """Devices by what their GPU is; what is empty selects all, what is given must all apply.
+
+    `product_name` is a pattern with `*`, `?` and `[…]`, in any case of letters; `uuids` are those of GPUs
+    or of MIG devices; `pci_bus_ids` are in sysfs form.
+    """
+
+    product_name: str | None = None
+    uuids: frozenset[str] = frozenset()
+    pci_bus_ids: frozenset[str] = frozenset()
+    devices: SelectedDevices = "all"
+
+    def matches(self, device: OfferedDevice) -> bool:
+        """Whether the device is selected; what is unknown of a GPU matches nothing."""
+        gpu = device.gpu
+        if self.devices not in ("all", kind_of(device)):
+            return False
+        if self.product_name is not None:
+            name = (gpu.product_name or "").lower()
+            if not name or not fnmatchcase(name, self.product_name.lower()):
+                return False
+        if self.uuids and not {gpu.uuid.lower(), device.uuid.lower()} & {uuid.lower() for uuid in self.uuids}:
+            return False
+        return not self.pci_bus_ids or gpu.pci_bus_id in self.pci_bus_ids
+
+    def covers(self, other: GpuSelector) -> bool:
+        """Whether every device that `other` selects is surely selected by this one, as far as the text tells."""
+        return (
+            self.devices in ("all", other.devices)
+            and self.product_name in (None, "*", other.product_name)
+            and (not self.uuids or (bool(other.uuids) and other.uuids <= self.uuids))
+            and (not self.pci_bus_ids or (bool(other.pci_bus_ids) and other.pci_bus_ids <= self.pci_bus_ids))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SharingEntry:
+    """A rule for the devices of a selector; None gives them out whole, one claim each."""
+
+    selector: GpuSelector
+    rule: SharingRule | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharingPolicy:
+    """Rules in the order of the configuration file: the first that selects a device decides."""
+
+    entries: tuple[SharingEntry, ...] = ()
+
+    def rule_for(self, device: OfferedDevice) -> SharingRule | None:
+        """The rule of a device; None where it belongs to one claim at a time."""
+        for entry in self.entries:
+            if entry.selector.matches(device):
+                return entry.rule
+        return None
+
+
+NO_SHARING = SharingPolicy()
+
+
+def share_all(rule: SharingRule) -> SharingPolicy:
+    """One rule for every device."""
+    return SharingPolicy((SharingEntry(GpuSelector(), rule),))
+
+
+def kind_of(device: OfferedDevice) -> Literal["gpu", "mig"]:
+    """`gpu` or `mig`, as a selector names them."""
+    match device:
+        case WholeGpu():
+            return "gpu"
+        case MigPartition():
+            return "mig"
+        case _:
+            assert_never(device)
+
+
+def is_device_uuid(text: str) -> bool:
+    """Whether the text has the form of a UUID that NVML gives to a GPU or a MIG device."""
+    return _UUID.fullmatch(text) is not None

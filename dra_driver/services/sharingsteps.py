@@ -1,0 +1,122 @@
+"""The steps that let several claims use one GPU: time slices and MPS daemons, with their undos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import structlog
+
+from dra_driver.core.planning import Plan
+from dra_driver.errors import ClaimRefusedError, NotSupportedError, NvmlUnavailableError, StateError
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+
+_log = structlog.get_logger(__name__)
+
+_MPS_START_S = 12.0
+_MPS_STOP_S = 15.0
+
+
+class Records(Protocol):
+    """The claim records, which say who else uses a GPU."""
+
+    def all(self) -> Mapping[str, ClaimRecord]:
+        """Every record by claim UID."""
+
+
+class TimeSlices(Protocol):
+    """Sets the length of a GPU's time slices."""
+
+    def set_time_slice(self, gpu_uuid: str, level: int) -> None:
+        """0 default, 1 short, 2 medium, 3 long."""
+
+
+class MpsHost(Protocol):
+    """The process that keeps MPS daemons."""
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
+        """The daemon runs and answers when this returns."""
+
+    def stop(self, device: str, timeout_s: float) -> None:
+        """The daemon of the device is gone when this returns."""
+
+
+def _steps_of_others(records: Records, claim_uid: str) -> Iterator[Step]:
+    for uid, record in records.all().items():
+        if uid != claim_uid:
+            yield from record.steps
+
+
+class TimeSliceSteps:
+    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing."""
+
+    def __init__(self, time_slices: TimeSlices, records: Records) -> None:
+        self._time_slices = time_slices
+        self._records = records
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Set it again, whatever it is now: a reboot or a driver reload forgets it.
+
+        Raises: ClaimRefusedError if the GPU cannot.
+        """
+        assert isinstance(step, SetTimeSlice)  # noqa: S101  the dispatcher's contract
+        try:
+            self._time_slices.set_time_slice(step.gpu_uuid, step.interval)
+        except NotSupportedError as error:
+            raise ClaimRefusedError(
+                f"{error}; ask for no interval, or select another product in the claim"
+            ) from error
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Back to the default with the last claim that set it."""
+        assert isinstance(step, SetTimeSlice)  # noqa: S101
+        for other in _steps_of_others(self._records, record.ref.uid):
+            if isinstance(other, SetTimeSlice) and other.gpu_uuid == step.gpu_uuid:
+                return
+        try:
+            self._time_slices.set_time_slice(step.gpu_uuid, 0)
+        except (NotSupportedError, NvmlUnavailableError) as error:
+            # Without driver or GPU the setting is gone with them.
+            _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Taken for granted: only the GPU driver could tell."""
+        return True
+
+    def forget(self, claim_uid: str) -> None:
+        """Nothing of it bears a claim's name."""
+
+
+class MpsSteps:
+    """Does and undoes `RunMps`: one daemon a device, for all claims that share it."""
+
+    def __init__(self, host: MpsHost, records: Records) -> None:
+        self._host = host
+        self._records = records
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
+        assert isinstance(step, RunMps)  # noqa: S101
+        status = self._host.ensure(step.spec, _MPS_START_S)
+        if status.state != "ready":
+            raise StateError(
+                f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
+                f"{status.problem or 'see its control.log'}; end the processes that use it"
+            )
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
+        assert isinstance(step, RunMps)  # noqa: S101
+        for other in _steps_of_others(self._records, record.ref.uid):
+            if isinstance(other, RunMps) and other.spec.device == step.spec.device:
+                return
+        self._host.stop(step.spec.device, _MPS_STOP_S)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Taken for granted: the MPS host watches its daemons itself."""
+        return True
+
+    def forget(self, claim_uid: str) -> None:
+        """Nothing of it bears a claim's name."""

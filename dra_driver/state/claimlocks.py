@@ -1,0 +1,80 @@
+"""One call at a time for each claim, and a memory of what was unprepared a moment ago.
+
+The kubelet cancels a Prepare when the pod goes away and then calls Unprepare, while the handler of the Prepare
+runs on; after a kubelet restart or during a rolling update the two may even reach different instances. The
+Prepare must not then write a record that nobody will ever take back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dra_driver.state.filelock import hold_file
+from dra_driver.state.files import make_directory, state_error
+
+_FILES = 64
+"""Claims share a bounded number of lock files, since a file of its own would have to be removed some time."""
+_REMEMBERED = 64
+_REMEMBERED_NS = 600 * 10**9
+_MOST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimTurn:
+    """The right to work on one claim, as long as `ClaimLocks.hold` lasts."""
+
+    uid: str
+    path: Path
+    descriptor: int
+
+    def was_unprepared_since(self, moment_ns: int) -> bool:
+        """Whether an Unprepare of the claim ended after `moment_ns` (time.monotonic_ns(), of any process)."""
+        return any(uid == self.uid and ended >= moment_ns for uid, ended in self._remembered())
+
+    def note_unprepared(self) -> None:
+        """Remember that the claim was unprepared now. Raises: StateError."""
+        now = time.monotonic_ns()
+        kept = [(uid, ended) for uid, ended in self._remembered() if now - _REMEMBERED_NS < ended <= now]
+        content = json.dumps([*kept[1 - _REMEMBERED :], (self.uid, now)]).encode()
+        try:
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, content, 0)
+        except OSError as error:
+            raise state_error("write the lock file", self.path, error) from error
+
+    def _remembered(self) -> list[tuple[str, int]]:
+        """Claim UIDs with the moment of their last Unprepare; empty where the file is not readable as that."""
+        try:
+            entries = json.loads(os.pread(self.descriptor, _MOST_BYTES, 0) or b"[]")
+            return [(str(uid), int(ended)) for uid, ended in entries]
+        except (OSError, ValueError, TypeError):
+            return []
+
+
+class ClaimLocks:
+    """Locks on claims by UID; always taken before those of GPUs."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._locks = [threading.Lock() for _ in range(_FILES)]
+
+    def open(self) -> None:
+        """Create the directory. Raises: StateError."""
+        make_directory(self._directory, 0o700)
+
+    @contextmanager
+    def hold(self, uid: str, timeout_s: float) -> Iterator[ClaimTurn]:
+        """Hold the claim's lock. Raises: RetryableError if it cannot be had in time; StateError."""
+        number = zlib.crc32(uid.encode()) % _FILES
+        path = self._directory / f"claims-{number:02}.lock"
+        deadline = time.monotonic() + timeout_s
+        with hold_file(path, self._locks[number], deadline, f"claim {uid}") as descriptor:
+            yield ClaimTurn(uid, path, descriptor)

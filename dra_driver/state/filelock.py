@@ -1,0 +1,69 @@
+"""One lock: among the threads of this process, and against other processes on the same file.
+
+Open-file-description locks are used, because the upstream helper's lock is one and `flock` does not
+interlock with it, and because they belong to the descriptor: a crash releases them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dra_driver.errors import RetryableError
+from dra_driver.state.files import state_error
+
+_POLL_S = 0.005
+_WHOLE_FILE_WRITE_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+@contextmanager
+def hold_file(path: Path, among_threads: threading.Lock, deadline: float, what: str) -> Iterator[int]:
+    """Hold the lock and yield the file's descriptor, open for reading and writing.
+
+    The file is created where missing and must never be removed: a lock file that is unlinked while another
+    process waits for it would no longer exclude anybody.
+    Raises: RetryableError that says that `what` is busy, if `deadline` (time.monotonic()) passes; StateError.
+    """
+    if not among_threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise _busy(what)
+    try:
+        descriptor = _open(path)
+        try:
+            _lock(descriptor, path, deadline, what)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    finally:
+        among_threads.release()
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise state_error("open the lock file", path, error) from error
+
+
+def _lock(descriptor: int, path: Path, deadline: float, what: str) -> None:
+    while True:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE_WRITE_LOCK)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise state_error("lock", path, error) from error
+            if time.monotonic() >= deadline:
+                raise _busy(what) from error
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def _busy(what: str) -> RetryableError:
+    return RetryableError(f"{what} is busy with another claim's prepare or unprepare; it will be retried")

@@ -1,0 +1,156 @@
+"""Steps, usages and held devices as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, assert_never
+
+from dra_driver.errors import StateError
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.record import HeldDevice
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
+from dra_driver.model.usage import MpsShared, TimeSliced, UnknownUsage, Usage
+
+JsonObject = dict[str, Any]
+
+_SPEC_NAMES = {
+    "device": "device",
+    "uuid": "uuid",
+    "kind": "kind",
+    "gpu_uuid": "gpuUUID",
+    "multi_user": "multiUser",
+    "default_active_thread_percentage": "defaultActiveThreadPercentage",
+    "default_memory_limit_mib": "defaultMemoryLimitMiB",
+}
+
+
+def text(entry: JsonObject, name: str) -> str:
+    """The text in a field. Raises: KeyError, StateError if it is something else."""
+    value = entry[name]
+    if not isinstance(value, str):
+        raise StateError(f"field {name!r} is {value!r}, which is no text")
+    return value
+
+
+def optional_text(entry: JsonObject, name: str) -> str | None:
+    """The text in a field that may be absent or null."""
+    return None if entry.get(name) is None else text(entry, name)
+
+
+def _number(entry: JsonObject, name: str) -> int:
+    value = entry[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise StateError(f"field {name!r} is {value!r}, which is no whole number")
+    return value
+
+
+def _optional_number(entry: JsonObject, name: str) -> int | None:
+    return None if entry.get(name) is None else _number(entry, name)
+
+
+def encode_step(step: Step) -> JsonObject:
+    """A step as a JSON object with its kind."""
+    match step:
+        case WriteCdiSpec():
+            return {"kind": "write_cdi_spec"}
+        case SetTimeSlice(gpu_uuid, interval):
+            return {"kind": "set_time_slice", "gpuUUID": gpu_uuid, "interval": interval}
+        case RunMps(spec):
+            return {"kind": "run_mps", "spec": _encode_spec(spec)}
+        case UnknownStep(kind, more):
+            return {**more, "kind": kind}
+        case _:
+            assert_never(step)
+
+
+def decode_step(entry: JsonObject) -> Step:
+    """The step in a JSON object; one of a newer release is kept as it is. Raises: KeyError, StateError."""
+    match text(entry, "kind"):
+        case "write_cdi_spec":
+            return WriteCdiSpec()
+        case "set_time_slice":
+            return SetTimeSlice(text(entry, "gpuUUID"), _number(entry, "interval"))
+        case "run_mps":
+            return RunMps(_decode_spec(entry["spec"]))
+        case kind:
+            return UnknownStep(kind, {key: value for key, value in entry.items() if key != "kind"})
+
+
+def encode_held(held: HeldDevice) -> JsonObject:
+    """A held device as a JSON object; what is not set is left out."""
+    entry: JsonObject = {
+        "device": held.device,
+        "kind": held.kind,
+        "uuid": held.uuid,
+        "gpuUUID": held.gpu_uuid,
+    }
+    if held.admin_access:
+        entry["adminAccess"] = True
+    if held.share_id is not None:
+        entry["shareID"] = held.share_id
+    if held.usage is not None:
+        entry["usage"] = _encode_usage(held.usage)
+    return entry
+
+
+def decode_held(entry: JsonObject) -> HeldDevice:
+    """The held device in a JSON object; a kind of a newer release is kept. Raises: KeyError, StateError."""
+    return HeldDevice(
+        device=text(entry, "device"),
+        kind=text(entry, "kind"),
+        uuid=text(entry, "uuid"),
+        gpu_uuid=text(entry, "gpuUUID"),
+        admin_access=bool(entry.get("adminAccess", False)),
+        share_id=optional_text(entry, "shareID"),
+        usage=_decode_usage(entry.get("usage")),
+    )
+
+
+def _encode_usage(usage: TimeSliced | MpsShared | UnknownUsage) -> JsonObject:
+    match usage:
+        case TimeSliced(interval):
+            return {"kind": "time_sliced", "interval": interval}
+        case MpsShared(spec, memory, percentage):
+            entry: JsonObject = {"kind": "mps", "spec": _encode_spec(spec)}
+            if memory is not None:
+                entry["memoryLimitMiB"] = memory
+            if percentage is not None:
+                entry["activeThreadPercentage"] = percentage
+            return entry
+        case UnknownUsage(kind, more):
+            return {**more, "kind": kind}
+
+
+def _decode_usage(entry: JsonObject | None) -> Usage:
+    if entry is None:
+        return None
+    match text(entry, "kind"):
+        case "time_sliced":
+            return TimeSliced(_number(entry, "interval"))
+        case "mps":
+            return MpsShared(
+                _decode_spec(entry["spec"]),
+                _optional_number(entry, "memoryLimitMiB"),
+                _optional_number(entry, "activeThreadPercentage"),
+            )
+        case kind:
+            return UnknownUsage(kind, {key: value for key, value in entry.items() if key != "kind"})
+
+
+def _encode_spec(spec: MpsDaemonSpec) -> JsonObject:
+    values = {name: getattr(spec, name) for name in (entry.name for entry in fields(spec))}
+    return {_SPEC_NAMES[name]: value for name, value in values.items() if value is not None}
+
+
+def _decode_spec(entry: JsonObject) -> MpsDaemonSpec:
+    if entry["kind"] not in ("gpu", "mig"):
+        raise StateError(f"MPS device kind {entry['kind']!r} is unknown")
+    return MpsDaemonSpec(
+        device=text(entry, "device"),
+        uuid=text(entry, "uuid"),
+        kind=entry["kind"],
+        gpu_uuid=text(entry, "gpuUUID"),
+        multi_user=bool(entry["multiUser"]),
+        default_active_thread_percentage=_optional_number(entry, "defaultActiveThreadPercentage"),
+        default_memory_limit_mib=_optional_number(entry, "defaultMemoryLimitMiB"),
+    )
