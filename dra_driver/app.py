@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,100 +13,35 @@ import structlog
 from dra_driver.core.slicediff import Owner, slice_changes
 from dra_driver.core.slices import build_pool
 from dra_driver.errors import FatalError, NvmlUnavailableError
-from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
-from dra_driver.host.driver_root import DriverRoot, find_nvml_library
+from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
-from dra_driver.model.host import HostPaths
 from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec
+from dra_driver.mps.client import MpsClient
+from dra_driver.mps.layout import MpsLayout, mps_layout
+from dra_driver.platforms import NvmlReader, Platform, mps_host_command, platform_of, smi_and_library
 from dra_driver.services.cdisteps import CdiSteps
 from dra_driver.services.discovery import Discovery
-from dra_driver.services.executor import Executor
+from dra_driver.services.executor import Executor, StepRunner
 from dra_driver.services.hostview import HostView
+from dra_driver.services.mpschild import ChildMpsHost
 from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.services.sharingsteps import MpsHost, MpsSteps, TimeSliceSteps
+from dra_driver.services.steps import StepDispatcher
 from dra_driver.settings import Settings
 from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.claimlocks import ClaimLocks
 from dra_driver.state.locks import GpuLocks
 from dra_driver.state.records import RecordStore
+from dra_driver.state.turns import PublishingTurn
 
 _log = structlog.get_logger(__name__)
 
 JsonObject = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Platform:
-    """The machine that the daemon runs on: where its host is seen, and how its NVML is loaded."""
-
-    paths: HostPaths
-    nodes: DeviceNodeReader
-    load_nvml: Callable[[], object]
-
-
-def real_platform(settings: Settings) -> Platform:
-    """The node's own hardware. The library is looked up at each try, since it may be installed later."""
-    from dra_driver.nvml.session import load_library
-
-    inside = settings.container_driver_root
-    root = inside if Path(inside).is_dir() else settings.nvidia_driver_root
-    paths = HostPaths(driver_root=root, host_driver_root=settings.nvidia_driver_root)
-    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
-
-
-def simulated_platform(machine_name: str, directory: Path) -> Platform:
-    """A machine made of data, kept in `directory`."""
-    from dra_driver.simulator import create_machine, device_node_reader, nvml_library
-
-    machine = create_machine(machine_name, directory)
-    root = machine.host_root
-    paths = HostPaths(
-        driver_root=str(root),
-        host_driver_root=str(root),
-        dev_root=str(root),
-        proc=str(root / "proc"),
-        sys=str(root / "sys"),
-    )
-    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine))
-
-
-def platform_of(settings: Settings) -> Platform:
-    """The platform that the settings ask for."""
-    if settings.simulate is None:
-        return real_platform(settings)
-    return simulated_platform(settings.simulate, Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR))
-
-
-DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
-
-
-class NvmlReader:
-    """The NVML session as discovery uses it; the binding is imported with the first use."""
-
-    def __init__(self, loader: Callable[[], object]) -> None:
-        from dra_driver.nvml.session import NvmlSession
-
-        self._session = NvmlSession(loader)
-
-    def reopen(self) -> None:
-        """Initialise anew."""
-        self._session.reopen()
-
-    def close(self) -> None:
-        """Shut down."""
-        self._session.close()
-
-    def read_inventory(self) -> Any:
-        """All GPUs that NVML shows."""
-        from dra_driver.nvml.discovery import read_inventory
-
-        return read_inventory()
-
-    def pulse(self) -> Hashable:
-        """A cheap value that differs when a GPU was lost or changed its MIG mode."""
-        from dra_driver.nvml.discovery import read_pulse
-
-        return read_pulse()
 
 
 class Driver:
@@ -122,7 +56,10 @@ class Driver:
         paths = self._platform.paths
         plugin_dir = settings.plugin_directory
         self.records = RecordStore(plugin_dir / "claims")
-        self._locks = GpuLocks(plugin_dir / "locks")
+        self._gpu_locks = GpuLocks(plugin_dir / "locks")
+        self._claim_locks = ClaimLocks(plugin_dir / "locks")
+        # Made here, because the moment of its making is this instance's place in the order of starts.
+        self._turn = PublishingTurn(plugin_dir / "publishers", settings.pod_uid)
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self.discovery = Discovery(
             NvmlReader(self._platform.load_nvml), HostView(paths), self._devices_changed
@@ -155,7 +92,8 @@ class Driver:
         self._stops.append(("api_client", client.close))
         api = ResourceApi(client)
         self.records.open()
-        self._locks.open()
+        self._gpu_locks.open()
+        self._claim_locks.open()
         self._specs.create()
         self._start_discovery()
         self._start_plugin(api)
@@ -164,7 +102,12 @@ class Driver:
         _log.info("driver_started", driver=settings.driver_name, node=settings.node_name)
 
     def stop(self) -> None:
-        """Stop in reverse order; calls in flight finish, sockets are removed, slices and records stay."""
+        """Stop the kubelet's side first, then the rest in reverse order; harmless twice.
+
+        Calls in flight finish, sockets are removed, slices and records stay.
+        """
+        if self._plugin is not None:
+            self._plugin.stop()
         while self._stops:
             name, stop = self._stops.pop()
             try:
@@ -196,33 +139,29 @@ class Driver:
             found.append("the kubelet has not registered the plugin yet")
         elif not status.registered:
             found.append(f"the kubelet refused the plugin: {status.error}")
-        if self.discovery.state.problem:
-            found.append(self.discovery.state.problem)
+        problem = self.discovery.problem()
+        if problem:
+            found.append(problem)
         if self._publisher is not None and self._publisher.problem:
             found.append(f"slices: {self._publisher.problem}")
         return found
 
     def _start_plugin(self, api: Any) -> None:
         from dra_driver.services.claimreader import ClaimReader
-        from dra_driver.services.metrics import Metrics
+        from dra_driver.services.metrics import CountedCalls, Metrics
 
         settings = self.settings
         self._metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
-        steps = CdiSteps(
-            settings.driver_name,
-            self._specs,
-            self._installation,
-            GpuNodes(self._platform.paths, nodes=self._platform.nodes),
-            self._driver_version,
-        )
+        steps = StepDispatcher(self._step_runners())
         boot_id = Sysfs(self._platform.paths.sys, self._platform.paths.proc).boot_id() or "unknown"
         preparer = Preparer(
-            Identity(settings.driver_name, settings.node_name),
+            Identity(settings.driver_name, settings.node_name, settings.sharing),
             ClaimReader(api),
             self.discovery,
             self.records,
             self._orphans,
-            self._locks,
+            self._claim_locks,
+            self._gpu_locks,
             Executor(self.records, steps, boot_id),
             self._metrics,
         )
@@ -236,12 +175,42 @@ class Driver:
                 if settings.healthcheck_port >= 0
                 else None,
             ),
-            preparer,
-            ready=lambda: not self.problems(),
+            CountedCalls(preparer, self._metrics),
+            ready=self._is_serving,
+            on_status=self._registration_changed,
             on_fatal=self.fail,
         )
         self._plugin.start()
-        self._stops.append(("kubelet_plugin", self._plugin.stop))
+
+    def _step_runners(self) -> dict[type, StepRunner]:
+        layout = mps_layout(self.settings.plugin_directory)
+        mps = self._mps_host(layout)
+        smi = NvidiaSmi(lambda: smi_and_library(self._platform.paths.driver_root))
+        return {
+            SetTimeSlice: TimeSliceSteps(smi, self.records),
+            RunMps: MpsSteps(mps, self.records),
+            WriteCdiSpec: CdiSteps(
+                self.settings.driver_name,
+                self._specs,
+                self._installation,
+                GpuNodes(self._platform.paths, nodes=self._platform.nodes),
+                self._driver_version,
+                layout.directories,
+            ),
+        }
+
+    def _mps_host(self, layout: MpsLayout) -> MpsHost:
+        if self.settings.mps_host == "external":
+            return MpsClient(layout)
+        child = ChildMpsHost(layout, mps_host_command(self.settings))
+        self._stops.append(("mps_host", child.close))
+        return child
+
+    def _is_serving(self) -> bool:
+        """The readiness that a rolling update waits for: calls are served. A node whose GPUs are in trouble must
+        not hold the update of all others up; its trouble is told by `problems`."""
+        status = self._plugin.status if self._plugin else None
+        return status is not None and status.registered
 
     def _start_discovery(self) -> None:
         self.discovery.start()
@@ -260,7 +229,16 @@ class Driver:
             return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
 
         cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._devices_changed)
-        self._publisher = Publisher(lambda: self.discovery.inventory, cache, owner, dropped_fields)
+        self._stops.append(("publishing_turn", self._turn.withdraw))
+        self._publisher = Publisher(
+            lambda: self.discovery.inventory,
+            cache,
+            owner,
+            dropped_fields,
+            settings.sharing,
+            may_publish=self._turn.is_ours,
+            dry_run=cache.dry_run,
+        )
         cache.start()
         self._stops.append(("slice_cache", cache.stop))
         self._publisher.start()
@@ -286,6 +264,14 @@ class Driver:
         endpoint = HttpEndpoint(self.settings.http_endpoint, pages)
         endpoint.start()
         self._stops.append(("http", endpoint.stop))
+
+    def _registration_changed(self, status: RegistrationStatus) -> None:
+        """From now on older instances stand by. An announcement that fails is tried again by the publisher."""
+        if status.registered:
+            try:
+                self._turn.announce()
+            finally:
+                self._devices_changed()
 
     def _devices_changed(self) -> None:
         if self._publisher is not None:
@@ -314,13 +300,13 @@ def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
     """
     platform = platform_of(settings)
     discovery = Discovery(NvmlReader(platform.load_nvml), HostView(platform.paths), lambda: None)
-    discovery.scan_now()
+    discovery.scan_now(0)
     inventory = discovery.inventory
     problem = discovery.state.problem
     discovery.stop()
     if inventory is None or problem is not None:
         raise NvmlUnavailableError(problem or "devices were not discovered")
-    pool = build_pool(inventory, settings.node_name)
+    pool = build_pool(inventory, settings.node_name, settings.sharing)
     changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
     slices = [
         {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}

@@ -5,12 +5,14 @@ Read once by the command line and passed on as one value; nothing else reads the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.sharing import MAX_SHARES, NO_SHARING, SharingPolicy, SharingRule, share_all
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 
@@ -20,7 +22,8 @@ class Settings:
     """Settings of `run`. Paths are as this process sees them unless the name says host.
 
     `healthcheck_port` -1 and an empty `http_endpoint` switch the service off. `pod_uid` makes two instances
-    of a rolling update possible. `kube_api_qps` 0 is no limit.
+    of a rolling update possible. `mps_host` is `external` (its own DaemonSet) or `child` (of this
+    process). `kube_api_qps` 0 is no limit.
     """
 
     node_name: str
@@ -38,10 +41,12 @@ class Settings:
     http_endpoint: str = ""
     metrics_path: str = "/metrics"
     healthcheck_port: int = -1
+    mps_host: str = "external"
     simulate: str | None = None
     simulator_dir: str | None = None
     log_level: str = "info"
     log_format: str = "json"
+    sharing: SharingPolicy = NO_SHARING
 
     @property
     def plugin_directory(self) -> Path:
@@ -49,13 +54,24 @@ class Settings:
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 
-def resolve(given: Mapping[str, Any], config_file: Path | None) -> Settings:
+def resolve(
+    given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
+) -> Settings:
     """Settings from what was given on the command line (None means not given) and a file.
 
-    Raises: InvalidConfigError that lists every fault with its path.
+    `defaults` are the command's own. `consumable_shares` is the short form of a sharing section. Raises:
+    InvalidConfigError that lists every fault with its path.
     """
-    values: dict[str, Any] = read_config_file(config_file) if config_file else {}
+    values: dict[str, Any] = dict(defaults or {})
+    values.update(read_config_file(config_file) if config_file else {})
     values.update({name: value for name, value in given.items() if value is not None})
+    shared = consumable_shares(values.get("consumable_shares") or "disabled")
+    if shared != NO_SHARING:
+        if "sharing" in values:
+            raise InvalidConfigError(
+                f"--consumable-shares and the section sharing of {config_file} contradict each other; remove one"
+            )
+        values["sharing"] = shared
     values = {name: value for name, value in values.items() if value is not None}
     if not values.get("node_name"):
         raise InvalidConfigError(
@@ -63,6 +79,25 @@ def resolve(given: Mapping[str, Any], config_file: Path | None) -> Settings:
         )
     known = {entry.name for entry in fields(Settings)}
     return Settings(**{name: value for name, value in values.items() if name in known})
+
+
+def consumable_shares(text: str) -> SharingPolicy:
+    """The policy of `--consumable-shares`: one rule for every device, counted by the scheduler only.
+
+    Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
+    """
+    match text.strip():
+        case "" | "disabled":
+            return NO_SHARING
+        case "memory":
+            return share_all(SharingRule("memory"))
+        case "unlimited":
+            return share_all(SharingRule("unlimited"))
+        case number if re.fullmatch(r"[1-9][0-9]{0,5}", number) and int(number) <= MAX_SHARES:
+            return share_all(SharingRule("shares", int(number)))
+    raise InvalidConfigError(
+        f"--consumable-shares {text!r}: expected disabled, memory, unlimited or a number from 1 to {MAX_SHARES}"
+    )
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -95,4 +130,5 @@ def _validated(document: Any, path: Path) -> dict[str, Any]:
             for fault in error.errors()
         )
         raise InvalidConfigError(f"configuration file {path}: {'; '.join(faults)}", faults=faults) from error
-    return parsed.model_dump(exclude_none=True)
+    values = parsed.model_dump(exclude_none=True, exclude={"sharing"})
+    return values if parsed.sharing is None else values | {"sharing": parsed.sharing_policy()}

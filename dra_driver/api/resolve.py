@@ -12,7 +12,6 @@ from dra_driver.api.config import (
     GpuConfig,
     MigDeviceConfig,
     OpaqueConfig,
-    Sharing,
     VfioDeviceConfig,
     config_type,
 )
@@ -84,19 +83,9 @@ def _refused(entry: str, fault: str) -> InvalidConfigError:
 def unbuilt_features(config: OpaqueConfig) -> list[str]:
     """What the parameters ask for that this driver cannot carry out yet; empty if it can do all of it."""
     match config:
-        case GpuConfig(sharing=sharing):
-            return _unbuilt_sharing(sharing)
-        case MigDeviceConfig(sharing=sharing):
-            return _unbuilt_sharing(sharing)
+        case GpuConfig() | MigDeviceConfig():
+            return []
         case VfioDeviceConfig():
             return ["VFIO passthrough (VfioDeviceConfig) is not built yet; claim a device of type gpu or mig"]
         case _:
             assert_never(config)
-
-
-def _unbuilt_sharing(sharing: Sharing | None) -> list[str]:
-    if sharing is None:
-        return []
-    return [
-        f"sharing with strategy {sharing.strategy} is not built yet; remove `sharing` from the parameters"
-    ]

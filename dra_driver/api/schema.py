@@ -72,7 +72,7 @@ class _TimeSlicing(_Part):
 
 
 class _Mps(_Part):
-    percentage: StrictInt | None = Field(None, alias="defaultActiveThreadPercentage", ge=0, le=100)
+    percentage: StrictInt | None = Field(None, alias="defaultActiveThreadPercentage", ge=1, le=100)
     limit: MemoryLimit | None = Field(None, alias="defaultPinnedDeviceMemoryLimit")
     limits: dict[str, MemoryLimit] = Field(default_factory=dict, alias="defaultPerDevicePinnedMemoryLimit")
     multi_user: StrictBool | None = Field(None, alias="multiUser")
@@ -90,17 +90,27 @@ class _Mps(_Part):
         return MpsConfig(self.percentage, self.limit, self.limits, self.multi_user)
 
 
+_PART_OF_STRATEGY = {"TimeSlicing": "timeSlicingConfig", "MPS": "mpsConfig"}
+
+
 class _MigSharing(_Part):
     strategy: Strategy
     mps: _Mps | None = Field(None, alias="mpsConfig")
 
-    @model_validator(mode="after")
-    def _check_parts(self) -> _MigSharing:
-        if self.mps is not None and self.strategy != "MPS":
-            raise ValueError(
-                f"mpsConfig does not fit strategy {self.strategy}; remove it or use strategy MPS"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _check_parts(cls, data: Any) -> Any:
+        """A part that does not fit the strategy is a mistake even if it is empty or null."""
+        if isinstance(data, Mapping):
+            strategy = data.get("strategy")
+            if strategy not in tuple(_PART_OF_STRATEGY):
+                return data
+            for other, part in _PART_OF_STRATEGY.items():
+                if part in data and strategy != other:
+                    raise ValueError(
+                        f"{part} does not fit strategy {strategy}; remove it or use strategy {other}"
+                    )
+        return data
 
     def value(self) -> Sharing:
         if self.strategy == "MPS":
@@ -110,15 +120,6 @@ class _MigSharing(_Part):
 
 class _GpuSharing(_MigSharing):
     time_slicing: _TimeSlicing | None = Field(None, alias="timeSlicingConfig")
-
-    @model_validator(mode="after")
-    def _check_time_slicing(self) -> _GpuSharing:
-        if self.time_slicing is not None and self.strategy != "TimeSlicing":
-            raise ValueError(
-                f"timeSlicingConfig does not fit strategy {self.strategy}; "
-                "remove it or use strategy TimeSlicing"
-            )
-        return self
 
     def value(self) -> Sharing:
         if self.strategy == "TimeSlicing" and self.time_slicing is not None:

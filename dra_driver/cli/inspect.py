@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dra_driver.cli.options import (
+    Config,
     ContainerDriverRoot,
     DriverName,
     NodeName,
@@ -37,6 +38,7 @@ def inspect(
     nvidia_driver_root: NvidiaDriverRoot = None,
     container_driver_root: ContainerDriverRoot = None,
     simulator_dir: SimulatorDir = None,
+    config: Config = None,
 ) -> None:
     """Print the ResourceSlices that `run` would publish on this machine; no cluster is needed.
 
@@ -51,14 +53,15 @@ def inspect(
     with tempfile.TemporaryDirectory(prefix="gpu-dra-inspect-") as scratch:
         settings = resolve(
             {
-                "node_name": node_name or socket.gethostname().lower(),
+                "node_name": node_name,
                 "driver_name": driver_name,
                 "nvidia_driver_root": nvidia_driver_root,
                 "container_driver_root": container_driver_root,
                 "simulate": simulate,
-                "simulator_dir": str(simulator_dir or Path(scratch) / "machine"),
+                "simulator_dir": None if simulator_dir is None else str(simulator_dir),
             },
-            None,
+            config,
+            {"node_name": socket.gethostname().lower(), "simulator_dir": str(Path(scratch) / "machine")},
         )
         slices, notes = slices_to_publish(settings)
     for note in notes:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-if sys.argv[1:2] == ["run"]:
+if sys.argv[1:2] in (["run"], ["mps-host"]):
     # structlog imports rich for coloured tracebacks, which the daemon never draws: 7 MiB and 45 ms.
     sys.modules["rich"] = None  # type: ignore[assignment]
 
 import typer
 
 from dra_driver import __version__
-from dra_driver.cli import demo, inspect, run
+from dra_driver.cli import demo, inspect, mps_host, run
 from dra_driver.errors import DraDriverError, InvalidConfigError
 
 EXIT_USAGE = 2
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("inspect")(inspect.inspect)
 app.command("demo")(demo.demo)
+app.command("mps-host")(mps_host.mps_host)
 
 
 def _show_version(wanted: bool) -> None:

@@ -32,6 +32,12 @@ ContainerDriverRoot = Annotated[
         help="Driver root as this process sees it, if that directory exists. [default: /driver-root]",
     ),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", envvar="CONFIG_FILE", help="YAML file with settings; flags and environment win."
+    ),
+]
 Simulate = Annotated[
     str | None,
     typer.Option(

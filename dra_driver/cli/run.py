@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dra_driver.cli.options import (
+    Config,
     ContainerDriverRoot,
     DriverName,
     NodeName,
@@ -26,12 +26,7 @@ def _ignored(*names: str, env: str) -> Any:
 def run(
     node_name: NodeName = None,
     driver_name: DriverName = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", envvar="CONFIG_FILE", help="YAML file with settings; flags and environment win."
-        ),
-    ] = None,
+    config: Config = None,
     cdi_root: Annotated[
         str | None,
         typer.Option("--cdi-root", envvar="CDI_ROOT", help="Directory for CDI specs. [default: /etc/cdi]"),
@@ -99,6 +94,15 @@ def run(
             help="Port of the gRPC health service. [default: -1, off]",
         ),
     ] = None,
+    mps_host: Annotated[
+        str | None,
+        typer.Option(
+            "--mps-host",
+            envvar="MPS_HOST",
+            help="Who keeps MPS daemons: external (`gpu-dra-driver mps-host` in a DaemonSet of its own) or child. "
+            "[default: external]",
+        ),
+    ] = None,
     simulate: Simulate = None,
     simulator_dir: SimulatorDir = None,
     log_level: Annotated[
@@ -110,6 +114,14 @@ def run(
     log_format: Annotated[
         str | None,
         typer.Option("--log-format", envvar="LOG_FORMAT", help="json or console. [default: json]"),
+    ] = None,
+    consumable_shares: Annotated[
+        str | None,
+        typer.Option(
+            "--consumable-shares",
+            envvar="CONSUMABLE_SHARES",
+            help="Share every device: disabled, memory, unlimited, or a number of shares. [default: disabled]",
+        ),
     ] = None,
     verbosity: Annotated[
         int | None,
@@ -128,7 +140,6 @@ def run(
     additional_xids_to_ignore: Annotated[
         str | None, _ignored("--additional-xids-to-ignore", env="ADDITIONAL_XIDS_TO_IGNORE")
     ] = None,
-    consumable_shares: Annotated[str | None, _ignored("--consumable-shares", env="CONSUMABLE_SHARES")] = None,
     feature_gates: Annotated[str | None, _ignored("--feature-gates", env="FEATURE_GATES")] = None,
 ) -> None:
     """Discover this node's GPUs, publish them as ResourceSlices and prepare them for pods, until SIGTERM.
@@ -164,12 +175,10 @@ _IGNORED = (
     "image_pull_policy",
     "service_account_name",
     "additional_xids_to_ignore",
-    "consumable_shares",
     "feature_gates",
 )
 _CHANGES_BEHAVIOUR = {
     "additional_xids_to_ignore": "health monitoring is not built yet",
-    "consumable_shares": "shared GPUs are not built yet",
     "feature_gates": "there are no feature gates; what is built is on",
 }
 
@@ -189,5 +198,5 @@ def _tell_ignored(given: dict[str, Any]) -> None:
     log = structlog.get_logger(__name__)
     for name, reason in _CHANGES_BEHAVIOUR.items():
         value = given.get(name)
-        if value and value != "disabled":
+        if value:
             log.warning("flag_ignored", flag=f"--{name.replace('_', '-')}", value=value, reason=reason)

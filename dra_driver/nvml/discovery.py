@@ -51,8 +51,10 @@ def read_inventory() -> Inventory:
     return Inventory(versions, tuple(gpus), domains, tuple(faults))
 
 
-def read_pulse() -> Hashable:
+def read_pulse() -> tuple[Hashable, ...]:
     """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
+
+    One entry a GPU, None for one that does not answer.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """
@@ -64,8 +66,10 @@ def read_pulse() -> Hashable:
 def _pulse_of(index: int) -> Hashable:
     try:
         return tuple(pynvml.nvmlDeviceGetMigMode(pynvml.nvmlDeviceGetHandleByIndex(index)))
-    except pynvml.NVMLError as error:
-        return int(error.value)
+    except pynvml.NVMLError_NotSupported:
+        return ()
+    except pynvml.NVMLError:
+        return None
 
 
 def _read_versions(log: FaultLog) -> DriverVersions:

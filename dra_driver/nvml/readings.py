@@ -27,6 +27,11 @@ _ARCHITECTURES = {
     2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada Lovelace",
     9: "Hopper", 10: "Blackwell", 13: "Rubin",
 }  # fmt: skip
+_CORES_PER_MULTIPROCESSOR = {
+    (3, 0): 192, (3, 2): 192, (3, 5): 192, (3, 7): 192, (5, 0): 128, (5, 2): 128, (5, 3): 128, (6, 0): 64,
+    (6, 1): 128, (6, 2): 128, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128,
+    (8, 9): 128, (9, 0): 128, (10, 0): 128, (10, 1): 128, (10, 3): 128, (11, 0): 128, (12, 0): 128, (12, 1): 128,
+}  # fmt: skip
 _ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
 _FABRIC_COMPLETED = 3
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
@@ -65,6 +70,7 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
     log = FaultLog(f"GPU {uuid}")
     mig_mode = log.read("MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
     memory = log.read("memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
+    compute = _compute_capability(log, handle)
     gpu = Gpu(
         uuid=uuid,
         index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
@@ -73,13 +79,14 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         product_name=log.read("product name", pynvml.nvmlDeviceGetName, handle),
         brand=_named(log, "brand", pynvml.nvmlDeviceGetBrand, handle, _BRANDS),
         architecture=_named(log, "architecture", pynvml.nvmlDeviceGetArchitecture, handle, _ARCHITECTURES),
-        cuda_compute_capability=_compute_capability(log, handle),
+        cuda_compute_capability=compute,
         memory_bytes=None if memory is None else int(memory.total),
         addressing_mode=_addressing_mode(log, handle),
         nvlink_links=_active_links(log, handle),
         fabric=_fabric(log, handle),
         mig_capable=mig_mode is not None,
         mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        multiprocessors=_multiprocessors(log, handle, compute),
     )
     return handle, gpu, log.faults
 
@@ -105,6 +112,17 @@ def _named(
 def _compute_capability(log: FaultLog, handle: Handle) -> tuple[int, int] | None:
     value = log.read("CUDA compute capability", pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return None if value is None else (int(value[0]), int(value[1]))
+
+
+def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | None) -> int | None:
+    """NVML counts cores; how many a multiprocessor has is fixed for a compute capability."""
+    per_multiprocessor = _CORES_PER_MULTIPROCESSOR.get(compute) if compute is not None else None
+    if per_multiprocessor is None:
+        return None
+    cores = log.read("number of cores", pynvml.nvmlDeviceGetNumGpuCores, handle)
+    if not cores or cores % per_multiprocessor:
+        return None
+    return int(cores) // per_multiprocessor
 
 
 def _addressing_mode(log: FaultLog, handle: Handle) -> str | None:

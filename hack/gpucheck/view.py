@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +125,9 @@ class GuardedNvml:
 
         return read_inventory()
 
-    def pulse(self) -> None:
+    def pulse(self) -> tuple[Hashable, ...]:
         """Nothing to watch: a check looks once."""
+        return ()
 
     def _guarded(self) -> object:
         guard = ReadOnlyLibrary(self._load())
@@ -153,7 +154,7 @@ def opened(machine: Machine) -> Iterator[View]:
             nvml.open()
         except DraDriverError as error:
             raise CannotRunError(str(error)) from error
-        discovery.scan_now()
+        discovery.scan_now(0)
         if discovery.inventory is None or discovery.state.problem is not None:
             raise CannotRunError(discovery.state.problem or "devices were not discovered")
         if not discovery.inventory.gpus:

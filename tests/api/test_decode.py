@@ -43,7 +43,6 @@ TIME_SLICED = GpuConfig(Sharing("TimeSlicing", time_slicing=TimeSlicingConfig("D
         (time_slicing(timeSlicingConfig=None), TIME_SLICED),
         (time_slicing(timeSlicingConfig={}), TIME_SLICED),
         (time_slicing(timeSlicingConfig={"interval": None}), TIME_SLICED),
-        (time_slicing(mpsConfig=None), TIME_SLICED),
         (
             time_slicing(timeSlicingConfig={"interval": "Long"}),
             GpuConfig(Sharing("TimeSlicing", time_slicing=TimeSlicingConfig("Long"))),
@@ -130,6 +129,16 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         (
             parameters("MigDeviceConfig", sharing={"strategy": "TimeSlicing", "timeSlicingConfig": {}}),
             "MigDeviceConfig is not valid: sharing.timeSlicingConfig: unknown field",
+        ),
+        (
+            mps(defaultActiveThreadPercentage=0),
+            "GpuConfig is not valid: sharing.mpsConfig.defaultActiveThreadPercentage: "
+            "Input should be greater than or equal to 1",
+        ),
+        (
+            time_slicing(mpsConfig=None),
+            "GpuConfig is not valid: sharing: mpsConfig does not fit strategy TimeSlicing; "
+            "remove it or use strategy MPS",
         ),
         (
             mps(defaultActiveThreadPercentage=101),

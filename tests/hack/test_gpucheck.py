@@ -12,7 +12,7 @@ import pytest
 from gpucheck.cli import CANNOT_RUN, DIFFERENT, OK, main
 from gpucheck.view import Options, real_machine, simulated_machine
 
-from dra_driver import app
+from dra_driver import platforms
 from dra_driver.settings import Settings
 from dra_driver.simulator import machine_names
 from tests.hack.support import full_smi, looking_at
@@ -141,8 +141,8 @@ def test_it_looks_where_the_daemon_looks(tmp_path: Path) -> None:
         for container_root in (str(inside), str(tmp_path / "none")):
             settings = Settings("node", nvidia_driver_root=root, container_driver_root=container_root)
             options = Options(nvidia_driver_root=root, container_driver_root=container_root)
-            assert real_machine(options).paths == app.real_platform(settings).paths
-    daemon = app.simulated_platform("gb10", tmp_path / "machine")
+            assert real_machine(options).paths == platforms.real_platform(settings).paths
+    daemon = platforms.simulated_platform("gb10", tmp_path / "machine")
     assert simulated_machine("gb10", tmp_path / "machine").paths == daemon.paths
 
 

@@ -81,8 +81,8 @@ def parameters(**fields: object) -> list[dict]:
         (parameters(shraing={}), "shraing"),
         (parameters(kind="GpuConfg"), "GpuConfg"),
         (parameters(apiVersion="resource.nvidia.com/v1alpha9"), "v1alpha9"),
-        (parameters(sharing={"strategy": "TimeSlicing"}), "not built yet"),
-        (parameters(sharing={"strategy": "MPS"}), "not built yet"),
+        (parameters(sharing={"strategy": "TimeSlicing", "mpsConfig": {}}), "mpsConfig does not fit"),
+        (parameters(sharing={"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 101}}), "100"),
         (parameters(kind="VfioDeviceConfig"), "VfioDeviceConfig"),
     ],
 )
@@ -186,11 +186,15 @@ def test_api_server_down(node: Node, bystander: ClaimRef) -> None:
 
 
 def test_api_server_slow(node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dra_driver.services.preparer._KNOWN_CLAIM_API_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("dra_driver.services.preparer._KNOWN_CLAIMS_API_S", 0.2)
+    known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
+    for ref in known[1:]:
+        assert isinstance(node.prepare(ref)[ref.uid], Prepared)
     node.server.faults.slow("resourceclaims", 5)
     started = time.monotonic()
-    assert isinstance(node.prepare(bystander)[bystander.uid], Prepared)
-    assert time.monotonic() - started < 4
+    outcomes = node.prepare(*known)
+    assert all(isinstance(outcomes[ref.uid], Prepared) for ref in known)
+    assert time.monotonic() - started < 4, "the claims of a call share one wait"
     node.server.faults.clear()
 
 

@@ -104,7 +104,8 @@ CALLS = {
     "nvmlDeviceGetName": {"product_name"},
     "nvmlDeviceGetBrand": {"brand"},
     "nvmlDeviceGetArchitecture": {"architecture"},
-    "nvmlDeviceGetCudaComputeCapability": {"cuda_compute_capability"},
+    "nvmlDeviceGetCudaComputeCapability": {"cuda_compute_capability", "multiprocessors"},
+    "nvmlDeviceGetNumGpuCores": {"multiprocessors"},
     "nvmlDeviceGetMemoryInfo": {"memory_bytes"},
     "nvmlDeviceGetAddressingMode": {"addressing_mode"},
     "nvmlDeviceGetNvLinkState": {"nvlink_links"},
@@ -389,14 +390,14 @@ def test_lost_gpu_comes_back(machine: Make) -> None:
 def test_discovery_follows_the_machine_through_a_driver_reload(machine: Make) -> None:
     node = machine("dgx-h100")
     discovery = node.discovery()
-    discovery.scan_now()
+    discovery.scan_now(5)
     healthy = discovery.inventory
     assert healthy is not None
     node.machine.unload_driver()
-    discovery.scan_now()
+    discovery.scan_now(5)
     assert (discovery.state.ready, discovery.inventory and discovery.inventory.gpus) == (False, ())
     node.machine.load_driver("590.1.2")
-    discovery.scan_now()
+    discovery.scan_now(5)
     assert discovery.inventory == replace(healthy, versions=DriverVersions("590.1.2", (13, 0)))
     assert node.changes == 3
 

@@ -25,6 +25,8 @@ WORKLOAD_TAGS = (
     "nvcr.io/nvidia/cuda:12.4.1-base-ubuntu22.04",
 )
 _BASH = Path("/bin/bash-static")
+# Stands for a CUDA program on a simulated machine, to show which MPS limits a container gets.
+_MPS_CLIENT = Path(__file__).resolve().parents[3] / "dra_driver/simulator/scripts/mps-client.sh"
 _EMPTY_DIRECTORIES = ("dev", "etc", "proc", "root", "sys", "tmp", "usr/lib", "var")
 _FOREVER = "2147483647"
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -113,6 +115,7 @@ def _layer(busybox: Path) -> bytes:
             layer.addfile(entry)
         _add_file(layer, "bin/busybox", busybox.read_bytes(), 0o755)
         _add_file(layer, "bin/bash", _BASH.read_bytes(), 0o755)
+        _add_file(layer, "usr/bin/mps-client", _MPS_CLIENT.read_bytes(), 0o755)
         _add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
         _add_file(layer, "etc/group", b"root:x:0:\n", 0o644)
         for applet in _applets(busybox):

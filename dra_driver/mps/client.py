@@ -1,0 +1,97 @@
+"""How the plugin asks the MPS host. Blocking, safe from any thread, one connection a request."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+from dra_driver.errors import RetryableError
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.mps import protocol
+from dra_driver.mps.connection import peer_uid, read_line, short_path
+from dra_driver.mps.layout import MpsLayout
+
+_RECONNECT_S = 0.02
+_MARGIN_S = 2.0
+"""How much longer than the host itself the client waits, so that the host's own words arrive."""
+
+
+class MpsClient:
+    """Asks the host of one layout. `connect_s` is how long a host that restarts is waited for."""
+
+    def __init__(self, layout: MpsLayout, *, connect_s: float = 1.0) -> None:
+        self._path = layout.socket
+        self._connect_s = connect_s
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
+        """The daemon's status once it is ready, or found in FAULT; at once if it runs already.
+
+        Raises: PermanentError if it cannot be as asked, RetryableError if it was not ready in time or there is no host.
+        """
+        statuses = self._ask(protocol.Ensure(spec, timeout_s), timeout_s)
+        if len(statuses) != 1:
+            raise protocol.ProtocolError(
+                f"the MPS host answered with {len(statuses)} statuses instead of one"
+            )
+        return statuses[0]
+
+    def stop(self, device: str, timeout_s: float = 20.0) -> None:
+        """Nothing of the device's daemon is left; also if there was none. Raises: RetryableError, PermanentError."""
+        self._ask(protocol.Stop(device, timeout_s), timeout_s)
+
+    def status(self, timeout_s: float = 5.0) -> tuple[MpsDaemonStatus, ...]:
+        """All daemons of the node, by name. Raises: RetryableError."""
+        return self._ask(protocol.Status(), timeout_s)
+
+    def ping(self, timeout_s: float = 1.0) -> None:
+        """Returns if a host answers. Raises: RetryableError."""
+        self._ask(protocol.Ping(), timeout_s)
+
+    def _ask(self, request: protocol.Request, timeout_s: float) -> tuple[MpsDaemonStatus, ...]:
+        message = protocol.encode_request(request)
+        with self._connect(timeout_s) as connection:
+            try:
+                connection.settimeout(timeout_s + _MARGIN_S)
+                connection.sendall(message)
+                line = read_line(connection, bytearray())
+            except TimeoutError as error:
+                raise RetryableError(f"the MPS host did not answer within {timeout_s:g} s") from error
+            except OSError as error:
+                raise RetryableError(
+                    f"the connection to the MPS host broke: {error.strerror or error}"
+                ) from error
+        if line is None:
+            raise RetryableError("the MPS host was stopped before it answered; the request may be repeated")
+        return protocol.decode_reply(line)
+
+    def _connect(self, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + min(timeout_s, self._connect_s)
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.settimeout(max(0.1, timeout_s))
+                with short_path(self._path) as address:
+                    connection.connect(address)
+                self._check_peer(connection)
+            except OSError as error:
+                connection.close()
+                if time.monotonic() >= deadline:
+                    raise self._nobody(error) from error
+                time.sleep(_RECONNECT_S)
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
+
+    def _check_peer(self, connection: socket.socket) -> None:
+        uid = peer_uid(connection)
+        if uid not in (0, os.geteuid()):
+            raise RetryableError(f"{self._path} is served by user {uid}, not by root")
+
+    def _nobody(self, error: OSError) -> RetryableError:
+        return RetryableError(
+            f"no MPS host answers on {self._path} ({error.strerror or error}): start the DaemonSet "
+            "gpu-dra-driver-mps, or `gpu-dra-driver mps-host` with the same --kubelet-plugins-directory-path"
+        )

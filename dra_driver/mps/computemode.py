@@ -1,0 +1,79 @@
+"""The compute mode of a GPU: exclusive while MPS runs on it, so that no process can go past MPS."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Protocol
+
+from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.mps.programs import FindPrograms
+
+DEFAULT = 0
+EXCLUSIVE_PROCESS = 3
+
+_NAMES = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
+_BY_NAME = {name: mode for mode, name in _NAMES.items()}
+_TIMEOUT_S = 30.0
+"""Without persistence mode the first call initialises the GPU, which takes seconds."""
+
+
+class ComputeMode(Protocol):
+    """Reads and sets it, as NVML's numbers: 0 default, 2 prohibited, 3 exclusive to one process."""
+
+    def get(self, gpu_uuid: str) -> int | None:
+        """The mode; None where there is none: the GPU is gone, lost, or has no such setting. Raises: RetryableError."""
+
+    def set(self, gpu_uuid: str, mode: int) -> None:
+        """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
+
+
+class NvidiaSmiComputeMode:
+    """Through the driver's own nvidia-smi."""
+
+    def __init__(self, find: FindPrograms) -> None:
+        self._find = find
+
+    def get(self, gpu_uuid: str) -> int | None:
+        code, text = self._run("-i", gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
+        name = text.splitlines()[-1].strip().upper() if text else ""
+        if code == 0:
+            return _BY_NAME.get(name)
+        if _is_absent(text):
+            return None
+        raise RetryableError(f"cannot read the compute mode of {gpu_uuid}: {text or f'exit code {code}'}")
+
+    def set(self, gpu_uuid: str, mode: int) -> None:
+        code, text = self._run("-i", gpu_uuid, "-c", _NAMES[mode])
+        if code == 0:
+            return
+        message = (
+            f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}: {text or f'exit code {code}'}"
+        )
+        if "not supported" in text.lower():
+            raise NotSupportedError(message)
+        raise RetryableError(message)
+
+    def _run(self, *arguments: str) -> tuple[int, str]:
+        programs = self._find()
+        try:
+            done = subprocess.run(
+                [programs.path("nvidia-smi"), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=programs.environment(),
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RetryableError(f"cannot run {programs.path('nvidia-smi')}: {error}") from error
+        return done.returncode, done.stdout.strip()
+
+
+def _is_absent(text: str) -> bool:
+    lowered = text.lower()
+    return any(
+        part in lowered for part in ("no devices were found", "gpu is lost", "not found", "not supported")
+    )

@@ -1,0 +1,102 @@
+"""The driver's `nvidia-cuda-mps-control`: one process of it is the daemon, others pass it commands and end."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from dra_driver.errors import RetryableError
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.mps.processes import PIPE_VARIABLE, ProcessId, spawn
+from dra_driver.mps.programs import CONTROL_PROGRAM, DriverPrograms, FindPrograms
+
+PID_FILE = f"{CONTROL_PROGRAM}.pid"
+OUTPUT = "host.out"
+LOGS = ("control.log", OUTPUT)
+
+_LARGEST_LOG = 16 << 20
+_TAIL_BYTES = 2048
+_TAIL_LINES = 4
+
+
+class Control(Protocol):
+    """Starting a control daemon and talking to it."""
+
+    def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
+        """Start a daemon in the foreground of a session of its own. Raises: RetryableError."""
+
+    def ask(self, directories: MpsDirectories, *commands: str, timeout_s: float) -> list[str]:
+        """The lines that the daemon answers. Raises: RetryableError if there is none or it does not answer."""
+
+
+class ControlProgram:
+    """The installed one."""
+
+    def __init__(self, find: FindPrograms) -> None:
+        self._find = find
+
+    def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
+        programs = self._find()
+        arguments = [programs.path(CONTROL_PROGRAM), "-f", *(["-M"] if spec.multi_user else [])]
+        environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.uuid}
+        try:
+            return spawn(arguments, environment, Path(directories.log, OUTPUT))
+        except OSError as error:
+            raise RetryableError(f"cannot start {arguments[0]}: {error.strerror or error}") from error
+
+    def ask(self, directories: MpsDirectories, *commands: str, timeout_s: float) -> list[str]:
+        programs = self._find()
+        try:
+            done = subprocess.run(
+                [programs.path(CONTROL_PROGRAM)],
+                input="".join(f"{command}\n" for command in commands),
+                env=self._environment(programs, directories),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RetryableError(
+                f"the MPS daemon did not answer {commands[0]!r} within {timeout_s:g} s"
+            ) from error
+        except OSError as error:
+            raise RetryableError(
+                f"cannot run {programs.path(CONTROL_PROGRAM)}: {error.strerror or error}"
+            ) from error
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        if done.returncode != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
+            reason = lines[-1] if lines else f"exit code {done.returncode}"
+            raise RetryableError(f"the MPS daemon does not answer {commands[0]!r}: {reason}")
+        return lines
+
+    def _environment(self, programs: DriverPrograms, directories: MpsDirectories) -> dict[str, str]:
+        return {
+            **programs.environment(),
+            PIPE_VARIABLE: directories.pipe,
+            "CUDA_MPS_LOG_DIRECTORY": directories.log,
+        }
+
+
+def log_tail(directories: MpsDirectories) -> str:
+    """The last lines of the daemon's log and output, on one line; empty where there is nothing."""
+    parts = []
+    for name in LOGS:
+        with suppress(OSError), Path(directories.log, name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+            parts += [f"{name}: {' | '.join(line.strip() for line in lines)}"] if lines else []
+    return "; ".join(parts)
+
+
+def shorten_logs(directories: MpsDirectories) -> None:
+    """Empty what has grown too large; done before a daemon starts, when nobody writes."""
+    with suppress(OSError):
+        for path in Path(directories.log).iterdir():
+            if path.is_file() and path.stat().st_size > _LARGEST_LOG:
+                path.write_bytes(b"")

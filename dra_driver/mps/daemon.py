@@ -1,0 +1,351 @@
+"""One control daemon: brought up, kept up, taken down. Every step may be repeated from any point."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError, StateError
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.mps import control, processes
+from dra_driver.mps.cleanup import clear_directory, end_users, remove_directory
+from dra_driver.mps.computemode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.control import Control
+from dra_driver.mps.conversation import Conversation, HostStoppingError, Timings
+from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.mounts import Mounter
+from dra_driver.mps.processes import ProcessId
+from dra_driver.mps.records import DaemonRecord, DaemonRecords
+
+_log = structlog.get_logger(__name__)
+
+_UNANSWERED = 3
+"""A daemon that does not answer once may only be busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What daemons are made with; the same for all of a host."""
+
+    layout: MpsLayout
+    records: DaemonRecords
+    control: Control
+    mounter: Mounter
+    compute_mode: ComputeMode
+    boot_id: str
+    shm_bytes: int
+    closing: threading.Event
+    timings: Timings
+
+
+class Daemon:
+    """The daemon of one device. Calls wait for each other; `status` never waits."""
+
+    def __init__(self, record: DaemonRecord, parts: Parts, *, recovered: bool) -> None:
+        """`recovered` is for a daemon that was there before this process: a failure takes nothing down then."""
+        self._parts = parts
+        self._record = record
+        self._established = recovered
+        self._lock = threading.Lock()
+        self._directories = parts.layout.directories(record.spec.device)
+        self._conversation = Conversation(
+            record.spec, self._directories, parts.control, parts.timings, parts.closing
+        )
+        self._backoff = parts.timings.first_backoff
+        self._retry_at = 0.0
+        self._gone = False
+        self._unanswered = 0
+        self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=time.time())
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was taken down; such an object serves no more."""
+        return self._gone
+
+    # --- what callers want ---------------------------------------------------------------------
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus | None:
+        """Ready with this spec; None if it was taken down meanwhile, so that the caller needs a new object.
+
+        Raises: PermanentError if it runs with another spec, RetryableError if it cannot be made ready in time.
+        """
+        with self._held(timeout_s) as deadline:
+            if self._gone:
+                return None
+            if self._record.wanted == "stopped" or self._is_of_the_past(spec):
+                self._take_down()
+                return None
+            self._refuse_other(spec)
+            if not self._is_up():
+                self._bring_up_or_roll_back(deadline)
+            return self.status
+
+    def stop(self, timeout_s: float) -> None:
+        """Gone, with everything that it made. Raises: RetryableError, StateError; then calling again goes on."""
+        with self._held(timeout_s):
+            if self._gone:
+                return
+            try:
+                self._take_down()
+            except DraDriverError as error:
+                self._failed(error)
+                raise
+
+    def converge(self) -> None:
+        """Do what the record says; for recovery and restarts. Never raises, the status tells."""
+        with self._held(0.0, wait=False) as deadline:
+            if self._gone or self._parts.closing.is_set():
+                return
+            try:
+                if self._record.wanted == "stopped":
+                    self._take_down()
+                elif not self._is_up():
+                    self._bring_up(deadline)
+            except Exception as error:  # noqa: BLE001  it is tried again, and the status tells
+                self._failed(error)
+
+    def needs_attention(self, now: float) -> bool:
+        """Whether `converge` has work to do now; notices a daemon that has ended."""
+        if self._gone or now < self._retry_at or self._lock.locked():
+            return False
+        if self.status.state in ("ready", "fault") and self._is_up():
+            return False
+        if self.status.state in ("ready", "fault"):
+            self._died(now)
+            return False
+        return True
+
+    def probe(self) -> None:
+        """Ask for servers in FAULT and for the number of clients. Never raises."""
+        before = self.status
+        if before.state not in ("ready", "fault") or before.pid is None:
+            return
+        try:
+            problem, clients = self._conversation.ask_servers()
+            self._unanswered = 0
+        except RetryableError as error:
+            self._unanswered += 1
+            problem, clients = (str(error) if self._unanswered >= _UNANSWERED else before.problem), None
+        with self._held(0.0, wait=False):
+            if self.status.pid == before.pid and self.status.state in ("ready", "fault"):
+                self._probed(problem, clients)
+
+    # --- up ------------------------------------------------------------------------------------
+
+    def _bring_up_or_roll_back(self, deadline: float) -> None:
+        try:
+            self._bring_up(deadline)
+        except HostStoppingError:
+            raise
+        except DraDriverError as error:
+            if self._established:
+                self._failed(error)
+            else:
+                with suppress(DraDriverError):
+                    self._take_down()
+            raise
+
+    def _bring_up(self, deadline: float) -> None:
+        started = time.monotonic()
+        self._show("starting", problem=self.status.problem)
+        self._write(replace(self._record, wanted="running"))
+        process = self._find_running()
+        adopted = process is not None
+        if process is None:
+            self._make_directories()
+            self._take_gpu()
+            self._clear_pipes()
+            process = self._start()
+        if process != self._record.process or self._record.boot_id != self._parts.boot_id:
+            self._write(replace(self._record, process=process, boot_id=self._parts.boot_id))
+        try:
+            longest = time.monotonic() + self._parts.timings.start
+            self._conversation.wait_ready(process, longest if adopted else min(deadline, longest))
+            self._conversation.apply_limits()
+        except HostStoppingError:
+            raise  # the next host process takes it from here
+        except DraDriverError:
+            self._end_all()
+            raise
+        self._established = True
+        self._show("ready", pid=process.pid)
+        _log.info(
+            "mps_daemon_adopted" if adopted else "mps_daemon_started",
+            device=self._record.spec.device,
+            pid=process.pid,
+            duration_s=round(time.monotonic() - started, 3),
+        )
+
+    def _find_running(self) -> ProcessId | None:
+        """A daemon that runs already: the recorded one, or one that was started and not recorded."""
+        recorded = self._recorded()
+        if recorded is not None and processes.is_control_daemon(recorded, self._directories.pipe):
+            return recorded
+        users = processes.users_of(self._directories.pipe)
+        return next(
+            (user for user in users if processes.is_control_daemon(user, self._directories.pipe)), None
+        )
+
+    def _recorded(self) -> ProcessId | None:
+        return self._record.process if self._record.boot_id == self._parts.boot_id else None
+
+    def _make_directories(self) -> None:
+        parts, paths = self._parts, self._directories
+        modes = {Path(paths.pipe).parent: 0o711, Path(paths.pipe): 0o755, Path(paths.log): 0o755}
+        shm = Path(paths.shm)
+        try:
+            for path, mode in modes.items():
+                path.mkdir(parents=True, exist_ok=True)
+                path.chmod(mode)
+            shm.mkdir(exist_ok=True)
+        except OSError as error:
+            raise RetryableError(
+                f"cannot make the directories of the MPS daemon: {error.filename}: {error.strerror}"
+            ) from error
+        parts.mounter.mount(shm, parts.shm_bytes)
+        with suppress(OSError):
+            shm.chmod(0o1777)
+
+    def _take_gpu(self) -> None:
+        """Exclusive to MPS; what it was before is on disk before it changes."""
+        spec, mode = self._record.spec, self._parts.compute_mode
+        if spec.kind != "gpu":
+            return
+        before = mode.get(spec.gpu_uuid)
+        if before is None or before == EXCLUSIVE_PROCESS:
+            return
+        if self._record.compute_mode_before is None:
+            self._write(replace(self._record, compute_mode_before=before))
+        try:
+            mode.set(spec.gpu_uuid, EXCLUSIVE_PROCESS)
+        except NotSupportedError as error:
+            _log.warning("compute_mode_not_supported", device=spec.device, error=str(error))
+
+    def _clear_pipes(self) -> None:
+        """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
+        processes.end(processes.users_of(self._directories.pipe), self._parts.timings.patience)
+        clear_directory(Path(self._directories.pipe))
+
+    def _start(self) -> ProcessId:
+        control.shorten_logs(self._directories)
+        with suppress(OSError):
+            Path(self._directories.log, control.OUTPUT).unlink(missing_ok=True)
+        return self._parts.mounter.within(
+            Path(self._directories.shm),
+            lambda: self._parts.control.start(self._record.spec, self._directories),
+        )
+
+    # --- down ----------------------------------------------------------------------------------
+
+    def _take_down(self) -> None:
+        spec = self._record.spec
+        try:
+            self._write(replace(self._record, wanted="stopped"))
+        except StateError as error:  # a full disk must not keep a daemon alive
+            _log.warning("mps_record_not_written", device=spec.device, error=str(error))
+        self._end_all()
+        self._give_gpu_back()
+        remove_directory(self._parts.mounter, self._parts.layout, spec.device)
+        self._parts.records.remove(spec.device)
+        self._gone = True
+        self._show("stopped")
+        _log.info("mps_daemon_stopped", device=spec.device)
+
+    def _end_all(self) -> None:
+        recorded = self._recorded()
+        if recorded is not None and not processes.is_alive(recorded):
+            processes.reap(recorded.pid)
+        end_users(self._parts.control, self._directories, self._parts.timings.patience)
+
+    def _give_gpu_back(self) -> None:
+        before, spec = self._record.compute_mode_before, self._record.spec
+        if before is None:
+            return
+        mode = self._parts.compute_mode
+        if mode.get(spec.gpu_uuid) == EXCLUSIVE_PROCESS:
+            mode.set(spec.gpu_uuid, before)
+
+    # --- state ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _held(self, timeout_s: float, *, wait: bool = True) -> Iterator[float]:
+        """The lock; yields the deadline. Without `wait` it is that of a daemon's start, and the lock has time."""
+        deadline = time.monotonic() + (timeout_s if wait else self._parts.timings.start)
+        if not self._lock.acquire(timeout=timeout_s if wait else -1):
+            raise RetryableError(f"the MPS daemon of {self._record.spec.device} is being started or stopped")
+        try:
+            yield deadline
+        finally:
+            self._lock.release()
+
+    def _is_up(self) -> bool:
+        """Whether a daemon that was ready still runs."""
+        process = self._record.process
+        return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
+
+    def _is_of_the_past(self, spec: MpsDaemonSpec) -> bool:
+        """Whether the name means another device now, as a MIG device that was made anew, and nobody uses the old."""
+        if spec.uuid == self._record.spec.uuid:
+            return False
+        try:
+            return self._conversation.ask_servers()[1] == 0
+        except RetryableError:
+            return True
+
+    def _refuse_other(self, spec: MpsDaemonSpec) -> None:
+        differences = self._record.spec.differences(spec)
+        if differences:
+            raise PermanentError(
+                f"the MPS daemon of {spec.device} runs with other settings ({'; '.join(differences)}); "
+                "it is stopped when the claims that use it are gone"
+            )
+
+    def _died(self, now: float) -> None:
+        process = self._record.process
+        if process is not None:
+            processes.reap(process.pid)
+        if time.time() - self.status.since > self._parts.timings.calm:
+            self._backoff = self._parts.timings.first_backoff
+        problem = f"the control daemon ended; {control.log_tail(self._directories) or 'no log'}"
+        self._show("failed", problem=problem)
+        self._delay(now)
+        _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
+
+    def _failed(self, error: Exception) -> None:
+        self._show("failed", problem=str(error))
+        self._delay(time.monotonic())
+        _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
+
+    def _delay(self, now: float) -> None:
+        self._retry_at = now + self._backoff
+        self._backoff = min(self._backoff * 2, self._parts.timings.longest_backoff)
+
+    def _probed(self, problem: str | None, clients: int | None) -> None:
+        """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
+        if problem and self.status.problem != problem:
+            _log.warning("mps_fault", device=self.status.device, problem=problem)
+        if problem != self.status.problem:
+            self._show("fault" if problem else "ready", pid=self.status.pid, problem=problem)
+        self.status = replace(self.status, clients=clients)
+
+    def _show(self, state: str, *, pid: int | None = None, problem: str | None = None) -> None:
+        since = self.status.since if self.status.state == state else time.time()
+        self.status = MpsDaemonStatus(
+            self._record.spec.device,
+            state,  # type: ignore[arg-type]
+            self._record.spec,
+            pid=pid,
+            since=since,
+            problem=problem,
+        )
+
+    def _write(self, record: DaemonRecord) -> None:
+        if record != self._record or not self._parts.layout.record(record.spec.device).exists():
+            self._parts.records.write(record)
+            self._record = record

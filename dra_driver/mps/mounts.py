@@ -1,0 +1,153 @@
+"""The shared memory of a daemon and its clients: a tmpfs of its own on every member's /dev/shm."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from dra_driver.errors import RetryableError
+from dra_driver.mps.threads import in_own_thread
+
+DEFAULT_SHM_BYTES = 64 << 20
+T = TypeVar("T")
+
+SHM = "/dev/shm"  # noqa: S108 - where libc looks for POSIX shared memory
+
+_NOSUID, _NODEV, _NOEXEC, _RELATIME = 2, 4, 8, 1 << 21
+_BIND, _REC, _SLAVE = 4096, 16384, 1 << 19
+_DETACH = 2
+_CLONE_NEWNS = 0x20000
+
+
+class Mounter(Protocol):
+    """Shared-memory directories of daemons."""
+
+    def mount(self, path: Path, size: int) -> None:
+        """Make `path` a tmpfs of at most `size` bytes; nothing happens if it is one. Raises: RetryableError."""
+
+    def unmount(self, path: Path) -> None:
+        """Undo `mount`; nothing happens where nothing is mounted. Raises: RetryableError."""
+
+    def within(self, path: Path, action: Callable[[], T]) -> T:
+        """Run the action where `path` is /dev/shm; what it spawns stays there. Raises: RetryableError."""
+
+
+class KernelMounter:
+    """mount(2) and a mount namespace a daemon; needs CAP_SYS_ADMIN.
+
+    `root` is above all shared-memory directories. A daemon's namespace keeps none of them but its own, or it would
+    keep the memory of daemons that are gone.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def mount(self, path: Path, size: int) -> None:
+        if is_tmpfs(path):
+            return
+        flags = _NOSUID | _NODEV | _NOEXEC | _RELATIME
+        if self._mount(b"tmpfs", str(path), b"tmpfs", flags, f"size={size >> 10}k,mode=1777".encode()):
+            raise _failed(f"mount a tmpfs on {path}")
+
+    def unmount(self, path: Path) -> None:
+        while is_tmpfs(path):
+            if self._libc.umount2(os.fsencode(path), _DETACH):
+                raise _failed(f"unmount {path}")
+
+    def within(self, path: Path, action: Callable[[], T]) -> T:
+        def inside() -> T:
+            self._enter(path)
+            return action()
+
+        return in_own_thread("mps-namespace", inside)
+
+    def _enter(self, path: Path) -> None:
+        """Only the calling thread moves, so it must end afterwards."""
+        if self._libc.unshare(_CLONE_NEWNS):
+            raise _failed("enter a mount namespace")
+        # Slave: what the host mounts or unmounts later still arrives here, nothing goes back.
+        if self._mount(None, "/", None, _REC | _SLAVE, None) or self._mount(
+            os.fsencode(path), SHM, None, _BIND, None
+        ):
+            raise _failed(f"mount {path} on {SHM}")
+        for mounted in _mounts_below(self._root):
+            self._libc.umount2(mounted, _DETACH)
+
+    def _mount(
+        self, source: bytes | None, target: str, kind: bytes | None, flags: int, data: bytes | None
+    ) -> int:
+        return int(self._libc.mount(source, os.fsencode(target), kind, ctypes.c_ulong(flags), data))
+
+
+class PlainDirectories:
+    """No mounts: for a machine on which this process may not mount. Clients and daemon share no tmpfs then."""
+
+    def mount(self, path: Path, size: int) -> None:
+        """The directory serves as it is."""
+
+    def unmount(self, path: Path) -> None:
+        """Nothing was mounted."""
+
+    def within(self, path: Path, action: Callable[[], T]) -> T:
+        return action()
+
+
+class MountsWherePossible:
+    """Mounts, and does without where the kernel refuses it."""
+
+    def __init__(self, kernel: Mounter) -> None:
+        self._kernel = kernel
+        self._plain = PlainDirectories()
+
+    def mount(self, path: Path, size: int) -> None:
+        try:
+            self._kernel.mount(path, size)
+        except RetryableError:
+            self._plain.mount(path, size)
+
+    def unmount(self, path: Path) -> None:
+        self._kernel.unmount(path)
+
+    def within(self, path: Path, action: Callable[[], T]) -> T:
+        mounter = self._kernel if is_tmpfs(path) else self._plain
+        return mounter.within(path, action)
+
+
+def is_tmpfs(path: Path) -> bool:
+    """Whether something is mounted on the directory."""
+    try:
+        return path.lstat().st_dev != path.parent.lstat().st_dev
+    except OSError:
+        return False
+
+
+def half_of_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Half of the host's memory in bytes, the size that a tmpfs has by default."""
+    try:
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemTotal":
+                return int(value.split()[0]) * 1024 // 2
+    except (OSError, ValueError, IndexError):
+        pass
+    return DEFAULT_SHM_BYTES
+
+
+def _mounts_below(root: str) -> list[bytes]:
+    """Mount points below `root` in the namespace of the calling thread, the last mounted first."""
+    lines = Path("/proc/thread-self/mountinfo").read_bytes().splitlines()
+    points = (line.split()[4].decode("unicode_escape").encode("latin-1") for line in lines)
+    prefix = os.fsencode(root) + b"/"
+    return [point for point in points if point.startswith(prefix)][::-1]
+
+
+def _failed(action: str) -> RetryableError:
+    reason = os.strerror(ctypes.get_errno())
+    return RetryableError(
+        f"cannot {action}: {reason}; run the MPS host as root with CAP_SYS_ADMIN (in a pod: privileged), "
+        "or allow plain directories with --allow-plain-shm"
+    )

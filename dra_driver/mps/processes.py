@@ -1,0 +1,197 @@
+"""Processes by number and start time, so that no signal ever reaches one that got the number later."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAM_PREFIX = "nvidia-cuda-mps-"
+PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
+
+_PROC = "/proc"
+_START_TIME_FIELD = 19  # counted from the state, the first field behind the name in parentheses
+_GONE = "ZX"
+_POLL_MS = 200
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessId:
+    """One process of this boot; `start_time` is in clock ticks since the boot."""
+
+    pid: int
+    start_time: int
+
+
+def boot_id() -> str:
+    """The kernel's identifier of this boot."""
+    return _read(f"{_PROC}/sys/kernel/random/boot_id").decode().strip() or "unknown"
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has this number now; None if there is none or it only waits for its parent."""
+    state, start_time = _stat(pid)
+    return None if state in _GONE else ProcessId(pid, start_time)
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether this very process runs."""
+    return identify(process.pid) == process
+
+
+def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
+    """Start a program in a session of its own, output appended to a file. It outlives this process.
+
+    Raises: OSError. posix_spawn, because the child then takes the mount namespace of the calling thread.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    pid = os.posix_spawn(
+        arguments[0],
+        list(arguments),
+        dict(environment),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(output), flags, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+        setsigmask=[],
+        setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM],
+    )
+    return ProcessId(pid, _stat(pid)[1])
+
+
+def reap(pid: int) -> None:
+    """Take the exit status of a child that has ended; nothing happens if it is no child of ours."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def open_handle(process: ProcessId) -> int | None:
+    """A descriptor that becomes readable when the process ends; None if it has ended. The caller closes it."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if is_alive(process):  # looked at after the open: the descriptor is of this very process
+        return handle
+    os.close(handle)
+    return None
+
+
+def send_signal(process: ProcessId, number: signal.Signals) -> None:
+    """Signal this very process; nothing happens if it has ended."""
+    handle = open_handle(process)
+    if handle is None:
+        return
+    try:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, number)
+    finally:
+        os.close(handle)
+
+
+def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
+    """Wait until all have ended; the result is those that have not. Children of ours are reaped."""
+    deadline = time.monotonic() + timeout_s
+    left = tuple(processes)
+    for process in left:
+        _wait_one(process, deadline)
+        reap(process.pid)
+    return tuple(process for process in left if is_alive(process))
+
+
+def end(processes: Collection[ProcessId], patience_s: float) -> None:
+    """TERM, and KILL for those that have not ended after `patience_s`."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            send_signal(process, number)
+        processes = wait_gone(processes, patience_s)
+        if not processes:
+            return
+
+
+def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
+    """The control daemon and the servers of a pipe directory, oldest first.
+
+    Their environment names the directory, so neither a crash of ours nor of the daemon can hide one. Clients
+    do not count, nor do the short-lived programs that ask a daemon.
+    """
+    wanted = f"{PIPE_VARIABLE}={pipe_directory}".encode()
+    found = []
+    for pid in _pids():
+        if not _is_mps_program(pid) or wanted not in _read(f"{_PROC}/{pid}/environ").split(b"\0"):
+            continue
+        identity = identify(pid)
+        if identity is not None and identity.pid != os.getpid():
+            found.append(identity)
+    return tuple(sorted(found, key=lambda process: process.start_time))
+
+
+def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
+    """Whether this very process is a control daemon of the pipe directory."""
+    arguments = _arguments(process.pid)
+    is_daemon = any(_name(argument) == f"{PROGRAM_PREFIX}control" for argument in arguments[:3]) and (
+        b"-f" in arguments or b"-d" in arguments
+    )
+    wanted = f"{PIPE_VARIABLE}={pipe_directory}".encode()
+    return is_daemon and wanted in _read(f"{_PROC}/{process.pid}/environ").split(b"\0") and is_alive(process)
+
+
+def _is_mps_program(pid: int) -> bool:
+    arguments = _arguments(pid)
+    names = {_name(argument) for argument in arguments[:3]}
+    if f"{PROGRAM_PREFIX}server" in names:
+        return True
+    return f"{PROGRAM_PREFIX}control" in names and (b"-f" in arguments or b"-d" in arguments)
+
+
+def _name(argument: bytes) -> str:
+    return argument.rpartition(b"/")[2].decode(errors="replace")
+
+
+def _arguments(pid: int) -> list[bytes]:
+    return _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
+
+
+def _pids() -> Iterator[int]:
+    with suppress(OSError), os.scandir(_PROC) as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield int(entry.name)
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """(state letter, start time); ("X", 0) where there is no such process."""
+    _, _, tail = _read(f"{_PROC}/{pid}/stat").rpartition(b")")
+    parts = tail.split()
+    if len(parts) <= _START_TIME_FIELD:
+        return "X", 0
+    return parts[0].decode(), int(parts[_START_TIME_FIELD])
+
+
+def _wait_one(process: ProcessId, deadline: float) -> None:
+    handle = open_handle(process)
+    if handle is None:
+        return
+    try:
+        poller = select.poll()
+        poller.register(handle, select.POLLIN)
+        while not poller.poll(_POLL_MS):
+            if time.monotonic() >= deadline:
+                return
+    finally:
+        os.close(handle)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - runs for every process of the host
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,113 @@
+"""What a host process must know after a crash or restart: one JSON file a daemon, written before it acts."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dra_driver.errors import DraDriverError, StateError
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.mps.layout import SUFFIX, MpsLayout
+from dra_driver.mps.processes import ProcessId
+from dra_driver.mps.protocol import decode_spec
+
+FORMAT = 1
+UNREADABLE = ".unreadable"
+
+Wanted = Literal["running", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonRecord:
+    """`wanted` is where the daemon is on its way to; `process` is the last one that was started, in boot `boot_id`.
+
+    `compute_mode_before` is set if this daemon's start changes the GPU's compute mode: what to put back.
+    """
+
+    spec: MpsDaemonSpec
+    wanted: Wanted
+    boot_id: str
+    process: ProcessId | None = None
+    compute_mode_before: int | None = None
+
+
+class DaemonRecords:
+    """The record files of one layout."""
+
+    def __init__(self, layout: MpsLayout) -> None:
+        self._layout = layout
+
+    def load(self) -> tuple[dict[str, DaemonRecord], tuple[str, ...]]:
+        """Records by device, and the files that could not be read; those are set aside for a person.
+
+        Raises: StateError if the directory cannot be read.
+        """
+        found: dict[str, DaemonRecord] = {}
+        faults: list[str] = []
+        try:
+            paths = sorted(self._layout.root.glob(f"*{SUFFIX}"))
+        except OSError as error:
+            raise _failed("read", self._layout.root, error) from error
+        for path in paths:
+            try:
+                record = _decode(path.read_bytes())
+                if self._layout.record(record.spec.device) != path:
+                    raise StateError(f"it is the record of {record.spec.device}")
+                found[record.spec.device] = record
+            except (OSError, ValueError, DraDriverError) as error:
+                faults.append(f"{path}: {error}")
+                with suppress(OSError):
+                    path.replace(f"{path}{UNREADABLE}")
+        return found, tuple(faults)
+
+    def write(self, record: DaemonRecord) -> None:
+        """Replace the record, synced to disk. Raises: StateError."""
+        path = self._layout.record(record.spec.device)
+        new = path.with_name(f".{path.name}.new")
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_encode(record))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                new.unlink()
+            raise _failed("write", path, error) from error
+
+    def remove(self, device: str) -> None:
+        """Forget the daemon; nothing happens where there is no record. Raises: StateError."""
+        path = self._layout.record(device)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed("remove", path, error) from error
+
+
+def _failed(action: str, path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"cannot {action} {path}: {error.strerror or error}; check the disk and its permissions"
+    )
+
+
+def _encode(record: DaemonRecord) -> bytes:
+    return json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode()
+
+
+def _decode(raw: bytes) -> DaemonRecord:
+    body: Any = json.loads(raw)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise StateError(f"it is no record of format {FORMAT}")
+    wanted, process, before = body.get("wanted"), body.get("process"), body.get("compute_mode_before")
+    if wanted not in ("running", "stopped") or not isinstance(before, int | None):
+        raise StateError("it has values that this version does not know")
+    try:
+        identity = None if process is None else ProcessId(int(process["pid"]), int(process["start_time"]))
+        return DaemonRecord(decode_spec(body["spec"]), wanted, str(body["boot_id"]), identity, before)
+    except (KeyError, TypeError) as error:
+        raise StateError(f"it is not complete: {error}") from error

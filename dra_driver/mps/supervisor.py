@@ -1,0 +1,197 @@
+"""All control daemons of a node: started on request, watched, taken over from an earlier host process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from dra_driver.errors import FatalError, StateError
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.mps import processes
+from dra_driver.mps.cleanup import end_users, remove_directory
+from dra_driver.mps.computemode import ComputeMode
+from dra_driver.mps.control import Control
+from dra_driver.mps.conversation import Timings
+from dra_driver.mps.daemon import Daemon, Parts
+from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.limits import check_spec
+from dra_driver.mps.mounts import Mounter, half_of_memory
+from dra_driver.mps.records import DaemonRecord, DaemonRecords
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostTools:
+    """What the supervisor works with on this host."""
+
+    control: Control
+    mounter: Mounter
+    compute_mode: ComputeMode
+
+
+class Supervisor:
+    """One a directory. Daemons of different devices are started and stopped at the same time."""
+
+    def __init__(
+        self,
+        layout: MpsLayout,
+        tools: HostTools,
+        timings: Timings | None = None,
+        *,
+        boot_id: str | None = None,
+    ) -> None:
+        self._layout = layout
+        self._parts = Parts(
+            layout=layout,
+            records=DaemonRecords(layout),
+            control=tools.control,
+            mounter=tools.mounter,
+            compute_mode=tools.compute_mode,
+            boot_id=boot_id or processes.boot_id(),
+            shm_bytes=half_of_memory(),
+            closing=threading.Event(),
+            timings=timings or Timings(),
+        )
+        self._daemons: dict[str, Daemon] = {}
+        self._guard = threading.Lock()
+        self._workers: dict[str, threading.Thread] = {}
+        self._watch: threading.Thread | None = None
+        self._lock_descriptor = -1
+
+    def open(self) -> None:
+        """Take over what is there and start to watch.
+
+        Raises: FatalError if another process does that already, StateError if the directory cannot be used.
+        """
+        root = self._layout.root
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            root.chmod(0o700)
+            self._lock()
+        except OSError as error:
+            raise StateError(f"cannot use {root} for MPS: {error.strerror or error}") from error
+        found, faults = self._parts.records.load()
+        for fault in faults:
+            _log.error("mps_record_unreadable", fault=fault)
+        for device, record in found.items():
+            self._daemons[device] = Daemon(record, self._parts, recovered=True)
+        self._watch = threading.Thread(target=self._keep_watch, name="mps-watch")
+        self._watch.start()
+
+    def begin_closing(self) -> None:
+        """End starts that are in progress; the next host process goes on with them."""
+        self._parts.closing.set()
+
+    def close(self) -> None:
+        """Stop watching. Daemons run on."""
+        self.begin_closing()
+        if self._watch is not None:
+            self._watch.join()
+        for worker in list(self._workers.values()):
+            worker.join()
+        if self._lock_descriptor >= 0:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
+        """The status of the device's daemon once it is ready (or found in FAULT).
+
+        Raises: PermanentError for a spec that cannot be or that differs from the running one, RetryableError if
+        the daemon cannot be made ready in time; what a failed first start made is taken back.
+        """
+        check_spec(spec)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            daemon = self._daemon(spec)
+            status = daemon.ensure(spec, max(0.0, deadline - time.monotonic()))
+            if status is not None:
+                return status
+            self._forget(daemon)
+
+    def stop(self, device: str, timeout_s: float) -> None:
+        """No daemon, directory, mount, setting or record of the device is left.
+
+        Raises: RetryableError, StateError; calling it again goes on where it ended.
+        """
+        with self._guard:
+            daemon = self._daemons.get(device)
+        if daemon is not None:
+            daemon.stop(timeout_s)
+            self._forget(daemon)
+        elif self._layout.directory(device).exists():  # its record was lost
+            end_users(self._parts.control, self._layout.directories(device), self._parts.timings.patience)
+            remove_directory(self._parts.mounter, self._layout, device)
+
+    def status(self) -> tuple[MpsDaemonStatus, ...]:
+        """All daemons, by name."""
+        with self._guard:
+            daemons = sorted(self._daemons.items())
+        return tuple(daemon.status for _, daemon in daemons if not daemon.gone)
+
+    def _daemon(self, spec: MpsDaemonSpec) -> Daemon:
+        with self._guard:
+            daemon = self._daemons.get(spec.device)
+            if daemon is None:
+                record = DaemonRecord(spec, "running", self._parts.boot_id)
+                daemon = self._daemons[spec.device] = Daemon(record, self._parts, recovered=False)
+            return daemon
+
+    def _forget(self, daemon: Daemon) -> None:
+        with self._guard:
+            if daemon.gone and self._daemons.get(daemon.status.device) is daemon:
+                del self._daemons[daemon.status.device]
+
+    def _lock(self) -> None:
+        descriptor = os.open(self._layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise FatalError(f"another MPS host serves {self._layout.root} already") from error
+        self._lock_descriptor = descriptor
+
+    def _keep_watch(self) -> None:
+        timings = self._parts.timings
+        probe_at = time.monotonic() + timings.probe
+        while not self._parts.closing.is_set():
+            now = time.monotonic()
+            with self._guard:
+                daemons = list(self._daemons.items())
+            for device, daemon in daemons:
+                if daemon.gone:
+                    self._forget(daemon)
+                elif daemon.needs_attention(now):
+                    self._work(device, daemon.converge)
+            if now >= probe_at:
+                self._work("probe", partial(_probe_all, [daemon for _, daemon in daemons]))
+                probe_at = now + timings.probe
+            self._parts.closing.wait(timings.tick)
+
+    def _work(self, name: str, action: Callable[[], object]) -> None:
+        """Run it in a thread of its own unless the last one of this name still runs."""
+        for done in [key for key, thread in self._workers.items() if not thread.is_alive()]:
+            del self._workers[done]
+        if name not in self._workers:
+            thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
+            self._workers[name] = thread
+            thread.start()
+
+
+def _logged(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception:  # noqa: BLE001  the watch starts it again
+        _log.exception("mps_watch_failed")
+
+
+def _probe_all(daemons: list[Daemon]) -> None:
+    for daemon in daemons:
+        daemon.probe()

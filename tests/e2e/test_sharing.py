@@ -1,0 +1,190 @@
+"""Several workloads on one GPU, on a real Kubernetes: time slices, MPS, shares of independent claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.conftest import NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
+
+
+def install(cluster: Cluster, overlay: str) -> None:
+    cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
+    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+
+
+@pytest.fixture(scope="module")
+def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
+    """The driver with shared devices and its MPS host; afterwards the plain one again."""
+    install(_cluster, "e2e-sharing")
+    wait_for(
+        "the MPS host's pod", lambda: "gpu-dra-driver-mps" in _cluster.kubectl("get", "pods", "-n", NAMESPACE)
+    )
+    _cluster.kubectl(
+        "wait",
+        "--for=condition=Ready",
+        "pod",
+        "-l",
+        "app.kubernetes.io/component=mps",
+        "-n",
+        NAMESPACE,
+        "--timeout=60s",
+    )
+    wait_for("the shared GPU to be published", lambda: shared_devices(_cluster))
+    yield _cluster
+    _cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE)
+    install(_cluster, "e2e")
+    wait_for("plain devices", lambda: not shared_devices(_cluster))
+
+
+@pytest.fixture
+def sharing(_sharing: Cluster, cluster: Cluster) -> Iterator[Cluster]:
+    """Every test must leave daemons, directories and settings as it found them."""
+    before = state()
+    yield cluster
+    cluster.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
+    wait_for("nothing of MPS and time slices to be left", lambda: state() == before, 70)
+
+
+def state() -> dict[str, str]:
+    """Daemon records and directories, compute modes and time slices on the node."""
+    files = [path for path in (PLUGIN_DIR / "mps").glob("*") if not path.name.startswith("host.")]
+    values = {path.name: "" for path in files}
+    for kind in ("compute-mode", "timeslice"):
+        for file in (SETTINGS / kind).glob("*"):
+            if file.read_text().strip() not in ("", "0"):
+                values[f"{kind} {file.name}"] = file.read_text()
+    return values
+
+
+def shared_devices(cluster: Cluster) -> list[dict]:
+    return [device for device in cluster.devices() if device.get("allowMultipleAllocations")]
+
+
+def daemons() -> dict[str, str]:
+    """Process IDs of the control daemons, by device."""
+    return {path.parent.parent.name: path.read_text() for path in (PLUGIN_DIR / "mps").glob("*/pipe/*.pid")}
+
+
+def printed(cluster: Cluster, pod: str, namespace: str = "default") -> dict[str, str]:
+    """The lines NAME=value that a pod printed: its MPS environment, and what `mps-client` got."""
+
+    def lines() -> dict[str, str]:
+        text = cluster.kubectl("logs", pod, "-n", namespace, check=False)
+        return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+    return wait_for(f"output of {pod}", lines, 30)
+
+
+def memory_pod(name: str, namespace: str, memory: str) -> str:
+    return f"""apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {{name: {name}, namespace: {namespace}}}
+spec:
+  devices:
+    requests:
+      - name: gpu
+        exactly:
+          deviceClassName: shares.gpu.nvidia.com
+          selectors:
+            - cel: {{expression: 'device.attributes["gpu.nvidia.com"].type == "gpu"'}}
+          capacity: {{requests: {{memory: {memory}}}}}
+---
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: {namespace}}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: local/workload:e2e
+      command: [sh, -c, "nvidia-smi -L; mps-client; exec sleep 3600"]
+      resources: {{claims: [{{name: gpu}}]}}
+  resourceClaims:
+    - {{name: gpu, resourceClaimName: {name}}}
+---
+"""
+
+
+def test_time_slice_is_set_while_the_pods_run_and_reset_after(
+    sharing: Cluster, example: Callable[[str], None]
+) -> None:
+    example("time-slicing")
+    sharing.wait_running("slice-a", "slice-b")
+    [uuid] = sharing.seen_by("slice-a")
+    assert sharing.seen_by("slice-b") == [uuid]
+    assert (SETTINGS / "timeslice" / uuid).read_text().strip() == "3"
+
+
+def test_two_pods_share_a_claim_through_mps(sharing: Cluster, example: Callable[[str], None]) -> None:
+    example("mps-shared-claim")
+    sharing.wait_running("mps-a", "mps-b")
+    assert sharing.seen_by("mps-a") == sharing.seen_by("mps-b")
+    for pod in ("mps-a", "mps-b"):
+        got = printed(sharing, pod)
+        assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
+    assert len(daemons()) == 1
+
+
+def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing: Cluster) -> None:
+    sharing.kubectl("create", "namespace", "other-team")
+    names = [(f"part-{number}", "default" if number % 2 else "other-team") for number in range(11)]
+    try:
+        sharing.apply("".join(memory_pod(name, namespace, "8000Mi") for name, namespace in names[:10]))
+        sharing.wait_running(*(name for name, space in names[:10] if space == "default"))
+        sharing.wait_running(
+            *(name for name, space in names[:10] if space != "default"), namespace="other-team"
+        )
+        seen = {uuid for name, space in names[:10] for uuid in sharing.seen_by(name, namespace=space)}
+        assert len(seen) == 1
+        assert len(daemons()) == 1
+        for name, space in names[:10]:
+            got = printed(sharing, name, space)
+            assert got["mps"] == "connected"
+            assert got["pinned_device_mem_limit_mib"] == "8000"
+        sharing.apply(memory_pod(*names[10], "8000Mi"))
+        wait_for(
+            "the eleventh pod to be unschedulable",
+            lambda: any(
+                "cannot allocate all claims" in one.get("message", "")
+                for one in sharing.pod(names[10][0], names[10][1])["status"].get("conditions", [])
+            ),
+        )
+    finally:
+        sharing.kubectl("delete", "namespace", "other-team", "--timeout=120s")
+
+
+def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[[str], None]) -> None:
+    sharing.simulate("mig", "enable", "7")
+    made = sharing.simulate("mig", "create", "7", "3g.40gb", "0")
+    try:
+        wait_for("the MIG device", lambda: [d for d in shared_devices(sharing) if "mig" in d["name"]])
+        example("mig-shares")
+        pods = [pod["metadata"]["name"] for pod in sharing.get("pods")["items"]]
+        sharing.wait_running(*pods)
+        assert len({tuple(sharing.seen_by(pod)) for pod in pods}) == 1
+        for pod in pods:
+            assert printed(sharing, pod)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        sharing.kubectl("delete", "-f", "examples/mig-shares")
+        wait_for("the claims to be unprepared", lambda: not sharing.leftovers(), 70)
+        sharing.simulate("mig", "destroy", "7", made.split("GPU instance ")[1].split(",")[0])
+    finally:
+        sharing.simulate("mig", "disable", "7")
+    wait_for("the whole GPU", lambda: len(sharing.devices()) == 8)
+
+
+def test_update_of_the_plugin_restarts_no_daemon(sharing: Cluster, example: Callable[[str], None]) -> None:
+    example("mps-shared-claim")
+    sharing.wait_running("mps-a", "mps-b")
+    before = daemons()
+    sharing.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
+    sharing.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    assert daemons() == before
+    assert sharing.pod("mps-a")["status"]["containerStatuses"][0]["restartCount"] == 0

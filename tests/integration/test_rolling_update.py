@@ -1,0 +1,199 @@
+"""Two instances with different content over one API server: one publishes, the other takes over from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.core.slicediff import Owner
+from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.dropped import dropped_fields
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.nodes import node_uid
+from dra_driver.kube.slicecache import SliceCache
+from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.inventory import Inventory
+from dra_driver.services import publisher as publisher_module
+from dra_driver.services.publisher import Publisher
+from dra_driver.state.turns import PublishingTurn
+from tests.core.samples import DRIVER, NODE, h100, inventory
+from tests.integration.conftest import eventually
+
+
+class Instance:
+    """The publishing half of one daemon; `register` is the kubelet's word."""
+
+    def __init__(self, root: Path, client: ApiClient, name: str, content: Inventory) -> None:
+        self.names = [device.name for device in content.devices()]
+        self.turn = PublishingTurn(root / "publishers", name)
+        self._cache = SliceCache(SliceClient(ResourceApi(client), DRIVER, NODE), self._slices_changed)
+        self.publisher = Publisher(
+            lambda: content,
+            self._cache,
+            lambda: Owner(DRIVER, NODE, node_uid(client, NODE)),
+            dropped_fields,
+            may_publish=self.turn.is_ours,
+            dry_run=self._cache.dry_run,
+        )
+        self._cache.start()
+        self.publisher.start()
+        self.publisher.mark_dirty()
+
+    def _slices_changed(self) -> None:
+        self.publisher.mark_dirty()
+
+    def register(self) -> Instance:
+        self.turn.announce()
+        self.publisher.mark_dirty()
+        return self
+
+    def stop(self) -> None:
+        self.publisher.stop()
+        self.turn.withdraw()
+        self._cache.stop()
+
+
+class World:
+    def __init__(self, root: Path, server: EmbeddedApiServer, stack: ExitStack) -> None:
+        self._root, self.server, self._stack = root, server, stack
+        server.write_kubeconfig(root / "kubeconfig")
+
+    def start(self, name: str, content: Inventory) -> Instance:
+        client = ApiClient(load_endpoint(self._root / "kubeconfig"), timeout_s=5)
+        self._stack.callback(client.close)
+        made = Instance(self._root, client, name, content)
+        self._stack.callback(made.stop)
+        return made
+
+    def devices(self) -> list[str]:
+        return [
+            device["name"]
+            for entry in self.server.objects("resourceslices")
+            for device in entry["spec"].get("devices", [])
+        ]
+
+    def writes(self) -> int:
+        return len(self.server.writes("resourceslices"))
+
+    def wipe(self) -> None:
+        """As a kubelet does at its start."""
+        resource = self.server.resource("resourceslices")
+        for entry in self.server.objects("resourceslices"):
+            self.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    monkeypatch.setattr(publisher_module, "_TURN_AGAIN_S", 0.1)
+    with ExitStack() as stack:
+
+        def make(**options: object) -> World:
+            server = stack.enter_context(EmbeddedApiServer(**options))
+            server.add("nodes", {"metadata": {"name": NODE}})
+            return World(tmp_path, server, stack)
+
+        yield make
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    return make_world()
+
+
+OLD, NEW = inventory(h100(0), h100(1)), inventory(h100(0), replace(h100(1), architecture="Other"))
+
+
+def attributes(world: World) -> list[str]:
+    [entry] = world.server.objects("resourceslices")
+    return [device["attributes"]["architecture"]["string"] for device in entry["spec"]["devices"]]
+
+
+def test_newer_instance_publishes_and_the_older_takes_over_again(world: World) -> None:
+    old = world.start("old", OLD).register()
+    eventually(lambda: world.devices() == old.names)
+    [before] = set(attributes(world))
+    new = world.start("new", NEW)
+    eventually(lambda: new.publisher.standing_by)
+    assert world.writes() == 1, "it waits for the kubelet"
+    new.register()
+    eventually(lambda: attributes(world) == [before, "Other"])
+    eventually(lambda: old.publisher.standing_by)
+    assert (old.publisher.problem, new.publisher.standing_by) == (None, None)
+    writes = world.writes()
+    time.sleep(0.5)
+    assert world.writes() == writes == 2, "nobody answers the other"
+
+    world.wipe()
+    eventually(lambda: world.devices() == new.names, 1.0)
+    assert attributes(world) == [before, "Other"]
+    assert world.writes() == 3, "the wipe is put right by one of them"
+
+    new.stop()
+    eventually(lambda: attributes(world) == [before, before])
+    assert (old.publisher.standing_by, old.publisher.problem) == (None, None)
+    assert world.writes() == 4
+
+
+def test_same_content_is_handed_over_without_a_write(world: World) -> None:
+    old = world.start("old", OLD).register()
+    assert old.publisher.wait_published(5)
+    [before] = world.server.objects("resourceslices")
+    new = world.start("new", OLD).register()
+    assert new.publisher.wait_published(5)
+    old.stop()
+    time.sleep(0.3)
+    assert world.server.objects("resourceslices") == [before]
+    assert world.writes() == 1
+
+
+def test_instance_that_was_started_earlier_stays_behind_when_it_registers_later(world: World) -> None:
+    """A restarted kubelet registers the sockets in any order."""
+    old, new = world.start("old", OLD), world.start("new", NEW)
+    new.register()
+    eventually(lambda: new.publisher.wait_published(5) and "Other" in attributes(world))
+    old.register()
+    time.sleep(0.4)
+    assert "Other" in attributes(world)
+    assert old.publisher.standing_by
+
+
+@pytest.mark.parametrize("chunk", [64, 1], ids=["one slice", "two slices"])
+def test_restart_writes_nothing_on_a_server_with_gates_off(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Several slices would even move on to a new generation, which no server takes for the same content."""
+    monkeypatch.setattr("dra_driver.core.slices.MAX_DEVICES_PER_SLICE", chunk)
+    monkeypatch.setattr("dra_driver.core.slices.wire_device", tainted)
+    world = make_world(gates={"DRADeviceTaints": False})
+    first = world.start("first", OLD).register()
+    assert first.publisher.wait_published(5)
+    before = world.server.objects("resourceslices")
+    writes = world.writes()
+    assert all("taints" not in device for entry in before for device in entry["spec"]["devices"])
+    first.stop()
+    second = world.start("second", OLD).register()
+    assert second.publisher.wait_published(5)
+    time.sleep(0.3)
+    assert world.server.objects("resourceslices") == before
+    assert world.writes() == writes
+    second.stop()
+
+    world.server.operations.gates = {}
+    third = world.start("third", OLD).register()
+    assert third.publisher.wait_published(5)
+    after = world.server.objects("resourceslices")
+    assert all("taints" in device for entry in after for device in entry["spec"]["devices"])
+
+
+def tainted(offered: object, content: Inventory) -> dict:
+    from dra_driver.core.attributes import wire_device
+
+    taint = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
+    return wire_device(offered, content) | {"taints": [taint]}

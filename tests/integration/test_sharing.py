@@ -1,0 +1,311 @@
+"""Several workloads on one GPU: time slices, MPS with limits, and shares of independent claims."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.sharing import SharingRule, share_all
+from tests.integration.conftest import Node
+
+Json = dict[str, Any]
+
+
+def parameters(kind: str = "GpuConfig", **sharing: Any) -> list[Json]:
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, "sharing": sharing}
+    return [{"source": "FromClaim", "opaque": {"driver": "gpu.nvidia.com", "parameters": body}}]
+
+
+def edits(node: Node, ref: ClaimRef) -> list[Json]:
+    """The container edits of each device in the claim's CDI spec."""
+    file = next(node.cdi.glob(f"*{ref.uid}*"))
+    return [device["containerEdits"] for device in json.loads(file.read_text())["devices"]]
+
+
+def environment(edit: Json) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in edit.get("env", []))
+
+
+def error(node: Node, ref: ClaimRef) -> str:
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Failed), outcome
+    return outcome.error
+
+
+def ready(node: Node, ref: ClaimRef) -> Prepared:
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Prepared), outcome
+    return outcome
+
+
+@pytest.fixture
+def shared(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
+    """A node whose devices are shared by a rule, with its MPS host as a child; no daemon outlives the test."""
+    nodes: list[Node] = []
+
+    def make(rule: SharingRule | None = None, machine: str = "dgx-h100", count: int = 8) -> Node:
+        node = make_node(machine)
+        policy = {} if rule is None else {"sharing": share_all(rule)}
+        node.start_driver(mps_host="child", **policy)
+        node.wait_devices(count)
+        nodes.append(node)
+        return node
+
+    yield make
+    for node in nodes:
+        refs = [ClaimRef("default", "any", name.removesuffix(".json")) for name in node.records()]
+        assert all(outcome is None for outcome in node.unprepare(*refs).values())
+
+
+def snapshot(node: Node) -> dict[str, bytes]:
+    """Everything below the plugin's directory and the GPUs' settings, without locks and logs of hosts."""
+    files = {
+        str(path.relative_to(node.root)): path.read_bytes()
+        for top in (node.plugin_dir, node.cdi)
+        for path in sorted(top.rglob("*"))
+        if path.is_file() and path.parent.name != "locks" and "host." not in str(path)
+    }
+    settings = {
+        f"gpu {index}": f"{node.machine.timeslice(index)} {node.machine.compute_mode(row['uuid'])}".encode()
+        for index, row in enumerate(node.machine.describe())
+    }
+    return files | settings
+
+
+def test_time_slice_is_set_and_reset(shared: Callable[..., Node]) -> None:
+    node = shared()
+    before = snapshot(node)
+    device = node.devices()[2]
+    config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Long"})
+    ref = node.allocated_by_hand("sliced", device["name"], config=config)
+    ready(node, ref)
+    assert node.machine.timeslice(2) == 3
+    assert [node.machine.timeslice(index) for index in (0, 1, 3)] == [0, 0, 0]
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert snapshot(node) == before
+
+
+def test_plain_claim_touches_no_setting(shared: Callable[..., Node]) -> None:
+    node = shared()
+    node.machine.set_fault("nvmlDeviceSet*", code=3)
+    ref = node.claim("plain")
+    ready(node, ref)
+    assert node.machine.timeslice(0) == 0
+    assert node.unprepare(ref) == {ref.uid: None}
+
+
+def test_mps_claim_gets_a_daemon_and_its_limits(shared: Callable[..., Node]) -> None:
+    node = shared()
+    before = snapshot(node)
+    uuid = node.devices()[0]["attributes"]["uuid"]["string"]
+    mps = {
+        "defaultActiveThreadPercentage": 25,
+        "defaultPinnedDeviceMemoryLimit": "10Gi",
+        "defaultPerDevicePinnedMemoryLimit": {uuid: "4Gi"},
+    }
+    ref = node.allocated_by_hand(
+        "mps", node.devices()[0]["name"], config=parameters(strategy="MPS", mpsConfig=mps)
+    )
+    ready(node, ref)
+    [edit] = edits(node, ref)
+    assert environment(edit) == {
+        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+    }
+    assert {mount["containerPath"] for mount in edit["mounts"]} == {"/tmp/nvidia-mps", "/dev/shm"}
+    assert node.machine.compute_mode(uuid) == 3
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert snapshot(node) == before
+
+
+@pytest.mark.parametrize(
+    ("mps", "word"),
+    [
+        ({"defaultPinnedDeviceMemoryLimit": "100Gi"}, "above the 81559Mi"),
+        ({"defaultPinnedDeviceMemoryLimit": "1Ki"}, "1Mi"),
+        ({"defaultActiveThreadPercentage": 0}, "1"),
+        ({"defaultPerDevicePinnedMemoryLimit": {"GPU-00000000-0000": "1Gi"}}, "GPU-00000000-0000"),
+        ({"defaultPerDevicePinnedMemoryLimit": {"3": "1Gi"}}, "names 3"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(shared: Callable[..., Node], mps: Json, word: str) -> None:
+    node = shared()
+    ref = node.allocated_by_hand(
+        "mps", node.devices()[0]["name"], config=parameters(strategy="MPS", mpsConfig=mps)
+    )
+    assert word in error(node, ref)
+    assert node.records() == []
+
+
+def test_multi_user_before_volta_is_refused_and_off_by_default(make_node: Callable[..., Node]) -> None:
+    """Every card of the catalogue is Volta or newer, so the rule is looked at in planning alone."""
+    from dra_driver.core.planning import plan_claim
+    from dra_driver.errors import ClaimRefusedError
+    from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+    from dra_driver.model.gpu import Gpu
+    from dra_driver.model.inventory import Inventory
+
+    inventory = Inventory(gpus=(Gpu("GPU-1", product_name="Tesla P100", cuda_compute_capability=(6, 0)),))
+    [name] = inventory.by_name
+    for multi_user, allowed in ((None, True), (True, False)):
+        config = DeviceConfig(
+            "FromClaim",
+            (),
+            "gpu.nvidia.com",
+            {
+                "apiVersion": "resource.nvidia.com/v1beta1",
+                "kind": "GpuConfig",
+                "sharing": {"strategy": "MPS", "mpsConfig": {"multiUser": multi_user}},
+            },
+        )
+        result = DeviceResult("gpu", "gpu.nvidia.com", "n", name)
+        claim = AllocatedClaim(ClaimRef("d", "c", "uid"), (result,), (config,))
+        if allowed:
+            [step, _] = plan_claim(claim, inventory, "n", "gpu.nvidia.com", ()).steps
+            assert step.spec.multi_user is False
+        else:
+            with pytest.raises(ClaimRefusedError, match="older than Volta"):
+                plan_claim(claim, inventory, "n", "gpu.nvidia.com", ())
+
+
+def share(node: Node, name: str, memory: str, namespace: str = "default") -> ClaimRef:
+    request = {
+        "deviceClassName": "gpu.nvidia.com",
+        "capacity": {"requests": {"memory": memory}},
+        "selectors": [
+            {"cel": {"expression": f"device.attributes['gpu.nvidia.com'].uuid == '{first_uuid(node)}'"}}
+        ],
+    }
+    return node.claim(name, {"requests": [{"name": "gpu", "exactly": request}]})
+
+
+def first_uuid(node: Node) -> str:
+    return node.devices()[0]["attributes"]["uuid"]["string"]
+
+
+def test_independent_claims_share_one_gpu_by_memory_each_with_its_limit(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("memory", enforce="mps"))
+    before = snapshot(node)
+    refs = [share(node, f"part-{number}", "8Gi") for number in range(9)]
+    outcomes = [ready(node, ref) for ref in refs]
+    assert len({outcome.devices[0].device for outcome in outcomes}) == 1
+    assert len({outcome.devices[0].share_id for outcome in outcomes}) == 9
+    for ref in refs:
+        [edit] = edits(node, ref)
+        assert environment(edit)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+    pipes = {edits(node, ref)[0]["mounts"][0]["hostPath"] for ref in refs}
+    assert len(pipes) == 1, "one daemon for all"
+    for ref in refs[:-1]:
+        assert node.unprepare(ref) == {ref.uid: None}
+        assert node.machine.compute_mode(first_uuid(node)) == 3, "the daemon stays with its last claim"
+    assert node.unprepare(refs[-1]) == {refs[-1].uid: None}
+    assert snapshot(node) == before
+
+
+def test_equal_shares_split_memory_and_threads(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4, enforce="mps"))
+    ref = node.claim("quarter")
+    ready(node, ref)
+    [edit] = edits(node, ref)
+    assert environment(edit)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={81559 // 4}M"
+    assert environment(edit)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+
+
+def test_shares_without_enforcement_need_no_daemon(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4))
+    refs = [node.claim(f"part-{number}") for number in range(2)]
+    for ref in refs:
+        ready(node, ref)
+        assert "env" not in edits(node, ref)[0]
+    assert not (node.plugin_dir / "mps").exists()
+
+
+def test_different_intervals_on_one_gpu_are_refused_and_the_first_is_named(
+    shared: Callable[..., Node],
+) -> None:
+    node = shared(SharingRule("shares", 4))
+    first, second, third = (
+        node.claim(
+            f"slice-{number}",
+            {
+                "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}],
+                "config": [
+                    {
+                        "opaque": {
+                            "driver": "gpu.nvidia.com",
+                            "parameters": parameters(
+                                strategy="TimeSlicing", timeSlicingConfig={"interval": interval}
+                            )[0]["opaque"]["parameters"],
+                        }
+                    }
+                ],
+            },
+        )
+        for number, interval in enumerate(("Short", "Long", "Short"))
+    )
+    ready(node, first)
+    text = error(node, second)
+    assert "default/slice-0" in text
+    assert "Short" in text
+    assert "Long" in text
+    ready(node, third)
+    node.unprepare(first)
+    assert node.machine.timeslice(0) == 1, "the third claim still wants it"
+    node.unprepare(third)
+    assert node.machine.timeslice(0) == 0
+    ready(node, second)
+
+
+def test_mps_and_time_slicing_do_not_share_a_gpu(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4))
+    plain = node.claim("plain")
+    ready(node, plain)
+    mps = node.claim(
+        "mps",
+        {
+            "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}],
+            "config": [
+                {
+                    "opaque": {
+                        "driver": "gpu.nvidia.com",
+                        "parameters": parameters(strategy="MPS")[0]["opaque"]["parameters"],
+                    }
+                }
+            ],
+        },
+    )
+    assert "MPS has the device to itself" in error(node, mps)
+    assert node.unprepare(plain) == {plain.uid: None}
+    ready(node, mps)
+
+
+def test_shares_of_a_mig_device(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 2, enforce="mps"), machine="h100-mig-static", count=13)
+    request = {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
+    refs = [node.claim(f"half-{number}", request) for number in range(2)]
+    outcomes = [ready(node, ref) for ref in refs]
+    assert len({outcome.devices[0].device for outcome in outcomes}) == 1
+    assert {environment(edits(node, ref)[0])["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for ref in refs} == {"50"}
+    for ref in refs:
+        assert node.unprepare(ref) == {ref.uid: None}
+
+
+def test_restart_of_the_plugin_leaves_daemons_running(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4, enforce="mps"))
+    ref = node.claim("part")
+    ready(node, ref)
+    device = ready(node, ref).devices[0].device
+    [pid] = (node.plugin_dir / "mps" / device / "pipe").glob("*.pid")
+    daemon = pid.read_text()
+    assert node.driver is not None
+    node.driver.stop()
+    node.start_driver(mps_host="child", sharing=share_all(SharingRule("shares", 4, enforce="mps")))
+    ready(node, ref)
+    assert pid.read_text() == daemon
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert not pid.exists()

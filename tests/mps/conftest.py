@@ -1,0 +1,125 @@
+"""A host with simulated control daemons; after each test nothing of it may run or be mounted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+
+from dra_driver.cli.mps_host import installed_programs
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.mps import processes
+from dra_driver.mps.computemode import NvidiaSmiComputeMode
+from dra_driver.mps.control import ControlProgram
+from dra_driver.mps.conversation import Timings
+from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
+from dra_driver.mps.supervisor import HostTools, Supervisor
+from dra_driver.simulator import Machine, create_machine
+from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
+
+FAST = Timings(
+    start=5.0, answer=2.0, patience=1.0, first_backoff=0.02, longest_backoff=0.1, tick=0.02, probe=0.1
+)
+
+
+@pytest.fixture(autouse=True)
+def logs(monkeypatch):
+    """Log lines are kept, not printed. Scripts find this very Python without a wrapper."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}")
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+class Host:
+    """A directory, a machine, and as many supervisors one after the other as a test wants."""
+
+    def __init__(self, top: Path, machine: Machine) -> None:
+        self.machine = machine
+        self.layout = MpsLayout(top / "mps")
+        programs = installed_programs(str(machine.host_root), self.layout.libraries)
+        self.tools = HostTools(
+            ControlProgram(programs),
+            MountsWherePossible(KernelMounter(self.layout.root)),
+            NvidiaSmiComputeMode(programs),
+        )
+        self._open: list[Supervisor] = []
+
+    def supervisor(self, **changes: object) -> Supervisor:
+        boot_id = changes.pop("boot_id", None)
+        timings = replace(FAST, **{k: v for k, v in changes.items() if k in FAST.__slots__})
+        tools = replace(self.tools, **{k: v for k, v in changes.items() if k not in FAST.__slots__})
+        one = Supervisor(self.layout, tools, timings, boot_id=boot_id)
+        one.open()
+        self._open.append(one)
+        return one
+
+    def spec(self, index: int = 2, **changes: object) -> MpsDaemonSpec:
+        uuid = self.machine.gpu(index).uuid
+        return replace(MpsDaemonSpec(f"gpu-{index}", uuid, "gpu", uuid), **changes)
+
+    def behave(self, **rules: object) -> None:
+        set_mps_behaviour(self.machine.host_root, MpsBehaviour(**{"start_delay_ms": 0, **rules}))
+
+    def pipe(self, device: str = "gpu-2") -> str:
+        return self.layout.directories(device).pipe
+
+    def compute_mode(self, index: int = 2) -> int:
+        return self.machine.compute_mode(self.machine.gpu(index).uuid)
+
+    def left(self) -> list[str]:
+        """Everything that a daemon could leave behind, below the host's directory."""
+        own = {"host.lock", "host.lib", "host.sock"}
+        return sorted(path.name for path in self.layout.root.iterdir() if path.name not in own)
+
+    def close(self) -> None:
+        for one in self._open:
+            one.close()
+        for path in self.layout.root.iterdir() if self.layout.root.exists() else ():
+            if path.is_dir():
+                processes.end(processes.users_of(str(path / "pipe")), 2.0)
+                self.tools.mounter.unmount(path / "shm")
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+@pytest.fixture
+def eventually():
+    def wait(check, timeout_s=5.0):
+        deadline = time.monotonic() + timeout_s
+        while not (value := check()):
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.01)
+        return value
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory) -> Machine:
+    return create_machine("h100-mig-static", tmp_path_factory.mktemp("machine"), device_nodes="described")
+
+
+@pytest.fixture
+def host(machine) -> Iterator[Host]:
+    top = Path(tempfile.mkdtemp(prefix="mps-"))
+    one = Host(top, machine)
+    one.behave()
+    yield one
+    one.close()
+    mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(top) in line]
+    reset_mps_behaviour(machine.host_root)
+    for index in range(8):
+        machine.set_compute_mode(machine.gpu(index).uuid, 0)
+    shutil.rmtree(top)
+    assert mounted == []

@@ -1,0 +1,110 @@
+"""kill -9 of the host after every step of a start and of a stop; the next host reaches the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from dra_driver.mps import daemon as daemon_module
+from dra_driver.mps import processes
+from dra_driver.mps.computemode import EXCLUSIVE_PROCESS, NvidiaSmiComputeMode
+from dra_driver.mps.control import ControlProgram
+from dra_driver.mps.mounts import KernelMounter, is_tmpfs
+from dra_driver.mps.records import DaemonRecords
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="multi-user daemons and mounts need root")
+
+STEPS = [
+    (DaemonRecords, "write"),
+    (DaemonRecords, "remove"),
+    (KernelMounter, "mount"),
+    (KernelMounter, "unmount"),
+    (NvidiaSmiComputeMode, "set"),
+    (ControlProgram, "start"),
+    (ControlProgram, "ask"),
+    (daemon_module, "clear_directory"),
+    (daemon_module, "end_users"),
+    (daemon_module, "remove_directory"),
+]
+
+
+class Countdown:
+    """Kills this process when so many steps are done."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.armed = False
+        for owner, name in STEPS:
+            setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, step):
+        def counted(*arguments, **named):
+            result = step(*arguments, **named)
+            if self.armed:
+                self.left -= 1
+                if self.left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return counted
+
+
+def killed_after(steps, host, body):
+    """Whether a host process that runs `body` was killed before it was done."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body(host.supervisor(probe=60, tick=60), Countdown(steps))
+            os._exit(0)
+        except BaseException:
+            os._exit(9)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def start(supervisor, spec, countdown):
+    countdown.armed = True
+    supervisor.ensure(spec, 10)
+
+
+def start_and_stop(supervisor, spec, countdown):
+    supervisor.ensure(spec, 10)
+    countdown.armed = True
+    supervisor.stop(spec.device, 10)
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_start_that_was_cut_off_is_completed(host, steps):
+    spec = host.spec(default_active_thread_percentage=50)
+    was_killed = killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
+    assert was_killed == (steps <= 9), "the steps of a start changed; so must the range above"
+    new = host.supervisor()
+    status = new.ensure(spec, 10)
+    assert status.state == "ready"
+    assert [process.pid for process in processes.users_of(host.pipe())] == [status.pid]
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
+    assert host.left() == ["gpu-2", "gpu-2.json"]
+    new.stop("gpu-2", 10)
+    assert (host.left(), processes.users_of(host.pipe()), host.compute_mode()) == ([], (), 0)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_stop_that_was_cut_off_is_completed(host, steps, eventually):
+    was_killed = killed_after(steps, host, lambda one, countdown: start_and_stop(one, host.spec(), countdown))
+    assert was_killed == (steps <= 7), "the steps of a stop changed; so must the range above"
+    host.supervisor()
+    eventually(lambda: host.left() == [])
+    assert (processes.users_of(host.pipe()), host.compute_mode()) == ((), 0)
+
+
+@pytest.mark.parametrize("steps", [2, 5, 7])
+def test_a_start_that_was_cut_off_can_be_stopped(host, steps):
+    assert killed_after(steps, host, lambda one, countdown: start(one, host.spec(), countdown))
+    host.supervisor(tick=60).stop("gpu-2", 10)
+    assert (host.left(), processes.users_of(host.pipe()), host.compute_mode()) == ([], (), 0)

@@ -1,0 +1,204 @@
+"""Small parts: limits as the control program shows them, programs and their libraries, mounts, records."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import NotSupportedError, PermanentError, RetryableError, StateError
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.mps import processes
+from dra_driver.mps.computemode import NvidiaSmiComputeMode
+from dra_driver.mps.control import log_tail, shorten_logs
+from dra_driver.mps.layout import MpsLayout, mps_layout
+from dra_driver.mps.limits import is_answer, limit_commands
+from dra_driver.mps.mounts import KernelMounter, half_of_memory, is_tmpfs
+from dra_driver.mps.processes import ProcessId
+from dra_driver.mps.programs import DriverPrograms, InstalledPrograms
+from dra_driver.mps.records import DaemonRecord, DaemonRecords
+
+SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text", "equal"),
+    [
+        ("25 %", "25.0", True),
+        ("25 %", "25", True),
+        ("25 %", "24.9", False),
+        ("25 %", "Unrecognized command", False),
+        ("25 %", "nan", False),
+        ("4096 MiB", "4G", True),
+        ("4096 MiB", "4096M", True),
+        ("4096 MiB", "4096MB", True),
+        ("4096 MiB", "4294967296", True),
+        ("4096 MiB", "device 0: 4G", True),
+        ("4096 MiB", "4M", False),
+        ("4096 MiB", "0", False),
+        ("4096 MiB", "nonsense", False),
+    ],
+)
+def test_answers_are_compared_by_value(wanted, text, equal):
+    assert is_answer(wanted, text) is equal
+
+
+def test_only_limits_that_are_set_are_sent():
+    assert limit_commands(SPEC) == ()
+
+
+def test_paths_lie_below_the_plugins_directory():
+    layout = mps_layout(Path("/p/gpu.nvidia.com"))
+    assert layout.directories("gpu-1").pipe == "/p/gpu.nvidia.com/mps/gpu-1/pipe"
+    assert layout.record("gpu-1") == Path("/p/gpu.nvidia.com/mps/gpu-1.json")
+    for name in ("", "..", "a/b", "A", "x" * 64, "host.sock"):
+        with pytest.raises(PermanentError, match="no device name"):
+            layout.directory(name)
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def test_libraries_of_another_root_are_linked_alone(tmp_path):
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin/nvidia-smi"
+    program.touch()
+    wanted = {"libcuda.so.1": "/d/libcuda.so.1.2", "libnvidia-ml.so.1": "/d/libnvidia-ml.so.1.2"}
+    links = tmp_path / "links"
+    find = InstalledPrograms(
+        "/d", lambda name: str(program) if name == "nvidia-smi" else None, lambda: wanted, links, "/usr/bin"
+    )
+    assert find().environment() == {"PATH": f"{tmp_path}/bin:/usr/bin", "LD_LIBRARY_PATH": str(links)}
+    assert {link.name: str(link.readlink()) for link in links.iterdir()} == wanted
+    wanted.clear()
+    find()
+    assert len(list(links.iterdir())) == 2, "the same programs have the same libraries"
+    os.utime(program, (1, 1))
+    find()
+    assert list(links.iterdir()) == []
+
+
+def test_a_driver_in_the_root_needs_no_links(tmp_path):
+    find = InstalledPrograms("/", lambda name: f"/usr/bin/{name}", dict, tmp_path / "links", "/bin")
+    assert find().environment() == {"PATH": "/usr/bin:/bin"}
+    assert not (tmp_path / "links").exists()
+
+
+def smi(tmp_path, script):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return NvidiaSmiComputeMode(lambda: DriverPrograms("/", {"nvidia-smi": str(program)}, os.environ["PATH"]))
+
+
+def test_a_gpu_without_compute_mode_has_none(tmp_path):
+    assert smi(tmp_path, "echo '[N/A]'").get("GPU-1") is None
+    assert smi(tmp_path, "echo 'No devices were found'; exit 6").get("GPU-1") is None
+    assert smi(tmp_path, "echo Exclusive_Process").get("GPU-1") == 3
+
+
+def test_refusals_of_nvidia_smi_are_told(tmp_path):
+    with pytest.raises(RetryableError, match="cannot read the compute mode of GPU-1: busy"):
+        smi(tmp_path, "echo busy; exit 1").get("GPU-1")
+    with pytest.raises(NotSupportedError):
+        smi(tmp_path, "echo 'Not Supported'; exit 3").set("GPU-1", 3)
+    with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: Insufficient Permissions"):
+        smi(tmp_path, "echo 'Insufficient Permissions'; exit 4").set("GPU-1", 3)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def test_a_process_is_known_by_its_start_time():
+    own = processes.identify(os.getpid())
+    assert own is not None
+    assert processes.is_alive(own)
+    assert not processes.is_alive(ProcessId(own.pid, own.start_time + 1))
+    assert processes.open_handle(ProcessId(own.pid, 1)) is None
+    assert processes.identify(2**22 + 1) is None
+
+
+def test_a_zombie_is_gone():
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.identify(child.pid) is None
+    child.wait()
+
+
+def test_a_process_that_ignores_term_is_killed():
+    child = subprocess.Popen(
+        ["sh", "-c", "trap '' TERM; echo; while :; do sleep 0.01; done"], stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+    identity = processes.identify(child.pid)
+    processes.end([identity], 0.1)
+    assert not processes.is_alive(identity)
+    child.communicate()
+
+
+# --- mounts, logs, records -----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_mounting_twice_and_unmounting_twice(tmp_path):
+    mounter = KernelMounter(tmp_path)
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    for _ in range(2):
+        mounter.mount(shm, 1 << 20)
+    assert is_tmpfs(shm)
+    assert os.statvfs(shm).f_blocks * os.statvfs(shm).f_frsize == 1 << 20
+    for _ in range(2):
+        mounter.unmount(shm)
+    assert not is_tmpfs(shm)
+
+
+def test_half_of_the_memory_is_the_size(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       2048 kB\nMemFree: 1 kB\n")
+    assert half_of_memory(meminfo) == 1 << 20
+    assert half_of_memory(tmp_path / "none") == 64 << 20
+
+
+def test_the_end_of_a_log_is_one_line(tmp_path):
+    directories = MpsLayout(tmp_path).directories("gpu-1")
+    assert log_tail(directories) == ""
+    log = Path(directories.log)
+    log.mkdir(parents=True)
+    (log / "control.log").write_text("".join(f"line {number}\n" for number in range(1000)))
+    assert log_tail(directories) == "control.log: line 996 | line 997 | line 998 | line 999"
+    (log / "server.log").write_bytes(b"x" * (17 << 20))
+    shorten_logs(directories)
+    assert (log / "server.log").stat().st_size == 0
+    assert (log / "control.log").stat().st_size > 0
+
+
+def test_records_there_and_back(tmp_path):
+    records = DaemonRecords(MpsLayout(tmp_path))
+    full = DaemonRecord(SPEC, "running", "boot", ProcessId(1, 2), 0)
+    records.write(full)
+    assert records.load() == ({"gpu-1": full}, ())
+    bare = DaemonRecord(SPEC, "stopped", "boot")
+    records.write(bare)
+    assert records.load() == ({"gpu-1": bare}, ())
+    records.remove("gpu-1")
+    records.remove("gpu-1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "wanted": "running"}', "\0"]
+)
+def test_an_unreadable_record_is_set_aside(tmp_path, text):
+    (tmp_path / "gpu-1.json").write_text(text)
+    found, faults = DaemonRecords(MpsLayout(tmp_path)).load()
+    assert found == {}
+    assert len(faults) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
+
+
+def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(StateError, match="cannot write"):
+        DaemonRecords(MpsLayout(tmp_path / "none")).write(DaemonRecord(SPEC, "running", "boot"))

@@ -1,0 +1,479 @@
+"""Control daemons started, found running, stopped; and every fault that the host can meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import FatalError, PermanentError, RetryableError
+from dra_driver.mps import processes
+from dra_driver.mps.computemode import EXCLUSIVE_PROCESS
+from dra_driver.mps.control import ControlProgram
+from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
+from dra_driver.mps.programs import DriverPrograms
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="multi-user daemons and mounts need root")
+
+
+def daemons(host, device="gpu-2"):
+    return processes.users_of(host.pipe(device))
+
+
+def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
+    supervisor = host.supervisor()
+    spec = host.spec(default_active_thread_percentage=50, default_memory_limit_mib=4096)
+    status = supervisor.ensure(spec, 10)
+    assert (status.device, status.state, status.spec, status.problem) == ("gpu-2", "ready", spec, None)
+    assert [process.pid for process in daemons(host)] == [status.pid]
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
+    ask = host.tools.control.ask
+    directories = host.layout.directories("gpu-2")
+    assert ask(directories, "get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
+    assert ask(directories, "get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4096M"]
+    assert supervisor.status() == (status,)
+
+    supervisor.stop("gpu-2", 10)
+    assert supervisor.status() == ()
+    assert daemons(host) == ()
+    assert host.compute_mode() == 0
+    assert host.left() == []
+
+
+def test_the_daemon_sees_its_own_shared_memory_only(host):
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(2), 10)
+    second = supervisor.ensure(host.spec(3), 10)
+    mounts = Path(f"/proc/{second.pid}/mountinfo").read_text()
+    assert f"{host.layout.root}/" not in mounts
+    Path(host.layout.directories("gpu-3").shm, "mark").touch()
+    assert Path(f"/proc/{second.pid}/root/dev/shm/mark").exists()
+    assert not Path("/dev/shm/mark").exists()
+
+
+def test_ensure_again_changes_nothing(host):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    assert supervisor.ensure(host.spec(), 10) == first
+
+
+def test_another_spec_is_refused_while_the_daemon_runs(host):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
+    with pytest.raises(PermanentError, match="default_active_thread_percentage: 50, not 60") as refused:
+        supervisor.ensure(host.spec(default_active_thread_percentage=60), 10)
+    assert "multi_user" not in str(refused.value)
+    assert supervisor.status() == (first,)
+
+
+def test_a_device_of_the_same_name_and_another_uuid_replaces_an_unused_one(host, eventually):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    other = replace(host.spec(3), device="gpu-2")
+    client = subprocess.Popen(
+        [host.machine.host_root / "usr/bin/mps-client", "--hold"],
+        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    eventually(lambda: supervisor.status()[0].clients == 1)
+    with pytest.raises(PermanentError, match="uuid"):
+        supervisor.ensure(other, 10)
+    os.killpg(client.pid, signal.SIGTERM)
+    client.communicate(timeout=5)
+    second = supervisor.ensure(other, 10)
+    assert (second.spec, second.pid == first.pid) == (other, False)
+    assert (host.compute_mode(2), host.compute_mode(3)) == (0, EXCLUSIVE_PROCESS)
+    supervisor.stop("gpu-2", 10)
+    assert host.compute_mode(3) == 0
+
+
+def test_a_mig_device_has_a_daemon_and_no_compute_mode(host):
+    gpu = host.machine.gpu(0)
+    uuid = gpu.mig_devices[0][1].uuid
+    spec = replace(host.spec(0), device="gpu-0-mig", uuid=uuid, kind="mig")
+    supervisor = host.supervisor()
+    assert supervisor.ensure(spec, 10).state == "ready"
+    assert host.compute_mode(0) == 0
+    supervisor.stop("gpu-0-mig", 10)
+    assert host.left() == []
+
+
+def test_a_compute_mode_that_was_exclusive_before_stays(host):
+    uuid = host.machine.gpu(2).uuid
+    host.machine.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(), 10)
+    supervisor.stop("gpu-2", 10)
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    host.machine.set_compute_mode(uuid, 0)
+
+
+def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(), 10)
+    host.machine.set_compute_mode(host.machine.gpu(2).uuid, 2)
+    supervisor.stop("gpu-2", 10)
+    assert host.compute_mode() == 2
+    host.machine.set_compute_mode(host.machine.gpu(2).uuid, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"default_active_thread_percentage": 0}, "percentage is 0; it must be from 1 to 100"),
+        ({"default_active_thread_percentage": 101}, "percentage is 101"),
+        ({"default_memory_limit_mib": 0}, "memory limit is 0 MiB"),
+        ({"uuid": "0"}, "'0' is no UUID of a GPU"),
+        ({"device": "../x"}, "no device name"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(host, changes, text):
+    supervisor = host.supervisor()
+    with pytest.raises(PermanentError, match=text):
+        supervisor.ensure(replace(host.spec(), **changes), 10)
+    assert host.left() == []
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def assert_nothing_left(host):
+    assert host.left() == []
+    assert daemons(host) == ()
+    assert host.compute_mode() == 0
+
+
+def test_no_control_program_is_a_clear_error(host):
+    missing = ControlProgram(lambda: DriverPrograms("/driver-root", {}, "/usr/bin"))
+    supervisor = host.supervisor(control=missing)
+    with pytest.raises(
+        RetryableError, match="nvidia-cuda-mps-control is not below the driver root /driver-root"
+    ):
+        supervisor.ensure(host.spec(), 10)
+    assert_nothing_left(host)
+
+
+def test_a_daemon_that_never_becomes_ready_is_taken_back(host):
+    host.behave(never_ready=True)
+    supervisor = host.supervisor(start=0.4)
+    with pytest.raises(RetryableError, match=r"was not ready after 0\.4 s .*Starting control daemon"):
+        supervisor.ensure(host.spec(), 10)
+    assert_nothing_left(host)
+    assert supervisor.status() == ()
+
+
+def test_a_daemon_that_does_not_answer_is_not_ready(host):
+    host.behave(silent=True)
+    supervisor = host.supervisor(start=0.8, answer=0.2, patience=0.2)
+    with pytest.raises(RetryableError, match=r"did not answer 'get_default_active_thread_percentage'"):
+        supervisor.ensure(host.spec(), 10)
+    assert_nothing_left(host)
+
+
+def test_a_daemon_that_ends_at_once_shows_its_log(host):
+    host.behave(fail_to_start="CUDA driver version is insufficient")
+    supervisor = host.supervisor()
+    with pytest.raises(RetryableError, match=r"ended while it started.*CUDA driver version is insufficient"):
+        supervisor.ensure(host.spec(), 10)
+    assert_nothing_left(host)
+    host.behave()
+    assert supervisor.ensure(host.spec(), 10).state == "ready"
+
+
+def test_the_callers_time_is_kept(host):
+    host.behave(never_ready=True)
+    supervisor = host.supervisor()
+    began = time.monotonic()
+    with pytest.raises(RetryableError, match="was not ready"):
+        supervisor.ensure(host.spec(), 0.3)
+    assert time.monotonic() - began < 1.5
+
+
+def test_limits_that_are_not_taken_are_an_error(host):
+    host.behave(ignore_limits=True)
+    supervisor = host.supervisor()
+    with pytest.raises(
+        PermanentError, match=r"did not take 'set_default_active_thread_percentage 50'.*100\.0"
+    ):
+        supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
+    with pytest.raises(PermanentError, match="did not take 'set_default_device_pinned_mem_limit 0 64M'"):
+        supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
+    assert_nothing_left(host)
+
+
+def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
+    class NoMounts(KernelMounter):
+        def _mount(self, *_):
+            import ctypes
+
+            ctypes.set_errno(1)
+            return -1
+
+    supervisor = host.supervisor(mounter=NoMounts(host.layout.root))
+    with pytest.raises(
+        RetryableError, match=r"cannot mount a tmpfs .*Operation not permitted.*--allow-plain-shm"
+    ):
+        supervisor.ensure(host.spec(), 10)
+    assert_nothing_left(host)
+
+
+def test_a_stale_pipe_directory_is_cleaned(host):
+    pipe = Path(host.pipe())
+    pipe.mkdir(parents=True)
+    (pipe / "nvidia-cuda-mps-control.pid").write_text("1")
+    (pipe / "control").touch()
+    (pipe / "simulated").mkdir()
+    assert host.supervisor().ensure(host.spec(), 10).state == "ready"
+
+
+def test_a_dead_daemon_is_started_again_with_its_limits(host, eventually):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(default_active_thread_percentage=30), 10)
+    os.kill(first.pid, signal.SIGKILL)
+    second = eventually(
+        lambda: next((s for s in supervisor.status() if s.state == "ready" and s.pid != first.pid), None)
+    )
+    lines = host.tools.control.ask(
+        host.layout.directories("gpu-2"), "get_default_active_thread_percentage", timeout_s=2
+    )
+    assert lines == ["30.0"]
+    assert supervisor.ensure(first.spec, 10).pid == second.pid
+    assert not processes.identify(first.pid)
+
+
+def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host, eventually):
+    host.behave(server_lingers=True)
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    host.tools.control.ask(host.layout.directories("gpu-2"), "start_server -uid 0", timeout_s=2)
+    assert len(daemons(host)) == 2
+    os.kill(first.pid, signal.SIGKILL)
+    eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
+    assert [process.pid for process in daemons(host)] == [supervisor.status()[0].pid]
+
+
+def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(host, eventually):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    host.behave(fail_to_start="Xid 79")
+    os.kill(first.pid, signal.SIGKILL)
+    failed = eventually(lambda: next((s for s in supervisor.status() if "Xid 79" in (s.problem or "")), None))
+    assert failed.state in ("failed", "starting")
+    with pytest.raises(RetryableError, match="Xid 79"):
+        supervisor.ensure(host.spec(), 10)
+    assert host.compute_mode() == EXCLUSIVE_PROCESS, "other claims may still hold it"
+    host.behave()
+    eventually(lambda: supervisor.status()[0].state == "ready")
+    assert supervisor.status()[0].problem is None
+
+
+def test_fault_and_clients_are_seen(host, eventually, logs):
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(), 10)
+    client = subprocess.Popen(
+        [host.machine.host_root / "usr/bin/mps-client", "--hold"],
+        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    eventually(lambda: supervisor.status()[0].clients == 1)
+    host.behave(server_state="FAULT")
+    eventually(lambda: supervisor.status()[0].state == "fault")
+    assert "state FAULT" in supervisor.status()[0].problem
+    assert supervisor.ensure(host.spec(), 10).state == "fault"
+    assert [line["event"] for line in logs].count("mps_fault") == 1
+    host.behave()
+    eventually(lambda: supervisor.status()[0].state == "ready")
+    os.killpg(client.pid, signal.SIGTERM)
+    client.communicate(timeout=5)
+    eventually(lambda: supervisor.status()[0].clients == 0)
+
+
+def test_a_daemon_that_hangs_is_told_and_not_killed(host, eventually):
+    supervisor = host.supervisor(answer=0.1)
+    first = supervisor.ensure(host.spec(), 10)
+    os.kill(first.pid, signal.SIGSTOP)
+    eventually(lambda: supervisor.status()[0].state == "fault")
+    assert "did not answer" in supervisor.status()[0].problem
+    os.kill(first.pid, signal.SIGCONT)
+    eventually(lambda: supervisor.status()[0].state == "ready")
+    assert supervisor.status()[0].pid == first.pid
+
+
+def test_a_daemon_that_hangs_is_stopped_all_the_same(host):
+    supervisor = host.supervisor(patience=0.2, probe=60)
+    first = supervisor.ensure(host.spec(), 10)
+    os.kill(first.pid, signal.SIGSTOP)
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_lost_gpu_does_not_hold_up_the_stop(host):
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(4), 10)
+    host.machine.lose_gpu(4)
+    try:
+        supervisor.stop("gpu-4", 10)
+        assert host.left() == []
+    finally:
+        host.machine.restore_gpu(4)
+        host.machine.set_compute_mode(host.machine.gpu(4).uuid, 0)
+
+
+def test_a_foreign_process_of_the_recorded_number_is_never_touched(host):
+    supervisor = host.supervisor()
+    status = supervisor.ensure(host.spec(), 10)
+    supervisor.close()
+    os.kill(status.pid, signal.SIGKILL)
+    with subprocess.Popen(["sleep", "60"]) as foreign:
+        record = host.layout.record("gpu-2")
+        text = record.read_text().replace(f'"pid": {status.pid}', f'"pid": {foreign.pid}')
+        record.write_text(text)
+        host.supervisor().stop("gpu-2", 10)
+        assert foreign.poll() is None
+        foreign.kill()
+    assert_nothing_left(host)
+
+
+# --- host processes come and go ------------------------------------------------------------------
+
+
+def test_a_new_host_takes_running_daemons_over(host, eventually, logs):
+    old = host.supervisor()
+    first = old.ensure(host.spec(default_active_thread_percentage=30), 10)
+    old.close()
+    new = host.supervisor()
+    eventually(lambda: new.status()[0].state == "ready")
+    assert new.ensure(first.spec, 10).pid == first.pid
+    assert "mps_daemon_adopted" in [line["event"] for line in logs]
+    new.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, logs):
+    old = host.supervisor()
+    first = old.ensure(host.spec(), 10)
+    old.close()
+    host.layout.record("gpu-2").write_text("{")
+    new = host.supervisor()
+    assert new.status() == ()
+    assert "mps_record_unreadable" in [line["event"] for line in logs]
+    assert new.ensure(first.spec, 10).pid == first.pid
+    new.stop("gpu-2", 10)
+    assert host.left() == ["gpu-2.json.unreadable"]
+
+
+def test_a_daemon_without_a_record_can_be_stopped(host):
+    old = host.supervisor()
+    old.ensure(host.spec(), 10)
+    old.close()
+    host.layout.record("gpu-2").unlink()
+    host.supervisor().stop("gpu-2", 10)
+    assert (host.left(), daemons(host)) == ([], ())
+
+
+def test_after_a_reboot_everything_is_made_again(host, eventually):
+    old = host.supervisor()
+    first = old.ensure(host.spec(default_memory_limit_mib=2048), 10)
+    old.close()
+    os.kill(first.pid, signal.SIGKILL)
+    host.tools.mounter.unmount(Path(host.layout.directories("gpu-2").shm))
+    host.machine.set_compute_mode(first.spec.uuid, 0)
+    new = host.supervisor(boot_id="the next boot")
+    eventually(lambda: new.status()[0].state == "ready")
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
+    new.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_only_one_host_a_directory(host):
+    host.supervisor()
+    with pytest.raises(FatalError, match="another MPS host serves"):
+        host.supervisor()
+
+
+def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host, eventually):
+    host.behave(start_delay_ms=400)
+    old = host.supervisor()
+    errors = []
+
+    def ask():
+        try:
+            old.ensure(host.spec(), 10)
+        except RetryableError as error:
+            errors.append(str(error))
+
+    caller = threading.Thread(target=ask)
+    caller.start()
+    eventually(lambda: len(daemons(host)) == 1)
+    pid = daemons(host)[0].pid
+    old.close()
+    caller.join()
+    assert "being stopped" in errors[0]
+    new = host.supervisor()
+    assert new.ensure(host.spec(), 10).pid == pid
+
+
+def test_devices_start_at_the_same_time(host):
+    host.behave(start_delay_ms=400)
+    supervisor = host.supervisor()
+    specs = [host.spec(index) for index in (2, 3, 4, 5)]
+    threads = [threading.Thread(target=supervisor.ensure, args=(spec, 10)) for spec in specs]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [status.state for status in supervisor.status()] == ["ready"] * 4
+    assert time.monotonic() - began < 1.6
+
+
+def test_many_cycles_leave_nothing(host, monkeypatch):
+    """Without programs, which would take minutes: files, threads, descriptors and objects."""
+    child = processes.identify(os.getpid())
+    monkeypatch.setattr(processes, "is_control_daemon", lambda *_: False)
+    monkeypatch.setattr(processes, "users_of", lambda _: ())
+
+    class Quick:
+        def start(self, spec, directories):
+            Path(directories.pipe, "nvidia-cuda-mps-control.pid").touch()
+            return child
+
+        def ask(self, *_, timeout_s):
+            return ["100.0"]
+
+        def get(self, _):
+            return None
+
+    supervisor = host.supervisor(control=Quick(), compute_mode=Quick(), mounter=PlainDirectories())
+    supervisor.ensure(host.spec(), 10)
+    supervisor.stop("gpu-2", 10)
+    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    for _ in range(300):
+        supervisor.ensure(host.spec(), 10)
+        supervisor.stop("gpu-2", 10)
+    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
+    assert (host.left(), supervisor.status()) == ([], ())
+
+
+def test_one_device_is_started_once_for_many_callers(host):
+    supervisor = host.supervisor()
+    pids = []
+    threads = [
+        threading.Thread(target=lambda: pids.append(supervisor.ensure(host.spec(), 10).pid)) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(pids) == 8
+    assert len(set(pids)) == 1

@@ -1,0 +1,277 @@
+"""The simulated MPS programs, run as the host and as containers run them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dra_driver.simulator.mps import MpsBehaviour, mps_clients, reset_mps_behaviour, set_mps_behaviour
+
+SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
+PATH = f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}"
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="multi-user mode needs root")
+
+
+class Mps:
+    """A pipe directory on a machine, with at most one daemon."""
+
+    def __init__(self, root: Path, directory: Path) -> None:
+        self.root = root
+        self.pipe, self.log = directory / "pipe", directory / "log"
+        for path in (self.pipe, self.log):
+            path.mkdir(parents=True)
+        self.daemon: subprocess.Popen[str] | None = None
+
+    def _environment(self, **more: str) -> dict[str, str]:
+        return {
+            "PATH": PATH,
+            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self.log),
+            **more,
+        }
+
+    def start(self, uuid: str, *flags: str) -> subprocess.Popen[str]:
+        control = self.root / "usr/bin/nvidia-cuda-mps-control"
+        environment = self._environment(CUDA_VISIBLE_DEVICES=uuid)
+        daemon = subprocess.Popen(
+            [control, "-f", *flags],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.daemon = self.daemon or daemon
+        return daemon
+
+    def ready(self, uuid: str, *flags: str) -> None:
+        self.start(uuid, *flags)
+        deadline = time.monotonic() + 5
+        while not (self.pipe / "nvidia-cuda-mps-control.pid").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def ask(self, *commands: str) -> subprocess.CompletedProcess[str]:
+        control = self.root / "usr/bin/nvidia-cuda-mps-control"
+        text = "".join(f"{command}\n" for command in commands)
+        return subprocess.run(
+            [control],
+            input=text,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+
+    def client(
+        self, *arguments: str, shell: str = "sh", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [shell, "sh"] if shell == "busybox" else [shell]
+        return subprocess.run(
+            [*command, self.root / "usr/bin/mps-client", *arguments],
+            env=self._environment(**environment), capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        if self.daemon is not None:
+            self.daemon.terminate()
+            self.daemon.communicate(timeout=5)
+            self.daemon = None
+
+
+@pytest.fixture
+def mps(make, tmp_path):
+    machine = make("h100-mig-static")
+    set_mps_behaviour(machine.host_root, MpsBehaviour(start_delay_ms=0))
+    one = Mps(machine.host_root, tmp_path / "mps")
+    one.machine = machine
+    one.uuid = machine.gpu(2).uuid
+    yield one
+    one.end()
+
+
+def test_without_a_daemon_nobody_answers(mps):
+    done = mps.ask("get_server_list")
+    assert (done.returncode, done.stdout) == (1, "Cannot find MPS control daemon process\n")
+
+
+def test_a_second_daemon_on_a_pipe_directory_is_refused(mps):
+    mps.ready(mps.uuid)
+    second = mps.start(mps.uuid)
+    assert second.communicate(timeout=5)[0] == "An instance of this daemon is already running\n"
+    assert second.returncode == 1
+
+
+def test_commands_and_their_refusals(mps):
+    mps.ready(mps.uuid, "-M")
+    pid = (mps.pipe / "nvidia-cuda-mps-control.pid").read_text()
+    assert int(pid) == mps.daemon.pid
+    lines = mps.ask(
+        "frobnicate",
+        "set_default_device_pinned_mem_limit 0 4096",
+        "set_default_device_pinned_mem_limit 0 4K",
+        "set_default_active_thread_percentage 101",
+        "set_default_active_thread_percentage",
+        "get_server_status 1",
+        "get_default_active_thread_percentage",
+        "set_default_device_pinned_mem_limit 0 2G",
+        "get_default_device_pinned_mem_limit 0",
+    ).stdout.splitlines()
+    assert lines == [
+        "Unrecognized command: frobnicate",
+        "Invalid memory limit: 4096; it must be a whole number with G or M",
+        "Invalid memory limit: 4K; it must be a whole number with G or M",
+        "Invalid active thread percentage: 101",
+        "Invalid arguments: set_default_active_thread_percentage",
+        "Server 1 not found",
+        "100.0",
+        "2G",
+    ]
+
+
+def test_defaults_hold_for_later_servers_and_are_lost_on_quit(mps):
+    mps.ready(mps.uuid, "-M")
+    mps.ask("start_server -uid 0")
+    server = mps.ask("get_server_list").stdout.strip()
+    assert mps.ask(f"get_server_status {server}").stdout == "ACTIVE\n"
+    mps.ask("set_default_active_thread_percentage 40")
+    assert mps.ask(f"get_active_thread_percentage {server}").stdout == "100.0\n"
+    assert "active_thread_percentage=100\n" in mps.client().stdout
+    mps.ask(f"set_active_thread_percentage {server} 60", f"set_device_pinned_mem_limit {server} 0 1G")
+    assert "active_thread_percentage=60\npinned_device_mem_limit_mib=1024\n" in mps.client().stdout
+    mps.ask("quit")
+    assert mps.daemon.wait(5) == 0
+    assert list(mps.pipe.glob("*.pid")) == []
+    mps.daemon.communicate()
+    mps.daemon = None
+    mps.ready(mps.uuid, "-M")
+    assert mps.ask("get_default_active_thread_percentage").stdout == "100.0\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_client_gets_the_tighter_limit(mps, shell):
+    mps.ready(mps.uuid, "-M")
+    mps.ask("set_default_active_thread_percentage 40", "set_default_device_pinned_mem_limit 0 4G")
+    wide = mps.client(
+        shell=shell, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="90", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=8G"
+    )
+    assert wide.stdout.splitlines() == [
+        "mps=connected",
+        f"device={mps.uuid}",
+        "active_thread_percentage=40",
+        "pinned_device_mem_limit_mib=4096",
+    ]
+    tight = mps.client(
+        shell=shell,
+        CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="10",
+        CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=f"{mps.uuid}=512M,GPU-other=1M",
+    )
+    assert tight.stdout.splitlines()[2:] == [
+        "active_thread_percentage=10",
+        "pinned_device_mem_limit_mib=512",
+        "ignored_mem_limit=GPU-other",
+    ]
+    assert [entry["pinned_device_mem_limit_mib"] for entry in mps_clients(mps.log)] == [4096, 512]
+    assert mps.ask(f"get_client_list {mps.ask('get_server_list').stdout.strip()}").stdout == ""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_client_without_mps_says_so(mps, shell):
+    done = mps.client(shell=shell)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (3, "mps=none")
+
+
+def test_clients_are_listed_and_terminated(mps):
+    mps.ready(mps.uuid, "-M")
+    held = subprocess.Popen(
+        [mps.root / "usr/bin/mps-client", "--hold"],
+        env=mps._environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert held.stdout.readline() == "mps=connected\n"
+    server = mps.ask("get_server_list").stdout.strip()
+    assert mps.ask(f"get_client_list {server}").stdout == f"{held.pid}\n"
+    assert f"{held.pid} 1 {server}" in mps.ask("ps").stdout
+    assert mps.ask(f"terminate_client {server} 1").stdout == "Client 1 not found\n"
+    assert mps.ask(f"terminate_client {server} {held.pid}", f"get_client_list {server}").stdout == ""
+    os.killpg(held.pid, signal.SIGTERM)
+    held.communicate(timeout=5)
+
+
+def test_one_user_at_a_time_unless_multi_user(mps):
+    mps.ready(mps.uuid)
+    mps.ask("start_server -uid 0")
+    first = mps.ask("get_server_list").stdout
+    mps.ask("start_server -uid 1000")
+    assert mps.ask("get_server_list").stdout not in ("", first), "the old server had no client"
+
+
+def test_an_unknown_device_fails_when_a_server_starts(mps):
+    mps.ready("GPU-none", "-M")
+    done = mps.client()
+    assert (done.returncode, done.stdout.splitlines()[0]) == (4, "mps=refused")
+    assert "GPU-none" in (mps.log / "server.log").read_text()
+
+
+def test_a_mig_device_and_its_memory(mps):
+    uuid = mps.machine.gpu(1).mig_devices[0][1].uuid
+    mps.ready(uuid, "-M")
+    out = mps.client(CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=64G").stdout
+    assert "pinned_device_mem_limit_mib=9984\n" in out
+
+
+def test_fault(mps):
+    mps.ready(mps.uuid, "-M")
+    mps.ask("start_server -uid 0")
+    set_mps_behaviour(mps.root, MpsBehaviour(server_state="FAULT"), mps.uuid)
+    server = mps.ask("get_server_list").stdout.strip()
+    assert mps.ask(f"get_server_status {server}").stdout == "FAULT\n"
+    assert "CUDA_ERROR_MPS_SERVER_NOT_READY" in mps.client().stdout
+    reset_mps_behaviour(mps.root)
+    assert mps.client().returncode == 0
+
+
+def test_dying(mps):
+    set_mps_behaviour(mps.root, MpsBehaviour(start_delay_ms=0, die_after_s=0.05))
+    mps.ready(mps.uuid, "-M")
+    assert mps.daemon.wait(5) == 1
+    assert (mps.pipe / "control").exists(), "a crash leaves its pipe directory as it was"
+    mps.daemon.communicate()
+    mps.daemon = None
+    assert mps.ask("get_server_list").returncode == 1
+
+
+def test_multi_user_needs_volta(make, tmp_path):
+    machine = make("dgx-h100")
+    script = machine.host_root / "usr/bin/nvidia-cuda-mps-control"
+    script.write_text(script.read_text().replace('"volta": true', '"volta": false'))
+    old = Mps(machine.host_root, tmp_path / "old")
+    daemon = old.start(machine.gpu(0).uuid, "-M")
+    daemon.communicate(timeout=5)
+    assert daemon.returncode == 1
+    assert "Volta" in (old.log / "control.log").read_text()
+
+
+def test_the_background_flag_returns_when_the_daemon_answers(mps):
+    control = mps.root / "usr/bin/nvidia-cuda-mps-control"
+    environment = mps._environment(CUDA_VISIBLE_DEVICES=mps.uuid)
+    subprocess.run([control, "-d"], env=environment, check=True, timeout=5, stdout=subprocess.DEVNULL)
+    assert mps.ask("get_default_active_thread_percentage").stdout == "100.0\n"
+    mps.ask("quit")
+
+
+def test_version_and_usage(mps):
+    control = mps.root / "usr/bin/nvidia-cuda-mps-control"
+    shown = subprocess.run(
+        [control, "-v"], capture_output=True, text=True, env={"PATH": PATH}, check=True
+    ).stdout
+    assert "simulated" in shown
+    assert (
+        subprocess.run([control, "-x"], capture_output=True, env={"PATH": PATH}, check=False).returncode == 1
+    )

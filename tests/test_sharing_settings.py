@@ -1,0 +1,201 @@
+"""The section `sharing` of the configuration file, and the flag --consumable-shares."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.sharing import (
+    NO_SHARING,
+    GpuSelector,
+    SharingEntry,
+    SharingPolicy,
+    SharingRule,
+    share_all,
+)
+from dra_driver.settings import Settings, consumable_shares, resolve
+
+GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
+MIG = "MIG-4cf8db2d-06c0-5d70-aa51-e59b25b2c16c"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def make(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return make
+
+
+def policy(path: Path, **given: str) -> SharingPolicy:
+    return resolve({"node_name": "n", **given}, path).sharing
+
+
+def faults(path: Path) -> list[str]:
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve({"node_name": "n"}, path)
+    assert "\n" not in str(caught.value)
+    return sorted(caught.value.faults)
+
+
+def test_entries_become_rules_in_their_order(write) -> None:
+    path = write(f"""
+sharing:
+  - selector: {{uuids: [{GPU}]}}
+    mode: off
+  - selector: {{productName: "NVIDIA H100*", pciBusIDs: ["00000000:1B:00.0"], devices: gpu}}
+    mode: memory
+    enforce: mps
+    multiprocessors: true
+  - selector: {{devices: mig}}
+    mode: shares
+    shares: 4
+  - mode: unlimited
+    enforce: mps
+""")
+    assert policy(path).entries == (
+        SharingEntry(GpuSelector(uuids=frozenset({GPU})), None),
+        SharingEntry(
+            GpuSelector("NVIDIA H100*", frozenset(), frozenset({"0000:1b:00.0"}), "gpu"),
+            SharingRule("memory", None, "mps", True),
+        ),
+        SharingEntry(GpuSelector(devices="mig"), SharingRule("shares", 4)),
+        SharingEntry(GpuSelector(), SharingRule("unlimited", enforce="mps")),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "sharing: []", "sharing: null"])
+def test_without_entries_nothing_is_shared(write, text: str) -> None:
+    assert resolve({"node_name": "n"}, write(text)) == Settings("n")
+
+
+@pytest.mark.parametrize("mode", ["off", '"off"', "false"])
+def test_off_needs_no_quotes(write, mode: str) -> None:
+    assert policy(write(f"sharing: [{{mode: {mode}}}]")).entries == (SharingEntry(GpuSelector(), None),)
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ("{}", "0.mode: Field required"),
+        ("5", "0: Input should be a valid dictionary"),
+        ("{mode: half}", "0.mode: Input should be 'off', 'shares', 'memory' or 'unlimited'"),
+        ("{mode: true}", "0.mode: Input should be 'off'"),
+        ("{mode: shares}", "0.shares: mode shares needs their number"),
+        ("{mode: shares, shares: 0}", "0.shares: Input should be greater than or equal to 1"),
+        ("{mode: shares, shares: 4097}", "0.shares: Input should be less than or equal to 4096"),
+        ("{mode: shares, shares: '4'}", "0.shares: Input should be a valid integer"),
+        ("{mode: shares, shares: 1.5}", "0.shares: Input should be a valid integer"),
+        ("{mode: shares, shares: 61, enforce: mps}", "0.shares: MPS serves at most 60 clients"),
+        ("{mode: memory, shares: 4}", "0.shares: does not fit mode memory; remove it or use mode shares"),
+        ("{mode: unlimited, shares: 4}", "0.shares: does not fit mode unlimited"),
+        ("{mode: off, shares: 4}", "0.shares: does not fit mode off"),
+        ("{mode: off, enforce: none}", "0.enforce: does not fit mode off"),
+        ("{mode: off, multiprocessors: false}", "0.multiprocessors: does not fit mode off"),
+        ("{mode: memory, enforce: cgroup}", "0.enforce: Input should be 'mps' or 'none'"),
+        ("{mode: memory, multiprocessors: 66}", "0.multiprocessors: Input should be a valid boolean"),
+        ("{mode: memory, typo: 1}", "0.typo: Extra inputs are not permitted"),
+        ("{mode: memory, selector: {typo: 1}}", "0.selector.typo: Extra inputs are not permitted"),
+        ("{mode: memory, selector: []}", "0.selector: Input should be a valid dictionary"),
+        (
+            "{mode: memory, selector: {productName: ''}}",
+            "0.selector.productName: String should have at least 1 character",
+        ),
+        ("{mode: memory, selector: {uuids: []}}", "0.selector.uuids: List should have at least 1 item"),
+        ("{mode: memory, selector: {uuids: [GPU-0]}}", "0.selector.uuids.0: 'GPU-0' is no UUID of a GPU"),
+        (
+            "{mode: memory, selector: {pciBusIDs: ['0000:1b:00.0', 1b]}}",
+            "0.selector.pciBusIDs.1: '1b' is no PCI bus ID",
+        ),
+        ("{mode: memory, selector: {pciBusIDs: [27]}}", "0.selector.pciBusIDs.0: Input should be a valid"),
+        ("{mode: memory, selector: {devices: vfio}}", "0.selector.devices: Input should be 'gpu', 'mig'"),
+        (
+            f"{{mode: memory, selector: {{devices: gpu, uuids: [{MIG}]}}}}",
+            "0.selector.devices: the UUIDs are those of MIG devices, so nothing can match",
+        ),
+    ],
+)
+def test_fault_is_told_with_its_path(write, entry: str, fault: str) -> None:
+    found = faults(write(f"sharing: [{entry}]"))
+    assert len(found) == 1
+    assert found[0].startswith(f"sharing.{fault}")
+
+
+def test_all_faults_are_told_at_once(write) -> None:
+    path = write("sharing: [{mode: shares}, {mode: memory, shares: 2}, {selector: {uuids: [x, y]}}]")
+    assert [fault.partition(": ")[0] for fault in faults(path)] == [
+        "sharing.0.shares",
+        "sharing.1.shares",
+        "sharing.2.mode",
+        "sharing.2.selector.uuids.0",
+        "sharing.2.selector.uuids.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        "{mode: memory}, {mode: off}",
+        "{mode: memory, selector: {devices: gpu}}, {mode: off, selector: {devices: gpu, productName: T4}}",
+        f"{{mode: memory, selector: {{uuids: [{GPU}, {MIG}]}}}}, {{mode: off, selector: {{uuids: [{MIG}]}}}}",
+    ],
+)
+def test_entry_that_can_never_apply_is_a_fault(write, entries: str) -> None:
+    assert faults(write(f"sharing: [{entries}]")) == [
+        "sharing: entry 1 can never apply: entry 0 takes all its devices; order them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", NO_SHARING),
+        ("disabled", NO_SHARING),
+        ("memory", share_all(SharingRule("memory"))),
+        ("unlimited", share_all(SharingRule("unlimited"))),
+        ("1", share_all(SharingRule("shares", 1))),
+        (" 10 ", share_all(SharingRule("shares", 10))),
+        ("4096", share_all(SharingRule("shares", 4096))),
+    ],
+)
+def test_flag_is_one_rule_for_all_devices(text: str, expected: SharingPolicy) -> None:
+    assert consumable_shares(text) == expected
+    assert resolve({"node_name": "n", "consumable_shares": text}, None).sharing == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "4097", "1.5", "many", "Memory", "٣", "9" * 5000, "off", "4x"])
+def test_wrong_flag_is_refused(text: str) -> None:
+    with pytest.raises(InvalidConfigError, match="expected disabled, memory, unlimited or a number from 1"):
+        resolve({"node_name": "n", "consumable_shares": text}, None)
+
+
+def test_flag_and_section_contradict_each_other_unless_the_flag_is_off(write) -> None:
+    path = write("sharing: [{mode: memory}]")
+    assert policy(path, consumable_shares="disabled") == share_all(SharingRule("memory"))
+    with pytest.raises(InvalidConfigError, match="contradict each other; remove one"):
+        policy(path, consumable_shares="4")
+
+
+def test_inspect_shows_what_the_file_asks_for(write) -> None:
+    path = write("nodeName: from-file\nsharing: [{mode: shares, shares: 4}]\n")
+    command = [sys.executable, "-m", "dra_driver.cli.main", "inspect", "--simulate", "t4-4", "-o", "json"]
+    outcome = subprocess.run([*command, "--config", str(path)], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    (item,) = json.loads(outcome.stdout)["items"]
+    assert item["spec"]["nodeName"] == "from-file"
+    assert [device["capacity"]["shares"]["value"] for device in item["spec"]["devices"]] == ["4"] * 4
+
+
+def test_example_of_the_documentation_is_valid(write) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    blocks = [block.partition("```")[0] for block in text.split("```yaml\n")[1:]]
+    (example,) = [block for block in blocks if block.startswith("sharing:")]
+    assert len(yaml.safe_load(example)["sharing"]) == len(policy(write(example)).entries)
