@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: gpu-check help setup demo test check fix bench cluster cluster-down cluster-status image e2e lock proto clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
 
 setup: $(STAMP) ## Create the environment from the locked dependencies
 
