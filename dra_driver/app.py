@@ -30,6 +30,7 @@ from dra_driver.services.executor import Executor, StepRunner
 from dra_driver.services.hostview import HostView
 from dra_driver.services.mpschild import ChildMpsHost
 from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.services.settingskeeper import SettingsKeeper
 from dra_driver.services.sharingsteps import MpsHost, MpsSteps, TimeSliceSteps
 from dra_driver.services.steps import StepDispatcher
 from dra_driver.settings import Settings
@@ -61,8 +62,13 @@ class Driver:
         # Made here, because the moment of its making is this instance's place in the order of starts.
         self._turn = PublishingTurn(plugin_dir / "publishers", settings.pod_uid)
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
+        self._smi = NvidiaSmi(lambda: smi_and_library(paths.driver_root))
+        keeper = SettingsKeeper(self.records, self._gpu_locks, self._smi)
         self.discovery = Discovery(
-            NvmlReader(self._platform.load_nvml), HostView(paths), self._devices_changed
+            NvmlReader(self._platform.load_nvml),
+            HostView(paths),
+            self._devices_changed,
+            keeper.driver_changed,
         )
         self._installation = DriverRoot(paths, nodes=self._platform.nodes, hook=settings.nvidia_cdi_hook_path)
         self._publisher: Any = None
@@ -185,9 +191,8 @@ class Driver:
     def _step_runners(self) -> dict[type, StepRunner]:
         layout = mps_layout(self.settings.plugin_directory)
         mps = self._mps_host(layout)
-        smi = NvidiaSmi(lambda: smi_and_library(self._platform.paths.driver_root))
         return {
-            SetTimeSlice: TimeSliceSteps(smi, self.records),
+            SetTimeSlice: TimeSliceSteps(self._smi, self.records),
             RunMps: MpsSteps(mps, self.records),
             WriteCdiSpec: CdiSteps(
                 self.settings.driver_name,

@@ -1,5 +1,7 @@
 """`make e2e`: cluster, image, driver, tests, and everything taken away again, whatever happens in between.
 
+A cluster that is up already is used and left in place, and so is its simulated machine.
+
 python hack/e2e.py            all tests of tests/e2e
 python hack/e2e.py --keep     leave the cluster up afterwards
 python hack/e2e.py -- -k mig  arguments for pytest
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
@@ -41,15 +43,24 @@ def main() -> int:
         return 1
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    was_up = False
     try:
-        # A machine of an earlier run may have been broken on purpose.
-        shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
+        was_up = _cluster().is_up()
+        if was_up:
+            print(
+                "e2e: a cluster is up; it gets this driver and stays afterwards, with its simulated machine"
+            )
+        else:
+            # A machine of an earlier run may have been broken on purpose.
+            shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
         return _run_all(arguments.pytest_args)
     except Interrupted:
-        print("e2e: interrupted, cleaning up")
+        print("e2e: interrupted")
         return 130
     finally:
-        if not arguments.keep:
+        if was_up:
+            print("e2e: the cluster was up before and is left in place; `make cluster-down` takes it down")
+        elif not arguments.keep:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             _step("take the cluster down", [*CLUSTER, "down"])
@@ -66,17 +77,17 @@ def _run_all(pytest_args: list[str]) -> int:
         if status:
             return status
     # The contract tests of the API client run against the real API server too.
-    os.environ["DRA_TEST_KUBECONFIG"] = _kubeconfig()
+    os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
     pytest = [sys.executable, "-m", "pytest", "-m", "cluster", "tests/e2e", "tests/kube"]
     pytest += ["--timeout=300", "-v", "-s", "--no-header"]
     return _step("run the tests", [*pytest, *pytest_args])
 
 
-def _kubeconfig() -> str:
+def _cluster() -> ModuleType:
     sys.path.insert(0, str(ROOT / "hack" / "cluster"))
     import localcluster
 
-    return str(localcluster.kubeconfig())
+    return localcluster
 
 
 def _step(title: str, command: list[str]) -> int:

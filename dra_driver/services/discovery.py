@@ -72,12 +72,23 @@ class NvmlState:
 
 
 class Discovery:
-    """Owns the inventory. `on_change` is called after each change, from the discovery thread."""
+    """Owns the inventory.
 
-    def __init__(self, nvml: Nvml, host: HostTopology, on_change: Callable[[], None]) -> None:
+    Both callbacks come from the discovery thread: `on_change` after each change, `on_reload` when the driver
+    was loaded again or the GPUs are others than before.
+    """
+
+    def __init__(
+        self,
+        nvml: Nvml,
+        host: HostTopology,
+        on_change: Callable[[], None],
+        on_reload: Callable[[], None] = lambda: None,
+    ) -> None:
         self._nvml = nvml
         self._host = host
         self._on_change = on_change
+        self._on_reload = on_reload
         self._inventory: Inventory | None = None
         self._state = NvmlState()
         self._hardware: Hashable = None
@@ -212,9 +223,12 @@ class Discovery:
         except DraDriverError as error:
             self._without_nvml(error, hardware, instances)
             return
+        is_reload = self._inventory is not None and (not self._state.ready or hardware != self._hardware)
         self._hardware, self._instances, self._pulse = hardware, instances, pulse
         self._has_nvml = True
         self._became_known(inventory)
+        if is_reload:
+            self._on_reload()
 
     def _complete(self, inventory: Inventory) -> Inventory:
         """Add what only the host knows, and report PCI functions that NVML does not show.

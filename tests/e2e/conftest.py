@@ -116,6 +116,17 @@ class Cluster:
     def driver_pods(self) -> list[Json]:
         return self.get("pods", "-n", NAMESPACE)["items"]
 
+    def driver_is_ready(self) -> bool:
+        """Whether every pod of the driver that is not on its way out is ready."""
+        pods = [pod for pod in self.driver_pods() if "deletionTimestamp" not in pod["metadata"]]
+        return bool(pods) and all(
+            any(
+                one["type"] == "Ready" and one["status"] == "True"
+                for one in pod["status"].get("conditions", [])
+            )
+            for pod in pods
+        )
+
     def inspect(self, *arguments: str) -> list[Json]:
         """What `gpu-dra-driver inspect` prints for the simulated machine of the node."""
         program = Path(sys.executable).parent / "gpu-dra-driver"
@@ -150,7 +161,7 @@ def _cluster() -> Cluster:
 @pytest.fixture
 def cluster(_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster; afterwards no pod, claim, CDI spec or record of the test may be left."""
-    _cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "-n", NAMESPACE, "--timeout=60s")
+    wait_for("the driver's pods to be ready", _cluster.driver_is_ready)
     yield _cluster
     kinds = "pods,resourceclaims,resourceclaimtemplates"
     _cluster.kubectl("delete", kinds, "--all", "-n", "default", "--timeout=60s")

@@ -25,16 +25,7 @@ def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
     wait_for(
         "the MPS host's pod", lambda: "gpu-dra-driver-mps" in _cluster.kubectl("get", "pods", "-n", NAMESPACE)
     )
-    _cluster.kubectl(
-        "wait",
-        "--for=condition=Ready",
-        "pod",
-        "-l",
-        "app.kubernetes.io/component=mps",
-        "-n",
-        NAMESPACE,
-        "--timeout=60s",
-    )
+    wait_for("the driver and its MPS host to be ready", _cluster.driver_is_ready)
     wait_for("the shared GPU to be published", lambda: shared_devices(_cluster))
     yield _cluster
     _cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE)

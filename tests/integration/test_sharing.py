@@ -10,7 +10,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.integration.conftest import Node
+from tests.integration.conftest import Node, eventually
 
 Json = dict[str, Any]
 
@@ -309,3 +309,29 @@ def test_restart_of_the_plugin_leaves_daemons_running(shared: Callable[..., Node
     assert pid.read_text() == daemon
     assert node.unprepare(ref) == {ref.uid: None}
     assert not pid.exists()
+
+
+def test_time_slice_is_set_again_after_a_driver_reload(shared: Callable[..., Node]) -> None:
+    node = shared()
+    config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Short"})
+    ref = node.allocated_by_hand("sliced", node.devices()[1]["name"], config=config)
+    ready(node, ref)
+    node.machine.unload_driver()
+    eventually(lambda: node.devices() == [])
+    node.machine.load_driver()
+    node.wait_devices(8)
+    eventually(lambda: node.machine.timeslice(1) == 1)
+
+
+def test_unsupported_time_slice_is_the_claims_error_only_if_it_asked(shared: Callable[..., Node]) -> None:
+    node = shared()
+    smi = node.machine.host_root / "usr/bin/nvidia-smi"
+    smi.unlink()
+    smi.write_text("#!/bin/sh\necho 'Setting timeslice is Not Supported on this GPU'; exit 3\n")
+    smi.chmod(0o755)
+    plain = node.claim("plain")
+    ready(node, plain)
+    config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Short"})
+    asking = node.allocated_by_hand("asking", node.devices()[5]["name"], config=config)
+    assert "does not support it" in error(node, asking)
+    assert node.records() == [f"{plain.uid}.json"]

@@ -1,0 +1,144 @@
+"""The manifests of daemonset/: what depends on each other changes together, and nothing is granted for later."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import celpy
+import pytest
+import yaml
+
+DAEMONSET = Path(__file__).parents[2] / "daemonset"
+CACHED = Path.home() / ".cache/gpu-dra-driver/cluster/bin"
+ROOTS = {"operator": "/run/nvidia/driver", "gke": "/home/kubernetes/bin/nvidia"}
+
+Manifest = dict[str, Any]
+
+
+def kubectl() -> str:
+    cached = next(iter(sorted(CACHED.glob("*/kubectl"))), None)
+    program = shutil.which("kubectl") or (str(cached) if cached else None)
+    if program is None:
+        pytest.skip("kubectl is not there to render manifests")
+    return program
+
+
+def rendered(folder: Path) -> list[Manifest]:
+    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def with_components(tmp_path: Path, *components: str) -> list[Manifest]:
+    shutil.copytree(DAEMONSET, tmp_path / "daemonset")
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    places = [f"../daemonset/components/{name}" for name in components]
+    text = yaml.safe_dump({"resources": ["../daemonset"], "components": places})
+    (overlay / "kustomization.yaml").write_text(text)
+    return rendered(overlay)
+
+
+def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    found = [entry for entry in manifests if (entry["kind"], entry["metadata"]["name"]) == (kind, name)]
+    assert len(found) == 1
+    return found[0]
+
+
+def mounted(daemonset: Manifest) -> tuple[dict[str, str], dict[str, tuple[str, str, bool]]]:
+    """The environment, and (place in the container, place on the host, read only) by volume."""
+    pod = daemonset["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    volumes = {entry["name"]: entry.get("hostPath", {}).get("path", "") for entry in pod["volumes"]}
+    mounts = {
+        entry["name"]: (entry["mountPath"], volumes[entry["name"]], entry.get("readOnly", False))
+        for entry in container["volumeMounts"]
+    }
+    assert set(mounts) == set(volumes)
+    return env, mounts
+
+
+def host_path_of(path: str, mounts: dict[str, tuple[str, str, bool]]) -> str:
+    """What the container sees at a path, as a host path."""
+    for place, source, _ in sorted(mounts.values(), reverse=True):
+        if path == place or path.startswith(place.rstrip("/") + "/"):
+            return source.rstrip("/") + path[len(place) :] or "/"
+    raise AssertionError(f"{path} is not mounted")
+
+
+@pytest.mark.parametrize(
+    "folder", ["", "base", *(f"overlays/{path.name}" for path in (DAEMONSET / "overlays").iterdir())]
+)
+def test_every_folder_is_rendered(folder: str) -> None:
+    assert rendered(DAEMONSET / folder)
+
+
+@pytest.mark.parametrize("where", ROOTS)
+@pytest.mark.parametrize("mps", [False, True])
+def test_the_driver_root_is_changed_as_a_whole(where: str, mps: bool, tmp_path: Path) -> None:
+    components = (*(["mps"] if mps else []), f"driver-root-{where}")
+    manifests = with_components(tmp_path, *components)
+    names = ["gpu-dra-driver", *(["gpu-dra-driver-mps"] if mps else [])]
+    assert [entry["metadata"]["name"] for entry in manifests if entry["kind"] == "DaemonSet"] == names
+    for name in names:
+        env, mounts = mounted(one(manifests, "DaemonSet", name))
+        assert env["NVIDIA_DRIVER_ROOT"] == ROOTS[where]
+        assert host_path_of(env["DRIVER_ROOT_CTR_PATH"], mounts) == ROOTS[where]
+        # A mount of the root itself would go on showing a root that was replaced.
+        assert mounts["driver-root"][1] == str(Path(ROOTS[where]).parent)
+    env, mounts = mounted(one(manifests, "DaemonSet", "gpu-dra-driver"))
+    assert mounts["host-root"] == (env["HOST_ROOT"], "/", True)
+
+
+def test_the_driver_root_of_the_base_agrees_with_its_mount() -> None:
+    env, mounts = mounted(one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver"))
+    assert env["NVIDIA_DRIVER_ROOT"] == "/"
+    assert host_path_of(env["DRIVER_ROOT_CTR_PATH"], mounts) == "/"
+    assert mounts["driver-root"][2]
+
+
+def test_a_stop_leaves_time_for_a_call_in_flight() -> None:
+    pod = one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 60
+    assert pod["containers"][0]["readinessProbe"]["grpc"]["service"] == "readiness"
+
+
+def test_the_role_grants_what_is_used_and_no_more() -> None:
+    rules = one(rendered(DAEMONSET), "ClusterRole", "gpu-dra-driver")["rules"]
+    granted = {(rule["resources"][0], *sorted(rule["verbs"])) for rule in rules}
+    assert all(len(rule["resources"]) == 1 for rule in rules)
+    assert granted == {
+        ("resourceclaims", "get"),
+        ("resourceslices", "create", "delete", "get", "list", "patch", "update", "watch"),
+        ("nodes", "get"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("operation", "pool", "driver", "allowed"),
+    [
+        ("CREATE", "node-a", "gpu.nvidia.com", True),
+        ("UPDATE", "other", "gpu.nvidia.com", False),
+        ("CREATE", "other", "gpu.nvidia.com", False),
+        ("DELETE", "other", "gpu.nvidia.com", True),
+        ("DELETE", "node-a", "nic.example.com", False),
+    ],
+)
+def test_a_stray_slice_of_the_own_node_can_only_be_removed(
+    operation: str, pool: str, driver: str, allowed: bool
+) -> None:
+    spec = one(rendered(DAEMONSET), "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
+    texts = [entry["expression"] for entry in spec["validations"]]
+    # The others use optional fields, which this CEL does not know; the cluster's tests have them.
+    texts = [text for text in texts if ".?" not in text]
+    assert len(texts) == 3
+    slices = [{"pool": {"name": pool}, "driver": driver}]
+    given = {"request": {"operation": operation}, "variables": {"node": "node-a", "specs": slices}}
+    activation = {name: celpy.json_to_cel(value) for name, value in given.items()}
+    environment = celpy.Environment()
+    verdicts = [environment.program(environment.compile(text)).evaluate(activation) for text in texts]
+    assert all(verdicts) == allowed
