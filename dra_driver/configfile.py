@@ -137,6 +137,7 @@ class ConfigFile(BaseModel):
     cdi_root: _AbsolutePath | None = Field(default=None, alias="cdiRoot")
     nvidia_driver_root: _AbsolutePath | None = None
     container_driver_root: _AbsolutePath | None = None
+    host_root: _AbsolutePath | None = None
     nvidia_cdi_hook_path: _AbsolutePath | None = Field(default=None, alias="nvidiaCDIHookPath")
     kubelet_registrar_directory_path: _AbsolutePath | None = None
     kubelet_plugins_directory_path: _AbsolutePath | None = None

@@ -30,7 +30,12 @@ def real_platform(settings: Settings) -> Platform:
 
     inside = settings.container_driver_root
     root = inside if Path(inside).is_dir() else settings.nvidia_driver_root
-    paths = HostPaths(driver_root=root, host_driver_root=settings.nvidia_driver_root)
+    host = settings.host_root
+    paths = HostPaths(
+        driver_root=root,
+        host_driver_root=settings.nvidia_driver_root,
+        host_root=host if host is not None and Path(host).is_dir() else None,
+    )
     return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
 
 

@@ -31,6 +31,7 @@ class Settings:
     cdi_root: str = "/etc/cdi"
     nvidia_driver_root: str = "/"
     container_driver_root: str = "/driver-root"
+    host_root: str | None = None
     nvidia_cdi_hook_path: str | None = None
     kubelet_registrar_directory_path: str = "/var/lib/kubelet/plugins_registry"
     kubelet_plugins_directory_path: str = "/var/lib/kubelet/plugins"

@@ -64,7 +64,7 @@ def test_file_can_set_every_setting_and_nothing_else(write) -> None:
     assert set(ConfigFile.model_fields) == {entry.name for entry in fields(Settings)}
     values = {
         "nodeName": "n", "driverName": "d.example", "cdiRoot": "/a", "nvidiaDriverRoot": "/b",
-        "containerDriverRoot": "/c", "nvidiaCDIHookPath": "/d", "kubeletRegistrarDirectoryPath": "/e",
+        "containerDriverRoot": "/c", "hostRoot": "/r", "nvidiaCDIHookPath": "/d", "kubeletRegistrarDirectoryPath": "/e",
         "kubeletPluginsDirectoryPath": "/f", "podUID": "u", "kubeconfig": "/g", "kubeAPIQPS": 2.5, "kubeAPIBurst": 3,
         "httpEndpoint": ":1", "metricsPath": "/m", "healthcheckPort": 4,
         "mpsHost": "child", "simulate": "s", "simulatorDir": "/h",
@@ -72,7 +72,8 @@ def test_file_can_set_every_setting_and_nothing_else(write) -> None:
     }  # fmt: skip
     path = write("\n".join(f"{key}: {value!r}" for key, value in values.items()))
     assert resolve({}, path) == Settings(
-        "n", "d.example", "/a", "/b", "/c", "/d", "/e", "/f", "u", "/g", 2.5, 3, ":1", "/m", 4, "child", "s", "/h",
+        "n", "d.example", "/a", "/b", "/c", "/r", "/d", "/e", "/f", "u", "/g", 2.5, 3,
+        ":1", "/m", 4, "child", "s", "/h",
         "error", "console",
     )  # fmt: skip
 

@@ -33,12 +33,20 @@ def run(
     ] = None,
     nvidia_driver_root: NvidiaDriverRoot = None,
     container_driver_root: ContainerDriverRoot = None,
+    host_root: Annotated[
+        str | None,
+        typer.Option(
+            "--host-root",
+            envvar="HOST_ROOT",
+            help="The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
+        ),
+    ] = None,
     nvidia_cdi_hook_path: Annotated[
         str | None,
         typer.Option(
             "--nvidia-cdi-hook-path",
             envvar="NVIDIA_CDI_HOOK_PATH",
-            help="nvidia-cdi-hook on the host. [default: looked for below the driver root]",
+            help="nvidia-cdi-hook on the host. [default: looked for on the host and below the driver root]",
         ),
     ] = None,
     kubelet_registrar_directory_path: Annotated[
@@ -128,7 +136,6 @@ def run(
         typer.Option("-v", hidden=True, help="klog verbosity; 5 and above mean --log-level debug."),
     ] = None,
     namespace: Annotated[str | None, _ignored("--namespace", env="NAMESPACE")] = None,
-    host_root: Annotated[str | None, _ignored("--host-root", env="HOST_ROOT")] = None,
     image_name: Annotated[str | None, _ignored("--image-name", env="IMAGE_NAME")] = None,
     image_pull_secrets: Annotated[
         str | None, _ignored("--image-pull-secrets", env="IMAGE_PULL_SECRETS")
@@ -169,7 +176,6 @@ def run(
 
 _IGNORED = (
     "namespace",
-    "host_root",
     "image_name",
     "image_pull_secrets",
     "image_pull_policy",
