@@ -10,6 +10,8 @@ from typing import Any
 
 import structlog
 
+from dra_driver.core.mpsclient import uses_mps
+from dra_driver.core.planning import device_of_cdi_name
 from dra_driver.core.slicediff import Owner, slice_changes
 from dra_driver.core.slices import build_pool
 from dra_driver.errors import FatalError, NvmlUnavailableError
@@ -193,7 +195,7 @@ class Driver:
         mps = self._mps_host(layout)
         return {
             SetTimeSlice: TimeSliceSteps(self._smi, self.records),
-            RunMps: MpsSteps(mps, self.records),
+            RunMps: MpsSteps(mps, self.records, self._lost_mps_users),
             WriteCdiSpec: CdiSteps(
                 self.settings.driver_name,
                 self._specs,
@@ -209,6 +211,9 @@ class Driver:
             return MpsClient(layout)
         child = ChildMpsHost(layout, mps_host_command(self.settings))
         self._stops.append(("mps_host", child.close))
+        if any(layout.root.glob("*.json")):
+            # Daemons of an earlier run are there, and somebody has to watch over them.
+            threading.Thread(target=child.start_quietly, name="mps-child", daemon=True).start()
         return child
 
     def _is_serving(self) -> bool:
@@ -291,6 +296,15 @@ class Driver:
         if not self.records.quarantined():
             return ()
         return [(uid, names) for uid, names in self._specs.list().items() if uid not in records]
+
+    def _lost_mps_users(self) -> dict[str, list[str]]:
+        """Devices with MPS of claims that have a CDI spec but no record."""
+        records = self.records.all()
+        users: dict[str, list[str]] = {}
+        for uid, names in self._specs.list().items():
+            if uid not in records and uses_mps(self._specs.read(uid)):
+                users[uid] = [device_of_cdi_name(name) for name in names]
+        return users
 
     def _prepared_kinds(self) -> Iterator[str]:
         with suppress(OSError):

@@ -20,9 +20,9 @@ IommuBackend = Literal["LegacyOnly", "PreferIommuFD"]
 
 @dataclass(frozen=True, slots=True)
 class TimeSlicingConfig:
-    """How long a time slice of a shared GPU is."""
+    """How long a time slice of a shared GPU is; None takes what it is."""
 
-    interval: Interval = "Default"
+    interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)

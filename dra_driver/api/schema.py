@@ -65,7 +65,7 @@ class _Part(BaseModel):
 
 
 class _TimeSlicing(_Part):
-    interval: Interval = "Default"
+    interval: Interval | None = None
 
     def value(self) -> TimeSlicingConfig:
         return TimeSlicingConfig(self.interval)

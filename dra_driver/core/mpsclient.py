@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dra_driver.model.driver_files import CdiDevice, CdiMount
 from dra_driver.model.mps import MpsDirectories
@@ -29,3 +31,10 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
         CdiMount(directories.shm, _SHM_DIRECTORY, _MOUNT_OPTIONS),
     )
     return replace(device, env=(*device.env, *env), mounts=(*device.mounts, *mounts))
+
+
+def uses_mps(spec: Mapping[str, Any] | None) -> bool:
+    """Whether a device of a CDI spec works through MPS."""
+    devices = (spec or {}).get("devices") or []
+    mounts = [mount for device in devices for mount in device.get("containerEdits", {}).get("mounts") or []]
+    return any(mount.get("containerPath") == PIPE_DIRECTORY for mount in mounts)

@@ -81,19 +81,38 @@ def plan_claim(
     driver: str,
     others: Iterable[ClaimRecord],
     sharing: SharingPolicy = NO_SHARING,
+    known: ClaimRecord | None = None,
 ) -> Plan:
     """The plan for our part of a claim.
 
-    `others` are the records of all other claims on this node, `sharing` is the node's policy.
+    `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
+    claim's own record.
     Raises: ClaimRefusedError that names the claim's request, the device and what to do; InvalidConfigError
     for opaque parameters.
     """
     found = [(result, _find(result, pool, inventory.by_name)) for result in claim.results]
     _refuse_repeats(found)
-    usages = usages_of(claim, found, driver, sharing)
+    kept = _kept_usages(claim, found, known)
+    usages = usages_of(claim, found, driver, sharing) if kept is None else kept
     devices = tuple(PlannedDevice(*pair, usage) for pair, usage in zip(found, usages, strict=True))
-    _refuse_double_allocation(devices, others)
+    if kept is None:
+        _refuse_double_allocation(devices, others)
     return Plan(claim, devices, _steps(devices))
+
+
+def _kept_usages(
+    claim: AllocatedClaim, found: Sequence[tuple[DeviceResult, OfferedDevice]], known: ClaimRecord | None
+) -> list[Usage] | None:
+    """How a claim that is prepared uses its devices already; None if it has to be decided.
+
+    Its pod may be running: another policy of the node or another release must not change what it got.
+    """
+    if known is None or known.phase != "prepared" or known.claim != claim:
+        return None
+    silicon = [(offered.name, offered.uuid, offered.gpu.uuid) for _, offered in found]
+    if silicon != [(held.device, held.uuid, held.gpu_uuid) for held in known.devices]:
+        return None
+    return [held.usage for held in known.devices]
 
 
 def _steps(devices: Sequence[PlannedDevice]) -> tuple[Step, ...]:

@@ -59,7 +59,8 @@ def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRul
         limits.append(_percentage(asked / total))
     part = _part(result, rule)
     if part:
-        limits.append(_percentage(part))
+        # MPS rounds a percentage up to whole multiprocessors, so it must be that of a whole number of them.
+        limits.append(_percentage(Fraction(int(total * part), total) if total else part))
     return limits
 
 

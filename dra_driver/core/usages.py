@@ -44,7 +44,29 @@ def usages_of(
     ]
     _refuse_two_daemons(devices, usages)
     _refuse_rival_shares(devices, usages)
-    return usages
+    return _added_up(devices, usages)
+
+
+def _added_up(devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[Usage]) -> list[Usage]:
+    """Several shares of one device in one request go to the same containers, which get the sum of their limits."""
+    groups: dict[tuple[str, str], list[MpsShared]] = {}
+    for (result, device), usage in zip(devices, usages, strict=True):
+        if isinstance(usage, MpsShared):
+            groups.setdefault((result.request, device.name), []).append(usage)
+    return [
+        _sum(groups[result.request, device.name]) if isinstance(usage, MpsShared) else usage
+        for (result, device), usage in zip(devices, usages, strict=True)
+    ]
+
+
+def _sum(shares: Sequence[MpsShared]) -> MpsShared:
+    memory = [share.memory_limit_mib for share in shares]
+    threads = [share.active_thread_percentage for share in shares]
+    return MpsShared(
+        shares[0].spec,
+        None if None in memory else sum(one for one in memory if one is not None),
+        None if None in threads else min(100, sum(one for one in threads if one is not None)),
+    )
 
 
 def _wanted(claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, driver: str) -> _Wanted:
@@ -86,9 +108,11 @@ def _usage(
     if sharing is None:
         return _enforced(result, device, policy)
     if sharing.strategy == "TimeSlicing":
-        interval = sharing.time_slicing.interval if sharing.time_slicing else INTERVALS[0]
+        interval = sharing.time_slicing.interval if sharing.time_slicing else None
         # A MIG device has its own share of the GPU; its slices of time are not ours to set.
-        return TimeSliced(INTERVALS.index(interval)) if isinstance(device, WholeGpu) else None
+        if not isinstance(device, WholeGpu):
+            return None
+        return TimeSliced(None if interval is None else INTERVALS.index(interval))
     return _mps(sharing.mps or MpsConfig(), result, device, group, policy)
 
 
@@ -230,7 +254,7 @@ def incompatibility(held: Usage, wanted: Usage) -> str | None:
             return (
                 f"it uses {usage_kind(held)} and this one {usage_kind(wanted)}; MPS has the device to itself"
             )
-        case TimeSliced(interval=mine), TimeSliced(interval=theirs) if mine != theirs:
+        case TimeSliced(interval=int(mine)), TimeSliced(interval=int(theirs)) if mine != theirs:
             return (
                 f"the length of time slices holds for the whole GPU; it asked for {INTERVALS[mine]}, this one for "
                 f"{INTERVALS[theirs]}"

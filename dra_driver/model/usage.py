@@ -14,9 +14,9 @@ INTERVALS: tuple[str, ...] = ("Default", "Short", "Medium", "Long")
 
 @dataclass(frozen=True, slots=True)
 class TimeSliced:
-    """Time-sliced with others; `interval` is the driver's level, 0 for the default."""
+    """Time-sliced with others; `interval` is the driver's level, 0 for the default, None for whatever it is."""
 
-    interval: int
+    interval: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Discovery:
     """Owns the inventory.
 
     Both callbacks come from the discovery thread: `on_change` after each change, `on_reload` when the driver
-    was loaded again or the GPUs are others than before.
+    was found or loaded again, or the GPUs are others than before.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Discovery:
         except DraDriverError as error:
             self._without_nvml(error, hardware, instances)
             return
-        is_reload = self._inventory is not None and (not self._state.ready or hardware != self._hardware)
+        is_reload = not self._state.ready or hardware != self._hardware
         self._hardware, self._instances, self._pulse = hardware, instances, pulse
         self._has_nvml = True
         self._became_known(inventory)

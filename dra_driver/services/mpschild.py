@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import structlog
+
+from dra_driver.errors import DraDriverError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.spawn import HostProcess, spawn_host
+
+_log = structlog.get_logger(__name__)
 
 
 class ChildMpsHost:
@@ -41,7 +46,16 @@ class ChildMpsHost:
                 self._process.stop()
                 self._process = None
 
+    def start_quietly(self) -> None:
+        """Have a host, or log why there is none; the next claim that needs one tries again."""
+        try:
+            self._start()
+        except DraDriverError as error:
+            _log.error("mps_host_not_started", reason=str(error))
+
     def _start(self) -> None:
+        """A host that another process started ends with that one, so it is asked for each time."""
         with self._lock:
-            if self._process is None or self._process.has_ended:
+            own = self._process is not None and self._process.pid is not None
+            if self._process is None or not own or self._process.has_ended:
                 self._process = spawn_host(self._command, self._layout)

@@ -30,6 +30,7 @@ from dra_driver.model.claim import (
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
+from dra_driver.services.deadlines import until
 from dra_driver.services.executor import Executor
 
 _log = structlog.get_logger(__name__)
@@ -187,14 +188,16 @@ class Preparer:
         """An outcome for each claim; one claim's failure does not touch the others."""
         call = _Call.begin(deadline_s)
         read = self._read_all(claims, call)
-        return {ref.uid: self._prepare_reported(ref, read[ref.uid], call) for ref in claims}
+        with until(call.deadline):
+            return {ref.uid: self._prepare_reported(ref, read[ref.uid], call) for ref in claims}
 
     def unprepare(
         self, claims: Sequence[ClaimRef], deadline_s: float | None
     ) -> Mapping[str, UnprepareOutcome]:
         """None for each claim that is not prepared (any more), which includes one never seen."""
         call = _Call.begin(deadline_s)
-        return {ref.uid: self._unprepare_reported(ref, call) for ref in claims}
+        with until(call.deadline):
+            return {ref.uid: self._unprepare_reported(ref, call) for ref in claims}
 
     def _prepare_reported(self, ref: ClaimRef, read: _Read, call: _Call) -> PrepareOutcome:
         started = time.monotonic() - read.duration_s
@@ -279,7 +282,7 @@ class Preparer:
                     raise
                 gpus |= known.gpu_uuids if known else frozenset()
                 with self._gpu_locks.hold(gpus, call.left()):
-                    plan = self._plan(claim)
+                    plan = self._plan(claim, known)
                     if not plan.gpu_uuids <= gpus:
                         continue
                     call.left()
@@ -318,11 +321,11 @@ class Preparer:
             by_name[result.device].gpu.uuid for result in claim.results if result.device in by_name
         )
 
-    def _plan(self, claim: AllocatedClaim) -> Plan:
+    def _plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
         inventory = self._inventory()
         identity = self._identity
         others = self._others(claim, inventory)
-        return plan_claim(claim, inventory, identity.pool, identity.driver, others, identity.sharing)
+        return plan_claim(claim, inventory, identity.pool, identity.driver, others, identity.sharing, known)
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:
         inventory = self._devices.inventory

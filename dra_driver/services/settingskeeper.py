@@ -50,7 +50,12 @@ class SettingsKeeper:
 
     def set_again(self) -> None:
         """Set what the records say. A GPU that refuses is told and hides no other."""
-        for uid, record in self._records.all().items():
+        try:
+            records = self._records.all()
+        except DraDriverError as error:
+            _log.error("settings_not_kept", reason=str(error))
+            return
+        for uid, record in records.items():
             for step in record.steps:
                 if isinstance(step, SetTimeSlice):
                     self._set(uid, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 import structlog
@@ -12,6 +12,7 @@ from dra_driver.errors import ClaimRefusedError, NotSupportedError, NvmlUnavaila
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+from dra_driver.services.deadlines import seconds_for
 
 _log = structlog.get_logger(__name__)
 
@@ -92,14 +93,19 @@ class TimeSliceSteps:
 class MpsSteps:
     """Does and undoes `RunMps`: one daemon a device, for all claims that share it."""
 
-    def __init__(self, host: MpsHost, records: Records) -> None:
+    def __init__(
+        self, host: MpsHost, records: Records, lost_users: Callable[[], Mapping[str, Collection[str]]] = dict
+    ) -> None:
+        """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record."""
         self._host = host
         self._records = records
+        self._lost_users = lost_users
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
         assert isinstance(step, RunMps)  # noqa: S101
-        status = self._host.ensure(step.spec, _MPS_START_S)
+        timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
+        status = self._host.ensure(step.spec, timeout)
         if status.state != "ready":
             raise StateError(
                 f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
@@ -109,14 +115,21 @@ class MpsSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
         assert isinstance(step, RunMps)  # noqa: S101
-        for other in _steps_of_others(self._records, record.ref.uid):
-            if isinstance(other, RunMps) and other.spec.device == step.spec.device:
-                return
-        self._host.stop(step.spec.device, _MPS_STOP_S)
+        self._stop_if_unused(step.spec.device, record.ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: the MPS host watches its daemons itself."""
         return True
 
     def forget(self, claim_uid: str) -> None:
-        """Nothing of it bears a claim's name."""
+        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells."""
+        for device in self._lost_users().get(claim_uid, ()):
+            self._stop_if_unused(device, claim_uid)
+
+    def _stop_if_unused(self, device: str, claim_uid: str) -> None:
+        for other in _steps_of_others(self._records, claim_uid):
+            if isinstance(other, RunMps) and other.spec.device == device:
+                return
+        if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):
+            return
+        self._host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))

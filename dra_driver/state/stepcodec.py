@@ -109,7 +109,7 @@ def decode_held(entry: JsonObject) -> HeldDevice:
 def _encode_usage(usage: TimeSliced | MpsShared | UnknownUsage) -> JsonObject:
     match usage:
         case TimeSliced(interval):
-            return {"kind": "time_sliced", "interval": interval}
+            return {"kind": "time_sliced"} | ({} if interval is None else {"interval": interval})
         case MpsShared(spec, memory, percentage):
             entry: JsonObject = {"kind": "mps", "spec": _encode_spec(spec)}
             if memory is not None:
@@ -126,7 +126,7 @@ def _decode_usage(entry: JsonObject | None) -> Usage:
         return None
     match text(entry, "kind"):
         case "time_sliced":
-            return TimeSliced(_number(entry, "interval"))
+            return TimeSliced(_optional_number(entry, "interval"))
         case "mps":
             return MpsShared(
                 _decode_spec(entry["spec"]),

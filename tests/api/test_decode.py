@@ -31,7 +31,7 @@ def mps(**fields: Any) -> dict[str, Any]:
     return parameters(sharing={"strategy": "MPS", "mpsConfig": fields})
 
 
-TIME_SLICED = GpuConfig(Sharing("TimeSlicing", time_slicing=TimeSlicingConfig("Default")))
+TIME_SLICED = GpuConfig(Sharing("TimeSlicing", time_slicing=TimeSlicingConfig()))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -44,13 +46,24 @@ def sharing(_sharing: Cluster, cluster: Cluster) -> Iterator[Cluster]:
 
 def state() -> dict[str, str]:
     """Daemon records and directories, compute modes and time slices on the node."""
-    files = [path for path in (PLUGIN_DIR / "mps").glob("*") if not path.name.startswith("host.")]
-    values = {path.name: "" for path in files}
+    files = [path for path in (PLUGIN_DIR / "mps").rglob("*") if "host." not in str(path)]
+    values = {str(path): "" for path in files}
+    values.update({f"process {pid}": "" for pid in control_processes()})
     for kind in ("compute-mode", "timeslice"):
         for file in (SETTINGS / kind).glob("*"):
             if file.read_text().strip() not in ("", "0"):
                 values[f"{kind} {file.name}"] = file.read_text()
     return values
+
+
+def control_processes() -> list[str]:
+    """Process IDs of all MPS control daemons and servers on the node."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if b"nvidia-cuda-mps-" in file.read_bytes():
+                found.append(file.parent.name)
+    return found
 
 
 def shared_devices(cluster: Cluster) -> list[dict]:
@@ -60,6 +73,11 @@ def shared_devices(cluster: Cluster) -> list[dict]:
 def daemons() -> dict[str, str]:
     """Process IDs of the control daemons, by device."""
     return {path.parent.parent.name: path.read_text() for path in (PLUGIN_DIR / "mps").glob("*/pipe/*.pid")}
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; the MPS host and its daemons have the host's process IDs."""
+    return Path(f"/proc/{pid}").exists()
 
 
 def printed(cluster: Cluster, pod: str, namespace: str = "default") -> dict[str, str]:
@@ -152,6 +170,25 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
         sharing.kubectl("delete", "namespace", "other-team", "--timeout=120s")
 
 
+@pytest.mark.parametrize(
+    ("name", "pods"), [("gpu-memory", ["memory-1", "memory-2"]), ("gpu-shares", ["share-1", "share-2"])]
+)
+def test_example_of_independent_claims(
+    sharing: Cluster, example: Callable[[str], None], name: str, pods: list[str]
+) -> None:
+    example(name)
+    sharing.wait_running(*pods)
+    assert len({tuple(sharing.seen_by(pod)) for pod in pods}) == 1
+    for pod in pods:
+        got = printed(sharing, pod)
+        assert got["CUDA_MPS_PIPE_DIRECTORY"] == "/tmp/nvidia-mps"
+        assert (
+            got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]
+            == {"gpu-memory": "0=8192M", "gpu-shares": "0=20389M"}[name]
+        )
+    assert len(daemons()) == 1
+
+
 def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[[str], None]) -> None:
     sharing.simulate("mig", "enable", "7")
     made = sharing.simulate("mig", "create", "7", "3g.40gb", "0")
@@ -175,7 +212,11 @@ def test_update_of_the_plugin_restarts_no_daemon(sharing: Cluster, example: Call
     example("mps-shared-claim")
     sharing.wait_running("mps-a", "mps-b")
     before = daemons()
+    assert len(before) == 1
+    plugin = {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
     sharing.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
     sharing.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
     assert daemons() == before
+    assert plugin != {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
+    assert all(alive(int(pid)) for pid in before.values())
     assert sharing.pod("mps-a")["status"]["containerStatuses"][0]["restartCount"] == 0

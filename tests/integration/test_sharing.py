@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,16 +65,28 @@ def shared(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
 def snapshot(node: Node) -> dict[str, bytes]:
     """Everything below the plugin's directory and the GPUs' settings, without locks and logs of hosts."""
     files = {
-        str(path.relative_to(node.root)): path.read_bytes()
+        str(path.relative_to(node.root)): path.read_bytes() if path.is_file() else b"directory"
         for top in (node.plugin_dir, node.cdi)
         for path in sorted(top.rglob("*"))
-        if path.is_file() and path.parent.name != "locks" and "host." not in str(path)
+        if path.parent.name not in ("locks", "publishers") and "host." not in str(path) and path.name != "mps"
+    }
+    processes = {
+        f"process {file.parent.name}": b""
+        for file in Path("/proc").glob("[0-9]*/cmdline")
+        if str(node.root).encode() in _content(file) and b"nvidia-cuda-mps" in _content(file)
     }
     settings = {
         f"gpu {index}": f"{node.machine.timeslice(index)} {node.machine.compute_mode(row['uuid'])}".encode()
         for index, row in enumerate(node.machine.describe())
     }
-    return files | settings
+    return files | processes | settings
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_time_slice_is_set_and_reset(shared: Callable[..., Node]) -> None:
@@ -91,11 +104,18 @@ def test_time_slice_is_set_and_reset(shared: Callable[..., Node]) -> None:
 
 def test_plain_claim_touches_no_setting(shared: Callable[..., Node]) -> None:
     node = shared()
-    node.machine.set_fault("nvmlDeviceSet*", code=3)
-    ref = node.claim("plain")
-    ready(node, ref)
-    assert node.machine.timeslice(0) == 0
-    assert node.unprepare(ref) == {ref.uid: None}
+    calls = node.root / "calls"
+    smi = node.machine.host_root / "usr/bin/nvidia-smi"
+    smi.unlink()
+    smi.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    smi.chmod(0o755)
+    plain = node.claim("plain")
+    ready(node, plain)
+    assert node.unprepare(plain) == {plain.uid: None}
+    assert not calls.exists()
+    config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Short"})
+    ready(node, node.allocated_by_hand("asking", node.devices()[0]["name"], config=config))
+    assert "--set-timeslice 1" in calls.read_text()
 
 
 def test_mps_claim_gets_a_daemon_and_its_limits(shared: Callable[..., Node]) -> None:
@@ -335,3 +355,81 @@ def test_unsupported_time_slice_is_the_claims_error_only_if_it_asked(shared: Cal
     asking = node.allocated_by_hand("asking", node.devices()[5]["name"], config=config)
     assert "does not support it" in error(node, asking)
     assert node.records() == [f"{plain.uid}.json"]
+
+
+def test_running_claims_keep_what_they_got_when_the_policy_changes(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4, enforce="mps"))
+    refs = [node.claim(f"part-{number}") for number in range(2)]
+    outcomes = [ready(node, ref) for ref in refs]
+    device = outcomes[0].devices[0].device
+    [pid] = (node.plugin_dir / "mps" / device / "pipe").glob("*.pid")
+    before, spec = pid.read_text(), edits(node, refs[0])
+    for rule in (SharingRule("shares", 8, enforce="mps"), SharingRule("shares", 4)):
+        assert node.driver is not None
+        node.driver.stop()
+        node.start_driver(mps_host="child", sharing=share_all(rule))
+        assert [ready(node, ref) for ref in refs] == outcomes
+        assert pid.read_text() == before, "no daemon restarts under a running pod"
+        assert edits(node, refs[0]) == spec
+
+
+def test_daemon_stays_while_a_claim_with_an_unreadable_record_uses_it(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4, enforce="mps"))
+    before = snapshot(node)
+    first, second = node.claim("first"), node.claim("second")
+    device = ready(node, first).devices[0].device
+    ready(node, second)
+    record = node.plugin_dir / "claims" / f"{first.uid}.json"
+    record.write_text("broken")
+    assert node.unprepare(second) == {second.uid: None}
+    assert list((node.plugin_dir / "mps" / device / "pipe").glob("*.pid")), "the first claim's pod uses it"
+    assert node.unprepare(first) == {first.uid: None}
+    assert not (node.plugin_dir / "mps" / device).exists()
+    for aside in (node.plugin_dir / "claims").glob("*.unreadable-*"):
+        aside.unlink()
+    assert snapshot(node) == before
+
+
+def test_claim_without_an_interval_takes_the_one_that_is_set(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4))
+    device = node.devices()[0]["name"]
+    long = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Long"})
+    ids = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(2)]
+    first = node.allocated_by_hand("long", device, config=long, shareID=ids[0])
+    second = node.allocated_by_hand("any", device, config=parameters(strategy="TimeSlicing"), shareID=ids[1])
+    ready(node, first)
+    ready(node, second)
+    assert node.machine.timeslice(0) == 3
+    node.unprepare(second)
+    assert node.machine.timeslice(0) == 3
+    node.unprepare(first)
+    assert node.machine.timeslice(0) == 0
+
+
+def test_shares_of_one_request_add_up(shared: Callable[..., Node]) -> None:
+    node = shared(SharingRule("shares", 4, enforce="mps"))
+    one = {"deviceClassName": "gpu.nvidia.com", "count": 2}
+    selector = f"device.attributes['gpu.nvidia.com'].uuid == '{first_uuid(node)}'"
+    ref = node.claim(
+        "two",
+        {"requests": [{"name": "gpu", "exactly": one | {"selectors": [{"cel": {"expression": selector}}]}}]},
+    )
+    ready(node, ref)
+    for edit in edits(node, ref):
+        assert environment(edit)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={2 * (81559 // 4)}M"
+        assert environment(edit)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+
+
+def test_time_slice_is_set_again_when_the_driver_was_reloaded_while_the_plugin_was_down(
+    shared: Callable[..., Node],
+) -> None:
+    node = shared()
+    config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Long"})
+    ref = node.allocated_by_hand("sliced", node.devices()[1]["name"], config=config)
+    ready(node, ref)
+    assert node.driver is not None
+    node.driver.stop()
+    node.machine.unload_driver()
+    node.machine.load_driver()
+    node.start_driver(mps_host="child")
+    eventually(lambda: node.machine.timeslice(1) == 3)
