@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 10 * 1024
 
+_PARTS = {"TimeSlicing": "timeSlicingConfig", "MPS": "mpsConfig"}
+
 
 def decode(parameters: Any) -> OpaqueConfig:
     """The parameters with defaults filled in.
@@ -25,11 +27,28 @@ def decode(parameters: Any) -> OpaqueConfig:
 
     from dra_driver.api.schema import validate
 
+    faults = _unfitting_parts(parameters)
     try:
-        return validate(kind, parameters)
+        config = validate(kind, parameters)
     except ValidationError as error:
-        faults = tuple(_fault(detail) for detail in error.errors(include_url=False, include_input=False))
-        raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=faults) from error
+        details = error.errors(include_url=False, include_input=False)
+        faults += [_fault(detail) for detail in details]
+    if faults:
+        raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=tuple(faults))
+    return config
+
+
+def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
+    """Parts of `sharing` that do not fit its strategy: a mistake even if they are empty or null."""
+    sharing = parameters.get("sharing")
+    strategy = sharing.get("strategy") if isinstance(sharing, Mapping) else None
+    if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in _PARTS:
+        return []
+    return [
+        f"sharing.{part}: does not fit strategy {strategy}; remove it or use strategy {other}"
+        for other, part in _PARTS.items()
+        if part in sharing and other != strategy
+    ]
 
 
 def _checked_kind(parameters: Any) -> str:

@@ -90,27 +90,9 @@ class _Mps(_Part):
         return MpsConfig(self.percentage, self.limit, self.limits, self.multi_user)
 
 
-_PART_OF_STRATEGY = {"TimeSlicing": "timeSlicingConfig", "MPS": "mpsConfig"}
-
-
 class _MigSharing(_Part):
     strategy: Strategy
     mps: _Mps | None = Field(None, alias="mpsConfig")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_parts(cls, data: Any) -> Any:
-        """A part that does not fit the strategy is a mistake even if it is empty or null."""
-        if isinstance(data, Mapping):
-            strategy = data.get("strategy")
-            if strategy not in tuple(_PART_OF_STRATEGY):
-                return data
-            for other, part in _PART_OF_STRATEGY.items():
-                if part in data and strategy != other:
-                    raise ValueError(
-                        f"{part} does not fit strategy {strategy}; remove it or use strategy {other}"
-                    )
-        return data
 
     def value(self) -> Sharing:
         if self.strategy == "MPS":

@@ -21,7 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from measurements import Node, growth_over_cycles, idle, parallel_prepares, single_prepares, wipes
+from measurements import Node, growth_over_cycles, idle, parallel_prepares, shares, single_prepares, wipes
+
+SHARED = "sharing: [{mode: shares, shares: 50, enforce: mps}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,18 @@ def measure(runs: int, cycles: int) -> list[Row]:
             rows.append(Row(f"files left after {cycles} cycles", [growth.files], "", 0))
             rows.append(Row(f"descriptors more after {cycles} cycles", [growth.descriptors], "", 0))
             rows.append(Row(f"threads more after {cycles} cycles", [growth.threads], "", 0))
+    cold: list[float] = []
+    warm: list[float] = []
+    for _ in range(runs):
+        with (
+            tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch,
+            Node(Path(scratch), config=SHARED) as node,
+        ):
+            first, later = shares(node, 20)
+        cold.append(first)
+        warm += later
+    rows.append(Row("first MPS Prepare (host and 300 ms daemon start)", cold, "ms", 1000))
+    rows.append(Row("Prepare of a share on a running daemon", warm, "ms", 8))
     print(file=sys.stderr)
     return rows
 

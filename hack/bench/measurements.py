@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ class Growth:
 class Node:
     """API server, kubelet and the daemon as a process; `registered_s` and `published_s` count from its start."""
 
-    def __init__(self, root: Path, machine: str = "dgx-h100") -> None:
+    def __init__(self, root: Path, machine: str = "dgx-h100", config: str | None = None) -> None:
         self.root = root
+        self._config = config
         self._machine = machine
         self.server = EmbeddedApiServer()
         registry = root / "plugins_registry"
@@ -82,7 +84,11 @@ class Node:
         command += ["--cdi-root", str(self.root / "cdi"), "--log-level", "warning"]
         command += ["--kubelet-registrar-directory-path", str(self.root / "plugins_registry")]
         command += ["--kubelet-plugins-directory-path", str(self.root / "plugins")]
-        command += ["--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0"]
+        command += ["--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0", "--mps-host", "child"]
+        if self._config is not None:
+            file = self.root / "config.yaml"
+            file.write_text(self._config)
+            command += ["--config", str(file)]
         return subprocess.Popen(command)
 
     def _note_published(self, started: float) -> None:
@@ -94,11 +100,13 @@ class Node:
         slices = self.server.objects("resourceslices")
         return [device for entry in slices for device in entry["spec"].get("devices", [])]
 
-    def add_claim(self, device: str) -> ClaimRef:
-        """A claim that is allocated one device."""
+    def add_claim(self, device: str, *, share: bool = False) -> ClaimRef:
+        """A claim that is allocated one device, or a share of it."""
         self._claims += 1
         name = f"claim-{self._claims}"
-        result = {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device}
+        result: JsonObject = {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device}
+        if share:
+            result |= {"shareID": str(uuid.uuid4()), "consumedCapacity": {"shares": "1"}}
         stored = self.server.add(
             "resourceclaims",
             {
@@ -237,3 +245,17 @@ def growth_over_cycles(node: Node, cycles: int) -> Growth:
         descriptors=max(0, node.descriptors() - descriptors),
         threads=max(0, node.threads() - threads),
     )
+
+
+def shares(node: Node, count: int) -> tuple[float, list[float]]:
+    """Milliseconds of the Prepare that starts a device's MPS daemon, and of later ones on the running daemon."""
+    device = node.devices()[0]["name"]
+    first = node.add_claim(device, share=True)
+    cold = node.prepare(first)
+    warm: list[float] = []
+    for _ in range(count):
+        ref = node.add_claim(device, share=True)
+        warm.append(node.prepare(ref))
+        node.unprepare(ref)
+    node.unprepare(first)
+    return cold, warm

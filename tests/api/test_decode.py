@@ -118,12 +118,12 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         ),
         (
             time_slicing(mpsConfig={}),
-            "GpuConfig is not valid: sharing: mpsConfig does not fit strategy TimeSlicing; "
+            "GpuConfig is not valid: sharing.mpsConfig: does not fit strategy TimeSlicing; "
             "remove it or use strategy MPS",
         ),
         (
             parameters(sharing={"strategy": "MPS", "timeSlicingConfig": {}}),
-            "GpuConfig is not valid: sharing: timeSlicingConfig does not fit strategy MPS; "
+            "GpuConfig is not valid: sharing.timeSlicingConfig: does not fit strategy MPS; "
             "remove it or use strategy TimeSlicing",
         ),
         (
@@ -137,7 +137,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         ),
         (
             time_slicing(mpsConfig=None),
-            "GpuConfig is not valid: sharing: mpsConfig does not fit strategy TimeSlicing; "
+            "GpuConfig is not valid: sharing.mpsConfig: does not fit strategy TimeSlicing; "
             "remove it or use strategy MPS",
         ),
         (
@@ -176,6 +176,18 @@ def test_faulty_parameters_are_refused_with_every_fault_in_one_line(given: Any, 
         decode(given)
     assert str(caught.value) == fault
     assert caught.value.faults
+
+
+def test_unfitting_part_hides_no_other_fault() -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        decode(mps(defaultActiveThreadPercentage=0) | {"sharing": {
+            "strategy": "MPS", "timeSlicingConfig": None, "mpsConfig": {"defaultActiveThreadPercentage": 0}, "bogus": 1,
+        }})  # fmt: skip
+    assert [fault.partition(": ")[0] for fault in caught.value.faults] == [
+        "sharing.timeSlicingConfig",
+        "sharing.mpsConfig.defaultActiveThreadPercentage",
+        "sharing.bogus",
+    ]
 
 
 def test_faults_are_listed_one_by_one() -> None:

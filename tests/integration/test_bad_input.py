@@ -81,7 +81,7 @@ def parameters(**fields: object) -> list[dict]:
         (parameters(shraing={}), "shraing"),
         (parameters(kind="GpuConfg"), "GpuConfg"),
         (parameters(apiVersion="resource.nvidia.com/v1alpha9"), "v1alpha9"),
-        (parameters(sharing={"strategy": "TimeSlicing", "mpsConfig": {}}), "mpsConfig does not fit"),
+        (parameters(sharing={"strategy": "TimeSlicing", "mpsConfig": {}}), "sharing.mpsConfig: does not fit"),
         (parameters(sharing={"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 101}}), "100"),
         (parameters(kind="VfioDeviceConfig"), "VfioDeviceConfig"),
     ],
