@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
 
 _TIMEOUT_S = 20.0
-_DRIVER_NOT_LOADED = 9
-_NO_DEVICES = 6
+_AFTER_KILL_S = 1.0
+_ABSENT_CODES = (6, 9, 15)
+"""No such GPU, driver not loaded, GPU is lost."""
+_ABSENT = (
+    "gpu is lost",
+    "unable to determine the device handle",
+    "couldn't communicate with the nvidia driver",
+)
 
 
 class NvidiaSmi:
@@ -43,22 +50,43 @@ class NvidiaSmi:
         program, library = found
         environment = {**os.environ, "LD_LIBRARY_PATH": str(Path(library).parent)}
         try:
-            done = subprocess.run(
-                [program, *arguments],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
+            code, output = _run_bounded([program, *arguments], environment)
         except subprocess.TimeoutExpired as error:
             raise RetryableError(f"{action}: nvidia-smi did not answer within {_TIMEOUT_S:.0f} s") from error
         except OSError as error:
             raise RetryableError(f"{action}: cannot run {program}: {error.strerror}") from error
-        said = " ".join(f"{done.stdout} {done.stderr}".split())
-        if "not supported" in said.lower():
-            raise NotSupportedError(f"{action}: the GPU does not support it ({said})")
-        if done.returncode in (_DRIVER_NOT_LOADED, _NO_DEVICES) or "not found" in said.lower():
+        said = " ".join(output.split())
+        lowered = said.lower()
+        if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
             raise NvmlUnavailableError(f"{action}: {said}")
-        if done.returncode:
-            raise RetryableError(f"{action}: nvidia-smi failed with exit code {done.returncode}: {said}")
+        if "not supported" in lowered:
+            raise NotSupportedError(f"{action}: the GPU does not support it ({said})")
+        if "not found" in lowered:
+            raise NvmlUnavailableError(f"{action}: {said}")
+        if code:
+            raise RetryableError(f"{action}: nvidia-smi failed with exit code {code}: {said}")
+
+
+def _run_bounded(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """The exit code and all output; what hangs in the kernel on a GPU is left behind, for a thread to reap."""
+    child = subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, _ = child.communicate(timeout=_TIMEOUT_S)
+    except BaseException:
+        child.kill()
+        try:
+            child.wait(_AFTER_KILL_S)
+        except subprocess.TimeoutExpired:
+            threading.Thread(target=child.wait, name="nvidia-smi-reaper", daemon=True).start()
+        if child.stdout is not None:
+            child.stdout.close()
+        raise
+    return child.returncode, output

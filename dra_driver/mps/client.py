@@ -7,7 +7,7 @@ import socket
 import time
 
 from dra_driver.errors import RetryableError
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps import protocol
 from dra_driver.mps.connection import peer_uid, read_line, short_path
 from dra_driver.mps.layout import MpsLayout
@@ -36,9 +36,20 @@ class MpsClient:
             )
         return statuses[0]
 
-    def stop(self, device: str, timeout_s: float = 20.0) -> None:
-        """Nothing of the device's daemon is left; also if there was none. Raises: RetryableError, PermanentError."""
-        self._ask(protocol.Stop(device, timeout_s), timeout_s)
+    def stop(
+        self,
+        device: str,
+        timeout_s: float = 20.0,
+        *,
+        gpu_uuid: str | None = None,
+        kind: MpsKind | None = None,
+    ) -> None:
+        """Nothing of the device's daemon is left; also if there was none.
+
+        With `gpu_uuid` and `kind` that holds for the compute mode too, should the host's record be lost.
+        Raises: RetryableError, PermanentError.
+        """
+        self._ask(protocol.Stop(device, timeout_s, gpu_uuid, kind), timeout_s)
 
     def status(self, timeout_s: float = 5.0) -> tuple[MpsDaemonStatus, ...]:
         """All daemons of the node, by name. Raises: RetryableError."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Protocol
 
 from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.mps import commands
 from dra_driver.mps.programs import FindPrograms
 
 DEFAULT = 0
@@ -15,13 +15,24 @@ _NAMES = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PR
 _BY_NAME = {name: mode for mode, name in _NAMES.items()}
 _TIMEOUT_S = 30.0
 """Without persistence mode the first call initialises the GPU, which takes seconds."""
+_DRIVER_NOT_LOADED = 9
+_ABSENT = (
+    "no devices were found",
+    "gpu is lost",
+    "not found",
+    "not supported",
+    "couldn't communicate with the nvidia driver",
+)
 
 
 class ComputeMode(Protocol):
     """Reads and sets it, as NVML's numbers: 0 default, 2 prohibited, 3 exclusive to one process."""
 
     def get(self, gpu_uuid: str) -> int | None:
-        """The mode; None where there is none: the GPU is gone, lost, or has no such setting. Raises: RetryableError."""
+        """The mode; None where there is none: the GPU or driver is gone, or has no such setting.
+
+        Raises: RetryableError.
+        """
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
@@ -34,16 +45,16 @@ class NvidiaSmiComputeMode:
         self._find = find
 
     def get(self, gpu_uuid: str) -> int | None:
-        code, text = self._run("-i", gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
+        code, text = self._run(gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
         name = text.splitlines()[-1].strip().upper() if text else ""
         if code == 0:
             return _BY_NAME.get(name)
-        if _is_absent(text):
+        if _is_absent(code, text):
             return None
         raise RetryableError(f"cannot read the compute mode of {gpu_uuid}: {text or f'exit code {code}'}")
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        code, text = self._run("-i", gpu_uuid, "-c", _NAMES[mode])
+        code, text = self._run(gpu_uuid, "-c", _NAMES[mode])
         if code == 0:
             return
         message = (
@@ -53,27 +64,21 @@ class NvidiaSmiComputeMode:
             raise NotSupportedError(message)
         raise RetryableError(message)
 
-    def _run(self, *arguments: str) -> tuple[int, str]:
+    def _run(self, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
         programs = self._find()
+        program = programs.path("nvidia-smi")
         try:
-            done = subprocess.run(
-                [programs.path("nvidia-smi"), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=programs.environment(),
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT_S,
-                check=False,
+            code, text = commands.run(
+                [program, "-i", gpu_uuid, *arguments],
+                programs.environment(),
+                timeout_s=_TIMEOUT_S,
+                lane=f"nvidia-smi {gpu_uuid}",
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RetryableError(f"cannot run {programs.path('nvidia-smi')}: {error}") from error
-        return done.returncode, done.stdout.strip()
+        except OSError as error:
+            raise RetryableError(f"cannot run {program} for {gpu_uuid}: {error.strerror or error}") from error
+        return code, text.strip()
 
 
-def _is_absent(text: str) -> bool:
+def _is_absent(code: int, text: str) -> bool:
     lowered = text.lower()
-    return any(
-        part in lowered for part in ("no devices were found", "gpu is lost", "not found", "not supported")
-    )
+    return code == _DRIVER_NOT_LOADED or any(part in lowered for part in _ABSENT)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from dra_driver.errors import RetryableError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.mps import commands
 from dra_driver.mps.processes import PIPE_VARIABLE, ProcessId, spawn
 from dra_driver.mps.programs import CONTROL_PROGRAM, DriverPrograms, FindPrograms
+
+_log = structlog.get_logger(__name__)
 
 PID_FILE = f"{CONTROL_PROGRAM}.pid"
 OUTPUT = "host.out"
@@ -27,7 +32,7 @@ class Control(Protocol):
     def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
         """Start a daemon in the foreground of a session of its own. Raises: RetryableError."""
 
-    def ask(self, directories: MpsDirectories, *commands: str, timeout_s: float) -> list[str]:
+    def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
         """The lines that the daemon answers. Raises: RetryableError if there is none or it does not answer."""
 
 
@@ -36,43 +41,48 @@ class ControlProgram:
 
     def __init__(self, find: FindPrograms) -> None:
         self._find = find
+        self._told = False
 
     def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
         programs = self._find()
-        arguments = [programs.path(CONTROL_PROGRAM), "-f", *(["-M"] if spec.multi_user else [])]
+        arguments = [programs.path(CONTROL_PROGRAM), "-f", *(["-M"] if self._multi_user(spec) else [])]
         environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.uuid}
         try:
             return spawn(arguments, environment, Path(directories.log, OUTPUT))
         except OSError as error:
             raise RetryableError(f"cannot start {arguments[0]}: {error.strerror or error}") from error
 
-    def ask(self, directories: MpsDirectories, *commands: str, timeout_s: float) -> list[str]:
+    def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
         programs = self._find()
+        program = programs.path(CONTROL_PROGRAM)
         try:
-            done = subprocess.run(
-                [programs.path(CONTROL_PROGRAM)],
-                input="".join(f"{command}\n" for command in commands),
-                env=self._environment(programs, directories),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
+            code, output = commands.run(
+                [program],
+                self._environment(programs, directories),
+                timeout_s=timeout_s,
+                lane=f"{CONTROL_PROGRAM} {directories.pipe}",
+                text="".join(f"{question}\n" for question in questions),
             )
-        except subprocess.TimeoutExpired as error:
+        except TimeoutError as error:
             raise RetryableError(
-                f"the MPS daemon did not answer {commands[0]!r} within {timeout_s:g} s"
+                f"the MPS daemon did not answer {questions[0]!r} within {timeout_s:g} s"
             ) from error
         except OSError as error:
-            raise RetryableError(
-                f"cannot run {programs.path(CONTROL_PROGRAM)}: {error.strerror or error}"
-            ) from error
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        if done.returncode != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
-            reason = lines[-1] if lines else f"exit code {done.returncode}"
-            raise RetryableError(f"the MPS daemon does not answer {commands[0]!r}: {reason}")
+            raise RetryableError(f"cannot run {program}: {error.strerror or error}") from error
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
+            reason = lines[-1] if lines else f"exit code {code}"
+            raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
+
+    def _multi_user(self, spec: MpsDaemonSpec) -> bool:
+        """As asked; the daemon of an ordinary user serves that one alone, and refuses to be asked for more."""
+        if spec.multi_user and os.geteuid() != 0:
+            if not self._told:
+                _log.warning("mps_serves_one_user", uid=os.geteuid(), reason="multi-user mode needs root")
+            self._told = True
+            return False
+        return spec.multi_user
 
     def _environment(self, programs: DriverPrograms, directories: MpsDirectories) -> dict[str, str]:
         return {

@@ -23,7 +23,10 @@ _LONGEST_SOCKET = "control_privileged"
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM."""
+    """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM.
+
+    `probe` is between two looks at servers and clients, `exclusive` at least between two at the compute mode.
+    """
 
     start: float = 10.0
     answer: float = 5.0
@@ -33,6 +36,7 @@ class Timings:
     calm: float = 60.0
     tick: float = 0.5
     probe: float = 10.0
+    exclusive: float = 30.0
 
 
 class HostStoppingError(RetryableError):

@@ -15,7 +15,7 @@ from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError,
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import control, processes
 from dra_driver.mps.cleanup import clear_directory, end_users, remove_directory
-from dra_driver.mps.computemode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.computemode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.control import Control
 from dra_driver.mps.conversation import Conversation, HostStoppingError, Timings
 from dra_driver.mps.layout import MpsLayout
@@ -61,6 +61,8 @@ class Daemon:
         self._retry_at = 0.0
         self._gone = False
         self._unanswered = 0
+        self._look_at_gpu_at = 0.0
+        self._has_mode = record.spec.kind == "gpu"
         self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=time.time())
 
     @property
@@ -82,7 +84,9 @@ class Daemon:
                 self._take_down()
                 return None
             self._refuse_other(spec)
-            if not self._is_up():
+            if self._is_up():
+                self._take_gpu(again=True)
+            else:
                 self._bring_up_or_roll_back(deadline)
             return self.status
 
@@ -122,7 +126,7 @@ class Daemon:
         return True
 
     def probe(self) -> None:
-        """Ask for servers in FAULT and for the number of clients. Never raises."""
+        """Ask for servers in FAULT and for the number of clients, and keep the GPU exclusive. Never raises."""
         before = self.status
         if before.state not in ("ready", "fault") or before.pid is None:
             return
@@ -135,6 +139,8 @@ class Daemon:
         with self._held(0.0, wait=False):
             if self.status.pid == before.pid and self.status.state in ("ready", "fault"):
                 self._probed(problem, clients)
+                if time.monotonic() >= self._look_at_gpu_at:
+                    self._keep_gpu()
 
     # --- up ------------------------------------------------------------------------------------
 
@@ -157,6 +163,8 @@ class Daemon:
         self._write(replace(self._record, wanted="running"))
         process = self._find_running()
         adopted = process is not None
+        if adopted:
+            self._keep_gpu()
         if process is None:
             self._make_directories()
             self._take_gpu()
@@ -212,20 +220,37 @@ class Daemon:
         with suppress(OSError):
             shm.chmod(0o1777)
 
-    def _take_gpu(self) -> None:
-        """Exclusive to MPS; what it was before is on disk before it changes."""
+    def _take_gpu(self, *, again: bool = False) -> None:
+        """Exclusive to MPS; what it was before is on disk before it changes.
+
+        `again` is for a daemon that runs: a reset of the GPU or a reload of the driver makes the mode the default
+        one, any other mode is somebody's wish.
+        """
         spec, mode = self._record.spec, self._parts.compute_mode
-        if spec.kind != "gpu":
+        if not self._has_mode:
             return
         before = mode.get(spec.gpu_uuid)
-        if before is None or before == EXCLUSIVE_PROCESS:
+        self._look_at_gpu_at = time.monotonic() + self._parts.timings.exclusive
+        if before is None or before == EXCLUSIVE_PROCESS or (again and before != DEFAULT):
             return
         if self._record.compute_mode_before is None:
             self._write(replace(self._record, compute_mode_before=before))
         try:
             mode.set(spec.gpu_uuid, EXCLUSIVE_PROCESS)
         except NotSupportedError as error:
+            self._has_mode = False
             _log.warning("compute_mode_not_supported", device=spec.device, error=str(error))
+            return
+        if again:
+            _log.warning("compute_mode_set_again", device=spec.device, before=before)
+
+    def _keep_gpu(self) -> None:
+        """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
+        try:
+            self._take_gpu(again=True)
+        except DraDriverError as error:
+            self._look_at_gpu_at = time.monotonic() + self._parts.timings.exclusive
+            _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
         """Servers of a daemon that died, and the files that would make a new one believe that it lives."""

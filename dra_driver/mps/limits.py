@@ -33,6 +33,12 @@ def check_spec(spec: MpsDaemonSpec) -> None:
         raise PermanentError(f"no MPS daemon can be started for {spec.device}: {'; '.join(faults)}")
 
 
+def check_gpu_uuid(uuid: str) -> None:
+    """Raises: PermanentError."""
+    if not _UUIDS["gpu"].fullmatch(uuid):
+        raise PermanentError(f"{uuid!r} is no UUID of a GPU")
+
+
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
     """(setter, getter, the answer that the getter must give) for each default limit of the spec."""
     commands = []

@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import structlog
+
 from dra_driver.errors import RetryableError
 from dra_driver.mps.threads import in_own_thread
 
 DEFAULT_SHM_BYTES = 64 << 20
 T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
 
 SHM = "/dev/shm"  # noqa: S108 - where libc looks for POSIX shared memory
 
@@ -97,16 +101,20 @@ class PlainDirectories:
 
 
 class MountsWherePossible:
-    """Mounts, and does without where the kernel refuses it."""
+    """Mounts, and does without where the kernel refuses it; says so once."""
 
     def __init__(self, kernel: Mounter) -> None:
         self._kernel = kernel
         self._plain = PlainDirectories()
+        self._told = False
 
     def mount(self, path: Path, size: int) -> None:
         try:
             self._kernel.mount(path, size)
-        except RetryableError:
+        except RetryableError as error:
+            if not self._told:
+                _log.warning("mps_plain_shm", path=str(path), reason=str(error))
+            self._told = True
             self._plain.mount(path, size)
 
     def unmount(self, path: Path) -> None:

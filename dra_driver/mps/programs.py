@@ -93,6 +93,7 @@ class InstalledPrograms:
         wanted = self._libraries()
         try:
             self._links.mkdir(parents=True, exist_ok=True)
+            self._links.chmod(0o755)
             for link in self._links.iterdir():
                 if link.name not in wanted:
                     link.unlink()

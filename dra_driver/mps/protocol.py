@@ -1,10 +1,12 @@
 """What the plugin and the MPS host say to each other: one JSON object a line, one request a reply.
 
-    request  {"v": 1, "verb": "ping" | "status" | "ensure" | "stop", "spec": {…}, "device": "…", "timeout_s": 10}
+    request  {"v": 1, "verb": "ping" | "status" | "ensure" | "stop", "spec": {…}, "device": "…", "timeout_s": 10,
+              "gpu_uuid": "…", "kind": "gpu" | "mig"}
     reply    {"v": 1, "statuses": [{…}]}  or  {"v": 1, "error": {"kind": "…", "text": "…"}}
 
-Decoding is strict: a key too much, a key too few or a value of another type is an error. What is new needs a
-new version; the host is updated rarely, so a client must be able to tell that it speaks to an older one.
+Decoding is strict: a key too much, a key too few or a value of another type is an error; only the last two keys of
+`stop` may be left out. What is new needs a new version; the host is updated rarely, so a client must be able to tell
+that it speaks to an older one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError
-from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsKind
 
 VERSION = 1
 LARGEST_MESSAGE = 256 * 1024
@@ -46,10 +48,15 @@ class Ensure:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The daemon of this device, and everything of it, shall be gone."""
+    """The daemon of this device, and everything of it, shall be gone.
+
+    `gpu_uuid` and `kind` say what its record would, should that be lost.
+    """
 
     device: str
     timeout_s: float
+    gpu_uuid: str | None = None
+    kind: MpsKind | None = None
 
 
 Request = Ping | Status | Ensure | Stop
@@ -68,8 +75,10 @@ def encode_request(request: Request) -> bytes:
             body = {"verb": "status"}
         case Ensure(spec, timeout_s):
             body = {"verb": "ensure", "spec": asdict(spec), "timeout_s": timeout_s}
-        case Stop(device, timeout_s):
+        case Stop(device, timeout_s, gpu_uuid, kind):
+            optional = {"gpu_uuid": gpu_uuid, "kind": kind}
             body = {"verb": "stop", "device": device, "timeout_s": timeout_s}
+            body |= {key: value for key, value in optional.items() if value is not None}
     return _line({"v": VERSION, **body})
 
 
@@ -85,7 +94,9 @@ def decode_request(line: bytes) -> Request:
         case "ensure":
             request = Ensure(decode_spec(_take(body, "spec", dict)), _timeout(body))
         case "stop":
-            request = Stop(_take(body, "device", str), _timeout(body))
+            uuid = _take(body, "gpu_uuid", str) if "gpu_uuid" in body else None
+            kind = _kind(body, "kind") if "kind" in body else None
+            request = Stop(_take(body, "device", str), _timeout(body), uuid, kind)
         case _:
             raise ProtocolError(f"unknown verb {verb!r}; known are ping, status, ensure and stop")
     _nothing_left(body, f"the verb {verb}")
@@ -120,9 +131,7 @@ def decode_reply(line: bytes) -> tuple[MpsDaemonStatus, ...]:
 def decode_spec(body: Any) -> MpsDaemonSpec:
     """Raises: ProtocolError."""
     body = dict(_object(body, "spec"))
-    kind = _take(body, "kind", str)
-    if kind not in ("gpu", "mig"):
-        raise ProtocolError(f"spec.kind is {kind!r}; it must be gpu or mig")
+    kind = _kind(body, "spec.kind")
     spec = MpsDaemonSpec(
         device=_take(body, "device", str),
         uuid=_take(body, "uuid", str),
@@ -203,6 +212,15 @@ def _take(body: JsonObject, key: str, *types: Any) -> Any:
 def _nothing_left(body: JsonObject, what: str) -> None:
     if body:
         raise ProtocolError(f"{what} has no {', '.join(sorted(map(repr, body)))}")
+
+
+def _kind(body: JsonObject, what: str) -> MpsKind:
+    kind = _take(body, "kind", str)
+    if kind == "gpu":
+        return "gpu"
+    if kind == "mig":
+        return "mig"
+    raise ProtocolError(f"{what} is {kind!r}; it must be gpu or mig")
 
 
 def _timeout(body: JsonObject) -> float:

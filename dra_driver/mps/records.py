@@ -42,7 +42,8 @@ class DaemonRecords:
         self._layout = layout
 
     def load(self) -> tuple[dict[str, DaemonRecord], tuple[str, ...]]:
-        """Records by device, and the files that could not be read; those are set aside for a person.
+        """Records by device, and the files that could not be read; those are set aside until the
+        device's daemon is stopped.
 
         Raises: StateError if the directory cannot be read.
         """
@@ -61,13 +62,13 @@ class DaemonRecords:
             except (OSError, ValueError, DraDriverError) as error:
                 faults.append(f"{path}: {error}")
                 with suppress(OSError):
-                    path.replace(f"{path}{UNREADABLE}")
+                    path.replace(_aside(path))
         return found, tuple(faults)
 
     def write(self, record: DaemonRecord) -> None:
         """Replace the record, synced to disk. Raises: StateError."""
         path = self._layout.record(record.spec.device)
-        new = path.with_name(f".{path.name}.new")
+        new = _new(path)
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
@@ -81,12 +82,29 @@ class DaemonRecords:
             raise _failed("write", path, error) from error
 
     def remove(self, device: str) -> None:
-        """Forget the daemon; nothing happens where there is no record. Raises: StateError."""
+        """Forget the daemon, also what could not be read of it; nothing happens where nothing is.
+
+        Raises: StateError.
+        """
         path = self._layout.record(device)
         try:
-            path.unlink(missing_ok=True)
+            for each in (path, _aside(path), _new(path)):
+                each.unlink(missing_ok=True)
         except OSError as error:
             raise _failed("remove", path, error) from error
+
+    def has_any(self, device: str) -> bool:
+        """Whether there is a record, readable or not."""
+        path = self._layout.record(device)
+        return path.exists() or _aside(path).exists()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}{UNREADABLE}")
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
 
 
 def _failed(action: str, path: Path, error: OSError) -> StateError:

@@ -133,8 +133,8 @@ class Server:
                 return self._supervisor.status()
             case protocol.Ensure(spec, timeout_s):
                 return (self._supervisor.ensure(spec, timeout_s),)
-            case protocol.Stop(device, timeout_s):
-                self._supervisor.stop(device, timeout_s)
+            case protocol.Stop(device, timeout_s, gpu_uuid, kind):
+                self._supervisor.stop(device, timeout_s, gpu_uuid=gpu_uuid, kind=kind)
                 return ()
 
 

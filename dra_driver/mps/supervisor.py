@@ -7,21 +7,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
 
 from dra_driver.errors import FatalError, StateError
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps import processes
 from dra_driver.mps.cleanup import end_users, remove_directory
-from dra_driver.mps.computemode import ComputeMode
+from dra_driver.mps.computemode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.control import Control
 from dra_driver.mps.conversation import Timings
 from dra_driver.mps.daemon import Daemon, Parts
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.limits import check_spec
+from dra_driver.mps.limits import check_gpu_uuid, check_spec
 from dra_driver.mps.mounts import Mounter, half_of_memory
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
 
@@ -74,7 +74,7 @@ class Supervisor:
         root = self._layout.root
         try:
             root.mkdir(parents=True, exist_ok=True)
-            root.chmod(0o700)
+            root.chmod(0o711)  # a server may run as the user of its client; records and socket are closed
             self._lock()
         except OSError as error:
             raise StateError(f"cannot use {root} for MPS: {error.strerror or error}") from error
@@ -116,9 +116,12 @@ class Supervisor:
                 return status
             self._forget(daemon)
 
-    def stop(self, device: str, timeout_s: float) -> None:
+    def stop(
+        self, device: str, timeout_s: float, *, gpu_uuid: str | None = None, kind: MpsKind | None = None
+    ) -> None:
         """No daemon, directory, mount, setting or record of the device is left.
 
+        Where the record is lost, `gpu_uuid` and `kind` say which GPU's compute mode becomes the default one.
         Raises: RetryableError, StateError; calling it again goes on where it ended.
         """
         with self._guard:
@@ -126,9 +129,8 @@ class Supervisor:
         if daemon is not None:
             daemon.stop(timeout_s)
             self._forget(daemon)
-        elif self._layout.directory(device).exists():  # its record was lost
-            end_users(self._parts.control, self._layout.directories(device), self._parts.timings.patience)
-            remove_directory(self._parts.mounter, self._layout, device)
+        elif self._has_traces(device):
+            self._stop_unrecorded(device, gpu_uuid if kind == "gpu" else None)
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
         """All daemons, by name."""
@@ -136,11 +138,32 @@ class Supervisor:
             daemons = sorted(self._daemons.items())
         return tuple(daemon.status for _, daemon in daemons if not daemon.gone)
 
+    def _has_traces(self, device: str) -> bool:
+        """Whether something of a daemon is left. A compute mode without one may be an administrator's."""
+        return (
+            self._layout.directory(device).exists()
+            or self._parts.records.has_any(device)
+            or bool(processes.users_of(self._layout.directories(device).pipe))
+        )
+
+    def _stop_unrecorded(self, device: str, gpu_uuid: str | None) -> None:
+        mode = self._parts.compute_mode
+        if gpu_uuid is not None:
+            check_gpu_uuid(gpu_uuid)
+        end_users(self._parts.control, self._layout.directories(device), self._parts.timings.patience)
+        if gpu_uuid is not None and mode.get(gpu_uuid) == EXCLUSIVE_PROCESS:
+            mode.set(gpu_uuid, DEFAULT)
+        remove_directory(self._parts.mounter, self._layout, device)
+        self._parts.records.remove(device)
+        _log.warning("mps_daemon_without_record_stopped", device=device, compute_mode_of=gpu_uuid)
+
     def _daemon(self, spec: MpsDaemonSpec) -> Daemon:
         with self._guard:
             daemon = self._daemons.get(spec.device)
             if daemon is None:
                 record = DaemonRecord(spec, "running", self._parts.boot_id)
+                if spec.kind == "gpu" and self._has_traces(spec.device):
+                    record = replace(record, compute_mode_before=DEFAULT)
                 daemon = self._daemons[spec.device] = Daemon(record, self._parts, recovered=False)
             return daemon
 

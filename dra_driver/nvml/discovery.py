@@ -12,7 +12,7 @@ from dra_driver.core.topology import nvlink_domains
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault, DriverVersions, Inventory
-from dra_driver.nvml.failures import nvml_errors
+from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.mig import read_mig_devices
 from dra_driver.nvml.readings import FaultLog, read_gpu
 from dra_driver.nvml.topology import read_reachable_pairs
@@ -64,12 +64,14 @@ def read_pulse() -> tuple[Hashable, ...]:
 
 
 def _pulse_of(index: int) -> Hashable:
+    """UUID, minor number and MIG mode: after a drain another card may stand at this index."""
     try:
-        return tuple(pynvml.nvmlDeviceGetMigMode(pynvml.nvmlDeviceGetHandleByIndex(index)))
-    except pynvml.NVMLError_NotSupported:
-        return ()
-    except pynvml.NVMLError:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        identity = (pynvml.nvmlDeviceGetUUID(handle), supported(pynvml.nvmlDeviceGetMinorNumber, handle))
+        mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
+    except (pynvml.NVMLError, DraDriverError):
         return None
+    return (*identity, *(mode or ()))
 
 
 def _read_versions(log: FaultLog) -> DriverVersions:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 
 from dra_driver.errors import DraDriverError
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.spawn import HostProcess, spawn_host
@@ -34,10 +34,17 @@ class ChildMpsHost:
         self._start()
         return self._client.ensure(spec, timeout_s)
 
-    def stop(self, device: str, timeout_s: float) -> None:
+    def stop(
+        self,
+        device: str,
+        timeout_s: float,
+        *,
+        gpu_uuid: str | None = None,
+        kind: MpsKind | None = None,
+    ) -> None:
         """The daemon of the device is gone when this returns. Raises: as MpsClient.stop."""
         self._start()
-        self._client.stop(device, timeout_s)
+        self._client.stop(device, timeout_s, gpu_uuid=gpu_uuid, kind=kind)
 
     def close(self) -> None:
         """Stop the host; its daemons run on."""

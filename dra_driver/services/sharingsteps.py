@@ -9,7 +9,7 @@ import structlog
 
 from dra_driver.core.planning import Plan
 from dra_driver.errors import ClaimRefusedError, NotSupportedError, NvmlUnavailableError, StateError
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step
 from dra_driver.services.deadlines import seconds_for
@@ -40,8 +40,15 @@ class MpsHost(Protocol):
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
         """The daemon runs and answers when this returns."""
 
-    def stop(self, device: str, timeout_s: float) -> None:
-        """The daemon of the device is gone when this returns."""
+    def stop(
+        self,
+        device: str,
+        timeout_s: float,
+        *,
+        gpu_uuid: str | None = None,
+        kind: MpsKind | None = None,
+    ) -> None:
+        """The daemon of the device is gone when this returns, and its GPU as it was before."""
 
 
 def _steps_of_others(records: Records, claim_uid: str) -> Iterator[Step]:
@@ -115,7 +122,7 @@ class MpsSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
         assert isinstance(step, RunMps)  # noqa: S101
-        self._stop_if_unused(step.spec.device, record.ref.uid)
+        self._stop_if_unused(step.spec.device, record.ref.uid, step.spec)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: the MPS host watches its daemons itself."""
@@ -126,10 +133,15 @@ class MpsSteps:
         for device in self._lost_users().get(claim_uid, ()):
             self._stop_if_unused(device, claim_uid)
 
-    def _stop_if_unused(self, device: str, claim_uid: str) -> None:
+    def _stop_if_unused(self, device: str, claim_uid: str, spec: MpsDaemonSpec | None = None) -> None:
         for other in _steps_of_others(self._records, claim_uid):
             if isinstance(other, RunMps) and other.spec.device == device:
                 return
         if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):
             return
-        self._host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
+        self._host.stop(
+            device,
+            seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S),
+            gpu_uuid=None if spec is None else spec.gpu_uuid,
+            kind=None if spec is None else spec.kind,
+        )

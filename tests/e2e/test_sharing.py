@@ -12,6 +12,7 @@ from tests.e2e.conftest import NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, wa
 
 pytestmark = pytest.mark.cluster
 
+BY_MEMORY = "0000:1b:00.0"
 SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
 
 
@@ -37,11 +38,11 @@ def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def sharing(_sharing: Cluster, cluster: Cluster) -> Iterator[Cluster]:
-    """Every test must leave daemons, directories and settings as it found them."""
-    before = state()
+    """Every test begins and ends without daemons, their directories and changed settings."""
+    wait_for("a node without MPS and time slices", lambda: not state(), 30)
     yield cluster
     cluster.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
-    wait_for("nothing of MPS and time slices to be left", lambda: state() == before, 70)
+    wait_for("nothing of MPS and time slices to be left", lambda: not state(), 70)
 
 
 def state() -> dict[str, str]:
@@ -101,7 +102,7 @@ spec:
         exactly:
           deviceClassName: shares.gpu.nvidia.com
           selectors:
-            - cel: {{expression: 'device.attributes["gpu.nvidia.com"].type == "gpu"'}}
+            - cel: {{expression: 'device.attributes["resource.kubernetes.io"].pciBusID == "{BY_MEMORY}"'}}
           capacity: {{requests: {{memory: {memory}}}}}
 ---
 apiVersion: v1

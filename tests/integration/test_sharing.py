@@ -68,7 +68,9 @@ def snapshot(node: Node) -> dict[str, bytes]:
         str(path.relative_to(node.root)): path.read_bytes() if path.is_file() else b"directory"
         for top in (node.plugin_dir, node.cdi)
         for path in sorted(top.rglob("*"))
-        if path.parent.name not in ("locks", "publishers") and "host." not in str(path) and path.name != "mps"
+        if path.parent.name not in ("locks", "publishers")
+        and "host." not in str(path)
+        and path.name not in ("mps", "publishers")
     }
     processes = {
         f"process {file.parent.name}": b""

@@ -28,7 +28,14 @@ from dra_driver.simulator import Machine, create_machine
 from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
 
 FAST = Timings(
-    start=5.0, answer=2.0, patience=1.0, first_backoff=0.02, longest_backoff=0.1, tick=0.02, probe=0.1
+    start=5.0,
+    answer=2.0,
+    patience=1.0,
+    first_backoff=0.02,
+    longest_backoff=0.1,
+    tick=0.02,
+    probe=0.1,
+    exclusive=0.1,
 )
 
 

@@ -15,7 +15,7 @@ from dra_driver.mps.control import ControlProgram
 from dra_driver.mps.mounts import KernelMounter, is_tmpfs
 from dra_driver.mps.records import DaemonRecords
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="multi-user daemons and mounts need root")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
 
 STEPS = [
     (DaemonRecords, "write"),

@@ -97,6 +97,9 @@ def test_a_gpu_without_compute_mode_has_none(tmp_path):
     assert smi(tmp_path, "echo '[N/A]'").get("GPU-1") is None
     assert smi(tmp_path, "echo 'No devices were found'; exit 6").get("GPU-1") is None
     assert smi(tmp_path, "echo Exclusive_Process").get("GPU-1") == 3
+    assert smi(tmp_path, "exit 9").get("GPU-1") is None
+    no_driver = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    assert smi(tmp_path, f'echo "{no_driver}"; exit 1').get("GPU-1") is None
 
 
 def test_refusals_of_nvidia_smi_are_told(tmp_path):
@@ -183,6 +186,8 @@ def test_records_there_and_back(tmp_path):
     bare = DaemonRecord(SPEC, "stopped", "boot")
     records.write(bare)
     assert records.load() == ({"gpu-1": bare}, ())
+    for name in ("gpu-1.json.unreadable", ".gpu-1.json.new"):
+        (tmp_path / name).touch()
     records.remove("gpu-1")
     records.remove("gpu-1")
     assert list(tmp_path.iterdir()) == []

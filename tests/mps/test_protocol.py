@@ -33,7 +33,7 @@ requests = (
     st.just(Ping())
     | st.just(Status())
     | st.builds(Ensure, specs, timeouts)
-    | st.builds(Stop, texts, timeouts)
+    | st.builds(Stop, texts, timeouts, st.none() | texts, st.none() | st.sampled_from(["gpu", "mig"]))
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts,
@@ -96,6 +96,22 @@ def test_the_fault_is_named(changes, text):
     body = {"v": 1, "verb": "ensure", "spec": asdict(SPEC), "timeout_s": 5, **changes}
     with pytest.raises(ProtocolError, match=text):
         protocol.decode_request(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kind": "tpu"}, "kind is 'tpu'; it must be gpu or mig"),
+        ({"kind": None}, "kind must be str, not NoneType"),
+        ({"gpu_uuid": None}, "gpu_uuid must be str, not NoneType"),
+        ({"uuid": "GPU-1"}, "the verb stop has no 'uuid'"),
+    ],
+)
+def test_what_a_stop_may_leave_out_is_checked_where_it_stands(changes, text):
+    body = {"v": 1, "verb": "stop", "device": "gpu-1", "timeout_s": 5}
+    assert protocol.decode_request(json.dumps(body).encode()) == Stop("gpu-1", 5.0)
+    with pytest.raises(ProtocolError, match=text):
+        protocol.decode_request(json.dumps({**body, **changes}).encode())
 
 
 @pytest.mark.parametrize("kind", [RetryableError, PermanentError, NotSupportedError])

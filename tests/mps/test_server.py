@@ -38,8 +38,8 @@ class FakeSupervisor:
             raise self.error
         return MpsDaemonStatus(spec.device, "ready", spec, pid=7)
 
-    def stop(self, device, timeout_s):
-        self.calls.append((device, timeout_s))
+    def stop(self, device, timeout_s, *, gpu_uuid=None, kind=None):
+        self.calls.append((device, timeout_s, gpu_uuid, kind))
 
     def status(self):
         return (MpsDaemonStatus("gpu-1", "ready", SPEC),)
@@ -85,7 +85,12 @@ def test_every_verb(served, supervisor):
     assert client.ensure(SPEC, 3.0) == MpsDaemonStatus("gpu-1", "ready", SPEC, pid=7)
     assert client.status() == supervisor.status()
     client.stop("gpu-1", 4.0)
-    assert supervisor.calls == [(SPEC, 3.0), ("gpu-1", 4.0)]
+    client.stop("gpu-2", 5.0, gpu_uuid="GPU-2", kind="gpu")
+    assert supervisor.calls == [
+        (SPEC, 3.0),
+        ("gpu-1", 4.0, None, None),
+        ("gpu-2", 5.0, "GPU-2", "gpu"),
+    ]
 
 
 def test_only_the_owner_may_open_the_socket(served):

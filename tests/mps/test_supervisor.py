@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -12,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.errors import FatalError, PermanentError, RetryableError
+from dra_driver.errors import FatalError, NotSupportedError, PermanentError, RetryableError
 from dra_driver.mps import processes
 from dra_driver.mps.computemode import EXCLUSIVE_PROCESS
 from dra_driver.mps.control import ControlProgram
 from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
 from dra_driver.mps.programs import DriverPrograms
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="multi-user daemons and mounts need root")
+IS_ROOT = os.geteuid() == 0
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need root")
 
 
 def daemons(host, device="gpu-2"):
@@ -27,13 +29,13 @@ def daemons(host, device="gpu-2"):
 
 
 def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
-    supervisor = host.supervisor()
+    supervisor = host.supervisor(probe=60)
     spec = host.spec(default_active_thread_percentage=50, default_memory_limit_mib=4096)
     status = supervisor.ensure(spec, 10)
     assert (status.device, status.state, status.spec, status.problem) == ("gpu-2", "ready", spec, None)
     assert [process.pid for process in daemons(host)] == [status.pid]
     assert host.compute_mode() == EXCLUSIVE_PROCESS
-    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
+    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
     ask = host.tools.control.ask
     directories = host.layout.directories("gpu-2")
     assert ask(directories, "get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
@@ -47,6 +49,7 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     assert host.left() == []
 
 
+@needs_root
 def test_the_daemon_sees_its_own_shared_memory_only(host):
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(2), 10)
@@ -58,14 +61,34 @@ def test_the_daemon_sees_its_own_shared_memory_only(host):
     assert not Path("/dev/shm/mark").exists()
 
 
-def test_ensure_again_changes_nothing(host):
+def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch):
+    monkeypatch.setattr(KernelMounter, "mount", refuse_mount)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     supervisor = host.supervisor()
+    for index in (2, 3):
+        status = supervisor.ensure(host.spec(index), 10)
+        assert (status.state, status.spec) == ("ready", host.spec(index))
+        assert b"-M" not in Path(f"/proc/{status.pid}/cmdline").read_bytes().split(b"\0")
+        assert not is_tmpfs(Path(host.layout.directories(f"gpu-{index}").shm))
+    events = [line["event"] for line in logs]
+    assert (events.count("mps_plain_shm"), events.count("mps_serves_one_user")) == (1, 1)
+    for index in (2, 3):
+        supervisor.stop(f"gpu-{index}", 10)
+    assert_nothing_left(host)
+
+
+def refuse_mount(mounter, path, size):
+    raise RetryableError(f"cannot mount a tmpfs on {path}")
+
+
+def test_ensure_again_changes_nothing(host):
+    supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(), 10)
     assert supervisor.ensure(host.spec(), 10) == first
 
 
 def test_another_spec_is_refused_while_the_daemon_runs(host):
-    supervisor = host.supervisor()
+    supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
     with pytest.raises(PermanentError, match="default_active_thread_percentage: 50, not 60") as refused:
         supervisor.ensure(host.spec(default_active_thread_percentage=60), 10)
@@ -368,7 +391,7 @@ def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, log
     assert "mps_record_unreadable" in [line["event"] for line in logs]
     assert new.ensure(first.spec, 10).pid == first.pid
     new.stop("gpu-2", 10)
-    assert host.left() == ["gpu-2.json.unreadable"]
+    assert_nothing_left(host)
 
 
 def test_a_daemon_without_a_record_can_be_stopped(host):
@@ -378,6 +401,128 @@ def test_a_daemon_without_a_record_can_be_stopped(host):
     host.layout.record("gpu-2").unlink()
     host.supervisor().stop("gpu-2", 10)
     assert (host.left(), daemons(host)) == ([], ())
+
+
+@pytest.mark.parametrize("lost", [lambda path: path.unlink(), lambda path: path.write_text("{")])
+def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost):
+    old = host.supervisor()
+    spec = old.ensure(host.spec(), 10).spec
+    old.close()
+    lost(host.layout.record("gpu-2"))
+    new = host.supervisor()
+    with pytest.raises(PermanentError, match="'-L' is no UUID of a GPU"):
+        new.stop("gpu-2", 10, gpu_uuid="-L", kind="gpu")
+    new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid, kind="gpu")
+    assert_nothing_left(host)
+
+
+def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
+    uuid = host.machine.gpu(2).uuid
+    host.machine.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
+    supervisor = host.supervisor()
+    supervisor.stop("gpu-2", 10, gpu_uuid=uuid, kind="gpu")
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    host.layout.directory("gpu-2").mkdir()
+    supervisor.stop("gpu-2", 10, gpu_uuid=uuid, kind="mig")
+    assert (host.compute_mode(), host.left()) == (EXCLUSIVE_PROCESS, [])
+
+
+# --- the GPU stays exclusive ---------------------------------------------------------------------
+
+
+def test_a_reset_gpu_is_made_exclusive_again_by_the_next_ensure(host, logs):
+    supervisor = host.supervisor(probe=60)
+    first = supervisor.ensure(host.spec(), 10)
+    host.machine.set_compute_mode(first.spec.uuid, 0)
+    assert supervisor.ensure(host.spec(), 10).pid == first.pid
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    assert "compute_mode_set_again" in [line["event"] for line in logs]
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_reset_gpu_is_made_exclusive_again_by_the_watch(host, eventually):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    host.machine.set_compute_mode(first.spec.uuid, 0)
+    eventually(lambda: host.compute_mode() == EXCLUSIVE_PROCESS)
+    assert supervisor.status()[0].pid == first.pid
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_reset_gpu_is_made_exclusive_again_by_the_next_host(host, eventually):
+    old = host.supervisor()
+    first = old.ensure(host.spec(), 10)
+    old.close()
+    host.machine.set_compute_mode(first.spec.uuid, 0)
+    new = host.supervisor(probe=60)
+    eventually(lambda: new.status()[0].state == "ready")
+    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    new.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, logs):
+    class Failing:
+        failing = False
+
+        def get(self, gpu_uuid):
+            if self.failing:
+                raise RetryableError("it hangs")
+            return host.tools.compute_mode.get(gpu_uuid)
+
+        def set(self, gpu_uuid, mode):
+            host.tools.compute_mode.set(gpu_uuid, mode)
+
+    mode = Failing()
+    supervisor = host.supervisor(compute_mode=mode)
+    first = supervisor.ensure(host.spec(), 10)
+    mode.failing = True
+    eventually(lambda: "compute_mode_not_kept" in [line["event"] for line in logs])
+    with pytest.raises(RetryableError, match="it hangs"):
+        supervisor.ensure(host.spec(), 10)
+    assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)
+    mode.failing = False
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_gpu_without_exclusive_mode_is_asked_once(host, logs):
+    class Missing:
+        def get(self, gpu_uuid):
+            return 0
+
+        def set(self, gpu_uuid, mode):
+            raise NotSupportedError("no such mode")
+
+    supervisor = host.supervisor(compute_mode=Missing())
+    for _ in range(3):
+        assert supervisor.ensure(host.spec(), 10).state == "ready"
+    assert [line["event"] for line in logs].count("compute_mode_not_supported") == 1
+
+
+# --- who reaches what ----------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_server_of_another_user_reaches_its_directories_and_nothing_else(host):
+    host.layout.root.parent.chmod(0o755)
+    host.supervisor().ensure(host.spec(), 10)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in host.layout.root.iterdir()}
+    assert stat.S_IMODE(host.layout.root.stat().st_mode) == 0o711
+    assert {modes[host.layout.record("gpu-2")], modes[host.layout.lock]} == {0o600}
+    assert (modes[host.layout.directory("gpu-2")], modes[host.layout.libraries]) == (0o711, 0o755)
+
+    def reaches(*command):
+        return subprocess.run(command, user=65534, group=65534, extra_groups=[], check=False).returncode == 0
+
+    directories = host.layout.directories("gpu-2")
+    libraries = list(host.layout.libraries.iterdir())
+    for path in (directories.pipe, directories.log, directories.shm, host.layout.libraries, *libraries[:1]):
+        assert reaches("test", "-x" if Path(path).is_dir() else "-L", path), path
+    for closed in (host.layout.root, host.layout.lock, host.layout.record("gpu-2")):
+        assert not reaches("test", "-r", closed), closed
 
 
 def test_after_a_reboot_everything_is_made_again(host, eventually):
@@ -390,7 +535,7 @@ def test_after_a_reboot_everything_is_made_again(host, eventually):
     new = host.supervisor(boot_id="the next boot")
     eventually(lambda: new.status()[0].state == "ready")
     assert host.compute_mode() == EXCLUSIVE_PROCESS
-    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
+    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
     new.stop("gpu-2", 10)
     assert_nothing_left(host)
 

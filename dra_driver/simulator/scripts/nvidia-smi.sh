@@ -54,6 +54,7 @@ on_gpu() {
     current=no
     gpu_visible "$1" || return 0
     if [ "${12}" = lost ]; then
+        selected none "$2" "$4" || return 0
         printf '%s\n' "Unable to determine the device handle for GPU$number: $4: GPU is lost.  Reboot the system to recover this GPU" >&2
         lost=1
         return 0
