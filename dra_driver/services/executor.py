@@ -13,7 +13,7 @@ import structlog
 from dra_driver.core.planning import Plan
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, UnknownStep
+from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec
 
 _log = structlog.get_logger(__name__)
 
@@ -48,6 +48,14 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def changes_more_than_the_spec(plan: Plan) -> bool:
+    """Whether a plan does anything that a power cut does not undo by itself.
+
+    A CDI spec goes with the power, or is looked at by the next Prepare.
+    """
+    return any(not isinstance(step, WriteCdiSpec) for step in plan.steps)
+
+
 class Executor:
     """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches.
 
@@ -57,12 +65,19 @@ class Executor:
     """
 
     def __init__(
-        self, records: Records, runner: StepRunner, boot_id: str, now: Callable[[], str] = _now
+        self,
+        records: Records,
+        runner: StepRunner,
+        boot_id: str,
+        now: Callable[[], str] = _now,
+        must_last: Callable[[Plan], bool] = changes_more_than_the_spec,
     ) -> None:
+        """`must_last` says whether the record of a plan has to survive a power cut."""
         self._records = records
         self._runner = runner
         self._boot_id = boot_id
         self._now = now
+        self._must_last = must_last
 
     def carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
         """Run every step, recorded first; returns the record as it stands in the end.
@@ -76,7 +91,7 @@ class Executor:
             )
         record = self._intended(plan, known)
         if record != known:
-            self._records.save(record)
+            self._records.save(record, durable=self._must_last(plan))
         try:
             for step in plan.steps:
                 self._runner.do(step, plan)

@@ -135,6 +135,8 @@ class Node:
             self.records,
             StepDispatcher({WriteCdiSpec: self.steps}),
             boot_id,
+            # As for steps that change more than the spec, so that the tests see the syncs too.
+            must_last=lambda plan: True,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
         self.preparer = Preparer(

@@ -240,6 +240,13 @@ def test_a_missing_hook_is_noted_and_one_that_was_asked_for_is_an_error(tmp_path
     assert asked_for.files(VERSION).hook == f"{HOST_ROOT}/opt/nvidia-ctk"
 
 
+@pytest.fixture
+def no_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call looks, as calls do that are a while apart."""
+    monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_bursts")
 def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
     nodes = driver_root(tmp_path / "driver", hook=False)
     paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
@@ -280,6 +287,7 @@ def test_the_fingerprint_changes_when_a_part_is_replaced(tmp_path: Path, nodes: 
     assert root.fingerprint() != before
 
 
+@pytest.mark.usefixtures("no_bursts")
 def test_files_are_scanned_again_only_when_something_changed(tmp_path: Path, nodes: FakeNodes) -> None:
     root = root_at(tmp_path, nodes)
     assert root.files(VERSION) is not root.files(VERSION)

@@ -7,8 +7,8 @@ import pytest
 from dra_driver.core.planning import Plan, plan_claim
 from dra_driver.errors import StateError
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, WriteCdiSpec
-from dra_driver.services.executor import Executor
+from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
+from dra_driver.services.executor import Executor, changes_more_than_the_spec
 from tests.core.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, claim, hold
 
 
@@ -61,7 +61,7 @@ def journal() -> Journal:
 
 @pytest.fixture
 def executor(journal: Journal) -> Executor:
-    return Executor(journal, journal, "boot-1", now=lambda: "now")
+    return Executor(journal, journal, "boot-1", now=lambda: "now", must_last=lambda plan: True)
 
 
 def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, journal: Journal) -> None:
@@ -157,3 +157,12 @@ def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal
 def test_fields_of_a_newer_release_are_kept(executor: Executor, journal: Journal) -> None:
     newer = replace(record("preparing"), extra={"future": 1})
     assert executor.carry_out(planned(GPU_0), newer).extra == {"future": 1}
+
+
+def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
+    plan = planned(GPU_0)
+    assert not changes_more_than_the_spec(plan)
+    assert changes_more_than_the_spec(replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps)))
+    journal = Journal()
+    Executor(journal, journal, "boot-1", now=lambda: "now").carry_out(plan, None)
+    assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]
