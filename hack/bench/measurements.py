@@ -25,6 +25,8 @@ DRIVER = "gpu.nvidia.com"
 NODE = "bench-node"
 GPUS = 8
 _WAIT_S = 30.0
+_WORKERS_LEAVE_S = 12.0
+"""Worker threads of the gRPC server stay for ten seconds after their last call."""
 
 JsonObject = dict[str, Any]
 
@@ -230,7 +232,8 @@ def growth_over_cycles(node: Node, cycles: int) -> Growth:
             node.prepare(refs[number % len(refs)])
             node.unprepare(refs[number % len(refs)])
 
-    cycle(min(500, cycles))  # caches and thread pools reach their size first
+    cycle(min(500, cycles))  # caches reach their size first
+    time.sleep(_WORKERS_LEAVE_S)
     files, descriptors, threads, memory = (
         node.files(),
         node.descriptors(),
@@ -238,7 +241,7 @@ def growth_over_cycles(node: Node, cycles: int) -> Growth:
         node.resident_mib(),
     )
     cycle(cycles)
-    time.sleep(0.5)
+    time.sleep(_WORKERS_LEAVE_S)
     return Growth(
         memory_mib=node.resident_mib() - memory,
         files=len(node.files() - files),
