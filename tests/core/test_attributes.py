@@ -15,7 +15,7 @@ from tests.core.samples import GPU_0, GPU_2, ONE_G, TWO_G, VERSIONS, h100, inven
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 STD = "resource.kubernetes.io/"
 
-# What reference-driver §2.3 and §2.4 and design decision 5 name: the type and the form of each value.
+# The type and the form of each value that is published.
 GPU_ATTRIBUTES = {
     "type": ("string", r"gpu"),
     "uuid": ("string", r"GPU-[0-9a-f-]{36}"),

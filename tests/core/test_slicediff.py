@@ -1,4 +1,4 @@
-"""The rules of dra-contracts §3.4, against an API server that is a dictionary."""
+"""The publishing rules, against an API server that is a dictionary."""
 
 import copy
 import dataclasses

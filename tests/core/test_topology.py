@@ -12,7 +12,7 @@ from tests.core.samples import h100, uuid
 
 Links = Mapping[frozenset[str], int]
 
-# gpu-mechanics §7.4
+# NVLink layouts of real systems.
 DGX_1V = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2, (2, 6): 1,
     (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,

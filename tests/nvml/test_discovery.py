@@ -22,7 +22,7 @@ from tests.fakes.machines import SimulatedNode
 Make = Callable[[str], SimulatedNode]
 
 ARCHITECTURES = {5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada Lovelace", 9: "Hopper", 10: "Blackwell"}
-# gpu-mechanics §7.4: the sizes of the groups
+# The sizes of the groups
 GROUPS = {
     "dgx-1v": [4, 4], "dgx-2": [16], "dgx-a100-40gb": [8], "dgx-a100-80gb": [8], "dgx-b200": [8], "dgx-h100": [8],
     "dgx-h200": [8], "hgx-h100-4": [4], "a100-pcie-pairs": [2, 2], "a30-4": [2, 2], "gb200-nvl72-tray": [4],
