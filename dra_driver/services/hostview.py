@@ -8,9 +8,6 @@ from dra_driver.host.fingerprint import hardware_fingerprint, instance_fingerpri
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.host import HostPaths
 
-_DISPLAY_CLASS = 0x03
-"""PCI base class of VGA and 3D controllers; NVSwitches and audio functions have others."""
-
 
 class HostView:
     """PCI places and the change fingerprint of one host."""
@@ -29,11 +26,7 @@ class HostView:
 
     def gpu_functions(self) -> frozenset[str]:
         """Bus IDs of NVIDIA functions that are VGA or 3D controllers."""
-        return frozenset(
-            function.bus_id
-            for function in self._sysfs.nvidia_functions()
-            if function.class_code >> 16 == _DISPLAY_CLASS
-        )
+        return self._sysfs.gpu_functions()
 
     def hardware(self) -> Hashable:
         """A value that differs when a PCI function, a GPU or the driver came, went or changed."""

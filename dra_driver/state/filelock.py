@@ -20,7 +20,9 @@ from dra_driver.errors import RetryableError
 from dra_driver.state.files import state_error
 
 _POLL_S = 0.005
-_WHOLE_FILE_WRITE_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+LOCK_LAYOUT = "hhqqi4x"
+"""`struct flock` on 64-bit Linux."""
+WHOLE_FILE_WRITE_LOCK = struct.pack(LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def _open(path: Path) -> int:
 def _lock(descriptor: int, path: Path, deadline: float, what: str) -> None:
     while True:
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE_WRITE_LOCK)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise state_error("lock", path, error) from error

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dra_driver.errors import StateError
+from dra_driver.state.filelock import LOCK_LAYOUT, WHOLE_FILE_WRITE_LOCK
 from dra_driver.state.files import TEMPORARY_SUFFIX, make_directory, state_error
 
-_LOCK_LAYOUT = "hhqqi4x"
-_WHOLE_FILE_WRITE_LOCK = struct.pack(_LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _FILE = re.compile(r"^(?P<start>\d{20})-(?P<name>[A-Za-z0-9-]+)\.lock\Z", re.ASCII)
 _TRIES = 100
 
@@ -118,7 +117,7 @@ class PublishingTurn:
         except OSError as error:
             raise state_error("create", temporary, error) from error
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE_WRITE_LOCK)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
             os.link(temporary, self._file())
         except FileExistsError:
             os.close(descriptor)
@@ -165,12 +164,12 @@ def _is_locked(path: Path) -> bool:
     except OSError as error:
         raise state_error("open", path, error) from error
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE_WRITE_LOCK)
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, WHOLE_FILE_WRITE_LOCK)
     except OSError as error:
         raise state_error("ask for the lock of", path, error) from error
     finally:
         os.close(descriptor)
-    return bool(struct.unpack(_LOCK_LAYOUT, answer)[0] != fcntl.F_UNLCK)
+    return bool(struct.unpack(LOCK_LAYOUT, answer)[0] != fcntl.F_UNLCK)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
