@@ -8,7 +8,7 @@ CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: gpu-check help setup demo test check fix bench cluster cluster-down cluster-status image e2e lock proto clean
+.PHONY: audit fuzz gpu-check help setup demo docs test check fix bench soak scale cluster cluster-down cluster-status image e2e lock proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -29,8 +29,11 @@ $(STAMP): requirements-dev.txt pyproject.toml
 demo: $(STAMP) ## A simulated DGX H100 from slices to a prepared pod, without cluster, GPU or root
 	@$(BIN)/gpu-dra-driver demo
 
+docs: $(STAMP) ## Write docs/commands.md with what the commands print now; a test compares it
+	@$(BIN)/python hack/record/commands_page.py
+
 test: $(STAMP) ## All tests that need neither root nor a cluster, with coverage
-	@$(BIN)/python -m pytest -m "not cluster" --cov=dra_driver --cov-report=term:skip-covered $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not cluster" --cov=dra_driver --cov-report=term:skip-covered $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, generated code
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make fix'"; exit 1; }
@@ -45,6 +48,18 @@ fix: $(STAMP) ## Format and mend what can be mended
 
 bench: $(STAMP) ## Measure the budgets of docs/architecture.md and print them as a table
 	@$(BIN)/python hack/bench $(ARGS)
+
+soak: $(STAMP) ## A week of churn in five minutes on a simulated node, and what is left of it
+	@$(BIN)/python hack/soak/soak.py $(ARGS)
+
+scale: $(STAMP) ## What the publishers of 1,000 nodes cost the API server; ARGS="--kubeconfig FILE" for a real one
+	@$(BIN)/python hack/scale/scale.py $(ARGS)
+
+audit: $(STAMP) ## Check the locked dependencies and write an SBOM; ARGS=--online asks the index as well
+	@$(BIN)/python hack/audit.py $(ARGS)
+
+fuzz: $(STAMP) ## Every parser of bytes from outside, guided by coverage, 10 s each
+	@$(BIN)/python hack/fuzz $(ARGS)
 
 gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be published with nvidia-smi; reads only
 	@hack/gpu-check $(ARGS)

@@ -9,6 +9,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from dra_driver.core.taints import TAINTED_KEYS
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.sharing import (
     MAX_MPS_SHARES,
@@ -119,6 +120,79 @@ class Sharing(BaseModel):
         return SharingEntry(selector, rule)
 
 
+class GpuChoice(BaseModel):
+    """GPUs by what they are. A key that is left out selects all."""
+
+    model_config = _STRICT
+
+    product_name: Annotated[str, Field(min_length=1, max_length=96)] | None = None
+    uuids: Annotated[list[Annotated[str, AfterValidator(_uuid)]], Field(min_length=1)] | None = None
+    pci_bus_ids: Annotated[list[Annotated[str, AfterValidator(_bus_id)]], Field(min_length=1)] | None = Field(
+        default=None, alias="pciBusIDs"
+    )
+
+    @field_validator("uuids")
+    @classmethod
+    def _are_gpus(cls, uuids: list[str] | None) -> list[str] | None:
+        wrong = [uuid for uuid in uuids or () if not uuid.startswith("GPU-")]
+        if wrong:
+            raise _fault(f"{wrong[0]} is a MIG device's UUID; name the GPU")
+        return uuids
+
+    def value(self) -> GpuSelector:
+        return GpuSelector(
+            self.product_name, frozenset(self.uuids or ()), frozenset(self.pci_bus_ids or ()), "all"
+        )
+
+
+class DynamicMig(BaseModel):
+    """The section `dynamicMig`: MIG devices that are made on demand."""
+
+    model_config = _STRICT
+
+    enabled: bool
+    gpus: GpuChoice | None = None
+    adopt: Literal["leave", "destroy"] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """By the names of Settings."""
+        given = {
+            "dynamic_mig": self.enabled,
+            "dynamic_mig_gpus": None if self.gpus is None else self.gpus.value(),
+            "adopt_mig": self.adopt,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+_Xids = list[Annotated[int, Field(ge=1, le=9999)]]
+
+
+class Health(BaseModel):
+    """The section `health`: which Xids count, and the effects of taints."""
+
+    model_config = _STRICT
+
+    ignored_xids: _Xids | None = None
+    fatal_xids: _Xids | None = None
+    taints: dict[str, Literal["None", "NoSchedule", "NoExecute"]] | None = None
+
+    @field_validator("taints")
+    @classmethod
+    def _are_known(cls, taints: dict[str, str] | None) -> dict[str, str] | None:
+        unknown = sorted(set(taints or ()) - set(TAINTED_KEYS))
+        if unknown:
+            raise _fault(f"there is no taint {unknown[0]!r}; there are: {', '.join(TAINTED_KEYS)}")
+        return taints
+
+    def values(self) -> dict[str, Any]:
+        """By the names of Settings."""
+        return {
+            "ignored_xids": frozenset(self.ignored_xids or ()),
+            "fatal_xids": frozenset(self.fatal_xids or ()),
+            "taint_effects": dict(self.taints or {}),
+        }
+
+
 class ConfigFile(BaseModel):
     """The document. Unknown keys are errors, because a misspelt key would else be a silent default."""
 
@@ -154,6 +228,11 @@ class ConfigFile(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] | None = None
     log_format: Literal["json", "console"] | None = None
     sharing: list[Sharing] | None = None
+    dynamic_mig: DynamicMig | None = None
+    device_metadata: (
+        Annotated[Literal["off", "v1alpha1", "v1beta1", "both"], BeforeValidator(_off)] | None
+    ) = None
+    health: Health | None = None
 
     @field_validator("sharing")
     @classmethod

@@ -4,7 +4,10 @@
     ├── RetryableError        the same call may succeed later: API server down, device being torn down
     │   ├── ApiUnavailableError   the API server did not answer, or answered that it cannot now
     │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is absent or not ready
-    │   └── DeviceLostError       a GPU does not answer any more
+    │   │   └── DriverGoneError       the kernel driver is not loaded, or its library is not there
+    │   ├── NvmlInUseError        NVML cannot be initialised anew while something is being done with it
+    │   ├── DeviceLostError       a GPU does not answer any more
+    │   └── DeviceBusyError       a process holds what would have to go
     ├── PermanentError        somebody must change something first: claim, configuration, node
     │   ├── ClaimRefusedError     this claim cannot be prepared as it stands
     │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file
@@ -40,8 +43,20 @@ class NvmlUnavailableError(RetryableError):
     """NVML cannot be loaded or initialised: driver not installed, not loaded, or being replaced."""
 
 
+class DriverGoneError(NvmlUnavailableError):
+    """The NVIDIA driver is not loaded or its library is not there: no GPU instance is left that could be used."""
+
+
+class NvmlInUseError(RetryableError):
+    """NVML cannot be initialised anew yet, because a change of a GPU is under way."""
+
+
 class DeviceLostError(RetryableError):
     """A GPU fell off the bus or does not answer."""
+
+
+class DeviceBusyError(RetryableError):
+    """A GPU, GPU instance or compute instance is in use by a process, so it cannot be changed now."""
 
 
 class PermanentError(DraDriverError):

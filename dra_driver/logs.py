@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import threading
+from collections.abc import Mapping, MutableMapping
+from types import TracebackType
 from typing import Any
 
 import structlog
@@ -11,9 +15,55 @@ import structlog
 from dra_driver.errors import InvalidConfigError
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_log = structlog.get_logger(__name__)
+
+_HIDDEN = "[hidden]"
+_MOST_DEPTH = 12  # the frames of a nested exception are at seven
+_BREAKS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
+_SECRET_FIELDS = re.compile(r"(?i)authorization|password|^token$|_token$|key.data$")
+_SECRETS = (
+    # A complaint about a header shows it, whatever is in it.
+    re.compile(r"(?P<kept>Invalid header value ).*", re.DOTALL),
+    re.compile(r"(?i)(?P<kept>authorization['\"]?\s*[:=]\s*)(?:b?['\"][^'\"]*['\"]?|[^,;}\]]+)"),
+    re.compile(r"(?i)(?P<kept>\bbearer\s+)[^\s'\",;]{8,}"),
+    re.compile(
+        r"(?i)(?P<kept>\b(?:[a-z]+-)?(?:token|password|(?:key|certificate|authority)-data)['\"]?\s*[:=]\s*)['\"]?[^\s'\"]{6,}"
+    ),
+    re.compile(r"(?P<kept>)\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"),
+    re.compile(r"(?P<kept>)-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL),
+    re.compile(r"(?P<kept>)\bLS0tLS1CRUdJTi[\w+/=]+"),  # the same in base64, as in a kubeconfig
+    re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]*://)[^/\s@]+(?=@)"),
+)
+
+Event = MutableMapping[str, Any]
 
 
-def configure_logs(level: str, form: str) -> None:
+class Logs:
+    """The log as it is set up: `form` is json or console, `level` the least that is written now."""
+
+    def __init__(self, level: str, form: str) -> None:
+        self.level = level
+        self.form = form
+        self._quiet = "info" if level == "debug" else level
+
+    def toggle_debug(self) -> None:
+        """Write debug events too, or no longer; the change is told while it can be seen."""
+        before = self.level
+        self.level = self._quiet if before == "debug" else "debug"
+        if before == "debug":
+            _log.info("log_level_changed", before=before, after=self.level)
+        structlog.configure(wrapper_class=_logger_class(self.level))
+        if before != "debug":
+            _log.info("log_level_changed", before=before, after=self.level)
+
+    def take_crashes(self) -> None:
+        """Make events of what Python would print by itself: exceptions nobody caught, and warnings."""
+        logging.captureWarnings(True)
+        sys.excepthook = _program_crashed
+        threading.excepthook = _thread_crashed
+
+
+def configure_logs(level: str, form: str) -> Logs:
     """Log events of at least `level` as `json` or `console`. Raises: InvalidConfigError."""
     if level not in _LEVELS:
         raise InvalidConfigError(f"log level {level!r} is unknown; choose one of {', '.join(_LEVELS)}")
@@ -26,24 +76,101 @@ def configure_logs(level: str, form: str) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
             *_renderers(form),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        wrapper_class=_logger_class(level),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _LibraryMessages)]:
+        root.removeHandler(handler)
+    root.addHandler(_LibraryMessages(logging.WARNING))
+    return Logs(level, form)
+
+
+def _logger_class(level: str) -> type[Any]:
+    return structlog.make_filtering_bound_logger(_LEVELS[level])
 
 
 def _renderers(form: str) -> list[Any]:
+    # Local variables of a traceback could hold a token; they are shown in neither form.
     if form == "json":
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         return [
-            structlog.processors.ExceptionRenderer(
-                structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-            ),
+            structlog.processors.ExceptionRenderer(frames),
+            _clean,
             structlog.processors.JSONRenderer(default=str),
         ]
-    # Local variables of a traceback could hold a token; they are shown in neither form.
     return [
+        structlog.processors.ExceptionRenderer(),
+        _clean,
         structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
+        ),
     ]
+
+
+def _clean(_logger: Any, _method: str, event: Event) -> Event:
+    """Every value on one line and without secrets; only the traceback of the console keeps its lines."""
+    return {
+        key: _without_secrets(value)
+        if key == "exception" and isinstance(value, str)
+        else _shown(value, key, _MOST_DEPTH)
+        for key, value in event.items()
+    }
+
+
+def _shown(value: Any, field: str, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if _SECRET_FIELDS.search(field):
+        return _HIDDEN
+    if isinstance(value, Mapping) and depth:
+        return {_one_line(key): _shown(inner, str(key), depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return [_shown(inner, field, depth - 1) for inner in value]
+    return _one_line(value)
+
+
+def _one_line(value: Any) -> str:
+    try:
+        text = str(value)
+    except Exception as error:  # noqa: BLE001  a line of the log must not fail the work it tells of
+        text = f"<{type(value).__name__}, which cannot be shown: {type(error).__name__}>"
+    return _BREAKS.sub(" ", _without_secrets(text)).strip()
+
+
+def _without_secrets(text: str) -> str:
+    for pattern in _SECRETS:
+        text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)
+    return text
+
+
+class _LibraryMessages(logging.Handler):
+    """Messages of libraries, which know nothing of events."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One event each."""
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  the arguments do not fit the format
+            text = str(record.msg)
+        level = min(
+            (known for known in _LEVELS.values() if known >= record.levelno), default=logging.CRITICAL
+        )
+        _log.log(level, "library_message", library=record.name, text=text, exc_info=record.exc_info)
+
+
+def _program_crashed(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if issubclass(kind, Exception):
+        _log.critical("program_crashed", exc_info=(kind, error, traceback))
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def _thread_crashed(told: threading.ExceptHookArgs) -> None:
+    if told.exc_value is None or isinstance(told.exc_value, SystemExit):
+        return
+    name = told.thread.name if told.thread is not None else None
+    _log.error("thread_crashed", thread=name, exc_info=(told.exc_type, told.exc_value, told.exc_traceback))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvidia_smi, find_nvml_library
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
+from dra_driver.model.mig import GpuInstance
+from dra_driver.model.pulse import Pulse
 from dra_driver.settings import Settings
 
 
@@ -90,16 +94,34 @@ def mps_host_command(settings: Settings) -> list[str]:
 
 
 class NvmlReader:
-    """The NVML session as discovery uses it; the binding is imported with the first use."""
+    """The NVML session as discovery uses it; the binding is imported with the first use.
 
-    def __init__(self, loader: Callable[[], object]) -> None:
+    `on_demand` selects the GPUs on which MIG devices are made on demand, where they can be; None selects none.
+    `sort_out` leaves of the instances on one of those what is not of our making, which is all that is read in detail.
+    """
+
+    def __init__(
+        self,
+        loader: Callable[[], object],
+        on_demand: Callable[[Gpu], bool] | None = None,
+        sort_out: Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]] | None = None,
+    ) -> None:
         from dra_driver.nvml.session import NvmlSession
 
         self._session = NvmlSession(loader)
+        self._on_demand = on_demand
+        self._sort_out = sort_out
+        self._memory: Any = None
 
     def reopen(self) -> None:
-        """Initialise anew."""
+        """Initialise anew. Raises: NvmlInUseError while a change of a GPU is under way."""
         self._session.reopen()
+        if self._memory is not None:
+            self._memory.reopened()
+
+    def operation(self, patience: Callable[[], float]) -> AbstractContextManager[None]:
+        """As NvmlSession.operation."""
+        return self._session.operation(patience)
 
     def close(self) -> None:
         """Shut down."""
@@ -107,11 +129,25 @@ class NvmlReader:
 
     def read_inventory(self) -> Any:
         """All GPUs that NVML shows."""
-        from dra_driver.nvml.discovery import read_inventory
+        from dra_driver.nvml.discovery import ScanMemory, everything, never, read_inventory
 
-        return read_inventory()
+        if self._memory is None:
+            self._memory = ScanMemory()
+        return read_inventory(self._on_demand or never, self._memory, self._sort_out or everything)
 
-    def pulse(self) -> tuple[Hashable, ...]:
+    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        """MIG mode and GPU instances of a partitioned GPU."""
+        from dra_driver.nvml.partitions import read_what_exists
+
+        return read_what_exists(gpu)
+
+    def health_source(self) -> Any:
+        """Events and signals of health, through the same session."""
+        from dra_driver.nvml.events import HealthSource
+
+        return HealthSource(self._session)
+
+    def pulse(self) -> Pulse:
         """A cheap value that differs when a GPU was lost or changed its MIG mode."""
         from dra_driver.nvml.discovery import read_pulse
 

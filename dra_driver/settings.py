@@ -6,15 +6,26 @@ Read once by the command line and passed on as one value; nothing else reads the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from dra_driver.core.devicemetadata import VERSIONS_BY_SETTING
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.sharing import MAX_SHARES, NO_SHARING, SharingPolicy, SharingRule, share_all
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.sharing import (
+    MAX_SHARES,
+    NO_SHARING,
+    GpuSelector,
+    SharingPolicy,
+    SharingRule,
+    share_all,
+)
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
+ALL_GPUS = GpuSelector()
+TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,11 @@ class Settings:
 
     `healthcheck_port` -1 and an empty `http_endpoint` switch the service off. `pod_uid` makes two instances
     of a rolling update possible. `mps_host` is `external` (its own DaemonSet) or `child` (of this
-    process). `kube_api_qps` 0 is no limit.
+    process). `kube_api_qps` 0 is no limit. With `dynamic_mig` MIG devices are made on demand on the GPUs that
+    `dynamic_mig_gpus` selects and that are capable of it; `adopt_mig` is `leave` or `destroy`, for the GPU
+    instances that somebody else made there. `ignored_xids` and `fatal_xids` come on top of those that are known;
+    `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions in
+    which containers are told of their devices: `v1alpha1`, `v1beta1` or `both`.
     """
 
     node_name: str
@@ -48,6 +63,23 @@ class Settings:
     log_level: str = "info"
     log_format: str = "json"
     sharing: SharingPolicy = NO_SHARING
+    dynamic_mig: bool = False
+    dynamic_mig_gpus: GpuSelector = ALL_GPUS
+    adopt_mig: str = "leave"
+    ignored_xids: frozenset[int] = frozenset()
+    fatal_xids: frozenset[int] = frozenset()
+    taint_effects: Mapping[str, TaintEffect] = field(default_factory=dict)
+    device_metadata: str = "off"
+
+    @property
+    def on_demand(self) -> Callable[[Gpu], bool] | None:
+        """Which GPUs are to be cut into MIG devices on demand; None for none."""
+        return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
+
+    @property
+    def metadata_versions(self) -> tuple[str, ...]:
+        """The versions of the device metadata to write, newest first; none if that is off."""
+        return VERSIONS_BY_SETTING[self.device_metadata]
 
     @property
     def plugin_directory(self) -> Path:
@@ -73,13 +105,31 @@ def resolve(
                 f"--consumable-shares and the section sharing of {config_file} contradict each other; remove one"
             )
         values["sharing"] = shared
+    ignored = values.pop("additional_xids_to_ignore", None)
+    if ignored is not None:
+        values["ignored_xids"] = frozenset(values.get("ignored_xids", ())) | xid_list(ignored)
     values = {name: value for name, value in values.items() if value is not None}
     if not values.get("node_name"):
         raise InvalidConfigError(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
+    if values.get("adopt_mig", "leave") not in ("leave", "destroy"):
+        raise InvalidConfigError(f"--adopt-mig {values['adopt_mig']!r}: expected leave or destroy")
+    _check_metadata(values)
     known = {entry.name for entry in fields(Settings)}
     return Settings(**{name: value for name, value in values.items() if name in known})
+
+
+def _check_metadata(values: Mapping[str, Any]) -> None:
+    chosen = values.get("device_metadata", "off")
+    if chosen not in VERSIONS_BY_SETTING:
+        expected = ", ".join(VERSIONS_BY_SETTING)
+        raise InvalidConfigError(f"--device-metadata {chosen!r}: expected one of {expected}")
+    name = values.get("driver_name", DEFAULT_DRIVER_NAME)
+    if chosen != "off" and name[:1].isdecimal():
+        raise InvalidConfigError(
+            f"--device-metadata needs a driver name that begins with a letter, because CDI does; {name} does not"
+        )
 
 
 def consumable_shares(text: str) -> SharingPolicy:
@@ -101,6 +151,16 @@ def consumable_shares(text: str) -> SharingPolicy:
     )
 
 
+def xid_list(text: str) -> frozenset[int]:
+    """The numbers of `--additional-xids-to-ignore`: `"45, 63"`. Raises: InvalidConfigError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
+        raise InvalidConfigError(
+            f"--additional-xids-to-ignore {text!r}: expected Xid numbers with commas between them"
+        )
+    return frozenset(int(part) for part in parts)
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The values of a YAML file by setting name.
 
@@ -112,13 +172,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InvalidConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that cannot be is a ValueError
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"configuration file {path} is no YAML: {reason}") from error
-    return _validated(document if document is not None else {}, path)
+    return config_values(document if document is not None else {}, path)
 
 
-def _validated(document: Any, path: Path) -> dict[str, Any]:
+def config_values(document: Any, path: Path) -> dict[str, Any]:
+    """The values of a configuration document by setting name; `path` is only told. Raises: InvalidConfigError."""
     from pydantic import ValidationError
 
     from dra_driver.configfile import ConfigFile
@@ -131,5 +192,9 @@ def _validated(document: Any, path: Path) -> dict[str, Any]:
             for fault in error.errors()
         )
         raise InvalidConfigError(f"configuration file {path}: {'; '.join(faults)}", faults=faults) from error
-    values = parsed.model_dump(exclude_none=True, exclude={"sharing"})
+    values = parsed.model_dump(exclude_none=True, exclude={"sharing", "dynamic_mig", "health"})
+    if parsed.dynamic_mig is not None:
+        values |= parsed.dynamic_mig.values()
+    if parsed.health is not None:
+        values |= parsed.health.values()
     return values if parsed.sharing is None else values | {"sharing": parsed.sharing_policy()}

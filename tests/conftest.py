@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -10,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+_MEMORY, _ENOUGH = Path("/dev/shm"), 1 << 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +29,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(scope="session")
+def _memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory in memory where there is room: on a disk, making files is most of what these tests wait for.
+
+    Not for tests of MPS, whose daemons have a /dev/shm of their own.
+    """
+    if not os.access(_MEMORY, os.W_OK | os.X_OK) or shutil.disk_usage(_MEMORY).free < _ENOUGH:
+        yield tmp_path_factory.mktemp("memory")
+        return
+    made = Path(tempfile.mkdtemp(prefix="gpu-dra-", dir=_MEMORY))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def make_memory_path(_memory_root: Path) -> Callable[[], Path]:
+    """Makes fresh directories that live as long as the session."""
+    return lambda: Path(tempfile.mkdtemp(dir=_memory_root))
+
+
+@pytest.fixture
+def memory_path(make_memory_path: Callable[[], Path]) -> Iterator[Path]:
+    """A fresh directory for one test."""
+    made = make_memory_path()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)

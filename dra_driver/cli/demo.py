@@ -41,7 +41,7 @@ class _Demo:
     """One run of the demo: a node below `root`, everything stopped when `stack` is closed."""
 
     def __init__(self, root: Path, machine: str, stack: ExitStack) -> None:
-        from dra_driver.app import Driver
+        from dra_driver.app.driver import Driver
         from dra_driver.embedded.apiserver.server import EmbeddedApiServer
         from dra_driver.embedded.kubelet import EmbeddedKubelet
         from dra_driver.embedded.scheduler import EmbeddedScheduler
@@ -190,7 +190,9 @@ class _Demo:
         from dra_driver.model.claim import Failed
 
         self._add_claim(name, spec)
-        self._scheduler.allocate_claim(_NAMESPACE, name)
+        # A claim that no pod uses would be about to leave its devices.
+        pod = {"metadata": {"name": name, "uid": f"{name}-pod"}}
+        self._scheduler.allocate_claim(_NAMESPACE, name, pod=pod)
         started = time.monotonic()
         outcome = self._call("prepare", name)
         duration_ms = (time.monotonic() - started) * 1000

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
+from contextlib import ExitStack, nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,11 +16,15 @@ from dra_driver.cli.options import (
     Config,
     ContainerDriverRoot,
     DriverName,
+    DynamicMig,
     NodeName,
     NvidiaDriverRoot,
     Simulate,
     SimulatorDir,
 )
+
+if TYPE_CHECKING:
+    from dra_driver.core.migmap import GpuMap
 
 
 class Output(StrEnum):
@@ -39,18 +44,35 @@ def inspect(
     container_driver_root: ContainerDriverRoot = None,
     simulator_dir: SimulatorDir = None,
     config: Config = None,
+    dynamic_mig: DynamicMig = None,
+    kubelet_plugins_directory_path: Annotated[
+        str | None,
+        typer.Option(
+            "--kubelet-plugins-directory-path",
+            envvar="KUBELET_PLUGINS_DIRECTORY_PATH",
+            help="Where the driver's records are read, to say who holds what. [default: /var/lib/kubelet/plugins]",
+        ),
+    ] = None,
+    mig: Annotated[
+        bool, typer.Option("--mig", help="Print only the drawing of the GPUs that are cut into MIG devices.")
+    ] = False,
 ) -> None:
     """Print the ResourceSlices that `run` would publish on this machine; no cluster is needed.
 
-    -o json and -o yaml print the very objects; the table shows the devices. What could not be read is told
-    on standard error.
+    -o json and -o yaml print the very objects; the table shows the devices, and below it the memory slices of each
+    GPU in MIG mode or with MIG devices on demand: what is there, who holds it, and what there is room for. Nothing is
+    changed, on the GPUs or in the driver's directories. What could not be read is told on standard error.
     """
-    from dra_driver.app import slices_to_publish
+    from dra_driver.app.previews import slices_to_publish
+    from dra_driver.cli.migview import mig_maps
+    from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
+    if mig and output is not Output.table:
+        raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
     configure_logs("error", "console")
-    with tempfile.TemporaryDirectory(prefix="gpu-dra-inspect-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="gpu-dra-inspect-") as scratch, ExitStack() as session:
         settings = resolve(
             {
                 "node_name": node_name,
@@ -59,14 +81,29 @@ def inspect(
                 "container_driver_root": container_driver_root,
                 "simulate": simulate,
                 "simulator_dir": None if simulator_dir is None else str(simulator_dir),
+                "dynamic_mig": dynamic_mig,
+                "kubelet_plugins_directory_path": kubelet_plugins_directory_path,
             },
             config,
             {"node_name": socket.gethostname().lower(), "simulator_dir": str(Path(scratch) / "machine")},
         )
-        slices, notes = slices_to_publish(settings)
-    for note in notes:
+        maps: list[GpuMap] = []
+        more: list[str] = []
+        if output is Output.table:
+            # Without --mig a node without NVML has its slices, or its error, all the same.
+            with nullcontext() if mig else suppress(NvmlUnavailableError):
+                maps, more = mig_maps(settings, session)
+        slices, notes = ([], []) if mig else slices_to_publish(settings)
+    for note in dict.fromkeys([*notes, *more]):
         typer.echo(f"note: {note}", err=True)
-    _print(slices, output)
+    if not mig:
+        _print(slices, output)
+    elif not maps:
+        typer.echo("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", err=True)
+    if maps:
+        from dra_driver.core.migmap import draw_gpus
+
+        typer.echo(("" if mig else "\n") + draw_gpus(maps), nl=False)
 
 
 def _print(slices: list[dict[str, Any]], output: Output) -> None:

@@ -1,7 +1,8 @@
-"""`gpu-dra-driver`: run, inspect, simulate, demo. Errors are one line and an exit code, never a traceback."""
+"""`gpu-dra-driver` and its commands. Errors are one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 if sys.argv[1:2] in (["run"], ["mps-host"]):
@@ -11,7 +12,7 @@ if sys.argv[1:2] in (["run"], ["mps-host"]):
 import typer
 
 from dra_driver import __version__
-from dra_driver.cli import demo, inspect, mps_host, run
+from dra_driver.cli import demo, device_classes, inspect, mps_host, run
 from dra_driver.errors import DraDriverError, InvalidConfigError
 
 EXIT_USAGE = 2
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("inspect")(inspect.inspect)
+app.command("device-classes")(device_classes.device_classes)
 app.command("demo")(demo.demo)
 app.command("mps-host")(mps_host.mps_host)
 
@@ -47,6 +49,15 @@ def root(
     """Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods."""
 
 
+def _add_late_commands(first: list[str]) -> None:
+    """Commands that nobody waits for at the start of the daemon: imported where they are asked for, or listed."""
+    listed = not first or first[0] in ("-h", "--help")
+    for name in ("doctor", "claims", "top", "validate"):
+        if listed or first == [name]:
+            module = importlib.import_module(f"dra_driver.cli.{name}")
+            app.command(name)(getattr(module, name))
+
+
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration."""
     if "simulate" in sys.argv[1:2] or {"-h", "--help"} & set(sys.argv[1:2]) or len(sys.argv) == 1:
@@ -54,6 +65,7 @@ def main() -> None:
         from dra_driver.cli import simulate
 
         app.add_typer(simulate.app, name="simulate")
+    _add_late_commands(sys.argv[1:2])
     try:
         app()
     except InvalidConfigError as error:

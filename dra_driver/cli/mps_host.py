@@ -13,6 +13,7 @@ import typer
 from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot, Simulate, SimulatorDir
 
 if TYPE_CHECKING:
+    from dra_driver.cli.signals import SignalWatch
     from dra_driver.mps.conversation import Timings
     from dra_driver.mps.layout import MpsLayout
     from dra_driver.mps.programs import InstalledPrograms
@@ -79,11 +80,14 @@ def mps_host(
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
+    from dra_driver.cli.signals import watch_signals
     from dra_driver.logs import configure_logs
     from dra_driver.mps.conversation import Timings
     from dra_driver.mps.layout import mps_layout
 
-    configure_logs(log_level, log_format)
+    logs = configure_logs(log_level, log_format)
+    logs.take_crashes()
+    watch = watch_signals(logs)
     os.umask(0o022)
     layout = mps_layout(Path(kubelet_plugins_directory_path).absolute() / (driver_name or _DRIVER_NAME))
     root = (
@@ -96,6 +100,7 @@ def mps_host(
         layout,
         programs,
         Timings(start=start_timeout, probe=probe_interval),
+        watch,
         allow_plain_shm=allow_plain_shm,
     )
 
@@ -125,7 +130,12 @@ def installed_programs(root: str, links: Path) -> InstalledPrograms:
 
 
 def _serve(
-    layout: MpsLayout, programs: InstalledPrograms, timings: Timings, *, allow_plain_shm: bool
+    layout: MpsLayout,
+    programs: InstalledPrograms,
+    timings: Timings,
+    watch: SignalWatch,
+    *,
+    allow_plain_shm: bool,
 ) -> None:
     import structlog
 
@@ -137,8 +147,7 @@ def _serve(
 
     log = structlog.get_logger(__name__)
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    watch.on(stopped.set, signal.SIGTERM, signal.SIGINT)
     kernel = KernelMounter(layout.root)
     tools = HostTools(
         ControlProgram(programs),

@@ -53,3 +53,50 @@ SimulatorDir = Annotated[
         "--simulator-dir", envvar="SIMULATOR_DIR", help="Where the simulated machine keeps its state."
     ),
 ]
+DynamicMig = Annotated[
+    bool | None,
+    typer.Option(
+        "--dynamic-mig/--no-dynamic-mig",
+        envvar="DYNAMIC_MIG",
+        help="Make MIG devices on demand, on every GPU that is capable of it. [default: off]",
+    ),
+]
+CdiRoot = Annotated[
+    str | None,
+    typer.Option("--cdi-root", envvar="CDI_ROOT", help="Directory for CDI specs. [default: /etc/cdi]"),
+]
+KubeletRegistrarDirectory = Annotated[
+    str | None,
+    typer.Option(
+        "--kubelet-registrar-directory-path",
+        envvar="KUBELET_REGISTRAR_DIRECTORY_PATH",
+        help="The kubelet's plugin registry. [default: /var/lib/kubelet/plugins_registry]",
+    ),
+]
+KubeletPluginsDirectory = Annotated[
+    str | None,
+    typer.Option(
+        "--kubelet-plugins-directory-path",
+        envvar="KUBELET_PLUGINS_DIRECTORY_PATH",
+        help="The kubelet's plugin data directory. [default: /var/lib/kubelet/plugins]",
+    ),
+]
+Kubeconfig = Annotated[
+    str | None, typer.Option("--kubeconfig", envvar="KUBECONFIG", help="[default: in-cluster]")
+]
+HostRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--host-root",
+        envvar="HOST_ROOT",
+        help="The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
+    ),
+]
+CdiHookPath = Annotated[
+    str | None,
+    typer.Option(
+        "--nvidia-cdi-hook-path",
+        envvar="NVIDIA_CDI_HOOK_PATH",
+        help="nvidia-cdi-hook on the host. [default: looked for on the host and below the driver root]",
+    ),
+]

@@ -11,6 +11,7 @@ from dra_driver.cli.options import (
     Config,
     ContainerDriverRoot,
     DriverName,
+    DynamicMig,
     NodeName,
     NvidiaDriverRoot,
     Simulate,
@@ -88,7 +89,7 @@ def run(
         typer.Option(
             "--http-endpoint",
             envvar="HTTP_ENDPOINT",
-            help="host:port of metrics, /healthz, /readyz. [default: off]",
+            help="host:port of metrics, /healthz, /readyz, /startupz. [default: off]",
         ),
     ] = None,
     metrics_path: Annotated[
@@ -131,6 +132,25 @@ def run(
             help="Share every device: disabled, memory, unlimited, or a number of shares. [default: disabled]",
         ),
     ] = None,
+    dynamic_mig: DynamicMig = None,
+    adopt_mig: Annotated[
+        str | None,
+        typer.Option(
+            "--adopt-mig",
+            envvar="ADOPT_MIG",
+            help="What becomes of GPU instances that somebody else made on GPUs with MIG on demand: leave or "
+            "destroy (at start). [default: leave]",
+        ),
+    ] = None,
+    device_metadata: Annotated[
+        str | None,
+        typer.Option(
+            "--device-metadata",
+            envvar="DEVICE_METADATA",
+            help="Tell containers of their devices in files, in these versions: off, v1alpha1, v1beta1 or both. "
+            "[default: off]",
+        ),
+    ] = None,
     verbosity: Annotated[
         int | None,
         typer.Option("-v", hidden=True, help="klog verbosity; 5 and above mean --log-level debug."),
@@ -145,7 +165,12 @@ def run(
         str | None, _ignored("--service-account-name", env="SERVICE_ACCOUNT_NAME")
     ] = None,
     additional_xids_to_ignore: Annotated[
-        str | None, _ignored("--additional-xids-to-ignore", env="ADDITIONAL_XIDS_TO_IGNORE")
+        str | None,
+        typer.Option(
+            "--additional-xids-to-ignore",
+            envvar="ADDITIONAL_XIDS_TO_IGNORE",
+            help="Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
+        ),
     ] = None,
     feature_gates: Annotated[str | None, _ignored("--feature-gates", env="FEATURE_GATES")] = None,
 ) -> None:
@@ -154,19 +179,23 @@ def run(
     Flags and environment variables have the names that NVIDIA's own driver uses, so its manifests work.
     """
     given = dict(locals())
+    from dra_driver.cli.signals import watch_signals
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
+    if dynamic_mig is None and _gate(feature_gates, "DynamicMIG"):
+        given["dynamic_mig"] = True
     settings = resolve(_without_ignored(given), config)
     level = "debug" if log_level is None and (verbosity or 0) >= 5 else settings.log_level
-    configure_logs(level, settings.log_format)
+    logs = configure_logs(level, settings.log_format)
+    logs.take_crashes()
+    watch = watch_signals(logs)
     _tell_ignored(given)
 
-    from dra_driver.app import Driver
+    from dra_driver.app.driver import Driver
 
     driver = Driver(settings)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: driver.end())
+    watch.on(driver.end, signal.SIGTERM, signal.SIGINT)
     driver.start()
     try:
         driver.wait()
@@ -180,12 +209,10 @@ _IGNORED = (
     "image_pull_secrets",
     "image_pull_policy",
     "service_account_name",
-    "additional_xids_to_ignore",
     "feature_gates",
 )
 _CHANGES_BEHAVIOUR = {
-    "additional_xids_to_ignore": "health monitoring is not built yet",
-    "feature_gates": "there are no feature gates; what is built is on",
+    "feature_gates": "of the feature gates only DynamicMIG means something here; all else that is built is on",
 }
 
 
@@ -196,6 +223,11 @@ def _without_ignored(given: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _gate(text: str | None, name: str) -> bool:
+    """Whether `A=true,B=false` switches a gate on."""
+    return f"{name}=true" in (text or "").replace(" ", "").split(",")
+
+
 def _tell_ignored(given: dict[str, Any]) -> None:
     """Say it where leaving a flag aside changes what a user gets; names that only served Deployments of the
     other driver do not matter to anybody."""
@@ -204,5 +236,5 @@ def _tell_ignored(given: dict[str, Any]) -> None:
     log = structlog.get_logger(__name__)
     for name, reason in _CHANGES_BEHAVIOUR.items():
         value = given.get(name)
-        if value:
+        if value and value != "DynamicMIG=true":
             log.warning("flag_ignored", flag=f"--{name.replace('_', '-')}", value=value, reason=reason)

@@ -226,6 +226,40 @@ def release(
     _say(lambda: commands.release(directory, gpu, pid))
 
 
+@app.command()
+def reset(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Reset a GPU: pending repairs are done, volatile error counters start anew."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.reset(directory, gpu))
+
+
+@app.command()
+def ecc(
+    gpu: GpuArgument,
+    corrected: Annotated[int, typer.Option(help="Errors that were corrected.")] = 0,
+    uncorrected: Annotated[int, typer.Option(help="Errors that were not.")] = 0,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Set a GPU's volatile ECC counters."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.ecc(directory, gpu, corrected, uncorrected))
+
+
+@app.command()
+def remap(
+    gpu: GpuArgument,
+    pending: Annotated[bool, typer.Option(help="Rows wait for a reset to be remapped.")] = False,
+    failed: Annotated[bool, typer.Option(help="A row could not be remapped.")] = False,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Set the state of a GPU's row remapping."""
+    from dra_driver.simulator import commands
+
+    _say(lambda: commands.remap(directory, gpu, pending=pending, failed=failed))
+
+
 @app.command("recovery-action")
 def recovery_action(
     gpu: GpuArgument,

@@ -21,9 +21,35 @@ def value_of(entry: JsonObject | None) -> str:
 
 
 def device_table(devices: Iterable[JsonObject]) -> str:
-    """One row a device: name, type, product, memory, where it is, and its NVLink domain."""
+    """One row a device: name, type, product, memory, where it is, and its NVLink domain.
+
+    The MIG devices of one GPU and profile that are made on demand share a row: there are dozens a GPU.
+    """
     columns = ("DEVICE", "TYPE", "PRODUCT", "MEMORY", "CC", "PCI BUS", "NUMA", "NVLINK DOMAIN", "UUID")
-    return table(columns, [_row(device) for device in devices])
+    rows: dict[str, list[JsonObject]] = {}
+    for device in devices:
+        rows.setdefault(_row_key(device), []).append(device)
+    return table(
+        columns,
+        [
+            _row(same[0]) if _row_key(same[0]) == same[0]["name"] else _common_row(same)
+            for same in rows.values()
+        ],
+    )
+
+
+def _row_key(device: JsonObject) -> str:
+    """The name; for a MIG device on demand, which has no UUID yet, without the slice at which it begins."""
+    attributes: JsonObject = device.get("attributes", {})
+    on_demand = value_of(attributes.get("type")) == "mig" and "uuid" not in attributes
+    return str(device["name"]).rpartition("-")[0] if on_demand else str(device["name"])
+
+
+def _common_row(devices: Sequence[JsonObject]) -> tuple[str, ...]:
+    starts = sorted(int(str(device["name"]).rpartition("-")[2]) for device in devices)
+    where = ",".join(map(str, starts))
+    name = f"{_row_key(devices[0])}-{where if len(starts) == 1 else f'{{{where}}}'}"
+    return (name, *_row(devices[0])[1:-1], f"{len(devices)} on demand")
 
 
 def _row(device: JsonObject) -> tuple[str, ...]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dra_driver.core.partitions import has_counters
 from dra_driver.core.versions import semver
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import Inventory, MigPartition, OfferedDevice, WholeGpu
+from dra_driver.model.inventory import Inventory, MigPartition, OfferedDevice, PossibleMig, WholeGpu
+from dra_driver.model.mig import MigProfile
 from dra_driver.model.units import format_bytes
 
 JsonObject = dict[str, Any]
@@ -27,9 +29,13 @@ def wire_device(device: OfferedDevice, inventory: Inventory) -> JsonObject:
         case WholeGpu(name, gpu):
             specific = _whole_gpu_attributes(gpu, inventory)
             capacity = _whole_gpu_capacity(gpu)
-        case MigPartition(name, gpu, _):
+        case MigPartition(name, gpu, mig):
             specific = _mig_attributes(device)
-            capacity = _mig_capacity(device)
+            slices = {f"memorySlice{number}": "1" for number in mig.placement.memory_slices}
+            capacity = _profile_capacity(mig.profile) | slices
+        case PossibleMig(name, gpu, profile):
+            specific = _mig_attributes(device)
+            capacity = _profile_capacity(profile)
     attributes = {**specific, **_common_attributes(gpu, inventory)}
     entry: JsonObject = {
         "name": name,
@@ -63,7 +69,7 @@ def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonOb
         "type": {"string": "gpu"},
         "uuid": _string(gpu.uuid),
         "index": _int(gpu.index),
-        "minor": _int(gpu.minor),
+        "minor": _minor(gpu),
         "migCapable": _bool(gpu.mig_capable),
         "nvlinkLinks": _int(gpu.nvlink_links),
         "nvlinkDomain": _string(inventory.nvlink_domains.get(gpu.uuid)),
@@ -72,33 +78,47 @@ def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonOb
     }
 
 
-def _mig_attributes(device: MigPartition) -> Mapping[str, JsonObject | None]:
+def _mig_attributes(device: MigPartition | PossibleMig) -> Mapping[str, JsonObject | None]:
     return {
         "type": {"string": "mig"},
-        "uuid": _string(device.mig.uuid),
+        "uuid": _string(device.uuid),
         "parentUUID": _string(device.gpu.uuid),
         "parentIndex": _int(device.gpu.index),
-        "parentMinor": _int(device.gpu.minor),
-        "profile": _string(device.mig.profile.name),
+        "parentMinor": _minor(device.gpu),
+        "profile": _string(device.profile.name),
     }
 
 
-def _whole_gpu_capacity(gpu: Gpu) -> Mapping[str, str]:
-    return {} if gpu.memory_bytes is None else {"memory": format_bytes(gpu.memory_bytes)}
+def _minor(gpu: Gpu) -> JsonObject | None:
+    """None where MIG devices are made on demand: MIG mode changes the number, and each claim changes the mode."""
+    return _int(gpu.minor) if gpu.partitioning is None else None
 
 
-def _mig_capacity(device: MigPartition) -> Mapping[str, str]:
-    profile = device.mig.profile
-    capacity = {
-        "multiprocessors": str(profile.multiprocessors),
-        "copyEngines": str(profile.copy_engines),
-        "decoders": str(profile.decoders),
-        "encoders": str(profile.encoders),
-        "jpegEngines": str(profile.jpeg_engines),
-        "ofaEngines": str(profile.ofa_engines),
-        "memory": format_bytes(profile.memory_mib * _MIB),
+def _whole_gpu_capacity(gpu: Gpu) -> dict[str, str]:
+    memory = {} if gpu.memory_bytes is None else {"memory": format_bytes(gpu.memory_bytes)}
+    if gpu.partitioning is None or not has_counters(gpu):
+        return memory
+    profiles = [_engines(row.profile) for row in gpu.partitioning.profiles]
+    most = {name: max(engines[name] for engines in profiles) for name in profiles[0]}
+    if gpu.multiprocessors is not None:
+        most["multiprocessors"] = gpu.multiprocessors
+    return {name: str(count) for name, count in most.items()} | memory
+
+
+def _profile_capacity(profile: MigProfile) -> dict[str, str]:
+    engines = {name: str(count) for name, count in _engines(profile).items()}
+    return engines | {"memory": format_bytes(profile.memory_mib * _MIB)}
+
+
+def _engines(profile: MigProfile) -> dict[str, int]:
+    return {
+        "multiprocessors": profile.multiprocessors,
+        "copyEngines": profile.copy_engines,
+        "decoders": profile.decoders,
+        "encoders": profile.encoders,
+        "jpegEngines": profile.jpeg_engines,
+        "ofaEngines": profile.ofa_engines,
     }
-    return capacity | {f"memorySlice{number}": "1" for number in device.mig.placement.memory_slices}
 
 
 def _string(value: str | None) -> JsonObject | None:

@@ -6,8 +6,9 @@ Source: validation of resource.k8s.io/v1 as of Kubernetes 1.36. Lengths of value
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
@@ -32,6 +33,9 @@ _SEMVER = re.compile(
     r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*)?(\+[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*)?\Z"
 )
 _VALUE_KINDS = ("int", "bool", "string", "version")
+
+_amount = lru_cache(maxsize=1024)(parse_quantity)
+"""A node's pool has thousands of quantities, but few different ones."""
 
 
 def device_faults(device: JsonObject) -> list[str]:
@@ -82,22 +86,22 @@ def _value_faults(value: JsonObject) -> Iterator[str]:
 
 def _capacity_faults(entry: JsonObject, shared: bool) -> Iterator[str]:
     try:
-        value = parse_quantity(entry["value"])
+        value = _amount(entry["value"])
         policy: JsonObject | None = entry.get("requestPolicy")
         if policy is None:
             return
         if not shared:
             yield "requestPolicy needs allowMultipleAllocations"
         values, span = policy.get("validValues"), policy.get("validRange")
-        default = parse_quantity(policy["default"]) if "default" in policy else None
+        default = _amount(policy["default"]) if "default" in policy else None
         if values and span:
             yield "validValues and validRange exclude each other"
         if (values or span) and default is None:
             yield "requestPolicy needs a default"
         if values:
-            yield from _valid_values_faults([parse_quantity(text) for text in values], default, value)
+            yield from _valid_values_faults([_amount(text) for text in values], default, value)
         if span:
-            bounds = {key: parse_quantity(text) for key, text in span.items()}
+            bounds = {key: _amount(text) for key, text in span.items()}
             yield from _valid_range_faults(bounds, default, value)
     except InvalidConfigError as error:
         yield str(error)
@@ -139,26 +143,55 @@ def _valid_range_faults(
         yield "max and default must be whole steps above min"
 
 
-def pool_faults(devices: Sequence[JsonObject], counter_sets: Sequence[JsonObject]) -> list[str]:
-    """Why the API server or the scheduler would refuse the pool as a whole; empty if they would not."""
-    faults = [fault for device in devices for fault in device_faults(device)]
-    faults += _duplicates("device", [device["name"] for device in devices])
-    faults += _duplicates("counter set", [entry["name"] for entry in counter_sets])
-    known = {entry["name"]: set(entry["counters"]) for entry in counter_sets}
-    for entry in counter_sets:
-        if len(entry["counters"]) > MAX_COUNTERS_PER_SET:
-            faults.append(f"counter set {entry['name']}: more than {MAX_COUNTERS_PER_SET} counters")
-    for device in devices:
-        for use in device.get("consumesCounters", []):
-            missing = set(use["counters"]) - known.get(use["counterSet"], set())
-            if use["counterSet"] not in known or missing:
-                faults.append(
-                    f"device {device['name']}: consumes unknown counters of {use['counterSet']}: {sorted(missing)}"
-                )
+def counter_set_faults(entry: JsonObject) -> list[str]:
+    """Why the API server would refuse this counter set; empty if it would not."""
+    name = entry["name"]
+    faults = [] if is_dns_label(name) else [f"counter set {name!r}: the name is no DNS label"]
+    counters: JsonObject = entry["counters"]
+    if not 0 < len(counters) <= MAX_COUNTERS_PER_SET:
+        faults.append(
+            f"counter set {name}: {len(counters)} counters, 1 to {MAX_COUNTERS_PER_SET} are allowed"
+        )
+    for key, counter in counters.items():
+        faults += [f"counter set {name}: counter {key}: {fault}" for fault in _counter_faults(key, counter)]
     return faults
 
 
-def _duplicates(kind: str, names: Sequence[str]) -> list[str]:
-    seen: set[str] = set()
-    doubled = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
-    return [f"{kind} name {name} occurs more than once in the pool" for name in sorted(doubled)]
+def consumption_faults(device: JsonObject, counter_sets: Iterable[JsonObject]) -> list[str]:
+    """Why the API server would refuse what the device takes of the pool's counters, or why it could never be
+    allocated; empty if neither is so. The counter sets are without faults."""
+    name = device["name"]
+    known: JsonObject = {entry["name"]: entry["counters"] for entry in counter_sets}
+    used = [use["counterSet"] for use in device.get("consumesCounters", [])]
+    faults = [
+        f"device {name}: consumes from counter set {entry} twice"
+        for entry in sorted({entry for entry in used if used.count(entry) > 1})
+    ]
+    for use in device.get("consumesCounters", []):
+        source, counters = use["counterSet"], use["counters"]
+        missing = sorted(set(counters) - set(known.get(source, ())))
+        if source not in known or missing:
+            faults.append(f"device {name}: consumes unknown counters of {source}: {missing}")
+            continue
+        if not 0 < len(counters) <= MAX_COUNTERS_PER_SET:
+            faults.append(
+                f"device {name}: {len(counters)} counters of {source}, 1 to {MAX_COUNTERS_PER_SET} are allowed"
+            )
+        for key, counter in counters.items():
+            problems = list(_counter_faults(key, counter))
+            if not problems and _amount(counter["value"]) > _amount(known[source][key]["value"]):
+                problems.append(
+                    f"{counter['value']} is more than the {known[source][key]['value']} that exist"
+                )
+            faults += [f"device {name}: counter {key} of {source}: {fault}" for fault in problems]
+    return faults
+
+
+def _counter_faults(name: str, counter: JsonObject) -> Iterator[str]:
+    if not is_dns_label(name):
+        yield "the name is no DNS label"
+    try:
+        if _amount(counter["value"]) < 0:
+            yield f"{counter['value']} is below 0"
+    except InvalidConfigError as error:
+        yield str(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.model.inventory import MigPartition, OfferedDevice, WholeGpu
+from dra_driver.model.inventory import MigPartition, OfferedDevice, PossibleMig, WholeGpu
 from dra_driver.model.sharing import SharingRule
 from dra_driver.model.units import format_bytes, format_decimal, quantity_bytes
 
@@ -48,8 +48,8 @@ def multiprocessors_of(device: OfferedDevice) -> int | None:
     match device:
         case WholeGpu(_, gpu):
             return gpu.multiprocessors
-        case MigPartition(_, _, mig):
-            return mig.profile.multiprocessors or None
+        case MigPartition() | PossibleMig():
+            return device.profile.multiprocessors or None
 
 
 def memory_mib_of(device: OfferedDevice) -> int | None:
@@ -57,8 +57,8 @@ def memory_mib_of(device: OfferedDevice) -> int | None:
     match device:
         case WholeGpu(_, gpu):
             return None if gpu.memory_bytes is None else gpu.memory_bytes // _MIB
-        case MigPartition(_, _, mig):
-            return mig.profile.memory_mib
+        case MigPartition() | PossibleMig():
+            return device.profile.memory_mib
 
 
 def multiprocessor_step(total: int) -> int:

@@ -11,15 +11,21 @@ from dra_driver.model.ids import gpu_device_names
 Pair = frozenset[str]
 
 
+def can_be_whole(gpu: Gpu) -> bool:
+    """Whether the GPU is out of MIG mode, or leaves it for a claim that wants it whole."""
+    return not gpu.mig_enabled or (gpu.partitioning is not None and gpu.partitioning.offers_whole)
+
+
 def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[str, str]:
     """The NVLink domain of each GPU UUID that has one.
 
     `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight (links between
     them, or any positive number behind a switch). GPUs with an equal value reach each other
     pairwise, so that a claim can use the value as `matchAttribute`. A multi-node fabric names its
-    own domain. A GPU in MIG mode has none: MIG switches peer access off. A group of one is none.
+    own domain. A GPU in MIG mode has none: MIG switches peer access off. One that leaves
+    the mode for whoever wants it whole counts as if it were out of it. A group of one is none.
     """
-    whole = [gpu for gpu in gpus if not gpu.mig_enabled]
+    whole = [gpu for gpu in gpus if can_be_whole(gpu)]
     domains = {gpu.uuid: gpu.fabric.domain for gpu in whole if gpu.fabric is not None}
     remaining = [gpu.uuid for gpu in whole if gpu.uuid not in domains]
     names = gpu_device_names(gpu.uuid for gpu in gpus)

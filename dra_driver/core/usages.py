@@ -90,9 +90,14 @@ def _wanted(claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, 
 def _same_entry(
     wanted: Sequence[_Wanted], devices: Sequence[tuple[DeviceResult, OfferedDevice]], one: _Wanted
 ) -> list[str]:
-    """UUIDs of all devices that the same parameters apply to, sorted: what indexes in them count."""
+    """All devices that the same parameters apply to, sorted: what indexes in them count."""
     pairs = zip(wanted, devices, strict=True)
-    return sorted({device.uuid for other, (_, device) in pairs if other.entry == one.entry})
+    return sorted({_identity(device) for other, (_, device) in pairs if other.entry == one.entry})
+
+
+def _identity(device: OfferedDevice) -> str:
+    """What parameters name a device by: its UUID; its name where it gets another UUID each time."""
+    return device.uuid or device.name
 
 
 def _usage(
@@ -174,9 +179,9 @@ def _neutral_spec(device: OfferedDevice, result: DeviceResult, multi_user: bool 
 def _memory_limit(
     config: MpsConfig, result: DeviceResult, device: OfferedDevice, group: Sequence[str]
 ) -> int | None:
-    """The limit for this device in whole MiB; keys are UUIDs or indexes into the group's sorted UUIDs."""
+    """The limit for this device in whole MiB; keys are identities or indexes into the sorted group."""
     by_uuid = _limits_by_uuid(config.per_device_memory_limits, result, group)
-    limit = by_uuid.get(device.uuid, config.memory_limit)
+    limit = by_uuid.get(_identity(device), config.memory_limit)
     if limit is None:
         return None
     total = _memory_of(device)
@@ -206,7 +211,7 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
 def _memory_of(device: OfferedDevice) -> int | None:
     if isinstance(device, WholeGpu):
         return device.gpu.memory_bytes
-    return device.mig.profile.memory_mib * _MIB
+    return device.profile.memory_mib * _MIB
 
 
 def _least(one: int | None, other: int | None) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from dra_driver.errors import NvmlUnavailableError, RetryableError
+from dra_driver.errors import DriverGoneError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
@@ -270,7 +270,7 @@ class DriverRoot:
 def find_nvml_library(driver_root: str) -> str:
     """The path, for this process, of the NVML library below a driver root.
 
-    Raises: NvmlUnavailableError naming the directories that were searched.
+    Raises: DriverGoneError naming the directories that were searched.
     """
     tree = RootedTree(driver_root)
     directories = library_directories(tree)
@@ -282,7 +282,7 @@ def find_nvml_library(driver_root: str) -> str:
     if unlinked is not None:
         return tree.local(unlinked)
     searched = ", ".join(tree.local(directory) for directory in (*USUAL_DIRS, *UNUSUAL_DIRS))
-    raise NvmlUnavailableError(
+    raise DriverGoneError(
         f"libnvidia-ml.so.1 is not below the driver root {driver_root}; looked in {searched} and in "
         f"{tree.local('/etc/ld.so.cache')}: install the NVIDIA driver or set the driver root"
     )

@@ -9,8 +9,9 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.host import DeviceNode
 
 _MIG_MAJOR_NAME = "nvidia-caps"
-_MINOR = re.compile(r"^DeviceFileMinor:\s*(\d+)\s*$", re.MULTILINE)
-_MODE = re.compile(r"^DeviceFileMode:\s*(\d+)\s*$", re.MULTILINE)
+_MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,10})\s*$", re.MULTILINE)
+_NUMBER = re.compile(r"[0-9]{1,10}")
+_MODE = re.compile(r"^DeviceFileMode:\s*([0-9]{1,10})\s*$", re.MULTILINE)
 
 
 class MigCaps:
@@ -28,7 +29,7 @@ class MigCaps:
         majors: dict[str, int] = {}
         for line in text.partition("Block devices:")[0].splitlines():
             number, _, name = line.strip().partition(" ")
-            if number.isdecimal() and name:
+            if _NUMBER.fullmatch(number) and name:
                 majors.setdefault(name.strip(), int(number))
         return majors
 
@@ -50,6 +51,11 @@ class MigCaps:
             self._node(major, f"{instance}/access"),
             self._node(major, f"{instance}/ci{compute_instance}/access"),
         )
+
+    def exist(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> bool:
+        """Whether the driver shows the capabilities of a compute instance."""
+        instance = self._proc / f"driver/nvidia/capabilities/gpu{gpu_minor}/mig/gi{gpu_instance}"
+        return (instance / f"ci{compute_instance}/access").exists()
 
     def _node(self, major: int, capability: str) -> DeviceNode:
         path = self._proc / "driver/nvidia/capabilities" / capability

@@ -13,7 +13,7 @@ from dra_driver.model.host import PciFunction
 
 _NVIDIA = "0x10de"
 _PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")
-_MEM_TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB$", re.MULTILINE)
+_MEM_TOTAL = re.compile(r"^MemTotal:\s+([0-9]{1,15}) kB$", re.MULTILINE)
 _DRM_NODE = re.compile(r"^(?:card|renderD)\d+\Z")
 _GONE = b"\xff\xff"
 
@@ -83,9 +83,10 @@ class Sysfs:
         class_code = _number(self._text(bus_id, "class"), 16)
         if device is None or class_code is None:
             return None
-        return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, self._bound_driver(bus_id))
+        return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, self.bound_driver(bus_id))
 
-    def _bound_driver(self, bus_id: str) -> str | None:
+    def bound_driver(self, bus_id: str) -> str | None:
+        """The kernel driver of a PCI function, such as `nvidia` or `vfio-pci`; None if it has none."""
         try:
             return (self._devices / bus_id / "driver").readlink().name
         except OSError:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dra_driver.errors import ClaimRefusedError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
+from dra_driver.kube.apierrors import PathNotFoundError
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, DeviceConfig, DeviceResult
+
+_POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
+_NOT_FOUND = 404
 
 
 class ClaimClient:
@@ -34,6 +38,45 @@ class ClaimClient:
         """Read the claim that the kubelet names and parse it. Raises: as the two steps."""
         return parse_allocated_claim(self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s), ref)
 
+    def look(self, ref: ClaimRef, *, timeout_s: float | None = None) -> ClaimNow | None:
+        """What the API server says of the claim of that name now; None only if it says that there is none: a path
+        that is not served, or a proxy's 404, says nothing of a claim.
+
+        Raises: ApiRejectedError, ApiUnavailableError.
+        """
+        try:
+            obj = self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
+        except PathNotFoundError:
+            raise
+        except ApiRejectedError as error:
+            if error.status == _NOT_FOUND and error.reason == "NotFound":
+                return None
+            raise
+        return parse_claim_now(obj, ref)
+
+
+def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
+    """The state of a v1 claim. Raises: ApiUnavailableError for an answer that cannot be read as a claim."""
+    try:
+        metadata, status = obj["metadata"], obj.get("status") or {}
+        allocation = status.get("allocation")
+        allocated = None
+        if allocation is not None:
+            results = (allocation.get("devices") or {}).get("results") or ()
+            allocated = frozenset(
+                (str(item["driver"]), str(item["pool"]), str(item["device"])) for item in results
+            )
+        return ClaimNow(
+            str(metadata["uid"]),
+            metadata.get("deletionTimestamp") is not None,
+            bool(status.get("reservedFor")),
+            allocated,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ApiUnavailableError(
+            f"retrieve claim {ref.namespace}/{ref.name}: the answer cannot be read as a claim: {error!r}"
+        ) from error
+
 
 def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
     """Results and configs of all drivers of a v1 claim, in the server's order.
@@ -44,7 +87,8 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
     allocation = (obj.get("status") or {}).get("allocation")
     if allocation is None:
         raise ClaimRefusedError(f"claim {ref.namespace}/{ref.name} not allocated")
-    if (obj.get("metadata") or {}).get("uid") != ref.uid:
+    metadata = obj.get("metadata") or {}
+    if metadata.get("uid") != ref.uid:
         raise ClaimRefusedError(f"claim {ref.namespace}/{ref.name} got replaced")
     devices = allocation.get("devices") or {}
     try:
@@ -54,19 +98,28 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
         raise ClaimRefusedError(
             f"claim {ref.namespace}/{ref.name} has an allocation that cannot be read: {error!r}"
         ) from error
-    return AllocatedClaim(ref, results, configs)
+    pod_claim_name = (metadata.get("annotations") or {}).get(_POD_CLAIM_NAME)
+    return AllocatedClaim(ref, results, configs, pod_claim_name)
 
 
 def _result(entry: dict[str, Any]) -> DeviceResult:
     return DeviceResult(
-        request=entry["request"],
-        driver=entry["driver"],
-        pool=entry["pool"],
-        device=entry["device"],
+        request=_text(entry, "request"),
+        driver=_text(entry, "driver"),
+        pool=_text(entry, "pool"),
+        device=_text(entry, "device"),
         admin_access=bool(entry.get("adminAccess")),
         share_id=entry.get("shareID") or None,
         consumed_capacity={k: str(v) for k, v in (entry.get("consumedCapacity") or {}).items()},
     )
+
+
+def _text(entry: dict[str, Any], name: str) -> str:
+    """Raises: KeyError, TypeError if it is no text."""
+    value = entry[name]
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is no text")
+    return value
 
 
 def _config(entry: dict[str, Any]) -> DeviceConfig:

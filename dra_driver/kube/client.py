@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -19,7 +21,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ProtocolError
 
 import dra_driver
-from dra_driver.errors import ApiRejectedError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.apierrors import api_errors, check_status
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.ratelimit import TokenBucket
@@ -40,6 +42,10 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
+
+
+def _unobserved(_method: str, _status: int | None) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +72,15 @@ class ApiClient:
         limiter: TokenBucket | None = None,
         user_agent: str = USER_AGENT,
         pool_size: int = POOL_SIZE,
+        observe: Callable[[str, int | None], None] = _unobserved,
     ) -> None:
+        """`observe` hears of each request: its method, and the status of the answer or None if there was none."""
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._limiter = limiter
         self._headers = {"User-Agent": user_agent, "Accept": JSON}
         self._pool_size = pool_size
+        self._observe = observe
         self._lock = threading.Lock()
         self._pool: urllib3.PoolManager | None = None
         self._pool_of: tuple[Any, ...] = ()
@@ -95,6 +104,15 @@ class ApiClient:
             check_status(action, response)
             decoded = json.loads(response.data or b"{}")
         return decoded if isinstance(decoded, dict) else {"items": decoded}
+
+    def server_time(self) -> datetime | None:
+        """The API server's clock, to the second; None where its answer carries no date. Raises: as `request`."""
+        action = "ask the API server for the time"
+        with api_errors(action):
+            response = self._send(_Request("GET", self._url("/version", None), self._timeout(None)))
+            check_status(action, response)
+            header = response.headers.get("Date")
+            return parsedate_to_datetime(header) if header else None
 
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
@@ -134,22 +152,32 @@ class ApiClient:
     def _send_once(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
         if self._limiter is not None:
             self._limiter.acquire()
-        return self._pool_now().urlopen(
-            wanted.method,
-            wanted.url,
-            body=wanted.body,
-            headers=self._request_headers(wanted),
-            timeout=wanted.timeout,
-            retries=False,
-            redirect=False,
-            preload_content=not wanted.stream,
-        )
+        status: int | None = None
+        try:
+            response = self._pool_now().urlopen(
+                wanted.method,
+                wanted.url,
+                body=wanted.body,
+                headers=self._request_headers(wanted),
+                timeout=wanted.timeout,
+                retries=False,
+                redirect=False,
+                preload_content=not wanted.stream,
+            )
+            status = response.status
+        finally:
+            self._observe(wanted.method, status)
+        return response
 
     def _request_headers(self, wanted: _Request) -> dict[str, str]:
         """Made anew for each attempt: the token may have been renewed in between."""
         headers = dict(self._headers)
         token = self.endpoint.token.header()
         if token:
+            if not (token.isascii() and token.isprintable()):  # the complaint of http.client would show it
+                raise ApiUnavailableError(
+                    f"the bearer token of {self.endpoint.origin} has characters that no token has; renew it"
+                )
             headers["Authorization"] = token
         if wanted.body is not None:
             headers["Content-Type"] = wanted.content_type

@@ -20,6 +20,7 @@ DroppedFields = Callable[[JsonObject, JsonObject], Sequence[tuple[str, str]]]
 DryRun = Callable[[JsonObject], JsonObject]
 
 UNKNOWN_GATE: Final = "unknown"
+PARTITIONS_GATE: Final = "DRAPartitionableDevices"
 
 _COMPARED = (
     "devices",
@@ -30,12 +31,12 @@ _COMPARED = (
 )
 _GATES: Final[Mapping[str, str]] = {
     "taints": "DRADeviceTaints",
-    "perDeviceNodeSelection": "DRAPartitionableDevices",
-    "sharedCounters": "DRAPartitionableDevices",
-    "consumesCounters": "DRAPartitionableDevices",
-    "nodeName": "DRAPartitionableDevices",
-    "nodeSelector": "DRAPartitionableDevices",
-    "allNodes": "DRAPartitionableDevices",
+    "perDeviceNodeSelection": PARTITIONS_GATE,
+    "sharedCounters": PARTITIONS_GATE,
+    "consumesCounters": PARTITIONS_GATE,
+    "nodeName": PARTITIONS_GATE,
+    "nodeSelector": PARTITIONS_GATE,
+    "allNodes": PARTITIONS_GATE,
     "bindsToNode": "DRADeviceBindingConditions",
     "bindingConditions": "DRADeviceBindingConditions",
     "bindingFailureConditions": "DRADeviceBindingConditions",

@@ -139,11 +139,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             " check --kubeconfig and the file's permissions"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise InvalidConfigError(f"kubeconfig {path} is not valid YAML: {detail}; repair the file") from error
+        # Without the excerpt that the parser shows: there may be a token in it.
+        raise InvalidConfigError(
+            f"kubeconfig {path} is not valid YAML{_where(error)}; repair the file"
+        ) from None
     if not isinstance(document, dict) or not document.get("clusters"):
         raise InvalidConfigError(f"kubeconfig {path} names no clusters; is it the right file?")
     return document
+
+
+def _where(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _entry(document: Mapping[str, Any], section: str, name: Any, path: Path) -> dict[str, Any]:

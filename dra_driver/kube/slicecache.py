@@ -19,6 +19,7 @@ from dra_driver.kube.slicestore import SliceStore
 from dra_driver.kube.watchstream import WatchStream
 
 log = structlog.get_logger(__name__)
+_jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
 _JOIN_S = 5.0
 _SHORT_WATCH_S = 1.0
@@ -231,7 +232,7 @@ class _Backoff:
 
     def next(self, at_least_s: float | None) -> float:
         step, self._step_s = self._step_s, min(self._step_s * 2, self._most_s)
-        wait_s = step * random.uniform(0.5, 1.0)  # noqa: S311  not a matter of security: spreads load
+        wait_s = step * _jitter.uniform(0.5, 1.0)
         return max(wait_s, at_least_s or 0.0)
 
     def reset(self) -> None:

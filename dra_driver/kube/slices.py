@@ -17,6 +17,7 @@ from dra_driver.kube.watchstream import WatchStream
 EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 _PLURAL = "resourceslices"
+_jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 _WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so that not all nodes return at once
 _IDLE_S = 150.0  # bookmarks come about once a minute: after two missing ones the server is taken for dead
 
@@ -90,7 +91,7 @@ class SliceClient:
     def open_watch(self, resource_version: str) -> WatchStream:
         """A raw stream of events after `resource_version`, for callers that close it themselves."""
         # Not a matter of security: spreads load.
-        seconds = random.uniform(*_WATCH_S)  # noqa: S311
+        seconds = _jitter.uniform(*_WATCH_S)
         query = self._selector | {
             "watch": "true",
             "allowWatchBookmarks": "true",

@@ -137,7 +137,8 @@ class ResourceApi:
 
     def _none_served(self, offered: str) -> ApiRejectedError:
         wanted = ", ".join(self._preferred)
-        return ApiRejectedError(
+        # Not the kind of 404 that says an object does not exist.
+        return PathNotFoundError(
             f"the API server serves no usable version of {GROUP} (served: {offered}; needed: one of"
             f" {wanted}); use Kubernetes 1.34 or later, or 1.32 and 1.33 with the DynamicResourceAllocation"
             " feature gate and --runtime-config for that group",

@@ -1,10 +1,11 @@
 """gRPC health for the kubelet's probes, on TCP.
 
     ""  "liveness"   our own two sockets answer, dialled the way the kubelet does
+    "startup"        they have answered once
     "readiness"      whatever the application says
 
-Liveness sees what the kubelet sees: a removed socket file or a stuck server fails it, while a busy or
-missing GPU does not, as a restart would not help.
+Liveness sees what the kubelet sees: a removed socket file or a stuck server fails it. GPUs in trouble and an API
+server that is away do not, as a restart would not help: what is dialled asks for no claim, so touches neither.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from dra_driver.kubelet.rpc import RpcError, error_text, stream_handler, unary_h
 from dra_driver.kubelet.workers import Workers
 
 SERVICE = "grpc.health.v1.Health"
-DIAL_TIMEOUT_S = 3.0
+DIAL_TIMEOUT_S = 2.5
+DIALS = 3
+DIAL_PAUSE_S = 0.25
 CACHED_S = 1.0
 
 _log = structlog.get_logger(__name__)
 _MAX_WATCHERS = 4
 _MAX_WORKERS = 8
+_MAX_CALLS = 64
+"""This port is open to the pod network; whoever floods it fills no queue."""
 _STOP_WAIT_S = 1.0
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new connection for every check
@@ -47,6 +52,7 @@ _Status = pb.HealthCheckResponse.ServingStatus
 def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
     """Asks the registration socket for our endpoint and sends it an empty Prepare; None when both answer."""
     until = time.monotonic() + timeout_s
+    dialled = "registration", registrar
     try:
         info = _ask(
             registrar,
@@ -56,15 +62,17 @@ def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
             until,
         )
         service = next(_DRA_SERVICES[name] for name in info.supported_versions if name in _DRA_SERVICES)
+        dialled = "DRA", Path(info.endpoint)
         _ask(
-            Path(info.endpoint),
+            dialled[1],
             f"/{service}/NodePrepareResources",
             dra_pb.NodePrepareResourcesRequest(),
             dra_pb.NodePrepareResourcesResponse,
             until,
         )
     except grpc.RpcError as error:
-        return f"own socket does not answer: {error.code().name}: {error.details()}"
+        name, path = dialled
+        return f"the {name} socket {path} does not answer ({error.code().name}: {error_text(error.details() or '')})"
     return None
 
 
@@ -74,41 +82,92 @@ def _ask(path: Path, method: str, request: Any, response: Any, until: float) -> 
         return call(request, timeout=max(0.0, until - time.monotonic()))
 
 
-class Cached:
-    """Calls `check` at most once in `max_age_s`; callers that arrive meanwhile share the answer."""
+class Liveness:
+    """Whether our sockets answer. A check that fails is repeated: only `dials` failures in a row are a fault, so
+    that a busy moment restarts nobody; they take eight seconds at most, which is less than a probe waits.
 
-    def __init__(self, check: Callable[[], str | None], max_age_s: float = CACHED_S) -> None:
-        self._check = check
+    Callers that arrive during a check or within `max_age_s` after it share the answer. `dial` says what is wrong
+    or None.
+    """
+
+    def __init__(
+        self,
+        dial: Callable[[], str | None],
+        *,
+        dials: int = DIALS,
+        pause_s: float = DIAL_PAUSE_S,
+        max_age_s: float = CACHED_S,
+    ) -> None:
+        self._dial = dial
+        self._dials = dials
+        self._pause_s = pause_s
         self._max_age_s = max_age_s
         self._lock = threading.Lock()
         self._checked_at: float | None = None
         self._fault: str | None = None
+        self._started = False
 
-    def __call__(self) -> str | None:
+    def fault(self) -> str | None:
+        """Why the kubelet cannot reach us, as a sentence with the remedy; None when it can."""
         with self._lock:
             if self._checked_at is None or time.monotonic() - self._checked_at >= self._max_age_s:
-                before = self._fault
-                try:
-                    self._fault = self._check()
-                except Exception as error:  # noqa: BLE001 - whatever it is, we are not well
-                    self._fault = error_text(error)
+                before, self._fault = self._fault, self._check()
                 self._checked_at = time.monotonic()
-                if self._fault != before and self._fault is not None:
-                    _log.warning("liveness_failed", error=self._fault)
+                self._started = self._started or self._fault is None
+                _tell(before, self._fault)
             return self._fault
+
+    def start_fault(self) -> str | None:
+        """As `fault` until the sockets have answered once, None ever after."""
+        return None if self._started else self.fault()
+
+    def _check(self) -> str | None:
+        fault = self._dial_once()
+        for _ in range(1, self._dials):
+            if fault is None:
+                return None
+            time.sleep(self._pause_s)
+            fault = self._dial_once()
+        if fault is None:
+            return None
+        return f"{fault}; the kubelet restarts the driver if that lasts, and SIGUSR2 shows what its threads wait for"
+
+    def _dial_once(self) -> str | None:
+        try:
+            return self._dial()
+        except Exception as error:  # noqa: BLE001 - whatever it is, we are not well
+            return error_text(error)
+
+
+def _tell(before: str | None, fault: str | None) -> None:
+    if fault is None:
+        if before is not None:
+            _log.info("liveness_restored", before=before)
+    elif before is None:
+        _log.warning("liveness_failed", reason=fault)
 
 
 class HealthServer:
-    """Serves grpc.health.v1 at a TCP address; `live` says what is wrong or None, `ready` yes or no."""
+    """Serves grpc.health.v1 at a TCP address; `ready` says yes or no."""
 
-    def __init__(self, address: str, live: Callable[[], str | None], ready: Callable[[], bool]) -> None:
+    def __init__(self, address: str, liveness: Liveness, ready: Callable[[], bool]) -> None:
         self._address = address
-        self._live = Cached(live)
+        self._liveness = liveness
         self._ready = ready
         self._watchers = threading.Semaphore(_MAX_WATCHERS)
-        self._services = {"": self._is_live, "liveness": self._is_live, "readiness": self._is_ready}
+        self._services = {
+            "": self._is_live,
+            "liveness": self._is_live,
+            "startup": self._is_started,
+            "readiness": self._is_ready,
+        }
         self._workers = Workers("health", limit=_MAX_WORKERS)
-        self._server = grpc.server(self._workers, handlers=(self._handlers(),), options=SERVER_OPTIONS)
+        self._server = grpc.server(
+            self._workers,
+            handlers=(self._handlers(),),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=_MAX_CALLS,
+        )
         self.port = 0
 
     def start(self) -> None:
@@ -127,7 +186,10 @@ class HealthServer:
         self._workers.shutdown(wait=False)
 
     def _is_live(self) -> bool:
-        return self._live() is None
+        return self._liveness.fault() is None
+
+    def _is_started(self) -> bool:
+        return self._liveness.start_fault() is None
 
     def _is_ready(self) -> bool:
         try:

@@ -22,13 +22,20 @@ from dra_driver.kubelet.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+"""The claims of the largest call that is taken have half a megabyte."""
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_CALLS = 512
+"""In progress at the same time on one server; a kubelet has one for each pod that starts or ends. What exceeds
+it is answered RESOURCE_EXHAUSTED by gRPC itself and costs neither a thread nor a place in a queue."""
 SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_channelz", 0),
 )
+_SOCKET_MODE = 0o600
 _AFTER_GRACE_S = 1.0
 
 
@@ -44,7 +51,9 @@ class Listener:
         self.path = path
         self._name = name
         self._workers = workers
-        self._server = grpc.server(workers, handlers=tuple(handlers), options=SERVER_OPTIONS)
+        self._server = grpc.server(
+            workers, handlers=tuple(handlers), options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+        )
         self._identity: tuple[int, int, int] | None = None
 
     def start(self) -> None:
@@ -57,6 +66,7 @@ class Listener:
         try:
             self._server.add_insecure_port(unix_target(hidden))
             self._server.start()
+            hidden.chmod(_SOCKET_MODE)
             bound = identity(hidden)
             hidden.rename(self.path)
         except (RuntimeError, OSError) as error:

@@ -12,7 +12,7 @@ import structlog
 
 from dra_driver.errors import FatalError
 from dra_driver.kubelet.dra_health import DraHealth, Watch
-from dra_driver.kubelet.health import HealthServer, dial
+from dra_driver.kubelet.health import HealthServer, Liveness, dial
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.registration import Registrar, RegistrationStatus, supported_versions
 from dra_driver.kubelet.sockets import (
@@ -104,8 +104,9 @@ class KubeletPlugin:
             [self.registrar.handlers()],
             Workers("registration", limit=_REGISTRAR_WORKERS),
         )
+        self.liveness = Liveness(self._dial_self)
         self._health = (
-            HealthServer(settings.health_address, self._live, lambda: not self.stopping and ready())
+            HealthServer(settings.health_address, self.liveness, lambda: not self.stopping and ready())
             if settings.health_address
             else None
         )
@@ -162,7 +163,7 @@ class KubeletPlugin:
         if self._guard.is_alive() and self._guard is not threading.current_thread():
             self._guard.join(_GUARD_JOIN_S)
 
-    def _live(self) -> str | None:
+    def _dial_self(self) -> str | None:
         return None if self.stopping else dial(self.sockets.registrar)
 
     def _watch_sockets(self) -> None:

@@ -6,7 +6,7 @@ uses the other claims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -14,7 +14,7 @@ import structlog
 
 from dra_driver.kubelet.claimcheck import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2 as pb
-from dra_driver.kubelet.rpc import error_text, remaining_s, unary_handler
+from dra_driver.kubelet.rpc import RpcError, error_text, remaining_s, unary_handler
 from dra_driver.model.claim import (
     ClaimRef,
     Failed,
@@ -25,7 +25,10 @@ from dra_driver.model.claim import (
 )
 
 SERVICE = "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
+MAX_CLAIMS = 1024
+"""The kubelet names the claims of one pod in a call."""
 
+_MAX_LOGGED_UID_CHARS = 128
 _log = structlog.get_logger(__name__)
 _Outcome = TypeVar("_Outcome")
 
@@ -103,17 +106,26 @@ def dra_handlers(
 
 def _outcomes(
     call: Callable[[Sequence[ClaimRef], float | None], Mapping[str, _Outcome]],
-    claims: Iterable[pb.Claim],
+    claims: Sequence[pb.Claim],
     context: Any,
 ) -> dict[str, _Outcome | Failed]:
-    """One outcome per UID of the request: the service's, or why there is none."""
+    """One outcome per UID of the request: the service's, or why there is none.
+
+    Raises: RpcError for more claims than one call may have.
+    """
+    if len(claims) > MAX_CLAIMS:
+        raise RpcError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"the call names {len(claims)} claims and at most {MAX_CLAIMS} are taken; spread them over several calls",
+        )
     checked = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
     outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}
     if checked.accepted:
         outcomes |= _call(call, checked.accepted, context)
     for uid, outcome in outcomes.items():
         if isinstance(outcome, Failed):
-            _log.error("claim_failed", claim_uid=uid, error=outcome.error)
+            # A UID that was refused has any length.
+            _log.error("claim_failed", claim_uid=uid[:_MAX_LOGGED_UID_CHARS], error=outcome.error)
     return outcomes
 
 

@@ -53,11 +53,29 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class AllocatedClaim:
-    """A claim with its allocation: results and configs of all drivers, in the API server's order."""
+    """A claim with its allocation: results and configs of all drivers, in the API server's order.
+
+    `pod_claim_name` is the name in the pod of a claim that was made from a template. It is no part of the
+    allocation: claims are equal without it.
+    """
 
     ref: ClaimRef
     results: tuple[DeviceResult, ...]
     configs: tuple[DeviceConfig, ...] = ()
+    pod_claim_name: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimNow:
+    """What the API server says of the claim that bears a name now, whoever it is allocated to.
+
+    `allocated` has driver, pool and device of each result, None while there is no allocation.
+    """
+
+    uid: str
+    is_deleting: bool
+    is_reserved: bool
+    allocated: frozenset[tuple[str, str, str]] | None
 
 
 @dataclass(frozen=True, slots=True)

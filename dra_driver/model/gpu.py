@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dra_driver.model.mig import MigDevice
+from dra_driver.model.mig import MigDevice, Partitioning
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Gpu:
     `index` is NVML's and moves when a card is drained; `minor` is the N of /dev/nvidiaN.
     `pci_bus_id` is in sysfs form; `memory_bytes` is the total; versions are (major, minor).
     `nvlink_links` counts active links; `mig_enabled` means that the current mode is on; `multiprocessors`
-    counts all of the GPU, also where MIG mode leaves some out.
+    counts all of the GPU, also where MIG mode leaves some out. `partitioning` is set where MIG devices are made
+    on demand; such a GPU is not counted as one in MIG mode, whatever its mode is at the moment.
     """
 
     uuid: str
@@ -48,3 +49,4 @@ class Gpu:
     mig_enabled: bool = False
     mig_devices: tuple[MigDevice, ...] = ()
     multiprocessors: int | None = None
+    partitioning: Partitioning | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from dra_driver.model.mig import MigDevice
+from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 _NVML_BUS_ID = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])\Z")
 _DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
@@ -55,9 +55,14 @@ def mig_device_name(parent: str, mig: MigDevice) -> str:
     The profile ID keeps `1g.24gb+me` and `1g.24gb-me` apart, which look alike in a DNS label; the
     compute instance is added where several share one GPU instance (`1c.3g.40gb`).
     """
-    label = re.sub(r"[^a-z0-9]", "-", mig.profile.name.lower().replace(".", ""))
-    name = f"{parent}-mig-{label}-{mig.profile.profile_id}-{mig.placement.start}"
+    name = mig_slot_name(parent, mig.profile, mig.placement)
     return f"{name}-{mig.compute_instance_id}" if mig.shares_gpu_instance else name
+
+
+def mig_slot_name(parent: str, profile: MigProfile, placement: Placement) -> str:
+    """Name of the MIG device of a profile at a placement, whether it exists or could be made."""
+    label = re.sub(r"[^a-z0-9]", "-", profile.name.lower().replace(".", ""))
+    return f"{parent}-mig-{label}-{profile.profile_id}-{placement.start}"
 
 
 def is_dns_label(text: str) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.ids import gpu_device_names, mig_device_name
-from dra_driver.model.mig import MigDevice
+from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
+from dra_driver.model.mig import MigDevice, MigProfile, Partitioning, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,43 @@ class MigPartition:
         """The UUID that CUDA and nvidia-smi show."""
         return self.mig.uuid
 
+    @property
+    def profile(self) -> MigProfile:
+        """The profile of its GPU instance."""
+        return self.mig.profile
 
-OfferedDevice = WholeGpu | MigPartition
+    @property
+    def placement(self) -> Placement:
+        """Where its GPU instance lies."""
+        return self.mig.placement
+
+
+@dataclass(frozen=True, slots=True)
+class PossibleMig:
+    """A MIG device that is made when a claim needs it, under its device name."""
+
+    name: str
+    gpu: Gpu
+    profile: MigProfile
+    placement: Placement
+
+    @property
+    def uuid(self) -> str:
+        """Empty: each making gives it a new one, which the ledger of instances knows."""
+        return ""
+
+
+OfferedDevice = WholeGpu | MigPartition | PossibleMig
 
 
 @dataclass(frozen=True)
 class Inventory:
     """All GPUs of the node in PCI order, with the NVLink domain of each GPU UUID that has one.
+
+    `lost` are GPUs as they were known before they stopped answering. They stay on offer, tainted, because
+    their device is still the node's and a claim may hold it. `unread` are UUIDs of GPUs that were to be cut on
+    demand and of which a part of the table, or of what exists, could not be read in this look; their
+    `partitioning` is an older one or None.
 
     Without slots, because what follows from the GPUs is computed once and kept.
     """
@@ -68,25 +98,94 @@ class Inventory:
     gpus: tuple[Gpu, ...] = ()
     nvlink_domains: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[DiscoveryFault, ...] = ()
+    lost: tuple[Gpu, ...] = ()
+    unread: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @cached_property
+    def every_gpu(self) -> tuple[Gpu, ...]:
+        """GPUs that answer and lost ones, in PCI order."""
+        return tuple(sorted((*self.gpus, *self.lost), key=lambda gpu: (gpu.pci_bus_id or "", gpu.uuid)))
+
+    @cached_property
+    def lost_uuids(self) -> frozenset[str]:
+        """UUIDs of the GPUs that do not answer."""
+        return frozenset(gpu.uuid for gpu in self.lost)
 
     @cached_property
     def by_name(self) -> Mapping[str, OfferedDevice]:
         """Every device on offer by its name, in publishing order."""
         return {device.name: device for device in self._offered()}
 
+    @cached_property
+    def withheld_by_name(self) -> Mapping[str, MigPartition]:
+        """MIG devices on partitioned GPUs that are not ours to give out, by the name that they would have."""
+        names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
+        return {
+            mig_device_name(names[gpu.uuid], mig): MigPartition(
+                mig_device_name(names[gpu.uuid], mig), gpu, mig
+            )
+            for gpu in self.every_gpu
+            if gpu.partitioning is not None
+            for mig in gpu.mig_devices
+        }
+
+    @cached_property
+    def returning_by_name(self) -> Mapping[str, OfferedDevice]:
+        """Devices that are not on offer only because instances of ours in their place are still to be destroyed."""
+        names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
+        return {
+            device.name: device
+            for gpu in self.every_gpu
+            if gpu.partitioning is not None
+            for device in _returning(names[gpu.uuid], gpu, gpu.partitioning)
+        }
+
+    def usable(self, name: str) -> OfferedDevice | None:
+        """A device that is on offer, or that comes back as soon as somebody wants it."""
+        return self.by_name.get(name) or self.returning_by_name.get(name)
+
+    def without_partitions(self) -> Inventory:
+        """The same GPUs for an API server that cannot count partitions: each whole, or not at all."""
+        gpus = tuple(_unpartitioned(gpu) for gpu in self.gpus)
+        lost = tuple(_unpartitioned(gpu) for gpu in self.lost)
+        return replace(self, gpus=gpus, lost=lost)
+
     def devices(self) -> Iterable[OfferedDevice]:
         """Every device on offer, in publishing order: a GPU in MIG mode is never offered whole."""
         return self.by_name.values()
 
     def _offered(self) -> Iterator[OfferedDevice]:
-        names = gpu_device_names(gpu.uuid for gpu in self.gpus)
-        for gpu in self.gpus:
+        names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
+        for gpu in self.every_gpu:
             name = names[gpu.uuid]
+            if gpu.partitioning is not None:
+                yield from _partitions(name, gpu, gpu.partitioning)
+                continue
             if not gpu.mig_enabled:
                 yield WholeGpu(name, gpu)
                 continue
             for mig in sorted(gpu.mig_devices, key=_mig_order):
                 yield MigPartition(mig_device_name(name, mig), gpu, mig)
+
+
+def _partitions(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:
+    if partitioning.offers_whole:
+        yield WholeGpu(name, gpu)
+    for profile, placement in partitioning.possible:
+        yield PossibleMig(mig_slot_name(name, profile, placement), gpu, profile, placement)
+
+
+def _returning(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:
+    if partitioning.whole_returns:
+        yield WholeGpu(name, gpu)
+    for profile, placement in partitioning.returning:
+        yield PossibleMig(mig_slot_name(name, profile, placement), gpu, profile, placement)
+
+
+def _unpartitioned(gpu: Gpu) -> Gpu:
+    if gpu.partitioning is None:
+        return gpu
+    return replace(gpu, partitioning=replace(gpu.partitioning, possible=(), returning=()))
 
 
 def _mig_order(mig: MigDevice) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.mig import Placement
 from dra_driver.model.steps import Step
 from dra_driver.model.usage import Usage
 
@@ -18,7 +19,8 @@ class HeldDevice:
     """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own.
 
     `kind` is `gpu` or `mig`, or one that only a newer release knows. `usage` is how it is shared with the
-    claims that hold other shares of it.
+    claims that hold other shares of it. A MIG device that is made on demand has an empty `uuid`, because it gets
+    another one each time, and the `placement` of its GPU instance; of other devices that is None.
     """
 
     device: str
@@ -28,6 +30,7 @@ class HeldDevice:
     admin_access: bool = False
     share_id: str | None = None
     usage: Usage = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, assert_never
 
-from dra_driver.model.inventory import MigPartition, OfferedDevice, WholeGpu
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import MigPartition, OfferedDevice, PossibleMig, WholeGpu
 
 SharingMode = Literal["shares", "memory", "unlimited"]
 Enforcement = Literal["mps", "none"]
@@ -50,14 +51,18 @@ class GpuSelector:
 
     def matches(self, device: OfferedDevice) -> bool:
         """Whether the device is selected; what is unknown of a GPU matches nothing."""
-        gpu = device.gpu
-        if self.devices not in ("all", kind_of(device)):
-            return False
+        return self.devices in ("all", kind_of(device)) and self._matches(device.gpu, device.uuid)
+
+    def matches_gpu(self, gpu: Gpu) -> bool:
+        """Whether the GPU is selected, whatever devices it is given out as."""
+        return self._matches(gpu, gpu.uuid)
+
+    def _matches(self, gpu: Gpu, device_uuid: str) -> bool:
         if self.product_name is not None:
             name = (gpu.product_name or "").lower()
             if not name or not fnmatchcase(name, self.product_name.lower()):
                 return False
-        if self.uuids and not {gpu.uuid.lower(), device.uuid.lower()} & {uuid.lower() for uuid in self.uuids}:
+        if self.uuids and not {gpu.uuid.lower(), device_uuid.lower()} & {uuid.lower() for uuid in self.uuids}:
             return False
         return not self.pci_bus_ids or gpu.pci_bus_id in self.pci_bus_ids
 
@@ -106,7 +111,7 @@ def kind_of(device: OfferedDevice) -> Literal["gpu", "mig"]:
     match device:
         case WholeGpu():
             return "gpu"
-        case MigPartition():
+        case MigPartition() | PossibleMig():
             return "mig"
         case _:
             assert_never(device)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec
 
 
@@ -32,6 +33,38 @@ class RunMps:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateMig:
+    """Have the MIG device of a profile exist at a placement of a GPU, made by us.
+
+    Undo: destroy it, unless another claim uses the same device; then leave MIG mode if we switched it on and no
+    instance is left.
+    """
+
+    device: str
+    gpu_uuid: str
+    pci_bus_id: str | None
+    profile_id: int
+    profile_name: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveMigMode:
+    """Have a GPU out of MIG mode, so that it can be used whole. Undo: nothing."""
+
+    gpu_uuid: str
+    pci_bus_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDeviceMetadata:
+    """Write the files that tell the claim's containers which devices they have, in these versions of their format,
+    newest first. Undo: remove them."""
+
+    versions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WriteCdiSpec:
     """Write the claim's CDI spec file. Undo: remove it."""
 
@@ -44,4 +77,4 @@ class UnknownStep:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Step = SetTimeSlice | RunMps | WriteCdiSpec | UnknownStep
+Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | WriteDeviceMetadata | WriteCdiSpec | UnknownStep

@@ -8,7 +8,7 @@ from dra_driver.errors import PermanentError
 from dra_driver.model.mps import MpsDaemonSpec
 
 _UUIDS = {"gpu": re.compile(r"GPU-[0-9A-Fa-f-]{1,64}"), "mig": re.compile(r"MIG-[0-9A-Za-z/-]{1,96}")}
-_SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?")
+_SIZE = re.compile(r"(?<!\d)(\d{1,18})(?!\d)\s*([KMGT]?)(?:i?B)?")
 _MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
 
 ORDINAL = "0"

@@ -59,7 +59,7 @@ class DaemonRecords:
                 if self._layout.record(record.spec.device) != path:
                     raise StateError(f"it is the record of {record.spec.device}")
                 found[record.spec.device] = record
-            except (OSError, ValueError, DraDriverError) as error:
+            except (OSError, ValueError, OverflowError, RecursionError, DraDriverError) as error:
                 faults.append(f"{path}: {error}")
                 with suppress(OSError):
                     path.replace(_aside(path))

@@ -9,8 +9,10 @@ from typing import TypeVar
 import pynvml
 
 from dra_driver.errors import (
+    DeviceBusyError,
     DeviceLostError,
     DraDriverError,
+    DriverGoneError,
     NotSupportedError,
     NvmlUnavailableError,
     RetryableError,
@@ -26,6 +28,7 @@ _UNAVAILABLE = {
         "the NVML library and the kernel driver have different versions; reload the driver or reboot"
     ),
 }
+_GONE = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND})
 # Not NVML_ERROR_UNKNOWN: it comes for single attributes too, and a GPU that tells its UUID is not lost.
 _LOST = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, getattr(pynvml, "NVML_ERROR_GPU_NOT_FOUND", 28)})
 _ABSENT = frozenset(
@@ -41,11 +44,14 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
     """Our error for an NVML error; `action` says what was tried on which object."""
     code = error.value
     if code in _UNAVAILABLE:
-        return NvmlUnavailableError(f"{action}: {_UNAVAILABLE[code]}")
+        kind = DriverGoneError if code in _GONE else NvmlUnavailableError
+        return kind(f"{action}: {_UNAVAILABLE[code]}")
     if code in _LOST:
         return DeviceLostError(f"{action}: the GPU does not answer ({error})")
     if code in _ABSENT:
         return NotSupportedError(f"{action}: {error}")
+    if code == pynvml.NVML_ERROR_IN_USE:
+        return DeviceBusyError(f"{action}: {error}")
     if code == pynvml.NVML_ERROR_NO_PERMISSION:
         return RetryableError(f"{action}: NVML refused access; run as root with access to /dev/nvidiactl")
     return RetryableError(f"{action}: {error}")
@@ -55,7 +61,7 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
 def nvml_errors(action: str) -> Iterator[None]:
     """Raise our errors for everything that the binding raises inside.
 
-    Raises: NvmlUnavailableError, DeviceLostError, NotSupportedError, RetryableError.
+    Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError, RetryableError.
     """
     try:
         yield

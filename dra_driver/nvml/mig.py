@@ -1,9 +1,11 @@
-"""Reading the MIG devices that exist on a GPU."""
+"""Reading the MIG devices that exist on a GPU, and the table of those that it can have."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +14,9 @@ import pynvml
 from dra_driver.errors import DeviceLostError, DraDriverError, NotSupportedError, NvmlUnavailableError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
-from dra_driver.model.mig import MigDevice, MigProfile, Placement
+from dra_driver.model.mig import MigDevice, MigProfile, PlacedProfile, Placement
 from dra_driver.nvml.failures import nvml_errors
+from dra_driver.nvml.instance_handles import mig_mode
 
 Handle = Any
 
@@ -22,27 +25,39 @@ _PROFILE_SUFFIX = {
     0x7: "+me", 0x8: "+me", 0xA: "+gfx", 0xB: "+gfx", 0xC: "+gfx", 0xD: "-me", 0xE: "-me",
     0xF: "+me.all", 0x10: "+me.all", 0x11: "+gfx",
 }  # fmt: skip
+_TRIES = 3
 _MIB = 1 << 20
 _GIB = 1 << 30
 
 
-def read_mig_devices(handle: Handle, gpu: Gpu) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
-    """The MIG devices of a GPU in MIG mode, and what could not be read. GPU instances without a compute
-    instance are no devices.
+def _every(_gpu_instance_id: int) -> bool:
+    return True
 
-    Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
+
+def read_mig_devices(
+    handle: Handle,
+    gpu: Gpu,
+    profiles: Mapping[int, MigProfile] | None = None,
+    wanted: Callable[[int], bool] = _every,
+) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
+    """The MIG devices of a GPU in MIG mode, and what could not be read. GPU instances without a compute
+    instance are no devices, and one that is destroyed meanwhile leaves a hole.
+
+    `profiles` is the GPU's table where it is known; `wanted` tells by the ID of a GPU instance whether its devices
+    matter. Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
     """
     faults: list[DiscoveryFault] = []
-    profiles = read_profiles(handle, gpu, faults)
+    if profiles is None:
+        profiles = read_profiles(handle, gpu, faults)
     devices: list[MigDevice] = []
     with nvml_errors(f"count the MIG devices of GPU {gpu.uuid}"):
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     for index in range(count):
         try:
             with nvml_errors(f"read MIG device {index} of GPU {gpu.uuid}"):
-                mig = _mig_handle(handle, index)
-                if mig is not None:
-                    devices.append(_read_mig_device(mig, handle, gpu, profiles))
+                found = _mig_device_at(index, handle, gpu, profiles, wanted)
+                if found is not None:
+                    devices.append(found)
         except (DeviceLostError, NvmlUnavailableError):
             raise
         except DraDriverError as error:
@@ -50,16 +65,42 @@ def read_mig_devices(handle: Handle, gpu: Gpu) -> tuple[tuple[MigDevice, ...], l
     return tuple(devices), faults
 
 
-def _mig_handle(handle: Handle, index: int) -> Handle | None:
-    """The handle of a MIG device, None for the holes of the sparse numbering."""
+def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
+    """The handle of a MIG device, None for the holes of the sparse numbering and once MIG mode is off."""
     try:
         return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
         return None
+    except pynvml.NVMLError_NotSupported:
+        mode = mig_mode(handle, gpu.uuid)
+        if mode is None or not mode[0]:
+            return None
+        raise
 
 
-def _read_mig_device(mig: Handle, parent: Handle, gpu: Gpu, profiles: dict[int, MigProfile]) -> MigDevice:
-    gpu_instance_id = pynvml.nvmlDeviceGetGpuInstanceId(mig)
+def _mig_device_at(
+    index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Callable[[int], bool]
+) -> MigDevice | None:
+    """None for a hole, for a device that is not wanted, and for one that goes while it is read; another that
+    comes in its place is read instead."""
+    for tries_left in reversed(range(_TRIES)):
+        mig = _mig_handle(handle, index, gpu)
+        if mig is None:
+            return None
+        try:
+            gpu_instance_id = int(pynvml.nvmlDeviceGetGpuInstanceId(mig))
+            if not wanted(gpu_instance_id):
+                return None
+            return _read_mig_device(mig, gpu_instance_id, handle, gpu, profiles)
+        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):
+            if not tries_left:
+                raise
+    return None
+
+
+def _read_mig_device(
+    mig: Handle, gpu_instance_id: int, parent: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile]
+) -> MigDevice:
     info = pynvml.nvmlGpuInstanceGetInfo(pynvml.nvmlDeviceGetGpuInstanceById(parent, gpu_instance_id))
     profile = profiles.get(info.profileId)
     if profile is None:
@@ -108,6 +149,42 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
         if info is not None:
             profiles[info.id] = _profile(info, number, gpu)
     return profiles
+
+
+def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> tuple[PlacedProfile, ...]:
+    """The GPU instance profiles of a GPU by profile ID, each with every placement, also while MIG mode is
+    off. A profile without placements is none; `faults` gets those that could not be read.
+
+    Raises: DeviceLostError, NvmlUnavailableError.
+    """
+    placed: list[PlacedProfile] = []
+    for profile_id, profile in sorted(read_profiles(handle, gpu, faults).items()):
+        try:
+            with nvml_errors(
+                f"read the placements of profile {profile.name} ({profile_id}) of GPU {gpu.uuid}"
+            ):
+                placements = _placements(handle, profile_id)
+        except NotSupportedError:
+            continue
+        except (DeviceLostError, NvmlUnavailableError):
+            raise
+        except DraDriverError as error:
+            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", str(error)))
+            continue
+        if placements:
+            placed.append(PlacedProfile(profile, placements))
+    return tuple(placed)
+
+
+def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
+    """NVML tells their number first, and fills a list of that size then."""
+    count = ctypes.c_uint(0)
+    pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, ctypes.byref(count))
+    if not count.value:
+        return ()
+    rows = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
+    pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, rows, ctypes.byref(count))
+    return tuple(sorted(Placement(int(row.start), int(row.size)) for row in rows[: count.value]))
 
 
 def _profile_info(handle: Handle, number: int) -> Any:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pynvml
+import structlog
 
-from dra_driver.errors import NvmlUnavailableError
+from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlUnavailableError
 from dra_driver.nvml.failures import nvml_errors
 
+_log = structlog.get_logger(__name__)
+
 LibraryLoader = Callable[[], object]
+
+_PATIENCE_S = 3.0
+_HUNG_AFTER_S = 60.0
+_NO_WAIT_S = 0.0
 
 
 def load_library(path: str) -> object:
@@ -22,23 +31,86 @@ def load_library(path: str) -> object:
         raise NvmlUnavailableError(f"cannot load the NVML library {path}: {error}") from error
 
 
+def _no_wait() -> float:
+    return _NO_WAIT_S
+
+
 class NvmlSession:
     """Owns the binding's global state.
 
     The library is loaded by path and handed to the binding, because it lies below a driver root and not
     on the linker's path. After a driver reload `reopen` maps the new library. Calls themselves need no
-    lock: NVML is thread-safe.
+    lock: NVML is thread-safe. Those that must not be cut off by a shutdown are made inside `kept_open`, if the
+    next look makes up for them, or inside `operation`, if a GPU would be left half changed.
     """
 
-    def __init__(self, loader: LibraryLoader) -> None:
+    def __init__(self, loader: LibraryLoader, clock: Callable[[], float] = time.monotonic) -> None:
         self._loader = loader
+        self._clock = clock
         self._lock = threading.Lock()
         self._is_open = False
+        self._openings = 0
+        self._driver_absent = False
+        self._driver_loads = 0
+        self._users = 0
+        self._turn = threading.Condition()
+        self._begun: dict[int, float] = {}
+        # Whoever comes before the first opening waits for it.
+        self._is_changing = True
+        self._failure: DraDriverError | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether NVML is initialised."""
         return self._is_open
+
+    @property
+    def driver_loads(self) -> int:
+        """How often NVML could be initialised after it could not, for want of a driver."""
+        return self._driver_loads
+
+    @contextmanager
+    def kept_open(self) -> Iterator[int]:
+        """Calls made inside are over before NVML is shut down, unless they take longer than a few seconds.
+
+        Yields the number of the opening: handles and event sets of an earlier one must not be used any more.
+        Raises: NvmlUnavailableError if NVML is not initialised.
+        """
+        with self._turn:
+            if not self._is_open:
+                raise self._why_closed()
+            self._users += 1
+        try:
+            yield self._openings
+        finally:
+            with self._turn:
+                self._users -= 1
+                self._turn.notify_all()
+
+    @contextmanager
+    def operation(self, patience: Callable[[], float] = _no_wait) -> Iterator[None]:
+        """NVML stays initialised until everything inside is done, however long a change of a GPU takes; within
+        an operation of the same thread this does nothing more.
+
+        While NVML is being initialised, or is about to be, this waits for it: `patience` is asked how many seconds
+        at most, only then. Raises: NvmlUnavailableError, as from `open` where that failed; what `patience` raises.
+        """
+        thread = threading.get_ident()
+        if thread in self._begun:
+            yield
+            return
+        with self._turn:
+            if self._is_changing:
+                self._turn.wait_for(lambda: not self._is_changing, patience())
+            if self._is_changing or not self._is_open:
+                raise self._why_closed()
+            self._begun[thread] = self._clock()
+        try:
+            yield
+        finally:
+            with self._turn:
+                del self._begun[thread]
+                self._turn.notify_all()
 
     def open(self) -> None:
         """Initialise NVML; nothing happens if it is already.
@@ -48,25 +120,100 @@ class NvmlSession:
         with self._lock:
             if self._is_open:
                 return
-            pynvml.nvmlLib = self._loader()
-            pynvml._nvmlGetFunctionPointer_cache.clear()
-            with nvml_errors("initialise NVML"):
-                # Without this flag a node whose GPUs are not bound yet fails here, and later ones never show.
-                pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
-            self._is_open = True
+            with self._changing():
+                self._open_counted()
 
     def close(self) -> None:
-        """Shut NVML down; errors do not matter any more."""
+        """Shut NVML down for good; errors do not matter any more."""
         with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-            try:
-                pynvml.nvmlShutdown()
-            except pynvml.NVMLError:
-                return
+            with self._turn:
+                was_open, self._is_open, self._is_changing = self._is_open, False, False
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: not self._users and not self._begun, _PATIENCE_S)
+                if self._begun:
+                    # The process ends, which shuts NVML down without cutting off a GPU's change.
+                    _log.warning("nvml_left_open", reason="a change of a GPU is still under way")
+                    return
+            if was_open:
+                _shut_down()
 
     def reopen(self) -> None:
-        """Shut down and initialise anew, which is how NVML learns of GPUs that came or went."""
-        self.close()
-        self.open()
+        """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
+
+        Operations that have begun are waited for and no new ones begin meanwhile. Raises: as `open`;
+        NvmlInUseError, with NVML as it was, if one of them takes longer than a few seconds. One that has not ended
+        after a minute hangs in the driver, and must not keep everybody from a new session.
+        """
+        with self._lock, self._changing():
+            if self._is_open:
+                with self._turn:
+                    self._turn.wait_for(lambda: not self._begun, _PATIENCE_S)
+                    self._give_way_to_operations()
+                    self._is_open = False
+                    self._turn.wait_for(lambda: not self._users, _PATIENCE_S)
+                _shut_down()
+            self._open_counted()
+
+    def _give_way_to_operations(self) -> None:
+        """Raises: NvmlInUseError if some are under way, and none for so long that it hangs."""
+        if not self._begun:
+            return
+        longest = self._clock() - min(self._begun.values())
+        if longest < _HUNG_AFTER_S:
+            raise NvmlInUseError(
+                "initialise NVML anew: a change of a GPU is under way; it is tried again soon"
+            )
+        _log.error(
+            "nvml_operation_hangs",
+            seconds=round(longest),
+            remedy="NVML is initialised anew under it; look for Xid errors in the kernel log, a GPU may need a reset",
+        )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._turn:
+            self._is_changing = True
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._is_changing = False
+                self._turn.notify_all()
+
+    def _open_counted(self) -> None:
+        try:
+            self._open()
+        except DraDriverError as error:
+            self._failure = error
+            self._driver_absent |= isinstance(error, NvmlUnavailableError)
+            raise
+        self._failure = None
+        self._driver_loads += self._driver_absent
+        self._driver_absent = False
+        self._openings += 1
+        self._is_open = True
+
+    def _open(self) -> None:
+        pynvml.nvmlLib = self._loader()
+        pynvml._nvmlGetFunctionPointer_cache.clear()
+        with nvml_errors("initialise NVML"):
+            # Without this flag a node whose GPUs are not bound yet fails here, and later ones never show.
+            pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
+
+    def _why_closed(self) -> NvmlUnavailableError:
+        """The error of the last opening, anew, since a traceback belongs to one thread."""
+        if self._is_changing:
+            return NvmlUnavailableError("NVML is being initialised")
+        if self._failure is None:
+            return NvmlUnavailableError("NVML is not initialised")
+        kind = (
+            type(self._failure) if isinstance(self._failure, NvmlUnavailableError) else NvmlUnavailableError
+        )
+        return kind(str(self._failure))
+
+
+def _shut_down() -> None:
+    try:
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pynvml
 
+from dra_driver.core.topology import can_be_whole
 from dra_driver.errors import DeviceLostError, DraDriverError
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.nvml.failures import supported
+from dra_driver.nvml.instance_handles import mig_mode
 from dra_driver.nvml.readings import FaultLog, link_states
 
 Handle = Any
@@ -19,22 +22,101 @@ Handle = Any
 _SWITCH = "switch"
 
 
-def read_reachable_pairs(gpus: Sequence[tuple[Handle, Gpu]]) -> dict[frozenset[str], int]:
+class PeerMemory:
+    """What was last read of GPUs out of MIG mode. The mode switches peer access off, so that a GPU that is in
+    it only until somebody wants the GPU whole would leave its NVLink domain and come back all the time.
+
+    The mode may change at any moment, so that a reading counts only if the mode was off before and after it.
+    """
+
+    def __init__(self) -> None:
+        self._gpus: dict[str, tuple[int | None, Fabric | None]] = {}
+        self._remotes: dict[tuple[str, int], str] = {}
+        self.pairs: dict[frozenset[str], int] = {}
+
+    def reopened(self) -> None:
+        """NVML was initialised anew: what a driver never changes while it is loaded may be different now."""
+        self._remotes.clear()
+
+    def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:
+        """The GPU with links and fabric as they were out of MIG mode, where that is known."""
+        if _is_out_of_mig_mode(handle, gpu):
+            self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
+            return gpu
+        links, fabric = self._gpus.get(gpu.uuid, (gpu.nvlink_links, gpu.fabric))
+        return replace(gpu, nvlink_links=links, fabric=fabric)
+
+    def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
+        """Where a link leads, a PCI bus ID or a switch, which is a matter of wires; None where the driver does not
+        say."""
+        key = (gpu.uuid, link)
+        known = self._remotes.get(key)
+        if known is None:
+            known = _remote(handle, link)
+            if known is not None:
+                self._remotes[key] = known
+        return known
+
+
+def read_reachable_pairs(
+    gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory | None = None
+) -> dict[frozenset[str], int]:
     """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly.
 
     The driver's own word on peer access decides, since it knows of switch partitions; where it has none,
-    the links do. Behind a switch the count is 1, because every pair is equal there.
+    the links do. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG
+    mode now and can be whole again, it is the word in `memory`.
     """
-    linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and not gpu.mig_enabled]
-    remotes = {gpu.uuid: _remotes(handle, gpu) for handle, gpu in linked}
+    memory = PeerMemory() if memory is None else memory
+    linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and can_be_whole(gpu)]
+    out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}
+    asked = {
+        uuid
+        for (_, a), (_, b) in combinations(linked, 2)
+        for uuid in (a.uuid, b.uuid)
+        if {a.uuid, b.uuid} <= out_of_mig_mode or frozenset((a.uuid, b.uuid)) not in memory.pairs
+    }
+    remotes = {gpu.uuid: _remotes(handle, gpu, memory) for handle, gpu in linked if gpu.uuid in asked}
+    granted = {
+        frozenset((a.uuid, b.uuid)): _peer_access(handle_a, handle_b)
+        for (handle_a, a), (handle_b, b) in combinations(linked, 2)
+        if {a.uuid, b.uuid} <= out_of_mig_mode
+    }
+    out_of_mig_mode -= {gpu.uuid for handle, gpu in linked if not _is_out_of_mig_mode(handle, gpu)}
     pairs: dict[frozenset[str], int] = {}
-    for (handle_a, a), (handle_b, b) in combinations(linked, 2):
-        direct = remotes[a.uuid].get(b.pci_bus_id or "", 0)
-        switched = _SWITCH in remotes[a.uuid] and _SWITCH in remotes[b.uuid]
-        peer = _peer_access(handle_a, handle_b)
-        if peer if peer is not None else (direct or switched):
-            pairs[frozenset((a.uuid, b.uuid))] = max(direct, 1)
+    for (_, a), (_, b) in combinations(linked, 2):
+        pair = frozenset((a.uuid, b.uuid))
+        counts = pair <= out_of_mig_mode
+        if not counts and pair in memory.pairs:
+            links = memory.pairs[pair]
+        else:
+            links = _links(remotes[a.uuid], remotes[b.uuid], b, granted.get(pair) if counts else None)
+        if counts:
+            memory.pairs[pair] = links
+        if links:
+            pairs[pair] = links
     return pairs
+
+
+def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
+    """The links that join two GPUs, 1 if it is through switches; 0 where the driver does not grant peer access."""
+    direct = of_a.get(b.pci_bus_id or "", 0)
+    reached = granted if granted is not None else bool(direct or (_SWITCH in of_a and _SWITCH in of_b))
+    return max(direct, 1) if reached else 0
+
+
+def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
+    """Whether it was when the GPU was read and still is; only a GPU that is cut on demand changes it while it is
+    in use by the driver."""
+    if gpu.mig_enabled:
+        return False
+    if gpu.partitioning is None:
+        return True
+    try:
+        mode = mig_mode(handle, gpu.uuid)
+    except DraDriverError:
+        return False
+    return mode is None or not mode[0]
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
@@ -46,7 +128,7 @@ def _peer_access(a: Handle, b: Handle) -> bool | None:
     return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
-def _remotes(handle: Handle, gpu: Gpu) -> Mapping[str, int]:
+def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int]:
     """Active links of a GPU by what is at their other end: a PCI bus ID, or a switch."""
     try:
         states = link_states(FaultLog(f"GPU {gpu.uuid}"), handle)
@@ -54,7 +136,7 @@ def _remotes(handle: Handle, gpu: Gpu) -> Mapping[str, int]:
         return {}  # lost since it was read; it must not take the others along, and the next scan leaves it out
     remotes: dict[str, int] = {}
     for link, is_up in enumerate(states):
-        remote = _remote(handle, link) if is_up else None
+        remote = memory.remote(handle, gpu, link) if is_up else None
         if remote is not None:
             remotes[remote] = remotes.get(remote, 0) + 1
     return remotes

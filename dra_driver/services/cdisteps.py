@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import structlog
 
@@ -13,7 +13,9 @@ from dra_driver.core.mpsclient import with_mps
 from dra_driver.core.planning import Plan, PlannedDevice
 from dra_driver.errors import StateError
 from dra_driver.model.driver_files import CdiDevice, DriverFiles
-from dra_driver.model.inventory import MigPartition, WholeGpu
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import MigPartition, PossibleMig, WholeGpu
+from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsDirectories
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step
@@ -61,6 +63,28 @@ class DeviceNodes(Protocol):
         """A MIG device."""
 
 
+class MadeInstances(Protocol):
+    """The MIG devices that are made on demand."""
+
+    def realised(self, device: str) -> OwnedInstance | None:
+        """The instance that stands for a device now; None if it was not made."""
+
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
+        """The GPU's device minor now: it may change with the MIG mode."""
+
+
+class NoInstances:
+    """Where MIG devices are not made on demand."""
+
+    def realised(self, device: str) -> OwnedInstance | None:
+        """None."""
+        return None
+
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
+        """Unknown."""
+        return None
+
+
 def _no_mps(device: str) -> MpsDirectories:
     raise StateError(f"device {device}: MPS is not set up on this node")
 
@@ -77,6 +101,7 @@ class CdiSteps:
         nodes: DeviceNodes,
         driver_version: Callable[[], str | None],
         mps_directories: Callable[[str], MpsDirectories] = _no_mps,
+        instances: MadeInstances | None = None,
     ) -> None:
         self._driver_name = driver_name
         self._specs = specs
@@ -84,6 +109,7 @@ class CdiSteps:
         self._nodes = nodes
         self._driver_version = driver_version
         self._mps_directories = mps_directories
+        self._instances = instances or NoInstances()
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
 
@@ -134,7 +160,7 @@ class CdiSteps:
     def _bare_device(self, planned: PlannedDevice) -> CdiDevice:
         match planned.offered:
             case WholeGpu(gpu=gpu):
-                return self._nodes.whole_gpu(planned.cdi_device, gpu.minor, gpu.pci_bus_id)
+                return self._nodes.whole_gpu(planned.cdi_device, self._minor(gpu), gpu.pci_bus_id)
             case MigPartition(gpu=gpu, mig=mig):
                 return self._nodes.mig_device(
                     planned.cdi_device,
@@ -144,3 +170,30 @@ class CdiSteps:
                     mig.compute_instance_id,
                     graphics="+gfx" in mig.profile.name,
                 )
+            case PossibleMig() as possible:
+                return self._made_device(planned, possible)
+            case _:
+                assert_never(planned.offered)
+
+    def _made_device(self, planned: PlannedDevice, possible: PossibleMig) -> CdiDevice:
+        gpu = possible.gpu
+        made = self._instances.realised(possible.name)
+        if made is None or made.gpu_instance_id is None or made.compute_instance_id is None:
+            if planned.result.admin_access:
+                # An onlooker makes nothing; the GPU's node is what there is to look through.
+                return self._nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
+            raise StateError(f"MIG device {possible.name} was not made; this is a fault of the driver")
+        return self._nodes.mig_device(
+            planned.cdi_device,
+            made.gpu_minor if made.gpu_minor is not None else gpu.minor,
+            gpu.pci_bus_id,
+            made.gpu_instance_id,
+            made.compute_instance_id,
+            graphics="+gfx" in possible.profile.name,
+        )
+
+    def _minor(self, gpu: Gpu) -> int | None:
+        if gpu.partitioning is None:
+            return gpu.minor
+        now = self._instances.minor(gpu.uuid, gpu.pci_bus_id)
+        return gpu.minor if now is None else now

@@ -1,23 +1,26 @@
 """Keeping a snapshot of the node's devices, with or without a working driver.
 
 The snapshot is level-triggered: a cheap fingerprint of the host is looked at every second, and when it
-differs, or when somebody asks, everything is read anew, by one thread and once for all who asked. gRPC does
-not wait for this: until NVML answers there is no inventory, and Unprepare works from records alone.
+differs, or when somebody asks, everything is read anew, by one thread and once for all who asked. Where only MIG
+devices came or went, a look at those GPUs tells whether they are of our own making, which changes nothing. gRPC
+does not wait for this: until NVML answers there is no inventory, and Unprepare works from records alone.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import structlog
 
-from dra_driver.errors import DraDriverError, NvmlUnavailableError
+from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlUnavailableError, StateError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.services.discoveryports import HostTopology, Nvml
+from dra_driver.services.ownership import MigOwnership, NothingOwned, Offer
+from dra_driver.services.signs import Signs, differs, host_signs
 
 _log = structlog.get_logger(__name__)
 
@@ -26,41 +29,7 @@ _RETRY_MOST_S = 10.0
 _LOOK_EVERY_S = 1.0
 _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
-
-
-class Nvml(Protocol):
-    """The NVML session and what is read through it."""
-
-    def reopen(self) -> None:
-        """Initialise anew."""
-
-    def close(self) -> None:
-        """Shut down."""
-
-    def read_inventory(self) -> Inventory:
-        """All GPUs that NVML shows."""
-
-    def pulse(self) -> tuple[Hashable, ...]:
-        """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode."""
-
-
-class HostTopology(Protocol):
-    """What the host's sysfs and procfs tell about PCI functions."""
-
-    def pcie_root(self, bus_id: str) -> str | None:
-        """`pci0000:16`, or None."""
-
-    def numa_node(self, bus_id: str) -> int | None:
-        """The NUMA node, or None."""
-
-    def gpu_functions(self) -> frozenset[str]:
-        """Bus IDs of the NVIDIA functions that are display or 3D controllers."""
-
-    def hardware(self) -> Hashable:
-        """A value that differs when a PCI function, a GPU or the driver came, went or changed."""
-
-    def instances(self) -> Hashable:
-        """A value that differs when a MIG device came or went."""
+_RESCAN_UNREAD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +43,9 @@ class NvmlState:
 class Discovery:
     """Owns the inventory.
 
-    Both callbacks come from the discovery thread: `on_change` after each change, `on_reload` when the driver
-    was found or loaded again, or the GPUs are others than before.
+    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the driver was
+    found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
+    answers again.
     """
 
     def __init__(
@@ -84,17 +54,21 @@ class Discovery:
         host: HostTopology,
         on_change: Callable[[], None],
         on_reload: Callable[[], None] = lambda: None,
+        ownership: MigOwnership | None = None,
+        on_hardware: Callable[[], None] = lambda: None,
     ) -> None:
         self._nvml = nvml
         self._host = host
+        self._offer = Offer(ownership or NothingOwned())
         self._on_change = on_change
         self._on_reload = on_reload
+        self._on_hardware = on_hardware
         self._inventory: Inventory | None = None
         self._state = NvmlState()
-        self._hardware: Hashable = None
-        self._instances: Hashable = None
-        self._pulse: tuple[Hashable, ...] = ()
+        self._signs: Signs | None = None
+        self._driver: str | None = None
         self._has_nvml = False
+        self._reopening_is_due = False
         self._turn = threading.Condition()
         self._scans_begun = 0
         self._scans_ended = 0
@@ -165,7 +139,7 @@ class Discovery:
             now = time.monotonic()
             asked = self._wake.is_set()
             self._wake.clear()
-            overdue = asked or now - last_scan >= _RESCAN_EVERY_S or not self._state.ready
+            overdue = asked or now - last_scan >= self._rescan_every_s() or not self._state.ready
             if self._scan_guarded(overdue):
                 last_scan = time.monotonic()
             if self._state.ready:
@@ -181,7 +155,7 @@ class Discovery:
         A surprise must not end the thread that all later scans come from.
         """
         try:
-            if not overdue and not self._host_changed():
+            if not overdue and not self._has_changed():
                 return False
             self._scan()
         except Exception:  # noqa: BLE001
@@ -189,13 +163,38 @@ class Discovery:
             self._state = NvmlState(False, "discovery failed unexpectedly; see the log")
         return True
 
-    def _host_changed(self) -> bool:
-        if (self._host.hardware(), self._host.instances()) != (self._hardware, self._instances):
+    def _rescan_every_s(self) -> float:
+        return _RESCAN_UNREAD_S if self._inventory is not None and self._inventory.unread else _RESCAN_EVERY_S
+
+    def _has_changed(self) -> bool:
+        """Whether there are signs of anything but MIG devices that we made or destroyed."""
+        before, now = self._signs, host_signs(self._host)
+        if before is None or self._reopening_is_due:
             return True
         try:
-            return self._has_nvml and self._nvml.pulse() != self._pulse
+            if self._has_nvml:
+                now = replace(now, pulse=self._nvml.pulse())
+            if now == before:
+                return False
+            changed = now.partitions_changed(before)
+            if changed is None or not self._is_all_ours(changed):
+                return True
         except DraDriverError:
             return True
+        self._signs = now
+        return False
+
+    def _is_all_ours(self, gpu_uuids: frozenset[str]) -> bool:
+        """Whether the offer of these GPUs is what it was. Raises: DraDriverError."""
+        known = {gpu.uuid: gpu for gpu in (self._inventory or Inventory()).gpus}
+        if self._inventory is None or self._inventory.unread & gpu_uuids:
+            return False
+        return all(
+            uuid in known
+            and known[uuid].partitioning is not None
+            and self._offer.is_unchanged(known[uuid], *self._nvml.read_what_exists(known[uuid]))
+            for uuid in gpu_uuids
+        )
 
     def _scan(self) -> None:
         with self._turn:
@@ -211,24 +210,58 @@ class Discovery:
                 self._turn.notify_all()
 
     def _read_everything(self) -> None:
-        hardware, instances = self._host.hardware(), self._host.instances()
+        signs, before = host_signs(self._host), self._signs
         try:
-            # NVML stays open otherwise: closing it as the last client makes the driver let go of the GPUs,
-            # which takes seconds to undo and loses compute mode and time slices.
-            if not self._has_nvml or hardware != self._hardware or None in self._pulse:
-                self._has_nvml = False
-                self._nvml.reopen()
-            pulse = self._nvml.pulse()
+            if self._wants_new_session(signs) and not self._reopen():
+                if before is None or not self._has_nvml:
+                    return
+                # The session of before shows the hardware of before.
+                signs = replace(signs, hardware=before.hardware, driver=before.driver)
+            elif not self._has_nvml:
+                # Initialising NVML may have loaded it.
+                signs = replace(signs, driver=self._host.driver())
+            signs = replace(signs, pulse=self._nvml.pulse())
             inventory = self._complete(self._nvml.read_inventory())
-        except DraDriverError as error:
-            self._without_nvml(error, hardware, instances)
+        except StateError as error:
+            self._without_ledger(error)
             return
-        is_reload = not self._state.ready or hardware != self._hardware
-        self._hardware, self._instances, self._pulse = hardware, instances, pulse
-        self._has_nvml = True
+        except DraDriverError as error:
+            self._without_nvml(error, signs)
+            return
+        is_loaded = self._driver != signs.driver
+        is_other = not self._state.ready or before is None or signs.hardware != before.hardware
+        self._signs, self._driver, self._has_nvml = signs, signs.driver, True
         self._became_known(inventory)
-        if is_reload:
+        if is_loaded:
             self._on_reload()
+        elif is_other:
+            self._on_hardware()
+
+    def _wants_new_session(self, now: Signs) -> bool:
+        """NVML stays open otherwise: closing it as the last client makes the driver let go of the GPUs, which
+        takes seconds to undo and loses compute mode and time slices."""
+        before = self._signs
+        return (
+            not self._has_nvml
+            or self._reopening_is_due
+            or before is None
+            or (now.hardware, now.driver) != (before.hardware, before.driver)
+            or None in (before.pulse or ())
+        )
+
+    def _reopen(self) -> bool:
+        """Whether it could be done; where a change of a GPU is under way it is tried again at the next look."""
+        self._reopening_is_due = True
+        try:
+            self._nvml.reopen()
+        except NvmlInUseError as error:
+            _log.info("nvml_in_use", reason=str(error))
+            return False
+        except DraDriverError:
+            self._has_nvml = self._reopening_is_due = False
+            raise
+        self._reopening_is_due = False
+        return True
 
     def _complete(self, inventory: Inventory) -> Inventory:
         """Add what only the host knows, and report PCI functions that NVML does not show.
@@ -236,13 +269,14 @@ class Discovery:
         Raises: NvmlUnavailableError if the PCI bus has GPUs but NVML shows none: on a fresh node the
         driver's files come before its GPUs are bound, and an empty pool would be a lie.
         """
-        gpus = tuple(self._located(gpu) for gpu in inventory.gpus)
+        gpus = tuple(self._offer.of(self._located(gpu), inventory, self._inventory) for gpu in inventory.gpus)
         shown = {gpu.pci_bus_id for gpu in gpus}
         hidden = sorted(self._host.gpu_functions() - {bus_id for bus_id in shown if bus_id})
-        if inventory.faults and not gpus:
+        lost = self._lost(gpus)
+        if inventory.faults and not gpus and not lost:
             causes = "; ".join(f"{fault.subject}: {fault.text}" for fault in inventory.faults)
             raise NvmlUnavailableError(f"no GPU answers NVML: {causes}")
-        if hidden and not gpus:
+        if hidden and not gpus and not lost:
             raise NvmlUnavailableError(
                 f"NVML shows no GPU, but the PCI bus has {len(hidden)} ({', '.join(hidden)}); they are not bound to "
                 "the NVIDIA driver (yet): see the kernel log, or wait for the driver's installer"
@@ -255,7 +289,34 @@ class Discovery:
             )
             for bus_id in hidden
         )
-        return replace(inventory, gpus=gpus, faults=faults)
+        known = self._inventory
+        domains = {
+            gpu.uuid: known.nvlink_domains[gpu.uuid]
+            for gpu in lost
+            if known is not None and gpu.uuid in known.nvlink_domains
+        }
+        return replace(
+            inventory,
+            gpus=gpus,
+            lost=lost,
+            faults=faults,
+            nvlink_domains={**domains, **inventory.nvlink_domains},
+        )
+
+    def _lost(self, shown: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        """GPUs that were known and do not answer, although they are still the NVIDIA driver's. One that was
+        drained, pulled or bound to another driver is gone instead."""
+        if self._inventory is None:
+            return ()
+        answering = {gpu.uuid for gpu in shown} | {gpu.pci_bus_id for gpu in shown}
+        return tuple(
+            gpu
+            for gpu in self._inventory.every_gpu
+            if gpu.uuid not in answering
+            and gpu.pci_bus_id is not None
+            and gpu.pci_bus_id not in answering
+            and self._host.is_bound(gpu.pci_bus_id)
+        )
 
     def _located(self, gpu: Gpu) -> Gpu:
         if gpu.pci_bus_id is None:
@@ -268,7 +329,7 @@ class Discovery:
 
     def _became_known(self, inventory: Inventory) -> None:
         self._tell_faults(inventory)
-        changed = inventory != self._inventory
+        changed = differs(inventory, self._inventory)
         # The inventory comes first: who reads a ready state must not find the devices of before.
         self._inventory = inventory
         self._state = NvmlState(True, None)
@@ -277,18 +338,27 @@ class Discovery:
         _log.info(
             "devices_discovered",
             gpus=len(inventory.gpus),
+            lost=[gpu.uuid for gpu in inventory.lost],
             devices=sum(1 for _ in inventory.devices()),
             driver_version=inventory.versions.driver,
         )
         self._on_change()
 
-    def _without_nvml(self, error: DraDriverError, hardware: Hashable, instances: Hashable) -> None:
+    def _without_ledger(self, error: StateError) -> None:
+        """Who made what cannot be told now; the devices that are known are as good as before."""
+        _log.error("mig_ledger_unusable", reason=str(error))
+        if not self._state.ready:
+            self._state = NvmlState(False, str(error))
+
+    def _without_nvml(self, error: DraDriverError, signs: Signs) -> None:
         """A node that has no GPU needs no driver either: it is known to have no devices."""
         self._has_nvml = False
+        if not signs.driver:
+            self._driver = None  # whatever comes is loaded anew
         if self._host.gpu_functions():
             self._became_unavailable(error)
             return
-        self._hardware, self._instances = hardware, instances
+        self._signs = replace(signs, pulse=None)
         self._became_known(Inventory())
 
     def _became_unavailable(self, error: DraDriverError) -> None:
@@ -297,7 +367,7 @@ class Discovery:
         if self._state.problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
         self._state = NvmlState(False, problem)
-        if self._inventory is not None and self._inventory.gpus:
+        if self._inventory is not None and self._inventory.every_gpu:
             self._inventory = Inventory(self._inventory.versions)
             self._on_change()
 

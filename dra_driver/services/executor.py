@@ -13,7 +13,7 @@ import structlog
 from dra_driver.core.planning import Plan
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec
+from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
 
 _log = structlog.get_logger(__name__)
 
@@ -51,9 +51,9 @@ def _now() -> str:
 def changes_more_than_the_spec(plan: Plan) -> bool:
     """Whether a plan does anything that a power cut does not undo by itself.
 
-    A CDI spec goes with the power, or is looked at by the next Prepare.
+    A CDI spec or metadata file goes with the power, or is looked at by the next Prepare.
     """
-    return any(not isinstance(step, WriteCdiSpec) for step in plan.steps)
+    return any(not isinstance(step, WriteCdiSpec | WriteDeviceMetadata) for step in plan.steps)
 
 
 class Executor:

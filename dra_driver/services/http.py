@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import structlog
 
 from dra_driver.errors import FatalError, InvalidConfigError
+
+_log = structlog.get_logger(__name__)
 
 Page = Callable[[], "Response"]
 
@@ -20,15 +24,22 @@ class Response(NamedTuple):
     body: bytes
 
 
-def problems_page(problems: Callable[[], Sequence[str]]) -> Page:
-    """200 `ok` while there is no problem, else 503 with one problem a line."""
+def problems_page(
+    problems: Callable[[], Sequence[str]], notes: Callable[[], Sequence[str]] = lambda: ()
+) -> Page:
+    """200 `ok` while there is no problem, else 503 with one problem a line; then the notes, which decide nothing."""
 
     def page() -> Response:
         found = problems()
-        body = "\n".join(found) if found else "ok"
-        return Response(503 if found else 200, "text/plain; charset=utf-8", f"{body}\n".encode())
+        lines = [*(found or ["ok"]), *(f"note: {note}" for note in notes())]
+        return Response(503 if found else 200, _TEXT, "".join(f"{line}\n" for line in lines).encode())
 
     return page
+
+
+_TEXT = "text/plain; charset=utf-8"
+_NOT_FOUND = Response(404, _TEXT, b"not found\n")
+_FAILED = Response(500, _TEXT, b"internal error; see the driver's log\n")
 
 
 class HttpEndpoint:
@@ -64,6 +75,10 @@ class HttpEndpoint:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are not worth a traceback."""
+        _log.debug("http_client_lost", client=str(client_address), exc_info=True)
+
 
 def split_address(address: str) -> tuple[str, int]:
     """`(host, port)` of `host:port`; an empty host means all addresses. Raises: InvalidConfigError."""
@@ -78,8 +93,8 @@ def _handler(pages: Mapping[str, Page]) -> type[BaseHTTPRequestHandler]:
         timeout = 10
 
         def do_GET(self) -> None:
-            page = pages.get(self.path.partition("?")[0])
-            answer = page() if page else Response(404, "text/plain; charset=utf-8", b"not found\n")
+            path = self.path.partition("?")[0]
+            answer = _answer(path, pages.get(path))
             self.send_response(answer.status)
             self.send_header("Content-Type", answer.content_type)
             self.send_header("Content-Length", str(len(answer.body)))
@@ -90,3 +105,13 @@ def _handler(pages: Mapping[str, Page]) -> type[BaseHTTPRequestHandler]:
             """Scrapes are not worth a line each."""
 
     return Handler
+
+
+def _answer(path: str, page: Page | None) -> Response:
+    if page is None:
+        return _NOT_FOUND
+    try:
+        return page()
+    except Exception:  # noqa: BLE001  told in the log, and the other pages are served on
+        _log.exception("page_failed", path=path)
+        return _FAILED

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import Literal, Protocol
 
 import structlog
+from structlog.contextvars import bound_contextvars
 
-from dra_driver.core.planning import Plan, answer, device_of_cdi_name, our_part, plan_claim
+from dra_driver.core.holding import DeviceHeldError
+from dra_driver.core.planning import Plan, answer, device_of_cdi_name, lost_claim, plan_claim
 from dra_driver.errors import (
-    ApiRejectedError,
-    ApiUnavailableError,
+    DeviceBusyError,
     DraDriverError,
     NvmlUnavailableError,
     RetryableError,
+    StateError,
 )
 from dra_driver.model.claim import (
     AllocatedClaim,
@@ -28,27 +30,25 @@ from dra_driver.model.claim import (
     UnprepareOutcome,
 )
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.services.claimcalls import Call, CalledClaims, Read, Records
+from dra_driver.services.claimcalls import ClaimReader as CalledReader
 from dra_driver.services.deadlines import until
 from dra_driver.services.executor import Executor
+from dra_driver.services.waiting import Holders, Place, Releases
 
 _log = structlog.get_logger(__name__)
 
-_KUBELET_DEADLINE_S = 45.0
-_ANSWER_BEFORE_S = 2.0
-"""The kubelet drops an answer that comes after its deadline, and with it the reason."""
-_KNOWN_CLAIMS_API_S = 3.0
+Action = Literal["prepare", "unprepare"]
+
 _SCAN_WAIT_S = 10.0
-_READERS = 8
+_RECLAIM_S = 30.0
+_FINISH_S = 5.0
 
 
-class ClaimReader(Protocol):
-    """Reads claims from the API server."""
-
-    def read(self, ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
-        """The allocated claim. Raises: ClaimRefusedError if it is gone, replaced or not allocated;
-        ApiUnavailableError."""
+class ClaimReader(CalledReader, Holders, Protocol):
+    """The claims in the API server."""
 
 
 class Devices(Protocol):
@@ -65,16 +65,6 @@ class Devices(Protocol):
         """Have everything read anew, and wait for that; a hanging NVML costs `timeout_s` seconds at most."""
 
 
-class Records(Protocol):
-    """The claim records."""
-
-    def get(self, uid: str) -> ClaimRecord | None:
-        """One claim's record."""
-
-    def all(self) -> Mapping[str, ClaimRecord]:
-        """Every record by claim UID."""
-
-
 class Locks(Protocol):
     """Locks on physical GPUs."""
 
@@ -88,6 +78,12 @@ class ClaimTurn(Protocol):
     def was_unprepared_since(self, moment_ns: int) -> bool:
         """Whether an Unprepare of the claim ended after the moment."""
 
+    def was_prepared_since(self, moment_ns: int) -> bool:
+        """Whether a Prepare of the claim succeeded after the moment."""
+
+    def note_prepared(self) -> None:
+        """Remember that the claim was prepared now."""
+
     def note_unprepared(self) -> None:
         """Remember that the claim was unprepared now."""
 
@@ -100,60 +96,30 @@ class ClaimLocks(Protocol):
 
 
 class Observer(Protocol):
-    """Told of each claim's outcome, for metrics."""
+    """Told of each claim's outcome. Must not raise, nor wait for anybody."""
 
-    def prepared(self, duration_s: float, error: Exception | None) -> None:
-        """A Prepare ended."""
+    def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
+        """A claim is prepared; `record` is None where nothing of it is ours."""
 
-    def unprepared(self, duration_s: float, error: Exception | None) -> None:
-        """An Unprepare ended."""
+    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
+        """A claim is not prepared (any more)."""
+
+    def waited(self, ref: ClaimRef, duration_s: float) -> None:
+        """A Prepare, which ends now, waited for another claim to let go of a device, in vain or not."""
+
+    def failed(self, action: Action, ref: ClaimRef, duration_s: float, error: Exception, told: str) -> None:
+        """It did not work; `told` is what the kubelet gets to hear."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The names under which this node's devices are allocated, and how they may be shared."""
+    """The names under which this node's devices are allocated, how they may be shared, and in which versions
+    containers are told of them."""
 
     driver: str
     pool: str
     sharing: SharingPolicy = NO_SHARING
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of the kubelet: when it began and when an answer would come too late (time.monotonic())."""
-
-    began_ns: int
-    deadline: float
-
-    @classmethod
-    def begin(cls, deadline_s: float | None) -> _Call:
-        seconds = deadline_s if deadline_s is not None else _KUBELET_DEADLINE_S
-        return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S)
-
-    def left(self) -> float:
-        """Seconds until it is too late. Raises: RetryableError if it is."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise RetryableError("the kubelet's deadline is over; it will ask again")
-        return left
-
-    def left_for_known(self) -> float:
-        """Seconds that the API server may take over claims which can do without; shared by all of the call."""
-        spent = (time.monotonic_ns() - self.began_ns) / 1e9
-        return max(0.05, min(self.left(), _KNOWN_CLAIMS_API_S - spent))
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A claim, or why it could not be read; and how long that took."""
-
-    outcome: AllocatedClaim | Exception
-    duration_s: float
-
-    def claim_or_raise(self) -> AllocatedClaim:
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
+    metadata: tuple[str, ...] = ()
 
 
 class Preparer:
@@ -173,9 +139,12 @@ class Preparer:
         gpu_locks: Locks,
         executor: Executor,
         observer: Observer,
+        releases: Releases | None = None,
     ) -> None:
+        """`releases` is given where somebody else has to know who waits."""
         self._identity = identity
-        self._claims = claims
+        self._called = CalledClaims(claims, records, identity.driver)
+        self._releases = releases or Releases(claims, records, identity.driver)
         self._devices = devices
         self._records = records
         self._orphans = orphans
@@ -186,29 +155,56 @@ class Preparer:
 
     def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping[str, PrepareOutcome]:
         """An outcome for each claim; one claim's failure does not touch the others."""
-        call = _Call.begin(deadline_s)
-        read = self._read_all(claims, call)
-        with until(call.deadline):
-            return {ref.uid: self._prepare_reported(ref, read[ref.uid], call) for ref in claims}
+        call = Call.begin(deadline_s)
+        outcomes: dict[str, PrepareOutcome] = {}
+        with until(call.deadline), ExitStack() as under_way:
+            for ref in claims:
+                under_way.enter_context(self._releases.preparing(ref.uid))
+            read = self._called.read_all(claims, call)
+            for ref in claims:
+                with bound_contextvars(claim_uid=ref.uid):
+                    outcomes[ref.uid] = self._prepare_reported(ref, read[ref.uid], call)
+        return outcomes
 
     def unprepare(
         self, claims: Sequence[ClaimRef], deadline_s: float | None
     ) -> Mapping[str, UnprepareOutcome]:
         """None for each claim that is not prepared (any more), which includes one never seen."""
-        call = _Call.begin(deadline_s)
+        call = Call.begin(deadline_s)
+        outcomes: dict[str, UnprepareOutcome] = {}
         with until(call.deadline):
-            return {ref.uid: self._unprepare_reported(ref, call) for ref in claims}
+            for ref in claims:
+                with bound_contextvars(claim_uid=ref.uid):
+                    outcomes[ref.uid] = self._unprepare_reported(ref, call)
+        return outcomes
 
-    def _prepare_reported(self, ref: ClaimRef, read: _Read, call: _Call) -> PrepareOutcome:
+    def reclaim(
+        self, ref: ClaimRef, expected: ClaimRecord | None, looked_ns: int, within_s: float = _RECLAIM_S
+    ) -> bool:
+        """Unprepare a claim that the kubelet will not, as if it had asked; whether that was done.
+
+        Not done if its record is another one than `expected` by now, if it was prepared after `looked_ns`, when the
+        API server was asked about it, or is being prepared. Raises: what an undo raised; the record stays.
+        """
+        call = Call(time.monotonic_ns(), time.monotonic() + within_s)
+        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._releases.unpreparing(ref.uid):
+            started = time.monotonic()
+            with self._claim_locks.hold(ref.uid, call.left()) as turn:
+                is_wanted = turn.was_prepared_since(looked_ns) or self._releases.is_preparing(ref.uid)
+                if is_wanted or self._records.get(ref.uid) != expected:
+                    return False
+                self._taken_back(ref, call, turn)
+        self._unprepared(ref, expected, time.monotonic() - started)
+        return True
+
+    def _prepare_reported(self, ref: ClaimRef, read: Read, call: Call) -> PrepareOutcome:
         started = time.monotonic() - read.duration_s
         try:
-            prepared = self._prepare(ref, read.claim_or_raise(), call)
+            prepared, record = self._prepare_patiently(ref, read.claim_or_raise(), call)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-            duration = time.monotonic() - started
-            self._observer.prepared(duration, error)
-            return Failed(_told("prepare", ref, error))
+            return self._failed("prepare", ref, time.monotonic() - started, error)
         duration = time.monotonic() - started
-        self._observer.prepared(duration, None)
+        self._observer.prepared(ref, duration, record)
         _log.info(
             "claim_prepared",
             claim=f"{ref.namespace}/{ref.name}",
@@ -218,114 +214,137 @@ class Preparer:
         )
         return prepared
 
-    def _unprepare_reported(self, ref: ClaimRef, call: _Call) -> UnprepareOutcome:
+    def _unprepare_reported(self, ref: ClaimRef, call: Call) -> UnprepareOutcome:
         started = time.monotonic()
         try:
-            record = self._unprepare(ref, call)
+            with self._releases.unpreparing(ref.uid):
+                record = self._unprepare(ref, call)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-            duration = time.monotonic() - started
-            self._observer.unprepared(duration, error)
-            return Failed(_told("unprepare", ref, error))
-        duration = time.monotonic() - started
-        self._observer.unprepared(duration, None)
+            if isinstance(error, RetryableError):
+                self._releases.note_unprepared(ref.uid, unfinished_since_ns=call.began_ns)
+            return self._failed("unprepare", ref, time.monotonic() - started, error)
+        self._unprepared(ref, record, time.monotonic() - started)
+        return None
+
+    def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
+        self._releases.note_unprepared(ref.uid)
+        self._observer.unprepared(ref, duration_s)
         _log.info(
             "claim_unprepared",
             claim=f"{ref.namespace}/{ref.name}",
             claim_uid=ref.uid,
             devices=[] if record is None else [held.device for held in record.devices],
-            duration_s=round(duration, 4),
+            duration_s=round(duration_s, 4),
         )
-        return None
 
-    def _read_all(self, refs: Sequence[ClaimRef], call: _Call) -> dict[str, _Read]:
-        """Every claim, read at the same time: an API server that hangs costs one wait, not one a claim."""
-        if len(refs) == 1:
-            return {refs[0].uid: self._read(refs[0], call)}
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="read-claims") as pool:
-            return dict(
-                zip((ref.uid for ref in refs), pool.map(lambda ref: self._read(ref, call), refs), strict=True)
-            )
+    def _failed(self, action: Action, ref: ClaimRef, duration_s: float, error: Exception) -> Failed:
+        told = _told(action, ref, error)
+        self._observer.failed(action, ref, duration_s, error, told)
+        return Failed(told)
 
-    def _read(self, ref: ClaimRef, call: _Call) -> _Read:
-        started = time.monotonic()
-        try:
-            return _Read(self._allocated(ref, call), time.monotonic() - started)
-        except Exception as error:  # noqa: BLE001  told as this claim's error
-            return _Read(error, time.monotonic() - started)
+    def _prepare_patiently(
+        self, ref: ClaimRef, claim: AllocatedClaim, call: Call
+    ) -> tuple[Prepared, ClaimRecord | None]:
+        """Try, and as long as others are about to let go of the devices, wait and try again."""
+        with self._releases.place(claim, call.deadline) as place:
+            try:
+                while True:
+                    try:
+                        return self._prepare(ref, claim, call, place)
+                    except (DeviceHeldError, DeviceBusyError) as error:
+                        if not self._finished_one_of(error, call):
+                            self._releases.wait(place, error)
+            finally:
+                waited = self._releases.waited_s(place)
+                if waited is not None:
+                    self._observer.waited(ref, waited)
 
-    def _allocated(self, ref: ClaimRef, call: _Call) -> AllocatedClaim:
-        """Our part of the claim: from the API server, or from the record if it does not answer."""
-        known = self._records.get(ref.uid)
-        is_prepared = known is not None and known.phase == "prepared"
-        try:
-            timeout = call.left_for_known() if is_prepared else call.left()
-            return our_part(self._claims.read(ref, timeout), self._identity.driver)
-        except (ApiUnavailableError, ApiRejectedError) as error:
-            # A refusal (no permission, no such version served) says as little of the claim as silence.
-            if known is None or not is_prepared:
-                raise
-            _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
-            return known.claim
+    def _finished_one_of(self, error: DraDriverError, call: Call) -> bool:
+        """Whether a holder that the kubelet wanted unprepared, which failed then, is unprepared now."""
+        for conflict in error.conflicts if isinstance(error, DeviceHeldError) else ():
+            ref = conflict.holder.ref
+            since_ns = self._releases.unfinished(ref.uid)
+            if since_ns is None:
+                continue
+            try:
+                if self.reclaim(ref, conflict.holder, since_ns, min(call.left(), _FINISH_S)):
+                    return True
+                self._releases.note_unprepared(ref.uid)  # it is wanted again
+            except DraDriverError as again:
+                _log.info("unprepare_still_unfinished", claim_uid=ref.uid, reason=str(again))
+        return False
 
-    def _prepare(self, ref: ClaimRef, claim: AllocatedClaim, call: _Call) -> Prepared:
+    def _prepare(
+        self, ref: ClaimRef, claim: AllocatedClaim, call: Call, place: Place
+    ) -> tuple[Prepared, ClaimRecord | None]:
         with self._claim_locks.hold(ref.uid, call.left()) as turn:
             while True:
+                _refuse_unprepared(turn, call)
                 known = self._records.get(ref.uid)
                 if not claim.results and known is None:
-                    return Prepared(())
+                    return Prepared(()), None
                 try:
                     gpus = self._gpus_of(claim, call)
                 except NvmlUnavailableError:
                     # The pod may be running while the driver is replaced; it keeps what it has.
                     if known is not None and known.claim == claim and self._executor.in_place(known):
-                        return answer(claim, self._identity.driver)
+                        _note_prepared(turn)
+                        return answer(claim, self._identity.driver, known.steps), known
                     raise
                 gpus |= known.gpu_uuids if known else frozenset()
                 with self._gpu_locks.hold(gpus, call.left()):
-                    plan = self._plan(claim, known)
+                    plan = self._plan(claim, known, place)
                     if not plan.gpu_uuids <= gpus:
                         continue
                     call.left()
-                    if turn.was_unprepared_since(call.began_ns):
-                        raise RetryableError(
-                            "it was unprepared while this call was under way; it is retried if a pod still wants it"
-                        )
-                    self._carry_out(plan, known)
-                    return answer(claim, self._identity.driver)
+                    prepared = answer(claim, self._identity.driver, plan.steps)
+                    record = self._carry_out(plan, known)
+                    _note_prepared(turn)
+                    return prepared, record
 
-    def _carry_out(self, plan: Plan, known: ClaimRecord | None) -> None:
+    def _carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         if known is not None and known.devices != plan.held_devices():
             self._executor.take_back(known)
             known = None
-        if plan.devices:
-            self._executor.carry_out(plan, known)
+        return self._executor.carry_out(plan, known) if plan.devices else None
 
-    def _unprepare(self, ref: ClaimRef, call: _Call) -> ClaimRecord | None:
+    def _unprepare(self, ref: ClaimRef, call: Call) -> ClaimRecord | None:
         with self._claim_locks.hold(ref.uid, call.left()) as turn:
-            record = self._records.get(ref.uid)
-            with self._gpu_locks.hold(record.gpu_uuids if record else frozenset(), call.left()):
-                if record is None:
-                    self._executor.forget(ref.uid)
-                else:
-                    self._executor.take_back(record)
-            turn.note_unprepared()
-            return record
+            return self._taken_back(ref, call, turn)
 
-    def _gpus_of(self, claim: AllocatedClaim, call: _Call) -> frozenset[str]:
+    def _taken_back(self, ref: ClaimRef, call: Call, turn: ClaimTurn) -> ClaimRecord | None:
+        record = self._records.get(ref.uid)
+        with self._gpu_locks.hold(record.gpu_uuids if record else frozenset(), call.left()):
+            if record is None:
+                self._executor.forget(ref.uid)
+            else:
+                self._executor.take_back(record)
+        turn.note_unprepared()
+        return record
+
+    def _gpus_of(self, claim: AllocatedClaim, call: Call) -> frozenset[str]:
         """The physical GPUs behind the claim's devices, as far as the devices are known."""
         if self._devices.unavailable() is not None or not self._knows_all(claim):
             # They may have come after the last look: a MIG device made by hand, a driver that is loaded now.
             self._devices.scan_now(min(call.left(), _SCAN_WAIT_S))
-        by_name = self._inventory().by_name
-        return frozenset(
-            by_name[result.device].gpu.uuid for result in claim.results if result.device in by_name
-        )
+        inventory = self._inventory()
+        found = (inventory.usable(result.device) for result in claim.results)
+        return frozenset(device.gpu.uuid for device in found if device is not None)
 
-    def _plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
+    def _plan(self, claim: AllocatedClaim, known: ClaimRecord | None, place: Place) -> Plan:
         inventory = self._inventory()
         identity = self._identity
-        others = self._others(claim, inventory)
-        return plan_claim(claim, inventory, identity.pool, identity.driver, others, identity.sharing, known)
+        others = chain(self._others(claim, inventory), self._releases.ahead_of(place))
+        return plan_claim(
+            claim,
+            inventory,
+            identity.pool,
+            identity.driver,
+            others,
+            identity.sharing,
+            known,
+            identity.metadata,
+        )
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:
         inventory = self._devices.inventory
@@ -347,19 +366,25 @@ class Preparer:
             devices = {device_of_cdi_name(name) for name in names}
             held = [offered[name] for name in sorted(devices) if name in offered]
             if uid != claim.ref.uid and held:
-                yield ClaimRecord(
-                    AllocatedClaim(ClaimRef("?", "?", uid), ()),
-                    "prepared",
-                    "",
-                    tuple(
-                        HeldDevice(device.name, kind_of(device), device.uuid, device.gpu.uuid)
-                        for device in held
-                    ),
-                    (),
-                )
+                yield lost_claim(uid, held)
 
 
-def _told(action: str, ref: ClaimRef, error: Exception) -> str:
+def _refuse_unprepared(turn: ClaimTurn, call: Call) -> None:
+    """Raises: RetryableError if the claim was unprepared since the call began; the kubelet began another then, if a pod
+    wants the claim."""
+    if turn.was_unprepared_since(call.began_ns):
+        raise RetryableError(
+            "it was unprepared while this call was under way; it is retried if a pod still wants it"
+        )
+
+
+def _note_prepared(turn: ClaimTurn) -> None:
+    """A full disk must not keep a claim from being prepared that needs nothing written."""
+    with suppress(StateError):
+        turn.note_prepared()
+
+
+def _told(action: Action, ref: ClaimRef, error: Exception) -> str:
     """The error as the claim's entry: one line. What is not one of ours is a bug and goes to the log whole."""
     if isinstance(error, DraDriverError):
         text = " ".join(str(error).split())

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import structlog
 
 from dra_driver.core.slicediff import Owner, SliceChanges, slice_changes
-from dra_driver.core.slices import Pool, build_pool
+from dra_driver.core.slices import Pool, Taints, build_pool, untainted
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.dropped import DropMemory, DroppedFields, DryRun
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 
 _log = structlog.get_logger(__name__)
+_jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
 JsonObject = dict[str, Any]
 
@@ -57,6 +58,22 @@ class Slices(Protocol):
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
         """Delete exactly this object; one that is gone already is fine."""
+
+
+class PublishObserver(Protocol):
+    """Hears how publishing goes, from the publisher's thread. Must not block or raise."""
+
+    def published(self, lag_s: float) -> None:
+        """Slices were written, `lag_s` after the change that called for it."""
+
+    def publish_failed(self, error: Exception) -> None:
+        """Slices could not be brought up to date; it is tried again."""
+
+    def contested(self, reason: str) -> None:
+        """Somebody else changes our slices again and again."""
+
+    def refused(self, fault: str) -> None:
+        """A device is left out, because the API server would refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +137,8 @@ class Publisher:
     sent with what was stored and names fields (path, feature gate) that the API server did not keep; they
     are said once and not sent in vain again. `dry_run` answers what an update would store: so a restart
     learns what the server drops without a write, and a gate enabled later is noticed within the hour.
-    While `may_publish` says no, nothing is written.
+    While `may_publish` says no, nothing is written. `usable` reduces the inventory to what the server can take, and has
+    to be asked again at the moment `usable_until`; `taints` answers how devices are tainted at the moment.
     """
 
     def __init__(
@@ -133,6 +151,10 @@ class Publisher:
         *,
         may_publish: Callable[[], bool] = lambda: True,
         dry_run: DryRun | None = None,
+        usable: Callable[[Inventory], Inventory] = lambda inventory: inventory,
+        usable_until: Callable[[], float] = lambda: math.inf,
+        taints: Callable[[], Taints] = lambda: untainted,
+        observer: PublishObserver | None = None,
     ) -> None:
         self._inventory = inventory
         self._slices = slices
@@ -141,7 +163,13 @@ class Publisher:
         self._memory = DropMemory(dropped, dry_run)
         self._sharing = sharing
         self._may_publish = may_publish
+        self._usable = usable
+        self._usable_until = usable_until
+        self._taints = taints
+        self._observer = observer
         self._dirty = threading.Event()
+        self._marked_at: float | None = None
+        self._behind_since: float | None = None  # the publisher's thread's own
         self._stopping = threading.Event()
         self._published = threading.Event()
         self._problem: str | None = _NOT_YET
@@ -175,6 +203,8 @@ class Publisher:
 
     def mark_dirty(self) -> None:
         """Something changed: devices, or slices in the API server."""
+        if self._marked_at is None:
+            self._marked_at = time.monotonic()
         self._dirty.set()
 
     def wait_published(self, timeout_s: float) -> bool:
@@ -189,13 +219,17 @@ class Publisher:
             self._dirty.clear()
             if self._stopping.is_set():
                 return
+            marked_at, self._marked_at = self._marked_at, None
+            if self._behind_since is None:
+                self._behind_since = marked_at
             try:
                 self._publish_once()
             except DraDriverError as error:
                 self._pause_after(error, backoff)
                 backoff = min(backoff * 2, _BACKOFF_MOST_S)
-            except Exception:  # noqa: BLE001  a dead thread would leave the node unpublished
+            except Exception as error:  # noqa: BLE001  a dead thread would leave the node unpublished
                 _log.exception("publish_failed")
+                self._tell_failed(error)
                 self._problem = "publishing failed unexpectedly; see the log"
                 self._pause(backoff)
                 backoff = min(backoff * 2, _BACKOFF_MOST_S)
@@ -204,8 +238,9 @@ class Publisher:
 
     def _pause_after(self, error: DraDriverError, backoff: float) -> None:
         self._problem = str(error)
+        self._tell_failed(error)
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
-        delay = max(backoff * random.uniform(0.8, 1.2), asked or 0.0)  # noqa: S311
+        delay = max(backoff * _jitter.uniform(0.8, 1.2), asked or 0.0)
         _log.warning("publish_retried", reason=str(error), retry_in_s=round(delay, 2))
         self._pause(delay)
 
@@ -223,7 +258,7 @@ class Publisher:
             return
         known = self._owner
         owner = known or self._owner_source()
-        pool = build_pool(inventory, owner.node_name, self._sharing)
+        pool = build_pool(self._usable(inventory), owner.node_name, self._sharing, self._taints())
         self._tell_faults(pool)
         self._memory.ask_again(self._slices.snapshot())
         changes = self._changes(pool, owner)
@@ -252,6 +287,7 @@ class Publisher:
             self._problem = None if self._published.is_set() or not ours else _NOT_YET
         self._standing_by = not ours
         if not ours:
+            self._behind_since = None
             self._look_again(time.monotonic() + _TURN_AGAIN_S)
         return ours
 
@@ -263,6 +299,8 @@ class Publisher:
             return False
         if self._problem != _CONTESTED:
             _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
+            if self._observer is not None:
+                self._observer.contested(_CONTESTED)
         self._problem = _CONTESTED
         self._look_again(now + wait_s)
         return True
@@ -274,6 +312,8 @@ class Publisher:
         for refusal in self._refused.values():
             self._look_again(refusal.due)
         self._look_again(self._memory.ask_at)
+        self._look_again(self._usable_until())
+        self._behind_since = None
         self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
@@ -305,6 +345,8 @@ class Publisher:
             return
         now = time.monotonic()
         self._pace.wrote(pool, now)
+        if self._observer is not None and self._behind_since is not None:
+            self._observer.published(now - self._behind_since)
         _log.info(
             "pool_published",
             created=len(changes.creates),
@@ -324,6 +366,7 @@ class Publisher:
             try:
                 self._slices.delete(name, uid, metadata["resourceVersion"])
             except DraDriverError as error:
+                self._tell_failed(error)
                 known = self._refused.get(uid)
                 delay = min(known.delay_s * 2, _BACKOFF_MOST_S) if known else _BACKOFF_FIRST_S
                 asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
@@ -337,8 +380,14 @@ class Publisher:
                 _log.info("slice_deleted", slice=name)
         return deleted
 
+    def _tell_failed(self, error: Exception) -> None:
+        if self._observer is not None:
+            self._observer.publish_failed(error)
+
     def _tell_faults(self, pool: Pool) -> None:
         if pool.faults != self._told_faults:
             for fault in pool.faults:
                 _log.error("device_not_publishable", reason=fault)
+                if self._observer is not None:
+                    self._observer.refused(fault)
         self._told_faults = pool.faults

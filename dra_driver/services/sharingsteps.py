@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -101,18 +102,24 @@ class MpsSteps:
     """Does and undoes `RunMps`: one daemon a device, for all claims that share it."""
 
     def __init__(
-        self, host: MpsHost, records: Records, lost_users: Callable[[], Mapping[str, Collection[str]]] = dict
+        self,
+        host: MpsHost,
+        records: Records,
+        lost_users: Callable[[], Mapping[str, Collection[str]]] = dict,
+        made_uuid: Callable[[str], str | None] = lambda _: None,
     ) -> None:
-        """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record."""
+        """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
+        `made_uuid` the UUID that a MIG device made on demand has now."""
         self._host = host
         self._records = records
         self._lost_users = lost_users
+        self._made_uuid = made_uuid
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
         assert isinstance(step, RunMps)  # noqa: S101
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
-        status = self._host.ensure(step.spec, timeout)
+        status = self._host.ensure(self._of_today(step.spec), timeout)
         if status.state != "ready":
             raise StateError(
                 f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
@@ -123,6 +130,15 @@ class MpsSteps:
         """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
         assert isinstance(step, RunMps)  # noqa: S101
         self._stop_if_unused(step.spec.device, record.ref.uid, step.spec)
+
+    def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
+        """The spec with the UUID that the device has now, where each making gives it another one."""
+        if spec.uuid:
+            return spec
+        uuid = self._made_uuid(spec.device)
+        if uuid is None:
+            raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
+        return replace(spec, uuid=uuid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: the MPS host watches its daemons itself."""

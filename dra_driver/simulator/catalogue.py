@@ -54,6 +54,7 @@ _SYSTEM = {
     "caps_major": 237,
     "imex_major": 236,
     "cap_nodes": True,
+    "minors_move": False,
     "cdi_hook": False,
 }
 

@@ -107,6 +107,24 @@ def release(directory: Path, gpu: str, pid: int | None) -> str:
     return f"GPU {gpu} is released"
 
 
+def reset(directory: Path, gpu: str) -> str:
+    machine = open_existing(directory)
+    machine.reset_gpu(gpu)
+    return f"GPU {gpu} was reset"
+
+
+def ecc(directory: Path, gpu: str, corrected: int, uncorrected: int) -> str:
+    machine = open_existing(directory)
+    machine.set_ecc_errors(gpu, corrected=corrected, uncorrected=uncorrected)
+    return f"GPU {gpu} counts {corrected} corrected and {uncorrected} uncorrected ECC errors"
+
+
+def remap(directory: Path, gpu: str, *, pending: bool, failed: bool) -> str:
+    machine = open_existing(directory)
+    machine.set_remapped_rows(gpu, pending=int(pending), failed=int(failed))
+    return f"row remapping of GPU {gpu}: pending {'yes' if pending else 'no'}, failed {'yes' if failed else 'no'}"
+
+
 def recovery_action(directory: Path, gpu: str, action: int) -> str:
     open_existing(directory).set_recovery_action(gpu, action)
     return f"GPU {gpu} asks for recovery action {action}"

@@ -69,6 +69,22 @@ class Health(MachineBase):
             gpu = self._find(state, selector)
             gpu.ecc_corrected, gpu.ecc_uncorrected = corrected, uncorrected
 
+    def set_retired_pages_pending(self, selector: Selector, pending: bool) -> None:
+        with self._change() as state:
+            self._find(state, selector).retired_pending = int(pending)
+
+    def set_slowdown(self, selector: Selector, reasons: int) -> None:
+        """Why the clocks are held down, as bits of nvmlClocksThrottleReason*; 0 for not at all."""
+        with self._change() as state:
+            self._find(state, selector).slowdown = reasons
+
+    def reset_gpu(self, selector: Selector) -> None:
+        """`nvidia-smi --gpu-reset`: what was pending is done, and volatile counters start anew."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
+            gpu.remapped_rows[2] = 0
+
     def set_links_down(self, selector: Selector, links: list[int]) -> None:
         with self._change() as state:
             self._find(state, selector).links_down = list(links)

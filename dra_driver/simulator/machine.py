@@ -149,6 +149,9 @@ class Machine(Health):
             status = mig.set_mode(gpu, state.model_of(gpu), on)
             if gpu.mig_mode != before:
                 state.add_event(gpu, pynvml.nvmlEventMigConfigChange, gpu.mig_mode)
+                if state.system.get("minors_move"):
+                    taken = {other.minor for other in state.gpus}
+                    gpu.minor = next(minor for minor in range(32) if minor not in taken)
             return status
 
     def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:

@@ -138,6 +138,7 @@ class Gpu:
     ecc_corrected: int = 0
     remapped_rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     retired_pending: int = 0
+    slowdown: int = 0
     holders: list[Holder] = field(default_factory=list)
 
     def instance(self, gi: int) -> GpuInstance | None:

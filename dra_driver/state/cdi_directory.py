@@ -142,7 +142,7 @@ def _is_old(file: Path) -> bool:
 def _decoded(content: bytes | None) -> dict[str, Any] | None:
     try:
         spec = json.loads(content) if content is not None else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return spec if isinstance(spec, dict) else None
 
@@ -152,7 +152,7 @@ def _decoded_yaml(content: bytes | None) -> Any:
 
     try:
         return yaml.safe_load(content or b"")
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a date that cannot be is a ValueError
         return None
 
 

@@ -61,13 +61,16 @@ def decode(content: bytes) -> ClaimRecord:
 
 def _encode_claim(claim: AllocatedClaim) -> JsonObject:
     ref = claim.ref
-    return {
+    entry: JsonObject = {
         "namespace": ref.namespace,
         "name": ref.name,
         "uid": ref.uid,
         "results": [_encode_result(result) for result in claim.results],
         "configs": [_encode_config(config) for config in claim.configs],
     }
+    if claim.pod_claim_name is not None:
+        entry["podClaimName"] = claim.pod_claim_name
+    return entry
 
 
 def _encode_result(result: DeviceResult) -> JsonObject:
@@ -100,6 +103,7 @@ def _decode_claim(entry: JsonObject) -> AllocatedClaim:
         ref=ClaimRef(text(entry, "namespace"), text(entry, "name"), text(entry, "uid")),
         results=tuple(_decode_result(item) for item in entry["results"]),
         configs=tuple(_decode_config(item) for item in entry.get("configs", [])),
+        pod_claim_name=optional_text(entry, "podClaimName"),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from dra_driver.errors import StateError
 
 TEMPORARY_SUFFIX = ".tmp"
+_ABANDONED_AFTER_S = 60.0
 
 _numbers = itertools.count(time.time_ns())
 """Unique within the process; the clock keeps a later process of the same ID from an abandoned name."""
@@ -72,8 +73,28 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Create the directory and its parents where missing. Raises: StateError."""
+    """Create the directory and its parents where missing, whatever the umask would allow.
+
+    Parents can be looked into by root's group as well, as the kubelet's own. Raises: StateError.
+    """
     try:
-        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+            parent.mkdir(mode=mode | 0o050, exist_ok=True)
+        path.mkdir(mode=mode, exist_ok=True)
     except OSError as error:
         raise state_error("create the directory", path, error) from error
+
+
+def clear_abandoned(directory: Path, prefix: str = "") -> None:
+    """Remove the temporary files that a killed writer left in the directory, of those whose names begin with `prefix`.
+
+    Raises: StateError.
+    """
+    limit = time.time() - _ABANDONED_AFTER_S
+    try:
+        for path in directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"):
+            with suppress(FileNotFoundError):  # the other instance of a rolling update is at work
+                if path.stat().st_mtime < limit:
+                    path.unlink()
+    except OSError as error:
+        raise state_error("clear up", directory, error) from error

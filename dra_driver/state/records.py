@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from dra_driver.errors import StateError
 from dra_driver.model.record import ClaimRecord
 from dra_driver.state.codec import decode, encode
 from dra_driver.state.files import (
-    TEMPORARY_SUFFIX,
+    clear_abandoned,
     make_directory,
     state_error,
     sync_directory,
@@ -30,7 +29,6 @@ _log = structlog.get_logger(__name__)
 _SUFFIX = ".json"
 _QUARANTINE = ".unreadable"
 _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
-_ABANDONED_AFTER_S = 60.0
 # What no later try would read either; other errors, such as too many open files, pass.
 _UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 
@@ -64,14 +62,7 @@ class RecordStore:
     def open(self) -> None:
         """Create the directory, and clear away what a killed writer left. Raises: StateError."""
         make_directory(self._directory, 0o700)
-        limit = time.time() - _ABANDONED_AFTER_S
-        try:
-            for path in self._directory.glob(f"*{TEMPORARY_SUFFIX}"):
-                with suppress(FileNotFoundError):  # the other instance of a rolling update is at work
-                    if path.stat().st_mtime < limit:
-                        path.unlink()
-        except OSError as error:
-            raise state_error("clear up", self._directory, error) from error
+        clear_abandoned(self._directory)
 
     def get(self, uid: str) -> ClaimRecord | None:
         """The record of a claim, None if there is none that can be read. Raises: StateError."""

@@ -6,9 +6,19 @@ from dataclasses import fields
 from typing import Any, assert_never
 
 from dra_driver.errors import StateError
+from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import HeldDevice
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
+from dra_driver.model.steps import (
+    CreateMig,
+    LeaveMigMode,
+    RunMps,
+    SetTimeSlice,
+    Step,
+    UnknownStep,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
 from dra_driver.model.usage import MpsShared, TimeSliced, UnknownUsage, Usage
 
 JsonObject = dict[str, Any]
@@ -37,15 +47,34 @@ def optional_text(entry: JsonObject, name: str) -> str | None:
     return None if entry.get(name) is None else text(entry, name)
 
 
-def _number(entry: JsonObject, name: str) -> int:
+def number(entry: JsonObject, name: str) -> int:
+    """The whole number in a field. Raises: KeyError, StateError if it is something else."""
     value = entry[name]
     if not isinstance(value, int) or isinstance(value, bool):
         raise StateError(f"field {name!r} is {value!r}, which is no whole number")
     return value
 
 
-def _optional_number(entry: JsonObject, name: str) -> int | None:
-    return None if entry.get(name) is None else _number(entry, name)
+def _texts(entry: JsonObject, name: str) -> tuple[str, ...]:
+    values = entry[name]
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise StateError(f"field {name!r} is {values!r}, which is no list of texts")
+    return tuple(values)
+
+
+def optional_number(entry: JsonObject, name: str) -> int | None:
+    """The whole number in a field that may be absent or null."""
+    return None if entry.get(name) is None else number(entry, name)
+
+
+def encode_placement(placement: Placement) -> JsonObject:
+    """A placement as a JSON object."""
+    return {"start": placement.start, "size": placement.size}
+
+
+def decode_placement(entry: JsonObject) -> Placement:
+    """The placement in a JSON object. Raises: KeyError, TypeError, StateError."""
+    return Placement(number(entry, "start"), number(entry, "size"))
 
 
 def encode_step(step: Step) -> JsonObject:
@@ -53,10 +82,24 @@ def encode_step(step: Step) -> JsonObject:
     match step:
         case WriteCdiSpec():
             return {"kind": "write_cdi_spec"}
+        case WriteDeviceMetadata(versions):
+            return {"kind": "write_device_metadata", "versions": list(versions)}
         case SetTimeSlice(gpu_uuid, interval):
             return {"kind": "set_time_slice", "gpuUUID": gpu_uuid, "interval": interval}
         case RunMps(spec):
             return {"kind": "run_mps", "spec": _encode_spec(spec)}
+        case CreateMig():
+            return {
+                "kind": "create_mig",
+                "device": step.device,
+                "gpuUUID": step.gpu_uuid,
+                "pciBusID": step.pci_bus_id,
+                "profileID": step.profile_id,
+                "profile": step.profile_name,
+                "placement": encode_placement(step.placement),
+            }
+        case LeaveMigMode(gpu_uuid, bus_id):
+            return {"kind": "leave_mig_mode", "gpuUUID": gpu_uuid, "pciBusID": bus_id}
         case UnknownStep(kind, more):
             return {**more, "kind": kind}
         case _:
@@ -68,10 +111,23 @@ def decode_step(entry: JsonObject) -> Step:
     match text(entry, "kind"):
         case "write_cdi_spec":
             return WriteCdiSpec()
+        case "write_device_metadata":
+            return WriteDeviceMetadata(_texts(entry, "versions"))
         case "set_time_slice":
-            return SetTimeSlice(text(entry, "gpuUUID"), _number(entry, "interval"))
+            return SetTimeSlice(text(entry, "gpuUUID"), number(entry, "interval"))
         case "run_mps":
             return RunMps(_decode_spec(entry["spec"]))
+        case "create_mig":
+            return CreateMig(
+                device=text(entry, "device"),
+                gpu_uuid=text(entry, "gpuUUID"),
+                pci_bus_id=optional_text(entry, "pciBusID"),
+                profile_id=number(entry, "profileID"),
+                profile_name=text(entry, "profile"),
+                placement=decode_placement(entry["placement"]),
+            )
+        case "leave_mig_mode":
+            return LeaveMigMode(text(entry, "gpuUUID"), optional_text(entry, "pciBusID"))
         case kind:
             return UnknownStep(kind, {key: value for key, value in entry.items() if key != "kind"})
 
@@ -90,6 +146,8 @@ def encode_held(held: HeldDevice) -> JsonObject:
         entry["shareID"] = held.share_id
     if held.usage is not None:
         entry["usage"] = _encode_usage(held.usage)
+    if held.placement is not None:
+        entry["placement"] = encode_placement(held.placement)
     return entry
 
 
@@ -103,6 +161,7 @@ def decode_held(entry: JsonObject) -> HeldDevice:
         admin_access=bool(entry.get("adminAccess", False)),
         share_id=optional_text(entry, "shareID"),
         usage=_decode_usage(entry.get("usage")),
+        placement=decode_placement(entry["placement"]) if entry.get("placement") else None,
     )
 
 
@@ -126,12 +185,12 @@ def _decode_usage(entry: JsonObject | None) -> Usage:
         return None
     match text(entry, "kind"):
         case "time_sliced":
-            return TimeSliced(_optional_number(entry, "interval"))
+            return TimeSliced(optional_number(entry, "interval"))
         case "mps":
             return MpsShared(
                 _decode_spec(entry["spec"]),
-                _optional_number(entry, "memoryLimitMiB"),
-                _optional_number(entry, "activeThreadPercentage"),
+                optional_number(entry, "memoryLimitMiB"),
+                optional_number(entry, "activeThreadPercentage"),
             )
         case kind:
             return UnknownUsage(kind, {key: value for key, value in entry.items() if key != "kind"})
@@ -151,6 +210,6 @@ def _decode_spec(entry: JsonObject) -> MpsDaemonSpec:
         kind=entry["kind"],
         gpu_uuid=text(entry, "gpuUUID"),
         multi_user=bool(entry["multiUser"]),
-        default_active_thread_percentage=_optional_number(entry, "defaultActiveThreadPercentage"),
-        default_memory_limit_mib=_optional_number(entry, "defaultMemoryLimitMiB"),
+        default_active_thread_percentage=optional_number(entry, "defaultActiveThreadPercentage"),
+        default_memory_limit_mib=optional_number(entry, "defaultMemoryLimitMiB"),
     )

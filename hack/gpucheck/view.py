@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,11 @@ from dra_driver.errors import DraDriverError
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.rooted_tree import join_root
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance
+from dra_driver.model.pulse import Pulse
 from dra_driver.services.discovery import Discovery
 from dra_driver.services.hostview import HostView
 from gpucheck.guard import ReadOnlyLibrary
@@ -125,7 +128,13 @@ class GuardedNvml:
 
         return read_inventory()
 
-    def pulse(self) -> tuple[Hashable, ...]:
+    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        """MIG mode and GPU instances of a partitioned GPU."""
+        from dra_driver.nvml.partitions import read_what_exists
+
+        return read_what_exists(gpu)
+
+    def pulse(self) -> Pulse:
         """Nothing to watch: a check looks once."""
         return ()
 

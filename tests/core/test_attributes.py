@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from dra_driver.core.attributes import wire_device
 from dra_driver.core.limits import device_faults
+from dra_driver.core.partitions import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
+from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from tests.core.samples import GPU_0, GPU_2, ONE_G, TWO_G, VERSIONS, h100, inventory, mig, partitioned, uuid
 
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
@@ -101,6 +103,17 @@ def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
     assert set(device["attributes"]) == set(GPU_ATTRIBUTES)
     assert list(device["attributes"]) == sorted(device["attributes"])
     check_form(device)
+
+
+def test_minor_number_is_no_attribute_where_mig_mode_comes_and_goes() -> None:
+    placed = PlacedProfile(ONE_G, (Placement(6, 1),))
+    cut = replace(h100(2), partitioning=Partitioning((placed,), ((ONE_G, Placement(6, 1)),)))
+    whole, part = inventory(cut).devices()
+    for device, name in ((whole, "index"), (part, "parentIndex")):
+        attributes = wire_device(device, inventory(cut))["attributes"]
+        assert (attributes[name], "minor" in attributes, "parentMinor" in attributes) == (
+            {"int": 2}, False, False,
+        )  # fmt: skip
 
 
 def test_mig_device_has_its_own_and_its_parents_attributes() -> None:
@@ -204,3 +217,43 @@ def test_domain_is_that_of_the_gpu_itself() -> None:
     devices = {name: wire_device(device, node) for name, device in node.by_name.items()}
     assert "nvlinkDomain" not in devices["gpu-00000000"]["attributes"]
     assert devices["gpu-00000001"]["attributes"]["nvlinkDomain"] == {"string": "nvlink-00000001"}
+
+
+def on_demand(**changes: Any) -> Gpu:
+    rows = tuple(
+        PlacedProfile(profile, tuple(Placement(start, size) for start in starts))
+        for profile, size, starts in ((ONE_G, 1, range(7)), (TWO_G, 2, (0, 2, 4)))
+    )
+    return h100(0, partitioning=beside(Partitioning(rows), (), offers_whole=True), **changes)
+
+
+def test_mig_device_that_can_be_made_has_all_but_a_uuid_and_memory_slices() -> None:
+    node = inventory(on_demand())
+    made = wire(partitioned(0, mig(0, TWO_G, 4, 2, 3)))
+    device = wire_device(node.by_name[f"{GPU_0}-mig-2g20gb-14-4"], node)
+    assert device["name"] == made["name"]
+    del made["attributes"]["uuid"], made["capacity"]["memorySlice4"], made["capacity"]["memorySlice5"]
+    del made["attributes"]["parentMinor"]
+    assert device == made
+    check_form(device)
+
+
+@pytest.mark.parametrize(("known", "stated"), [(132, "132"), (None, "32")])
+def test_gpu_that_can_be_cut_tells_its_engines_and_keeps_its_memory(known: int | None, stated: str) -> None:
+    device = wire(on_demand(multiprocessors=known))
+    assert device["attributes"] == wire(h100(0, minor=None))["attributes"]
+    assert list(device["capacity"]) == sorted(device["capacity"])
+    assert {name: entry["value"] for name, entry in device["capacity"].items()} == {
+        "copyEngines": "2",
+        "decoders": "2",
+        "encoders": "0",
+        "jpegEngines": "2",
+        "memory": "81559Mi",
+        "multiprocessors": stated,
+        "ofaEngines": "0",
+    }
+
+
+def test_gpu_that_is_not_cut_because_nothing_fits_tells_its_memory_only() -> None:
+    node = inventory(on_demand()).without_partitions()
+    assert [wire_device(device, node) for device in node.devices()] == [wire(h100(0, minor=None))]

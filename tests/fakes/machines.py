@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pynvml
 
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance
+from dra_driver.model.pulse import Pulse
 from dra_driver.nvml.discovery import read_inventory, read_pulse
+from dra_driver.nvml.partitions import read_what_exists
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.services.discovery import Discovery
 from dra_driver.services.hostview import HostView
@@ -32,7 +35,10 @@ class SessionNvml:
     def read_inventory(self) -> Inventory:
         return read_inventory()
 
-    def pulse(self) -> Hashable:
+    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        return read_what_exists(gpu)
+
+    def pulse(self) -> Pulse:
         return read_pulse()
 
 

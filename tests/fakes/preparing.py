@@ -10,16 +10,19 @@ from typing import Any
 
 from dra_driver.core.planning import Plan
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, WriteCdiSpec
+from dra_driver.model.steps import Step, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.services.executor import Executor
+from dra_driver.services.metadatasteps import MetadataSteps
 from dra_driver.services.preparer import Identity, Preparer
 from dra_driver.services.steps import StepDispatcher
+from dra_driver.services.waiting import Patience, Releases
 from dra_driver.state.cdi_directory import CdiDirectory
 from dra_driver.state.claimlocks import ClaimLocks
 from dra_driver.state.locks import GpuLocks
+from dra_driver.state.metadatafiles import MetadataFiles
 from dra_driver.state.records import RecordStore
 from tests.core.samples import DRIVER, NODE
 
@@ -35,6 +38,9 @@ class Claims:
         self.allocated: dict[str, AllocatedClaim] = {}
         self.down = False
         self.reads: list[tuple[str, float]] = []
+        self.looks: list[str] = []
+        self.unused: set[str] = set()
+        self.deallocated: set[str] = set()
 
     def add(self, claim: AllocatedClaim) -> ClaimRef:
         self.allocated[claim.ref.uid] = claim
@@ -49,6 +55,18 @@ class Claims:
                 f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
             )
         return self.allocated[ref.uid]
+
+    def look(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        """`unused` claims are reserved for nobody, `deallocated` ones have no allocation; the rest is in use."""
+        self.looks.append(ref.uid)
+        if self.down:
+            raise ApiUnavailableError("look at claim: the API server does not answer")
+        found = next((claim for claim in self.allocated.values() if claim.ref.name == ref.name), None)
+        if found is None:
+            return None
+        uid = found.ref.uid
+        allocated = frozenset((item.driver, item.pool, item.device) for item in found.results)
+        return ClaimNow(uid, False, uid not in self.unused, None if uid in self.deallocated else allocated)
 
 
 @dataclass
@@ -104,22 +122,41 @@ class Outcomes:
     """What metrics are told."""
 
     told: list[tuple[str, str | None]] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
 
-    def prepared(self, duration_s: float, error: Exception | None) -> None:
+    def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         assert duration_s >= 0
-        self.told.append(("prepare", type(error).__name__ if error else None))
+        self.told.append(("prepare", None))
 
-    def unprepared(self, duration_s: float, error: Exception | None) -> None:
-        self.told.append(("unprepare", type(error).__name__ if error else None))
+    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.told.append(("unprepare", None))
+
+    def waited(self, ref: ClaimRef, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.waits.append(ref.uid)
+
+    def failed(self, action: str, ref: ClaimRef, duration_s: float, error: Exception, told: str) -> None:
+        assert ref.uid in told
+        self.told.append((action, type(error).__name__))
 
 
 class Node:
     """One instance of the plugin over a directory; `restarted` is the next one over the same."""
 
     def __init__(
-        self, directory: Path, inventory: Inventory, *, boot_id: str = "boot-1", claims: Claims | None = None
+        self,
+        directory: Path,
+        inventory: Inventory,
+        *,
+        boot_id: str = "boot-1",
+        claims: Claims | None = None,
+        metadata: tuple[str, ...] = (),
+        patience: Patience = Patience(),  # noqa: B008  frozen
     ) -> None:
         self.directory = directory
+        self.metadata = metadata
+        self.patience = patience
         self.claims = claims or Claims()
         self.devices = Devices(inventory)
         self.records = RecordStore(directory / "claims")
@@ -130,17 +167,28 @@ class Node:
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         self.steps = SpecSteps(self.specs)
+        self.metadata_files = MetadataFiles(directory / "plugin", directory / "cdi", DRIVER)
+        self.metadata_files.create()
+        described = MetadataSteps(self.metadata_files, lambda: self.devices.inventory, lambda device: None)
         self.outcomes = Outcomes()
         self.executor = Executor(
             self.records,
-            StepDispatcher({WriteCdiSpec: self.steps}),
+            StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described}),
             boot_id,
             # As for steps that change more than the spec, so that the tests see the syncs too.
             must_last=lambda plan: True,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
+        self.releases = Releases(
+            self.claims,
+            self.records,
+            DRIVER,
+            on_wait=lambda ref: self.waited_for.append(ref.uid),
+            patience=patience,
+        )
+        self.waited_for: list[str] = []
         self.preparer = Preparer(
-            Identity(DRIVER, NODE),
+            Identity(DRIVER, NODE, metadata=metadata),
             self.claims,
             self.devices,
             self.records,
@@ -149,15 +197,23 @@ class Node:
             self.locks,
             self.executor,
             self.outcomes,
+            self.releases,
         )
 
-    def restarted(self, *, boot_id: str = "boot-1") -> Node:
+    def restarted(self, *, boot_id: str = "boot-1", metadata: tuple[str, ...] | None = None) -> Node:
         assert self.devices.inventory is not None
-        return Node(self.directory, self.devices.inventory, boot_id=boot_id, claims=self.claims)
+        return Node(
+            self.directory,
+            self.devices.inventory,
+            boot_id=boot_id,
+            claims=self.claims,
+            metadata=self.metadata if metadata is None else metadata,
+            patience=self.patience,
+        )
 
-    def prepare(self, claim: AllocatedClaim) -> Any:
+    def prepare(self, claim: AllocatedClaim, deadline_s: float | None = None) -> Any:
         self.claims.add(claim)
-        return self.preparer.prepare([claim.ref], None)[claim.ref.uid]
+        return self.preparer.prepare([claim.ref], deadline_s)[claim.ref.uid]
 
     def unprepare(self, claim: AllocatedClaim) -> Any:
         return self.preparer.unprepare([claim.ref], None)[claim.ref.uid]

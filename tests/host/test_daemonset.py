@@ -11,6 +11,8 @@ import celpy
 import pytest
 import yaml
 
+from dra_driver.kubelet.health import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS
+
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
 CACHED = Path.home() / ".cache/gpu-dra-driver/cluster/bin"
 ROOTS = {"operator": "/run/nvidia/driver", "gke": "/home/kubernetes/bin/nvidia"}
@@ -104,7 +106,22 @@ def test_the_driver_root_of_the_base_agrees_with_its_mount() -> None:
 def test_a_stop_leaves_time_for_a_call_in_flight() -> None:
     pod = one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 60
-    assert pod["containers"][0]["readinessProbe"]["grpc"]["service"] == "readiness"
+
+
+def test_probes_ask_services_that_are_there_and_wait_for_a_dial_to_fail() -> None:
+    pod = one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    ports = {str(probe["grpc"]["port"]) for probe in probes.values()}
+    assert ports == {env["HEALTHCHECK_PORT"]}
+    assert {name: probe["grpc"]["service"] for name, probe in probes.items()} == {
+        name: name for name in probes
+    }
+    slowest = DIALS * DIAL_TIMEOUT_S + (DIALS - 1) * DIAL_PAUSE_S
+    assert all(probes[name]["timeoutSeconds"] > slowest for name in ("startup", "liveness"))
+    assert probes["liveness"]["periodSeconds"] > slowest, "or checks would follow one another without a pause"
+    assert probes["liveness"]["failureThreshold"] >= 3
 
 
 def test_the_role_grants_what_is_used_and_no_more() -> None:
@@ -113,9 +130,23 @@ def test_the_role_grants_what_is_used_and_no_more() -> None:
     assert all(len(rule["resources"]) == 1 for rule in rules)
     assert granted == {
         ("resourceclaims", "get"),
+        ("resourceclaims/status", "patch"),
+        ("resourceclaims/driver", "associated-node:patch"),
         ("resourceslices", "create", "delete", "get", "list", "patch", "update", "watch"),
         ("nodes", "get"),
+        ("events", "create", "patch"),
     }
+    assert {rule["apiGroups"][0] for rule in rules if rule["resources"][0] in ("nodes", "events")} == {""}
+
+
+def test_the_role_and_the_policy_name_the_same_driver() -> None:
+    manifests = rendered(DAEMONSET)
+    rules = one(manifests, "ClusterRole", "gpu-dra-driver")["rules"]
+    named = {rule["resources"][0]: rule["resourceNames"] for rule in rules if "resourceNames" in rule}
+    spec = one(manifests, "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
+    (driver,) = named.pop("resourceclaims/driver")
+    assert named == {}
+    assert any(f'spec.driver == "{driver}"' in entry["expression"] for entry in spec["validations"])
 
 
 @pytest.mark.parametrize(
@@ -142,3 +173,30 @@ def test_a_stray_slice_of_the_own_node_can_only_be_removed(
     environment = celpy.Environment()
     verdicts = [environment.program(environment.compile(text)).evaluate(activation) for text in texts]
     assert all(verdicts) == allowed
+
+
+def test_mig_on_demand_is_switched_on_with_what_it_needs(tmp_path: Path) -> None:
+    daemonset = one(with_components(tmp_path, "dynamic-mig"), "DaemonSet", "gpu-dra-driver")
+    env, mounts = mounted(daemonset)
+    assert env["DYNAMIC_MIG"] == "true"
+    assert host_path_of("/dev/nvidia-caps", mounts) == "/dev/nvidia-caps"
+    pod = daemonset["spec"]["template"]["spec"]
+    assert pod["hostPID"]
+    security = pod["containers"][0]["securityContext"]
+    assert security["privileged"]
+    assert "runAsUser" not in security
+    assert (
+        "hostPID" not in one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
+    )
+
+
+def test_mig_classes_come_with_extended_resources_of_their_own(tmp_path: Path) -> None:
+    classes = [entry for entry in with_components(tmp_path, "mig-classes") if entry["kind"] == "DeviceClass"]
+    made = {
+        entry["metadata"]["name"]: entry["spec"].get("extendedResourceName")
+        for entry in classes
+        if entry["metadata"]["name"].startswith("mig-")
+    }
+    assert made["mig-1g.10gb.me.nvidia.com"] == "nvidia.com/mig-1g.10gb.me"
+    assert len({name for name in made.values() if name}) == len(made) > 30
+    assert len(classes) > len(made)

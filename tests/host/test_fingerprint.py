@@ -1,13 +1,14 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
-from dra_driver.host.fingerprint import hardware_fingerprint, instance_fingerprint
+from dra_driver.host.fingerprint import HardwareFingerprint, driver_fingerprint, instance_fingerprint
 from tests.host.trees import pci_function, put
 
 
 def fingerprint(sys: str, proc: str) -> tuple[object, ...]:
-    return (hardware_fingerprint(sys, proc), instance_fingerprint(proc))
+    return (HardwareFingerprint(sys, proc).read(), driver_fingerprint(proc), instance_fingerprint(proc))
 
 
 @pytest.mark.parametrize(
@@ -17,15 +18,49 @@ def fingerprint(sys: str, proc: str) -> tuple[object, ...]:
         "proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access",
         "proc/driver/nvidia/gpus/0000:1b:00.0/information",
         "proc/driver/nvidia/version",
-        "sys/bus/pci/devices/0000:1c:00.0/vendor",
+        "proc/driver/nvidia/capabilities/gpu1/mig/gi0/ci0/access",
     ],
 )
 def test_the_fingerprint_changes_when_something_comes(tmp_path: Path, path: str) -> None:
     sys, proc = str(tmp_path / "sys"), str(tmp_path / "proc")
-    hash(fingerprint(sys, proc))
     pci_function(tmp_path / "sys", "0000:1b:00.0")
     put(tmp_path, "proc/driver/nvidia/capabilities/gpu0/mig/gi2/access")
     before = fingerprint(sys, proc)
     assert fingerprint(sys, proc) == before
     put(tmp_path, path, "x")
     assert fingerprint(sys, proc) != before
+
+
+def test_only_functions_of_nvidia_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual functions of network cards come and go; a slot may get another card."""
+    fingerprint = HardwareFingerprint(str(tmp_path / "sys"), str(tmp_path / "proc"))
+    functions = tmp_path / "sys/bus/pci/devices"
+    pci_function(tmp_path / "sys", "0000:1b:00.0")
+    before = fingerprint.read()
+    put(functions, "0000:02:10.1/vendor", "0x15b3\n")
+    (functions / "0000:02:10.2").mkdir()
+    assert fingerprint.read() == before
+    reads: list[Path] = []
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **kw: reads.append(path) or read_text(path, **kw))
+    assert fingerprint.read() == before
+    assert [path.parent.name for path in reads] == ["0000:02:10.2"], "the vendors of the others are known"
+    put(functions, "0000:02:10.2/vendor", "0x10de\n")
+    after = fingerprint.read()
+    assert after != before
+    shutil.rmtree(functions / "0000:02:10.1")
+    assert fingerprint.read() == after
+    put(functions, "0000:02:10.1/vendor", "0x10de\n")
+    assert fingerprint.read() != after
+
+
+def test_instances_are_told_by_the_minor_number_of_their_gpu(tmp_path: Path) -> None:
+    proc = str(tmp_path / "proc")
+    for path in ("gpu0/mig/gi1/ci0/access", "gpu12/mig/gi1/access", "mig/config", "gpux/mig/gi0/access"):
+        put(tmp_path, f"proc/driver/nvidia/capabilities/{path}")
+    found = instance_fingerprint(proc)
+    assert set(found) == {0, 12}
+    put(tmp_path, "proc/driver/nvidia/capabilities/gpu12/mig/gi1/ci0/access")
+    after = instance_fingerprint(proc)
+    assert (after[0], after[12] != found[12]) == (found[0], True)
+    assert driver_fingerprint(proc) == ""

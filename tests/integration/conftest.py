@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from dra_driver.app import Driver
+from dra_driver.app.driver import Driver
 from dra_driver.embedded.apiserver.server import EmbeddedApiServer
 from dra_driver.embedded.kubelet import EmbeddedKubelet
-from dra_driver.embedded.scheduler import EmbeddedScheduler
+from dra_driver.embedded.scheduler import EmbeddedScheduler, reserve
 from dra_driver.model.claim import ClaimRef
 from dra_driver.settings import Settings
 from dra_driver.simulator import Machine, create_machine
@@ -72,10 +72,12 @@ class Node:
         self.driver: Driver | None = None
 
     def start_driver(self, **changes: Any) -> Driver:
-        self.driver = Driver(replace(self.settings, **changes))
-        self.driver.start()
-        self.kubelet.wait_registered(DRIVER)
-        return self.driver
+        driver = self.driver = Driver(replace(self.settings, **changes))
+        driver.start()
+        # Not by the number of instances: there are two in a rolling update.
+        eventually(lambda: not any("kubelet" in problem for problem in driver.problems()))
+        eventually(lambda: any(entry.connected for entry in self.kubelet.instances(DRIVER)))
+        return driver
 
     def stop(self) -> None:
         if self.driver is not None:
@@ -93,17 +95,20 @@ class Node:
         return eventually(lambda: devices if len(devices := self.devices()) == count else None)
 
     def claim(self, name: str, devices: Json | None = None, *, status: Json | None = None) -> ClaimRef:
-        """Add a claim (by default for one GPU) and, unless a status is given, have it allocated."""
+        """Add a claim (by default for one GPU) and, unless a status is given, have it allocated; a pod uses it."""
         one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
         body: Json = {
             "metadata": {"name": name, "namespace": "default"},
             "spec": {"devices": devices or one},
         }
+        pod = {"metadata": {"name": f"pod-of-{name}", "uid": f"pod-of-{name}"}}
         if status is not None:
-            body["status"] = status
+            body["status"] = dict(status)
+            if status.get("allocation"):
+                reserve(body["status"], pod)
         stored = self.server.add("resourceclaims", body, group="resource.k8s.io")
         if status is None:
-            self.scheduler.allocate_claim("default", name)
+            self.scheduler.allocate_claim("default", name, pod=pod)
         return ClaimRef("default", name, stored["metadata"]["uid"])
 
     def allocated_by_hand(

@@ -162,12 +162,29 @@ def test_daemon_starts_without_nvml_and_devices_come_with_it(make_node: Callable
 
 
 def test_lost_gpu_hides_no_other(node: Node) -> None:
+    def tainted() -> list[tuple[int, str, str]]:
+        return [
+            (device["attributes"]["index"]["int"], taint["key"], taint["effect"])
+            for device in node.devices()
+            for taint in device.get("taints", [])
+        ]
+
     node.machine.lose_gpu(3)
     node.driver.discovery.request_rescan()
-    node.wait_devices(7)
+    eventually(lambda: (3, "gpu.nvidia.com/gpu-lost", "NoSchedule") in tainted())
+    assert len(node.devices()) == 8
+    [name] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 3]
+    ref = node.allocated_by_hand("on-lost", name)
+    assert "does not answer any more" in node.prepare(ref)[ref.uid].error
     node.machine.restore_gpu(3)
     node.driver.discovery.request_rescan()
-    node.wait_devices(8)
+    eventually(lambda: not tainted())
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+
+
+def test_drained_gpu_is_withdrawn(node: Node) -> None:
+    node.machine.remove_gpu(3)
+    node.wait_devices(7)
 
 
 def test_two_instances_of_a_rolling_update_share_the_node(make_node: Callable[..., Node]) -> None:

@@ -43,8 +43,7 @@ def spawn(make_node: Callable[..., Node]):
             KUBECONFIG=str(node.settings.kubeconfig),
             SIMULATE=str(node.settings.simulate),
             SIMULATOR_DIR=str(node.settings.simulator_dir),
-            LOG_LEVEL="warning",
-            **env,
+            **({"LOG_LEVEL": "warning"} | env),
         )
         processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
         return processes[-1]
@@ -86,6 +85,37 @@ def test_run_survives_a_kill_between_calls(make_node: Callable[..., Node], spawn
     assert (node.specs(), node.records()) == ([], [])
 
 
+def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., Node], spawn) -> None:
+    node = make_node()
+    process = spawn(node, LOG_LEVEL="info")
+    lines = (json.loads(line) for line in process.stderr)
+
+    def next_event(*names: str) -> dict:
+        return next(line for line in lines if line["event"] in names)
+
+    next_event("driver_started")
+    process.send_signal(signal.SIGUSR1)
+    assert next_event("log_level_changed")["after"] == "debug"
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    ref = node.claim("one")
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    received = next(line for line in lines if line.get("method") == "NodePrepareResources")
+    assert (received["event"], received["level"]) == ("rpc_received", "debug")
+    prepared = next_event("claim_prepared")
+    assert prepared["claim_uid"] == ref.uid
+    assert prepared["request_id"] == received["request_id"]
+    process.send_signal(signal.SIGUSR2)
+    stacks = {stack["thread"]: stack["frames"] for stack in next_event("stacks_shown")["stacks"]}
+    assert {"MainThread", "signals", "discovery", "publisher"} <= set(stacks)
+    assert any("Driver.wait" in frame for frame in stacks["MainThread"])
+    process.send_signal(signal.SIGUSR1)
+    assert next_event("log_level_changed")["after"] == "info"
+    process.send_signal(signal.SIGTERM)
+    rest = list(lines)  # every line to the end is one event
+    assert process.wait(20) == 0, rest
+
+
 def _prepared(node: Node, ref) -> object:
     try:
         outcome = node.prepare(ref)
@@ -108,6 +138,7 @@ def test_http_endpoint_serves_metrics_and_reasons(
 
     assert eventually(lambda: _quietly(lambda: get("/readyz"))) == "ok\n"
     assert get("/healthz") == "ok\n"
+    assert get("/startupz") == "ok\n"
     assert 'nvidia_dra_requests_total{driver="gpu.nvidia.com",operation="prepare"} 0.0' in get("/gpu-metrics")
 
 

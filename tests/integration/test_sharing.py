@@ -71,6 +71,7 @@ def snapshot(node: Node) -> dict[str, bytes]:
         if path.parent.name not in ("locks", "publishers")
         and "host." not in str(path)
         and path.name not in ("mps", "publishers")
+        and "health.json" not in path.name
     }
     processes = {
         f"process {file.parent.name}": b""

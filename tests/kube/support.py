@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from dra_driver.kube.versions import ResourceApi
 
 DRIVER = "gpu.nvidia.com"
 
@@ -48,3 +51,43 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
             return
         pause.wait(0.005)
     raise AssertionError("condition did not come true in time")
+
+
+def allocated_claim(
+    api: ResourceApi, namespace: str, results: Sequence[Mapping[str, Any]], *, node: str = "", name: str = ""
+) -> dict[str, Any]:
+    """A claim as the scheduler leaves it: allocated on `node`, reserved for two pods and something else."""
+    claim: dict[str, Any] = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name or f"claim-{uuid.uuid4().hex[:8]}"},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": DRIVER}}]}},
+    }
+    stored = api.call("POST", "resourceclaims", namespace=namespace, body=claim, action="test")
+    fields = [{"key": "metadata.name", "operator": "In", "values": [node]}]
+    stored["status"] = {
+        "allocation": {
+            "devices": {"results": [{"request": "gpu", **result} for result in results]},
+            **({"nodeSelector": {"nodeSelectorTerms": [{"matchFields": fields}]}} if node else {}),
+        },
+        "reservedFor": [
+            {"resource": "pods", "name": "pod-1", "uid": "uid-1"},
+            {"resource": "pods", "name": "pod-2", "uid": "uid-2"},
+            {"apiGroup": "batch.example.com", "resource": "pods", "name": "job", "uid": "uid-3"},
+        ],
+    }
+    return write_claim_status(api, stored)
+
+
+def write_claim_status(api: ResourceApi, claim: dict[str, Any]) -> dict[str, Any]:
+    """Replace the whole status, as the scheduler does."""
+    metadata = claim["metadata"]
+    return api.call(
+        "PUT",
+        "resourceclaims",
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        subresource="status",
+        body=claim,
+        action="test",
+    )

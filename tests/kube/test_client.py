@@ -305,3 +305,17 @@ def test_half_open_server_times_out():
         with pytest.raises(ApiUnavailableError, match="did not answer in time"):
             client.request("GET", NODES, action="list nodes")
         client.close()
+
+
+def test_every_request_is_observed_with_its_answer(server, connect):
+    seen = []
+    client = connect(server, observe=lambda *what: seen.append(what))
+    client.request("GET", NODES, action="list nodes")
+    server.faults.fail(1, 409, reason="Conflict")
+    with pytest.raises(ApiRejectedError):
+        client.request("POST", NODES, action="create node", body={})
+    assert seen == [("GET", 200), ("POST", 409)]
+    server.stop()
+    with pytest.raises(ApiUnavailableError):
+        client.request("DELETE", f"{NODES}/n", action="delete node")
+    assert seen[2:] == [("DELETE", None)]

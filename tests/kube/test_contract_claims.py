@@ -9,7 +9,7 @@ import pytest
 from dra_driver.errors import ApiRejectedError, ClaimRefusedError
 from dra_driver.kube.claims import ClaimClient, parse_allocated_claim
 from dra_driver.kube.nodes import node_uid
-from dra_driver.model.claim import ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import ClaimNow, ClaimRef, DeviceConfig, DeviceResult
 
 _REQUESTS = [
     {
@@ -77,6 +77,21 @@ def test_missing_claim_is_named_with_status(target):
     assert (caught.value.status, caught.value.reason) == (404, "NotFound")
 
 
+def test_state_of_a_claim_is_told_whatever_it_is(target, claim):
+    client, name = ClaimClient(target.api), claim["metadata"]["name"]
+    ref = ClaimRef(target.namespace, name, claim["metadata"]["uid"])
+    assert client.look(ref) == ClaimNow(ref.uid, False, False, None)
+    result = {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-0"}
+    claim["status"] = {
+        "allocation": {"devices": {"results": [result]}},
+        "reservedFor": [{"resource": "pods", "name": "pod", "uid": "pod-uid"}],
+    }
+    where = {"namespace": target.namespace, "name": name}
+    target.api.call("PUT", "resourceclaims", subresource="status", body=claim, action="test", **where)
+    assert client.look(ref) == ClaimNow(ref.uid, False, True, frozenset({("gpu.nvidia.com", "n", "gpu-0")}))
+    assert client.look(ClaimRef(target.namespace, "absent", ref.uid)) is None
+
+
 def test_claim_is_refused_when_not_allocated(target, claim):
     name = claim["metadata"]["name"]
     with pytest.raises(ClaimRefusedError) as caught:
@@ -131,3 +146,17 @@ def test_node_uid_is_read(target):
 def test_missing_node_is_named(target):
     with pytest.raises(ApiRejectedError, match='get node absent: nodes "absent" not found'):
         node_uid(target.api.client, "absent")
+
+
+def test_name_in_the_pod_is_read_from_the_annotation():
+    result = {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-0"}
+    ref = ClaimRef("ns", "pod-gpus-x7k2p", "uid-1")
+    metadata = {"uid": "uid-1"}
+    obj = {"metadata": metadata, "status": {"allocation": {"devices": {"results": [result]}}}}
+    for found, name in (
+        (None, None),
+        ({"other": "x"}, None),
+        ({"resource.kubernetes.io/pod-claim-name": "gpus"}, "gpus"),
+    ):
+        metadata["annotations"] = found
+        assert parse_allocated_claim(obj, ref).pod_claim_name == name

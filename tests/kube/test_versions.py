@@ -8,9 +8,11 @@ import pytest
 
 from dra_driver.embedded.apiserver import EmbeddedApiServer
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.apierrors import PathNotFoundError
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import ClaimRef
 from tests.kube.support import DRIVER, make_slice
 
 
@@ -35,6 +37,15 @@ def test_error_names_kubernetes_versions_when_none_fits(connect, served):
     assert "needed: one of v1, v1beta2, v1beta1" in str(caught.value)
     assert f"served: {', '.join(served) or 'none'}" in str(caught.value)
     assert "Kubernetes 1.34 or later" in str(caught.value)
+
+
+def test_claims_are_not_taken_for_deleted_when_no_version_is_served(connect):
+    """Else every claim of the node would be taken back."""
+    ref = ClaimRef("default", "absent", "uid-1")
+    with EmbeddedApiServer(served=()) as server, pytest.raises(PathNotFoundError):
+        ClaimClient(ResourceApi(connect(server))).look(ref)
+    with EmbeddedApiServer() as server:
+        assert ClaimClient(ResourceApi(connect(server))).look(ref) is None
 
 
 def test_discovery_happens_once(server, connect):

@@ -5,14 +5,16 @@ import grpc
 import pytest
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.kubelet.health import Cached, HealthServer, dial
+from dra_driver.kubelet import server as kubelet_server
+from dra_driver.kubelet.health import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS, HealthServer, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
 from dra_driver.kubelet.pb import grpc_health_pb2 as pb
-from tests.kubelet.support import ask, channel, claim, eventually, get_info, prepare
+from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, eventually, get_info, prepare
 
 Status = pb.HealthCheckResponse.ServingStatus
 HEALTH = "/grpc.health.v1.Health/"
 ON = {"health_address": "127.0.0.1:0"}
+SERVICES = ("", "liveness", "startup", "readiness")
 
 
 def check(port, service=""):
@@ -24,7 +26,8 @@ def check(port, service=""):
 def served():
     """A health server without a plugin behind it."""
     state = {"fault": None, "ready": True}
-    server = HealthServer("127.0.0.1:0", lambda: state["fault"], lambda: state["ready"])
+    liveness = Liveness(lambda: state["fault"], pause_s=0, max_age_s=0)
+    server = HealthServer("127.0.0.1:0", liveness, lambda: state["ready"])
     server.start()
     yield server, state
     server.stop()
@@ -32,11 +35,9 @@ def served():
 
 def test_all_services_serve_when_the_sockets_answer(node):
     port = node.plugin(settings=ON).health_port
-    assert [check(port, name) for name in ("", "liveness", "readiness")] == [Status.SERVING] * 3
+    assert [check(port, name) for name in SERVICES] == [Status.SERVING] * len(SERVICES)
     listed = ask(f"127.0.0.1:{port}", HEALTH + "List", pb.HealthListRequest(), pb.HealthListResponse).statuses
-    assert {name: entry.status for name, entry in listed.items()} == dict.fromkeys(
-        ("", "liveness", "readiness"), Status.SERVING
-    )
+    assert {name: entry.status for name, entry in listed.items()} == dict.fromkeys(SERVICES, Status.SERVING)
 
 
 def test_standard_client_library_understands_us(node):
@@ -46,11 +47,7 @@ def test_standard_client_library_understands_us(node):
     with channel(f"127.0.0.1:{port}") as opened:
         stub = health_pb2_grpc.HealthStub(opened)
         assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=5).status == 1
-        assert set(stub.List(health_pb2.HealthListRequest(), timeout=5).statuses) == {
-            "",
-            "liveness",
-            "readiness",
-        }
+        assert set(stub.List(health_pb2.HealthListRequest(), timeout=5).statuses) == set(SERVICES)
 
 
 def test_unknown_service_is_not_found(served):
@@ -65,10 +62,50 @@ def test_dial_uses_whichever_generation_is_served(node):
 
 
 @pytest.mark.parametrize("which", ["dra", "registrar"])
-def test_dial_fails_when_a_socket_is_gone(node, which):
+def test_dial_fails_when_a_socket_is_gone_and_names_it(node, which):
     plugin = node.plugin(settings={"guard_s": 60})
-    getattr(plugin.sockets, which).unlink()
-    assert "UNAVAILABLE" in dial(plugin.sockets.registrar, 1.0)
+    path = getattr(plugin.sockets, which)
+    path.unlink()
+    fault = dial(plugin.sockets.registrar, 1.0)
+    assert f"socket {path} does not answer (UNAVAILABLE" in fault
+
+
+def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch):
+    monkeypatch.setattr(kubelet_server, "_DRA_WORKERS", 1)
+    claims, gate = FakeClaims(), Gate()
+    claims.on_prepare = gate
+    plugin = node.plugin(claims, settings=ON)
+    plugin.liveness = Liveness(lambda: dial(plugin.sockets.registrar, 0.2), dials=2, pause_s=0, max_age_s=0)
+    assert plugin.liveness.fault() is None
+    caller = threading.Thread(target=prepare, args=(plugin.sockets.dra, claim()))
+    caller.start()
+    assert gate.entered.wait(20)
+    fault = plugin.liveness.fault()
+    assert f"DRA socket {plugin.sockets.dra} does not answer (DEADLINE_EXCEEDED" in fault
+    assert "restarts the driver" in fault
+    assert plugin.liveness.start_fault() is None
+    gate.opened.set()
+    caller.join()
+    assert eventually(lambda: plugin.liveness.fault() is None)
+
+
+def test_claims_that_hang_leave_the_driver_alive(node):
+    """As they do when NVML or the API server does not answer."""
+    claims, gate = FakeClaims(), Gate()
+    claims.on_prepare = claims.on_unprepare = gate
+    plugin = node.plugin(claims, settings=ON, ready=lambda: False)
+    callers = [
+        threading.Thread(target=prepare, args=(plugin.sockets.dra, claim(f"uid-{number}")))
+        for number in range(8)
+    ]
+    for caller in callers:
+        caller.start()
+    eventually(lambda: len(claims.asked) == len(callers))
+    assert [check(plugin.health_port, name) for name in ("", "liveness", "startup")] == [Status.SERVING] * 3
+    assert len(claims.asked) == len(callers), "a probe asks for no claim"
+    gate.opened.set()
+    for caller in callers:
+        caller.join()
 
 
 def test_dial_is_bounded_when_nobody_answers(short_dir):
@@ -79,11 +116,20 @@ def test_dial_is_bounded_when_nobody_answers(short_dir):
         assert "DEADLINE_EXCEEDED" in dial(path, 0.2)
 
 
-def test_liveness_fails_with_the_sockets_and_readiness_does_not(served):
+def test_liveness_fails_with_the_sockets_and_the_others_do_not(served):
     server, state = served
+    assert check(server.port, "startup") == Status.SERVING
     state["fault"] = "gone"
     assert check(server.port, "liveness") == check(server.port) == Status.NOT_SERVING
-    assert check(server.port, "readiness") == Status.SERVING
+    assert check(server.port, "readiness") == check(server.port, "startup") == Status.SERVING
+
+
+def test_startup_waits_for_the_first_answer(served):
+    server, state = served
+    state["fault"] = "not there yet"
+    assert check(server.port, "startup") == Status.NOT_SERVING
+    state["fault"] = None
+    assert check(server.port, "startup") == Status.SERVING
 
 
 def test_readiness_follows_its_callable(node):
@@ -99,24 +145,53 @@ def test_readiness_follows_its_callable(node):
 
 def test_check_result_is_shared_for_a_while_and_renewed_after():
     calls = []
-    cached = Cached(lambda: calls.append(1), max_age_s=60)
-    threads = [threading.Thread(target=cached) for _ in range(8)]
+    shared = Liveness(lambda: calls.append(1), max_age_s=60)
+    threads = [threading.Thread(target=shared.fault) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-    fresh = Cached(lambda: calls.append(1), max_age_s=0)
-    fresh()
-    fresh()
+    fresh = Liveness(lambda: calls.append(1), max_age_s=0)
+    fresh.fault()
+    fresh.fault()
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "dialled", "fault"),
+    [
+        ([None], 1, False),
+        (["busy", None], 2, False),
+        (["busy", "busy", None], 3, False),
+        (["gone", "gone", "gone", None], 3, True),
+    ],
+)
+def test_only_failures_in_a_row_are_a_fault(answers, dialled, fault):
+    left = list(answers)
+    liveness = Liveness(lambda: left.pop(0), dials=3, pause_s=0)
+    assert (liveness.fault() is not None) is fault
+    assert len(answers) - len(left) == dialled
+
+
+def test_check_ends_before_the_probe_gives_up():
+    assert DIALS * DIAL_TIMEOUT_S + (DIALS - 1) * DIAL_PAUSE_S < 10
 
 
 def test_check_that_raises_counts_as_a_fault():
     def fail():
         raise ValueError("oops")
 
-    assert "oops" in Cached(fail)()
+    assert "oops" in Liveness(fail, pause_s=0).fault()
+
+
+def test_change_is_told_once(quiet_logs):
+    state = {"fault": None}
+    liveness = Liveness(lambda: state["fault"], pause_s=0, max_age_s=0)
+    for fault in (None, "gone", "gone", "still gone", None, None):
+        state["fault"] = fault
+        liveness.fault()
+    assert [line["event"] for line in quiet_logs] == ["liveness_failed", "liveness_restored"]
 
 
 def watch(opened, service):
@@ -165,7 +240,7 @@ def test_watchers_do_not_use_up_the_workers(served):
 
 def test_address_in_use_is_named(served):
     with pytest.raises(InvalidConfigError, match=f"cannot listen on 127.0.0.1:{served[0].port}"):
-        HealthServer(f"127.0.0.1:{served[0].port}", lambda: None, lambda: True).start()
+        HealthServer(f"127.0.0.1:{served[0].port}", Liveness(lambda: None), lambda: True).start()
 
 
 @pytest.mark.parametrize(

@@ -602,11 +602,13 @@ def test_many_cycles_leave_nothing(host, monkeypatch):
     supervisor = host.supervisor(control=Quick(), compute_mode=Quick(), mounter=PlainDirectories())
     supervisor.ensure(host.spec(), 10)
     supervisor.stop("gpu-2", 10)
-    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    threads = set(threading.enumerate())
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(300):
         supervisor.ensure(host.spec(), 10)
         supervisor.stop("gpu-2", 10)
-    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
+    assert {thread.name for thread in set(threading.enumerate()) - threads} == set()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert (host.left(), supervisor.status()) == ([], ())
 
 

@@ -15,8 +15,8 @@ def logs():
 
 
 @pytest.fixture(scope="module")
-def _dgx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
-    made = SimulatedNode("dgx-h100", tmp_path_factory.mktemp("dgx"))
+def _dgx(make_memory_path: Callable[[], Path]) -> Iterator[SimulatedNode]:
+    made = SimulatedNode("dgx-h100", make_memory_path())
     yield made
     made.close()
 
@@ -29,12 +29,12 @@ def dgx(_dgx: SimulatedNode) -> SimulatedNode:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
+def machine(memory_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
     """Makes simulated machines; the binding is put back in the end."""
     made: list[SimulatedNode] = []
 
     def make(name: str) -> SimulatedNode:
-        made.append(SimulatedNode(name, tmp_path / str(len(made))))
+        made.append(SimulatedNode(name, memory_path / str(len(made))))
         return made[-1]
 
     yield make

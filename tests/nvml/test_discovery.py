@@ -13,7 +13,7 @@ from dra_driver.errors import DeviceLostError, NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions
 from dra_driver.model.mig import Placement
-from dra_driver.nvml.discovery import read_pulse
+from dra_driver.nvml.discovery import read_inventory, read_pulse
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.topology import read_reachable_pairs
 from dra_driver.simulator import catalogue, machine_names
@@ -348,6 +348,54 @@ def test_mig_device_that_cannot_be_read_hides_no_other(machine: Make) -> None:
     assert found.gpus[1:] == healthy.gpus[1:]
     (fault,) = found.faults
     assert fault.text.startswith(f"read MIG device 0 of GPU {healthy.gpus[0].uuid}")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "nvmlDeviceGetGpuInstanceId",
+        "nvmlGpuInstanceGetInfo",
+        "nvmlDeviceGetAttributes_v2",
+        "nvmlDeviceGetUUID",
+    ],
+)
+@pytest.mark.parametrize("change", ["destroyed", "made anew", "mode off"])
+def test_mig_device_that_goes_while_it_is_read_is_a_hole(
+    machine: Make, monkeypatch: pytest.MonkeyPatch, function: str, change: str
+) -> None:
+    node = machine("h100-mig-static")
+    healthy = node.read().gpus[0]
+    ask = getattr(pynvml.nvmlLib, function)
+    asked: list[int] = []
+    first = healthy.mig_devices[0]
+
+    def go_first(handle: Any, *rest: Any) -> int:
+        is_mig = function == "nvmlGpuInstanceGetInfo" or pynvml.nvmlDeviceIsMigDeviceHandle(handle)
+        if is_mig and not asked:
+            asked.append(1)
+            for instance in list(node.machine.gpu(0).instances):
+                if change == "mode off" or instance.id == first.gpu_instance_id:
+                    node.machine.destroy_mig(0, instance.id)
+            if change == "mode off":
+                node.machine.set_mig_mode(0, False)
+            if change == "made anew":
+                node.machine.create_mig(0, first.profile.name, first.placement.start)
+        return int(ask(handle, *rest))
+
+    monkeypatch.setattr(pynvml.nvmlLib, function, go_first)
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+    found = read_inventory()
+    assert asked
+    assert found.faults == ()
+    read = found.gpus[0].mig_devices
+    match change:
+        case "destroyed":
+            assert read == healthy.mig_devices[1:]
+        case "mode off":
+            assert read == ()
+        case _:
+            assert read[1:] == healthy.mig_devices[1:]
+            assert (read[0].placement, read[0].uuid != first.uuid) == (first.placement, True)
 
 
 def test_mig_mode_takes_a_gpu_out_of_its_domain(machine: Make) -> None:

@@ -1,7 +1,14 @@
 import pynvml
 import pytest
 
-from dra_driver.errors import DeviceLostError, NotSupportedError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import (
+    DeviceBusyError,
+    DeviceLostError,
+    DriverGoneError,
+    NotSupportedError,
+    NvmlUnavailableError,
+    RetryableError,
+)
 from dra_driver.nvml.failures import nvml_errors, supported, translated
 
 CODES = sorted(
@@ -13,11 +20,12 @@ CODES = sorted(
 )
 EXPECTED = {
     pynvml.NVML_ERROR_UNINITIALIZED: NvmlUnavailableError,
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: NvmlUnavailableError,
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: NvmlUnavailableError,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: DriverGoneError,
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: DriverGoneError,
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: NvmlUnavailableError,
     pynvml.NVML_ERROR_GPU_IS_LOST: DeviceLostError,
     pynvml.NVML_ERROR_GPU_NOT_FOUND: DeviceLostError,
+    pynvml.NVML_ERROR_IN_USE: DeviceBusyError,
     pynvml.NVML_ERROR_NOT_SUPPORTED: NotSupportedError,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: NotSupportedError,
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: NotSupportedError,

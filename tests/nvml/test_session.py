@@ -1,10 +1,14 @@
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pynvml
 import pytest
 
-from dra_driver.errors import NvmlUnavailableError
+from dra_driver.errors import DriverGoneError, NvmlInUseError, NvmlUnavailableError, RetryableError
+from dra_driver.nvml import session as module
 from dra_driver.nvml.session import NvmlSession, load_library
 from tests.fakes.machines import SimulatedNode
 
@@ -71,3 +75,161 @@ def test_error_of_the_loader_leaves_the_session_closed() -> None:
     with pytest.raises(NvmlUnavailableError, match="was not found"):
         session.reopen()
     assert not session.is_open
+
+
+# --- operations -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_thread(work: Callable[[], object]) -> Iterator[None]:
+    """`work` is done meanwhile, and without an error by the end."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(10)
+    assert (thread.is_alive(), errors) == (False, [])
+
+
+def wait_until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not check():
+        assert time.monotonic() < deadline
+
+
+class Bench:
+    """An open session whose next opening waits at a gate."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self.now = 100.0
+        self.gate, self.opening = threading.Event(), threading.Event()
+        self.gate.set()
+        self.node = node
+        self.session = NvmlSession(self._load, lambda: self.now)
+        self.session.open()
+
+    def _load(self) -> object:
+        self.opening.set()
+        assert self.gate.wait(10)
+        return self.node.session._loader()
+
+
+@pytest.fixture
+def bench(machine: Callable[[str], SimulatedNode]) -> Iterator[Bench]:
+    made = Bench(machine("t4-4"))
+    yield made
+    made.session.close()
+
+
+def test_operation_is_not_cut_off_and_the_next_one_waits(bench: Bench) -> None:
+    session = bench.session
+    second_waits, first_ends = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def first() -> None:
+        with session.operation():
+            begun.set()
+            assert second_waits.wait(10)
+            with session.operation():
+                order.append(f"first sees {pynvml.nvmlDeviceGetCount()}")
+            assert first_ends.wait(10)
+            order.append("first ends")
+
+    def patience() -> float:
+        second_waits.set()
+        first_ends.set()
+        return 10
+
+    def second() -> None:
+        with session.operation(patience), session.kept_open() as opening:
+            order.append(f"second in opening {opening}")
+
+    begun = threading.Event()
+    with in_thread(first):
+        assert begun.wait(10)
+        with in_thread(session.reopen):
+            wait_until(lambda: session._is_changing)
+            with in_thread(second):
+                pass
+    assert order == ["first sees 4", "first ends", "second in opening 2"]
+
+
+def test_reopening_gives_way_to_a_long_operation_but_not_to_a_hung_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    session = bench.session
+
+    def begin_and_end() -> None:
+        with session.operation():
+            assert pynvml.nvmlDeviceGetCount() == 4
+
+    with session.operation():
+        bench.now += 59
+        with pytest.raises(NvmlInUseError, match="a change of a GPU is under way"):
+            session.reopen()
+        assert (session.is_open, pynvml.nvmlDeviceGetCount()) == (True, 4)
+        with in_thread(begin_and_end):
+            pass
+        bench.now += 2
+        session.reopen()
+        with session.kept_open() as opening:
+            assert opening == 2
+    assert [(line["event"], line["seconds"]) for line in logs] == [("nvml_operation_hangs", 61)]
+
+
+def test_operation_waits_no_longer_than_its_patience(bench: Bench) -> None:
+    session = bench.session
+    bench.gate.clear()
+    bench.opening.clear()
+    with in_thread(session.reopen):
+        assert bench.opening.wait(10)
+        with (
+            pytest.raises(NvmlUnavailableError, match="NVML is being initialised") as caught,
+            session.operation(),
+        ):
+            pass
+        assert not isinstance(caught.value, DriverGoneError)
+
+        def none_left() -> float:
+            raise RetryableError("no time is left")
+
+        with pytest.raises(RetryableError, match="no time is left"), session.operation(none_left):
+            pass
+        bench.gate.set()
+
+
+def test_operation_tells_why_nvml_could_not_be_initialised(bench: Bench) -> None:
+    session = bench.session
+    bench.node.machine.unload_driver()
+    with pytest.raises(DriverGoneError):
+        session.reopen()
+    for _ in range(2):
+        with pytest.raises(DriverGoneError, match="is not loaded"), session.operation():
+            pass
+    bench.node.machine.load_driver()
+    session.reopen()
+    with session.operation():
+        assert pynvml.nvmlDeviceGetCount() == 4
+    session.close()
+    with pytest.raises(NvmlUnavailableError, match="NVML is not initialised"), session.operation(lambda: 10):
+        pass
+
+
+def test_end_of_the_process_cuts_off_no_operation(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    with bench.session.operation():
+        bench.session.close()
+        assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
+    assert [line["event"] for line in logs] == ["nvml_left_open"]

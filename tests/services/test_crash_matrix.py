@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.state import files
-from tests.core.samples import GPU_0, GPU_1, MIG_1G, MIXED, claim
+from tests.core.samples import GPU_0, GPU_1, MIG_1G, MIXED, claim, result
 from tests.fakes.preparing import Crash, Node
 
 WANTED = claim(GPU_0, MIG_1G)
@@ -182,3 +182,58 @@ def test_second_prepare_may_die_as_well(
             second.prepare(WANTED)
     third = second.restarted()
     assert (third.prepare(WANTED), without_temporary(third)) == uninterrupted
+
+
+# Record, metadata and CDI spec of two requests, the claim's CDI spec, record.
+RENAMES_WITH_METADATA = 7
+DESCRIBED = claim(GPU_0, result(MIG_1G, "part"))
+
+
+def described_node(directory: Path) -> Node:
+    return Node(directory, MIXED, metadata=("v1beta1", "v1alpha1"))
+
+
+def contents(node: Node) -> dict[str, bytes]:
+    """As `without_temporary`, wherever the node's directory lies."""
+    return {
+        name: content.replace(str(node.directory).encode(), b"")
+        for name, content in without_temporary(node).items()
+    }
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(1, RENAMES_WITH_METADATA + 1))
+def test_prepare_with_metadata_ends_the_same_when_the_one_before_died(
+    tmp_path: Path, number: int, after: bool
+) -> None:
+    whole = described_node(tmp_path / "whole")
+    answer = whole.prepare(DESCRIBED)
+    assert isinstance(answer, Prepared)
+    dying = described_node(tmp_path / "dying")
+    following = die_in(dying, lambda: dying.prepare(DESCRIBED), at_rename(number, after))
+    assert (following.prepare(DESCRIBED), contents(following)) == (answer, contents(whole))
+    assert (following.unprepare(DESCRIBED), without_temporary(following)) == (None, {})
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(1, RENAMES_WITH_METADATA + 1))
+def test_nothing_is_left_of_a_dead_prepare_with_metadata(tmp_path: Path, number: int, after: bool) -> None:
+    node = described_node(tmp_path)
+    following = die_in(node, lambda: node.prepare(DESCRIBED), at_rename(number, after))
+    # The setting may have been switched off in between.
+    following = following.restarted(metadata=())
+    assert (following.unprepare(DESCRIBED), without_temporary(following)) == (None, {})
+    assert list((tmp_path / "plugin").glob("*/*")) == []
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", [1, 3, 4, 5])
+def test_unprepare_with_metadata_ends_empty_when_the_one_before_died(
+    tmp_path: Path, number: int, after: bool
+) -> None:
+    """The claim's CDI spec (2 is one in YAML, which is not there), one of metadata for each request, the record."""
+    node = described_node(tmp_path)
+    node.prepare(DESCRIBED)
+    following = die_in(node, lambda: node.unprepare(DESCRIBED), at_unlink(number, after))
+    assert (following.unprepare(DESCRIBED), without_temporary(following)) == (None, {})
+    assert list((tmp_path / "plugin").glob("*/*")) == []

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
-from dra_driver.errors import NvmlUnavailableError, RetryableError
+from dra_driver.errors import DriverGoneError, NvmlInUseError, NvmlUnavailableError, RetryableError
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
+from dra_driver.model.pulse import Beat, Pulse
 from dra_driver.services import discovery as module
 from dra_driver.services.discovery import Discovery, NvmlState
-from tests.core.samples import VERSIONS, h100, inventory
+from tests.core.samples import ONE_G, VERSIONS, h100, inventory, mig
 
 NOT_LOADED = NvmlUnavailableError(
     "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
@@ -25,11 +28,15 @@ class Nvml:
     def __init__(self) -> None:
         self.inventory = inventory(*BARE)
         self.error: Exception | None = None
-        self.heart: tuple[Hashable, ...] = ("beat",)
+        self.heart: Pulse = tuple(Beat(gpu.uuid, number, (0, 0)) for number, gpu in enumerate(BARE))
         self.opened = self.closed = self.reads = 0
+        self.existing: dict[str, tuple[bool, tuple[GpuInstance, ...]]] = {}
+        self.asked: list[str] = []
+        self.on_open: Callable[[], object] = lambda: None
 
     def reopen(self) -> None:
         self.opened += 1
+        self.on_open()
         if self.error is not None:
             raise self.error
 
@@ -40,7 +47,11 @@ class Nvml:
         self.reads += 1
         return self.inventory
 
-    def pulse(self) -> tuple[Hashable, ...]:
+    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        self.asked.append(gpu.uuid)
+        return self.existing[gpu.uuid]
+
+    def pulse(self) -> Pulse:
         if self.error is not None:
             raise self.error
         return self.heart
@@ -51,7 +62,10 @@ class Host:
 
     def __init__(self) -> None:
         self.functions = {gpu.pci_bus_id or "" for gpu in BARE}
+        self.unbound: set[str] = set()
         self.print: Hashable = "one"
+        self.version = "570.124.06"
+        self.shown: dict[int, Hashable] = {}
         self.surprises: list[Exception] = []
 
     def pcie_root(self, bus_id: str) -> str | None:
@@ -63,26 +77,57 @@ class Host:
     def gpu_functions(self) -> frozenset[str]:
         return frozenset(self.functions)
 
+    def is_bound(self, bus_id: str) -> bool:
+        return bus_id in self.functions - self.unbound
+
     def hardware(self) -> Hashable:
         if self.surprises:
             raise self.surprises.pop()
         return self.print
 
-    def instances(self) -> Hashable:
-        return ()
+    def driver(self) -> str:
+        return self.version
+
+    def instances(self) -> Mapping[int, Hashable]:
+        return dict(self.shown)
+
+
+class Ours:
+    """The instances and MIG modes that this driver made."""
+
+    def __init__(self) -> None:
+        self.slots: set[tuple[int, int]] = set()
+        self.modes: set[str] = set()
+
+    def sort_out(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        return tuple(instance for instance in existing if instance.slot not in self.slots)
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        return gpu_uuid in self.modes
 
 
 class Bench:
     def __init__(self) -> None:
         self.nvml, self.host = Nvml(), Host()
         self.changes: list[Inventory | None] = []
+        self.told: list[str] = []
+        self.ours = Ours()
         self.discovery = Discovery(
-            self.nvml, self.host, lambda: self.changes.append(self.discovery.inventory)
+            self.nvml,
+            self.host,
+            lambda: self.changes.append(self.discovery.inventory),
+            lambda: self.told.append("driver"),
+            self.ours,
+            lambda: self.told.append("hardware"),
         )
 
     def scan(self) -> Inventory | None:
         self.discovery.scan_now(5)
         return self.discovery.inventory
+
+    def look(self) -> bool:
+        """As each second; whether everything was read."""
+        return self.discovery._scan_guarded(overdue=False)
 
 
 COMPLETE = inventory(*map(h100, range(3)))
@@ -267,7 +312,7 @@ def test_everything_is_read_again_when_nvml_itself_changes(bench: Bench, sign: s
     eventually(lambda: bench.changes)
     bench.nvml.inventory = inventory(*BARE[:2])
     if sign == "pulse":
-        bench.nvml.heart = ("faint",)
+        bench.nvml.heart = (*bench.nvml.heart[:2], None)
     else:
         bench.nvml.error = NOT_LOADED
         eventually(lambda: bench.discovery.unavailable() is not None)
@@ -322,3 +367,191 @@ def test_stop_closes_nvml_and_ends_the_thread(bench: Bench) -> None:
     bench.discovery.stop()
     assert not bench.discovery._thread.is_alive()
     assert bench.nvml.closed == 1
+
+
+# --- the driver, and the hardware ---------------------------------------------------------------------
+
+
+def test_driver_is_loaded_once_however_often_the_hardware_changes(bench: Bench) -> None:
+    """Others' instances are adopted only when the driver was loaded: later they are somebody's work."""
+    bench.scan()
+    assert bench.told == ["driver"]
+    bench.host.print = "two"
+    assert bench.look()
+    assert (bench.nvml.opened, bench.told) == (2, ["driver", "hardware"])
+    bench.nvml.error = RetryableError("initialise NVML: unknown error")
+    bench.scan()
+    bench.nvml.error = None
+    bench.scan()
+    assert bench.told == ["driver", "hardware", "hardware"]
+    assert not bench.look()
+
+
+@pytest.mark.parametrize("version", ["570.124.06", "580.95.05"])
+def test_driver_that_went_and_came_is_loaded_again(bench: Bench, version: str) -> None:
+    bench.scan()
+    bench.nvml.error, bench.host.version = DriverGoneError("initialise NVML: not loaded"), ""
+    bench.scan()
+    bench.nvml.error, bench.host.version = None, version
+    bench.scan()
+    assert bench.told == ["driver", "driver"]
+
+
+def test_driver_that_was_replaced_between_two_looks_is_loaded_again(bench: Bench) -> None:
+    bench.scan()
+    bench.host.version = "580.95.05"
+    assert bench.look()
+    assert (bench.nvml.opened, bench.told) == (2, ["driver", "driver"])
+
+
+def test_driver_that_nvml_itself_loads_is_loaded_once(bench: Bench) -> None:
+    bench.host.version = ""
+    bench.nvml.on_open = lambda: setattr(bench.host, "version", "570.124.06")
+    bench.scan()
+    assert not bench.look()
+    assert (bench.nvml.opened, bench.told) == (1, ["driver"])
+
+
+def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench) -> None:
+    bench.scan()
+    bench.host.print, bench.nvml.error = "two", NvmlInUseError("a change of a GPU is under way")
+    bench.nvml.pulse = lambda: bench.nvml.heart  # type: ignore[method-assign]
+    for opened in (2, 3):
+        assert bench.look()
+        assert (bench.nvml.opened, bench.discovery.unavailable()) == (opened, None)
+    assert (bench.nvml.reads, bench.told, bench.changes) == (3, ["driver"], [COMPLETE])
+    bench.nvml.error = None
+    assert bench.look()
+    assert (bench.told, bench.look()) == (["driver", "hardware"], False)
+
+
+# --- MIG devices on demand ------------------------------------------------------------------------------
+
+SMALL = tuple(Placement(start, 1) for start in range(7))
+OURS, THEIRS = GpuInstance(7, 19, SMALL[0]), GpuInstance(9, 19, SMALL[3])
+
+
+def cut(number: int, *withheld: GpuInstance, **changes: object) -> Gpu:
+    """A GPU to be cut on demand, as NVML shows it."""
+    partitioning = Partitioning((PlacedProfile(ONE_G, SMALL),), (), withheld)
+    return replace(BARE[number], partitioning=partitioning, **changes)
+
+
+@pytest.fixture
+def cut_bench(bench: Bench) -> Bench:
+    """GPU 1 is cut on demand, the others are not."""
+    bench.nvml.inventory = inventory(BARE[0], cut(1), BARE[2])
+    bench.ours.slots = {OURS.slot}
+    bench.scan()
+    return bench
+
+
+def make(bench: Bench, *instances: GpuInstance, minor: int = 1) -> None:
+    """GPU 1 is in MIG mode with these instances."""
+    uuid = BARE[1].uuid
+    beats = bench.nvml.heart
+    bench.nvml.heart = (beats[0], Beat(uuid, minor, (1, 1)), beats[2])
+    bench.host.shown = {minor: tuple(item.gpu_instance_id for item in instances)}
+    bench.nvml.existing[uuid] = (True, instances)
+    bench.nvml.inventory = inventory(BARE[0], cut(1, *instances, mig_enabled=True, minor=minor), BARE[2])
+
+
+def test_our_own_instance_costs_a_look_at_its_gpu_alone(cut_bench: Bench) -> None:
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, OURS, minor=5)
+    assert not cut_bench.look()
+    assert cut_bench.nvml.asked == [BARE[1].uuid]
+    assert not cut_bench.look()
+    assert cut_bench.nvml.asked == [BARE[1].uuid], "what was looked at is known"
+    cut_bench.scan()
+    assert len(cut_bench.changes) == 1, "neither the mode nor the minor number is a change"
+    now = cut_bench.discovery.inventory
+    assert now is not None
+    assert now.gpus[1].minor == 5
+
+
+@pytest.mark.parametrize("instances", [(OURS, THEIRS), (THEIRS,)])
+def test_instance_of_somebody_else_is_read_with_everything(
+    cut_bench: Bench, instances: tuple[GpuInstance, ...]
+) -> None:
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, *instances)
+    assert cut_bench.look()
+    now = cut_bench.discovery.inventory
+    assert now is not None
+    assert now.gpus[1].partitioning is not None
+    assert now.gpus[1].partitioning.withheld == (THEIRS,)
+    cut_bench.host.shown = {1: "a compute instance in somebody else's GPU instance"}
+    assert cut_bench.look()
+
+
+def test_mode_that_somebody_else_switched_on_is_read_with_everything(cut_bench: Bench) -> None:
+    make(cut_bench)
+    assert cut_bench.look()
+    assert len(cut_bench.changes) == 2
+
+
+def test_instances_of_other_gpus_are_read_with_everything(cut_bench: Bench) -> None:
+    reads = cut_bench.nvml.reads
+    for shown in ({0: "of a GPU that is not cut"}, {0: "of it", 42: "of no known GPU"}):
+        cut_bench.host.shown = shown
+        assert cut_bench.look()
+    assert cut_bench.nvml.reads == reads + 2
+    cut_bench.nvml.existing = {BARE[1].uuid: (False, ())}
+    cut_bench.host.shown = {**cut_bench.host.shown, 1: "of a GPU that is cut"}
+    assert not cut_bench.look()
+
+
+def test_failed_look_reads_everything(cut_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        raise RetryableError("list the GPU instances: unknown error")
+
+    monkeypatch.setattr(cut_bench.nvml, "read_what_exists", fails)
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, OURS)
+    assert cut_bench.look()
+
+
+@pytest.mark.parametrize("kind", ["unread", "mode"])
+def test_gpu_that_could_not_be_read_once_stays_as_it_was(cut_bench: Bench, kind: str) -> None:
+    """Its own instances would be published as somebody's, and the whole GPU beside them."""
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, OURS)
+    before = cut_bench.scan()
+    fault = DiscoveryFault(f"GPU {BARE[1].uuid}", "MIG mode: unknown error")
+    blind = replace(
+        BARE[1],
+        mig_enabled=kind == "unread",
+        mig_devices=(mig(1, ONE_G, 0, 1, OURS.gpu_instance_id),),
+    )
+    cut_bench.nvml.inventory = replace(
+        inventory(BARE[0], blind, BARE[2]),
+        faults=(fault,),
+        unread=frozenset({BARE[1].uuid} if kind == "unread" else ()),
+    )
+    after = cut_bench.scan()
+    assert before is not None
+    assert after is not None
+    assert [list(found.by_name) for found in (before, after)] == [list(before.by_name)] * 2
+    assert after.gpus[1].partitioning == before.gpus[1].partitioning
+    assert not after.gpus[1].mig_devices
+
+
+def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(bench: Bench) -> None:
+    bench.ours.slots = {OURS.slot}
+    migs = (mig(1, ONE_G, 0, 1, OURS.gpu_instance_id), mig(1, ONE_G, 3, 1, THEIRS.gpu_instance_id))
+    blind = replace(BARE[1], mig_enabled=True, mig_devices=migs)
+    bench.nvml.inventory = replace(inventory(BARE[0], blind), unread=frozenset({blind.uuid}))
+    found = bench.scan()
+    assert found is not None
+    assert found.gpus[1].mig_devices == migs[1:]
+
+
+def test_gpu_that_could_not_be_read_is_tried_again_sooner(
+    cut_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESCAN_UNREAD_S", 0.01)
+    cut_bench.nvml.inventory = replace(cut_bench.nvml.inventory, unread=frozenset({BARE[1].uuid}))
+    reads = cut_bench.nvml.reads
+    cut_bench.discovery.start()
+    eventually(lambda: cut_bench.nvml.reads >= reads + 3)

@@ -4,9 +4,14 @@ import http.client
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from dra_driver.errors import FatalError, InvalidConfigError
 from dra_driver.services.http import HttpEndpoint, Response, problems_page, split_address
+
+
+def broken() -> Response:
+    raise ValueError("oops")
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +24,7 @@ def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
     pages = {
         "/readyz": problems_page(lambda: problems),
         "/metrics": lambda: Response(200, "text/x", b"a 1\n"),
+        "/broken": broken,
     }
     made = HttpEndpoint("127.0.0.1:0", pages)
     made.start()
@@ -52,6 +58,25 @@ def test_problems_are_told_line_by_line_until_they_are_gone(
 def test_other_paths_and_methods_are_refused(endpoint: HttpEndpoint) -> None:
     assert get(endpoint, "/../etc/passwd")[0] == 404
     assert get(endpoint, "/metrics", "POST")[0] == 501
+
+
+def test_page_that_fails_is_told_in_the_log_and_not_in_the_answer(endpoint: HttpEndpoint) -> None:
+    with structlog.testing.capture_logs() as lines:
+        status, _, body = get(endpoint, "/broken")
+    assert (status, body) == (500, b"internal error; see the driver's log\n")
+    assert [(line["event"], line["path"], line["exc_info"]) for line in lines] == [
+        ("page_failed", "/broken", True)
+    ]
+    assert get(endpoint, "/metrics")[0] == 200
+
+
+def test_client_that_hangs_up_leaves_no_traceback(
+    endpoint: HttpEndpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        endpoint._server.handle_error(None, ("10.0.0.9", 4711))
+    assert [line["event"] for line in lines] == ["http_client_lost"]
+    assert capfd.readouterr().err == ""
 
 
 def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:

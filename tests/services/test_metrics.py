@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import get_args
 
 import pytest
-from prometheus_client.exposition import generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver import __version__
+from dra_driver.core.planning import plan_claim
 from dra_driver.errors import (
     ApiRejectedError,
     ApiUnavailableError,
@@ -22,15 +19,17 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
+from dra_driver.model.steps import SetTimeSlice, Step, UnknownStep, WriteCdiSpec
 from dra_driver.services.metrics import CountedCalls, Metrics, reason_of
+from dra_driver.services.metrics.counts import step_label
+from dra_driver.services.steps import ObservedSteps
+from tests.core.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
+from tests.fakes.scrapes import by_label, labelled, scraped, value
 
-DRIVER, NODE = "gpu.nvidia.com", "node-a"
 REASONS = {
     "api_unavailable", "api_rejected", "nvml_unavailable", "device_lost", "claim_refused", "invalid_config", "state",
     "busy", "internal",
 }  # fmt: skip
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 @pytest.fixture
@@ -41,23 +40,6 @@ def kinds() -> list[str]:
 @pytest.fixture
 def metrics(kinds: list[str]) -> Metrics:
     return Metrics(DRIVER, NODE, lambda: iter(kinds))
-
-
-def scraped(metrics: Metrics) -> Samples:
-    text = generate_latest(metrics.registry).decode()
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in parse(text)
-        for sample in family.samples
-    }
-
-
-def value(metrics: Metrics, name: str, **labels: str) -> float:
-    return scraped(metrics)[(name, tuple(sorted(labels.items())))]
-
-
-def labelled(samples: Samples, name: str) -> Iterator[dict[str, str]]:
-    return (dict(labels) for found, labels in samples if found == name)
 
 
 def test_every_series_of_the_incumbent_is_there_from_the_start_at_zero(metrics: Metrics) -> None:
@@ -151,22 +133,110 @@ def test_prepared_devices_are_those_of_the_records_at_each_scrape(metrics: Metri
 
     kinds += ["gpu", "mig", "mig"]
     assert [prepared(kind) for kind in ("gpu", "mig", "vfio", "unknown")] == [1, 2, 0, 0]
-    kinds.clear()
-    assert prepared("mig") == 0
-
-
-def test_text_is_valid_in_both_formats(metrics: Metrics) -> None:
-    metrics.prepared(0.1, None)
-    names = {family.name for family in parse_openmetrics(generate_openmetrics(metrics.registry).decode())}
-    assert names >= {
-        "nvidia_dra_requests", "nvidia_dra_request_duration_seconds", "nvidia_dra_requests_inflight",
-        "nvidia_dra_node_prepare_errors", "nvidia_dra_node_unprepare_errors", "nvidia_dra_prepared_devices",
-        "nvidia_dra_build", "process_resident_memory_bytes",
-    }  # fmt: skip
-    assert scraped(metrics)
+    kinds[:] = ["quantum"]  # of a newer release
+    assert [prepared(kind) for kind in ("gpu", "mig", "vfio", "unknown")] == [0, 0, 0, 1]
 
 
 def test_two_drivers_in_one_process_do_not_meet() -> None:
     first, second = Metrics("a", NODE, list), Metrics("b", NODE, list)
     first.prepared(0.1, None)
     assert value(second, "nvidia_dra_requests_total", driver="b", operation="prepare") == 0
+
+
+def test_each_observation_is_in_its_histogram(metrics: Metrics) -> None:
+    def seen(name: str) -> tuple[float, float]:
+        return value(metrics, f"{name}_count", driver=DRIVER), value(metrics, f"{name}_sum", driver=DRIVER)
+
+    assert seen("nvidia_dra_release_wait_seconds") == seen("nvidia_dra_publish_lag_seconds") == (0, 0)
+    metrics.waited(3)
+    metrics.published(0.5)
+    metrics.published(1)
+    assert seen("nvidia_dra_release_wait_seconds") == (1, 3)
+    assert seen("nvidia_dra_publish_lag_seconds") == (2, 1.5)
+
+
+def test_failed_attempts_to_publish_are_counted_by_cause(metrics: Metrics) -> None:
+    name = "nvidia_dra_publish_errors_total"
+    assert by_label(metrics, name, "error_type") == {(reason,): 0 for reason in REASONS}
+    metrics.publish_failed(ApiRejectedError("x", status=403))
+    assert value(metrics, name, driver=DRIVER, error_type="api_rejected") == 1
+
+
+def test_requests_to_the_api_server_are_counted_by_method_and_code(metrics: Metrics) -> None:
+    name = "nvidia_dra_api_requests_total"
+    methods = ("GET", "POST", "PUT", "PATCH", "DELETE")
+    assert set(by_label(metrics, name, "method", "code")) == {
+        pair
+        for method in methods
+        for pair in ((method, "201" if method == "POST" else "200"), (method, "none"))
+    }
+    for code in (200, 200, 409, None):
+        metrics.api_answered("PUT", code)
+    found = by_label(metrics, name, "method", "code")
+    assert [found["PUT", code] for code in ("200", "409", "none")] == [2, 1, 1]
+
+
+def test_every_kind_of_step_has_a_name_of_its_own_from_the_start(metrics: Metrics) -> None:
+    kinds = {step_label(kind) for kind in get_args(Step)}
+    assert len(kinds) == len(get_args(Step))
+    assert kinds >= {"set_time_slice", "run_mps", "create_mig", "leave_mig_mode", "write_cdi_spec", "unknown"}
+    for name in ("nvidia_dra_step_duration_seconds_count", "nvidia_dra_step_errors_total"):
+        assert by_label(metrics, name, "step", "action") == {
+            (kind, action): 0 for kind in kinds for action in ("do", "undo")
+        }
+
+
+class Runner:
+    """Does nothing, or fails, while the clock goes on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[object, ...]] = []
+        self.error: Exception | None = None
+
+    def do(self, step, plan):
+        self._called("do", step, plan)
+
+    def undo(self, step, record):
+        self._called("undo", step, record)
+
+    def in_place(self, step, record):
+        self._called("in_place", step, record)
+        return False
+
+    def forget(self, claim_uid):
+        self._called("forget", claim_uid)
+
+    def _called(self, *call: object) -> None:
+        self.calls.append(call)
+        self.now += 0.25
+        if self.error is not None:
+            raise self.error
+
+
+def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> None:
+    runner, kept = Runner(), record(hold(GPU_0))
+    plan = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
+    observed = ObservedSteps(runner, metrics, lambda: runner.now)
+    time_slice, newer = SetTimeSlice("GPU-1", 2), UnknownStep("dance")
+    observed.do(WriteCdiSpec(), plan)
+    observed.undo(time_slice, kept)
+    assert not observed.in_place(newer, kept)
+    observed.forget("uid")
+    runner.error = RetryableError("x")
+    with pytest.raises(RetryableError):
+        observed.do(WriteCdiSpec(), plan)
+    with pytest.raises(RetryableError):
+        observed.undo(newer, kept)
+    assert [call[0] for call in runner.calls] == ["do", "undo", "in_place", "forget", "do", "undo"]
+    assert runner.calls[1] == ("undo", time_slice, kept)
+    spec, slices, other = (("write_cdi_spec", "do"), ("set_time_slice", "undo"), ("unknown", "undo"))
+    counts = by_label(metrics, "nvidia_dra_step_duration_seconds_count", "step", "action")
+    assert {key: count for key, count in counts.items() if count} == {spec: 2, slices: 1, other: 1}
+    assert by_label(metrics, "nvidia_dra_step_duration_seconds_sum", "step", "action")[spec] == 0.5
+    errors = by_label(metrics, "nvidia_dra_step_errors_total", "step", "action")
+    assert {key: count for key, count in errors.items() if count} == {spec: 1, other: 1}
+
+
+def test_nothing_is_told_of_when_a_series_was_made(metrics: Metrics) -> None:
+    assert not [name for name, _ in scraped(metrics) if name.endswith("_created")]

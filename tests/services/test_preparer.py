@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.contextvars import bound_contextvars, get_contextvars
 
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Failed, Prepared, PreparedDevice
@@ -540,7 +541,7 @@ def test_record_on_disk_holds_what_a_person_looks_for(node: Node) -> None:
 def test_record_of_a_newer_release_is_kept_and_protects_its_device(node: Node) -> None:
     node.prepare(claim(GPU_0))
     file = node.records.directory / "uid-1.json"
-    newer = file.read_bytes().replace(b"write_cdi_spec", b"create_mig")
+    newer = file.read_bytes().replace(b"write_cdi_spec", b"bind_vfio")
     file.write_bytes(newer)
     assert "held by claim" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
     assert "newer release" in error_of(node.prepare(claim(GPU_0)))
@@ -596,3 +597,83 @@ def test_unprepare_waits_for_a_prepare_of_the_same_claim_and_takes_it_back(node:
     answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
     assert answers == [prepared(claim(GPU_0)), None]
     assert node.files() == {}
+
+
+def test_claim_keeps_its_metadata_whatever_the_setting_becomes(tmp_path: Path) -> None:
+    with_it, without = claim(GPU_0, uid="uid-1"), claim(GPU_1, uid="uid-2")
+    on = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    first = on.prepare(with_it)
+    assert first.devices[0].cdi_ids[1:] == ("gpu.nvidia.com/metadata=uid-1_gpu",)
+    off = on.restarted(metadata=())
+    assert off.prepare(without) == prepared(without)
+    assert off.prepare(with_it) == first
+    on = off.restarted(metadata=("v1beta1", "v1alpha1"))
+    before = on.files()
+    assert (on.prepare(with_it), on.prepare(without)) == (first, prepared(without))
+    assert on.files() == before
+    off = on.restarted(metadata=())
+    assert [off.unprepare(with_it), off.unprepare(without), off.files()] == [None, None, {}]
+
+
+def test_answer_of_the_record_names_the_metadata_while_nvml_is_away(tmp_path: Path) -> None:
+    node = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    first = node.prepare(claim(GPU_0))
+    node.devices.problem = "no driver"
+    assert node.prepare(claim(GPU_0)) == first
+    for path in (tmp_path / "plugin").rglob("metadata.json"):
+        path.unlink()
+    assert "no driver" in error_of(node.prepare(claim(GPU_0)))
+
+
+def test_metadata_that_cannot_be_written_or_removed_is_that_claims_error(tmp_path: Path) -> None:
+    node = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    wanted = claim(GPU_0)
+    request = tmp_path / f"plugin/dra-device-metadata/default_{wanted.ref.name}/gpu"
+    request.parent.mkdir(parents=True)
+    request.write_text("in the way")
+    assert "cannot create the directory" in error_of(node.prepare(wanted))
+    request.unlink()
+    assert isinstance(node.prepare(wanted), Prepared)
+    (request / "metadata.json").unlink()
+    (request / "metadata.json").mkdir()
+    assert "cannot read" in error_of(node.unprepare(wanted))
+    assert node.records.get("uid-1") is not None
+    (request / "metadata.json").rmdir()
+    assert node.unprepare(wanted) is None
+    assert node.files() == {}
+
+
+def test_metadata_of_a_lost_record_goes_with_the_unprepare(tmp_path: Path) -> None:
+    node = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    wanted = claim(GPU_0)
+    node.prepare(wanted)
+    node.records.delete("uid-1")
+    assert node.unprepare(wanted) is None
+    assert node.files() == {}
+
+
+def test_log_events_bear_the_request_and_the_claim_they_belong_to(node: Node) -> None:
+    """Whatever logs inside need not be told: not even in the threads that read several claims at once."""
+    seen: list[tuple[str, object]] = []
+
+    def note(what: str) -> None:
+        assert get_contextvars()["request_id"] == 7
+        seen.append((what, get_contextvars().get("claim_uid")))
+
+    claims = [claim(GPU_0), claim(GPU_1, uid="uid-2")]
+    refs = [node.claims.add(wanted) for wanted in claims]
+    read = node.claims.read
+    node.claims.read = lambda ref, timeout_s: (note(f"read {ref.uid}"), read(ref, timeout_s))[1]
+    node.steps.on_do = lambda plan: note(f"do {plan.claim.ref.uid}")
+    node.steps.on_undo = lambda record: note(f"undo {record.ref.uid}")
+    with bound_contextvars(request_id=7):
+        node.preparer.prepare(refs, None)
+        node.preparer.unprepare(refs, None)
+        assert "claim_uid" not in get_contextvars()
+    assert sorted(seen[:2]) == [("read uid-1", None), ("read uid-2", None)]
+    assert seen[2:] == [
+        ("do uid-1", "uid-1"),
+        ("do uid-2", "uid-2"),
+        ("undo uid-1", "uid-1"),
+        ("undo uid-2", "uid-2"),
+    ]

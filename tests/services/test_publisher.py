@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,26 @@ class GuardedSlices(FakeSlices):
         return self.store(copy.deepcopy(obj))
 
 
+class Heard:
+    """What an observer hears."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self.failures: list[Exception] = []
+
+    def published(self, lag_s: float) -> None:
+        self.lags.append(lag_s)
+
+    def publish_failed(self, error: Exception) -> None:
+        self.failures.append(error)
+
+    def contested(self, reason: str) -> None:
+        self.told = (*getattr(self, "told", ()), reason)
+
+    def refused(self, fault: str) -> None:
+        self.told = (*getattr(self, "told", ()), fault)
+
+
 class Bench:
     """A publisher with its surroundings."""
 
@@ -65,6 +86,7 @@ class Bench:
         self.inventory: Inventory | None = MIXED
         self.node_uid = "node-uid"
         self.owner_reads = 0
+        self.heard = Heard()
         self.publisher = Publisher(
             lambda: self.inventory,
             self.slices,
@@ -72,6 +94,7 @@ class Bench:
             dropped_fields,
             may_publish=lambda: self.our_turn,
             dry_run=self.slices.dry_run,
+            observer=self.heard,
         )
         self.slices.on_change = self.publisher.mark_dirty
 
@@ -495,6 +518,9 @@ def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
         "a slice that is obsolete is still there: delete resource slice zz-foreign: a webhook said no (HTTP 403)"
     )
     assert [verb for verb, _ in bench.slices.writes] == ["create"], "and nothing is written twice"
+    assert {str(error) for error in bench.heard.failures} == {
+        "delete resource slice zz-foreign: a webhook said no (HTTP 403)"
+    }
     bench.inventory = inventory(h100(0))
     bench.publisher.mark_dirty()
     eventually(lambda: bench.published() == [GPU_0], 1)
@@ -625,3 +651,47 @@ def test_publisher_sleeps_when_there_is_nothing_to_do(dropping: Bench) -> None:
     time.sleep(0.2)
     assert looks == []
     dropping.publisher.stop()
+
+
+def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) -> None:
+    bench.publisher._stopping = Waits()
+    refused = ApiRejectedError("create slice: refused", status=422)
+    bench.slices.failures = [refused, refused]
+    bench.publisher._marked_at = time.monotonic() - 100
+    bench.start()
+    assert bench.publisher.wait_published(5)
+    (lag,) = bench.heard.lags
+    assert 100 <= lag < 200
+    assert bench.heard.failures == [refused, refused]
+    bench.inventory = inventory(h100(0))
+    bench.publisher.mark_dirty()
+    eventually(lambda: len(bench.heard.lags) == 2)
+    assert bench.heard.lags[1] < 50
+
+
+def test_no_lag_is_told_where_nothing_had_to_be_written_or_another_instance_publishes(bench: Bench) -> None:
+    bench.our_turn = False
+    bench.publisher._marked_at = time.monotonic() - 100
+    bench.start()
+    eventually(lambda: bench.publisher.standing_by)
+    bench.our_turn = True
+    bench.publisher.mark_dirty()
+    assert bench.publisher.wait_published(5)
+    assert settled(bench) == len(bench.heard.lags) == 1
+    assert bench.heard.lags[0] < 50
+
+
+def test_what_the_server_can_take_is_looked_at_again_when_it_is_due(bench: Bench) -> None:
+    """Nothing else wakes the publisher: the fake tells it of no write."""
+    bench.slices.on_change = lambda: None
+    asked: list[Inventory] = []
+
+    def usable(found: Inventory) -> Inventory:
+        asked.append(found)
+        return found if len(asked) == 3 else Inventory()
+
+    bench.publisher._usable = usable
+    bench.publisher._usable_until = lambda: math.inf if len(asked) == 3 else time.monotonic() + 0.01
+    bench.start()
+    eventually(lambda: bench.published() == NAMES)
+    assert len(asked) == 3

@@ -18,21 +18,21 @@ def load(machine: Machine) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Machine]:
+def make(memory_path: Path) -> Callable[..., Machine]:
     def create(name: str, **options: object) -> Machine:
-        return create_machine(name, tmp_path / Path(name).stem, **options)
+        return create_machine(name, memory_path / Path(name).stem, **options)
 
     return create
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Machine]:
+def shared(make_memory_path: Callable[[], Path]) -> Callable[[str], Machine]:
     """Machines that are created once and only read."""
     known: dict[str, Machine] = {}
 
     def one(name: str) -> Machine:
         if name not in known:
-            known[name] = create_machine(name, tmp_path_factory.mktemp(name))
+            known[name] = create_machine(name, make_memory_path())
         return known[name]
 
     return one

@@ -31,6 +31,44 @@ def test_unprepare_is_remembered_for_its_claim_only(locks: ClaimLocks, tmp_path:
         assert not turn.was_unprepared_since(began)
 
 
+def test_prepare_and_unprepare_are_remembered_apart_and_by_both_instances(
+    locks: ClaimLocks, tmp_path: Path
+) -> None:
+    began = time.monotonic_ns()
+    with locks.hold("uid-1", 1) as turn:
+        turn.note_prepared()
+    with ClaimLocks(tmp_path / "locks").hold("uid-1", 1) as turn:
+        assert (turn.was_prepared_since(began), turn.was_unprepared_since(began)) == (True, False)
+        turn.note_unprepared()
+    after = time.monotonic_ns()
+    with locks.hold("uid-1", 1) as turn:
+        assert (turn.was_prepared_since(began), turn.was_unprepared_since(began)) == (True, True)
+        assert (turn.was_prepared_since(after), turn.was_unprepared_since(after)) == (False, False)
+        assert not turn.was_prepared_since(time.monotonic_ns())
+
+
+def test_unprepare_before_a_reboot_refuses_no_claim_after_it(locks: ClaimLocks) -> None:
+    """The clock starts anew then, so that the entry lies in the future."""
+    with locks.hold("uid-1", 1) as turn:
+        future = time.monotonic_ns() + 10**15
+        turn.path.write_text(f'[["uid-1", {future}], ["prepared:uid-1", {future}]]')
+        assert not turn.was_unprepared_since(time.monotonic_ns())
+        assert not turn.was_prepared_since(time.monotonic_ns())
+        turn.note_prepared()
+        assert str(future) not in turn.path.read_text()
+
+
+def test_claim_that_comes_and_goes_pushes_no_other_out(locks: ClaimLocks) -> None:
+    began = time.monotonic_ns()
+    with locks.hold("uid-1", 1) as turn:
+        turn.note_unprepared()
+        other = type(turn)("uid-2", turn.path, turn.descriptor)
+        for _ in range(200):
+            other.note_prepared()
+            other.note_unprepared()
+        assert turn.was_unprepared_since(began)
+
+
 def test_memory_stays_small_whatever_comes(locks: ClaimLocks, tmp_path: Path) -> None:
     for number in range(3000):
         with locks.hold(f"uid-{number}", 1) as turn:

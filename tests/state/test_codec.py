@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dra_driver.errors import StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import WriteCdiSpec
+from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.state.codec import FORMAT_VERSION, decode, encode
 
 RECORD = ClaimRecord(
@@ -90,7 +90,7 @@ records = st.builds(
     phase=st.sampled_from(["preparing", "prepared"]),
     boot_id=text,
     devices=st.lists(helds, max_size=2).map(tuple),
-    steps=st.sampled_from([(), (WriteCdiSpec(),)]),
+    steps=st.sampled_from([(), (WriteCdiSpec(),), (WriteDeviceMetadata(("v1beta1", "v1alpha1")),)]),
     prepared_at=st.none() | text,
     extra=st.dictionaries(text.filter(lambda key: key not in known), json_values, max_size=2),
 )
@@ -119,7 +119,7 @@ def test_record_survives_encoding(record: ClaimRecord) -> None:
 @pytest.mark.parametrize(
     "newer",
     [
-        {"steps": [{"kind": "create_mig", "profile": 19, "deep": {"a": [1]}}]},
+        {"steps": [{"kind": "bind_vfio", "profile": 19, "deep": {"a": [1]}}]},
         {"devices": [DOCUMENT["devices"][0] | {"kind": "vfio"}]},
         {"devices": [DOCUMENT["devices"][0] | {"usage": {"kind": "dmem", "limit": 5}}]},
     ],
@@ -134,6 +134,19 @@ def test_fields_of_a_newer_release_are_kept_when_a_record_is_changed() -> None:
     assert newer == replace(RECORD, extra={"futureField": {"a": [1]}})
     document = json.loads(encode(replace(newer, phase="preparing")))
     assert document == DOCUMENT | {"phase": "preparing", "futureField": {"a": [1]}}
+
+
+def test_metadata_and_the_pods_name_of_the_claim_are_kept() -> None:
+    record = replace(
+        RECORD,
+        claim=replace(RECORD.claim, pod_claim_name="gpus"),
+        steps=(WriteDeviceMetadata(("v1beta1",)),),
+    )
+    document = json.loads(encode(record))
+    assert document["claim"]["podClaimName"] == "gpus"
+    assert document["steps"] == [{"kind": "write_device_metadata", "versions": ["v1beta1"]}]
+    # Not by equality alone: claims are equal without the name.
+    assert decode(encode(record)).claim.pod_claim_name == "gpus"
 
 
 def test_unknown_field_cannot_take_the_place_of_a_known_one() -> None:
@@ -183,6 +196,14 @@ def test_unknown_field_cannot_take_the_place_of_a_known_one() -> None:
             "field 'interval' is '1', which is no whole number",
         ),
         (changed(steps=[{}]), "field 'kind' is missing"),
+        (
+            changed(steps=[{"kind": "write_device_metadata", "versions": "v1beta1"}]),
+            "field 'versions' is 'v1beta1', which is no list of texts",
+        ),
+        (
+            changed(claim=DOCUMENT["claim"] | {"podClaimName": 5}),
+            "field 'podClaimName' is 5, which is no text",
+        ),
         (changed(preparedAt=5), "field 'preparedAt' is 5, which is no text"),
     ],
 )

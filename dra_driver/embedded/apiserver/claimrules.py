@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from datetime import datetime
 from typing import Any
 
 from dra_driver.embedded.apiserver.failure import Cause
@@ -15,6 +17,9 @@ _MOST_SUBREQUESTS = 8
 _MOST_SELECTORS = 32
 _MOST_RESULTS = 32
 _MOST_RESERVED = 256
+_MOST_CONDITIONS = 8
+_MOST_DATA_BYTES = 10 * 1024
+_CONDITION_REASON = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 _SHARE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -26,6 +31,17 @@ def default_claim_spec(spec: dict[str, Any]) -> None:
             mode = wanted.setdefault("allocationMode", "ExactCount")
             if mode == "ExactCount":
                 wanted.setdefault("count", 1)
+
+
+def drop_deallocated(obj: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """Forget, in place, what the status says of devices that this write takes out of the allocation."""
+    gone = _allocated((before or {}).get("status")) - _allocated(obj.get("status"))
+    status = obj.get("status") or {}
+    if gone and status.get("devices"):
+        left = [entry for entry in status["devices"] if _device_key(entry) not in gone]
+        obj["status"] = {key: value for key, value in status.items() if key != "devices"}
+        if left:
+            obj["status"]["devices"] = left
 
 
 def claim_faults(obj: dict[str, Any], before: dict[str, Any] | None) -> list[Cause]:
@@ -112,7 +128,7 @@ def _check_status(status: dict[str, Any], faults: FaultList) -> None:
         if share is not None and not _SHARE_ID.fullmatch(str(share)):
             faults.invalid(f"{here}.shareID", share, "must be a lower-case RFC 4122 UUID")
         _check_amounts(result.get("consumedCapacity") or {}, f"{here}.consumedCapacity", faults)
-    allocated = {_device_key(result) for result in results}
+    allocated = _allocated(status)
     seen: set[Any] = set()
     for index, device in enumerate(status.get("devices") or ()):
         key = _device_key(device)
@@ -121,6 +137,33 @@ def _check_status(status: dict[str, Any], faults: FaultList) -> None:
         elif key in seen:
             faults.duplicate(f"status.devices[{index}]", key)
         seen.add(key)
+        _check_device_status(device, f"status.devices[{index}]", faults)
+
+
+def _check_device_status(device: dict[str, Any], path: str, faults: FaultList) -> None:
+    conditions, data = device.get("conditions") or [], device.get("data")
+    faults.too_many(f"{path}.conditions", len(conditions), _MOST_CONDITIONS)
+    for index, condition in enumerate(conditions):
+        here = f"{path}.conditions[{index}]"
+        if condition.get("status") not in ("True", "False", "Unknown"):
+            faults.invalid(f"{here}.status", condition.get("status"), "must be True, False or Unknown")
+        if not condition.get("reason"):
+            faults.required(f"{here}.reason")
+        elif not _CONDITION_REASON.fullmatch(str(condition["reason"])):
+            faults.invalid(f"{here}.reason", condition["reason"], "must be a CamelCase word")
+        if not _is_moment(condition.get("lastTransitionTime")):
+            faults.required(f"{here}.lastTransitionTime", "must be set")
+    if data is not None and not isinstance(data, dict):
+        faults.invalid(f"{path}.data", "<value omitted>", "must be a valid JSON object")
+    faults.too_long(f"{path}.data", len(json.dumps(data or {}, separators=(",", ":"))), _MOST_DATA_BYTES)
+
+
+def _is_moment(text: object) -> bool:
+    try:
+        datetime.fromisoformat(str(text))
+    except ValueError:
+        return False
+    return True
 
 
 def _check_allocation_kept(status: dict[str, Any], before: dict[str, Any], faults: FaultList) -> None:
@@ -129,6 +172,11 @@ def _check_allocation_kept(status: dict[str, Any], before: dict[str, Any], fault
         faults.invalid("status.allocation", "(changed)", "field is immutable")
     if old is not None and new is None and status.get("reservedFor"):
         faults.invalid("status.allocation", "", "cannot be removed while the claim is reserved")
+
+
+def _allocated(status: Any) -> set[tuple[Any, ...]]:
+    results = (((status or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
+    return {_device_key(result) for result in results}
 
 
 def _device_key(entry: dict[str, Any]) -> tuple[Any, ...]:

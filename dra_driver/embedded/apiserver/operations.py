@@ -12,8 +12,10 @@ from dra_driver.embedded.apiserver.claimrules import (
     claim_faults,
     class_faults,
     default_claim_spec,
+    drop_deallocated,
     template_faults,
 )
+from dra_driver.embedded.apiserver.eventrules import event_faults
 from dra_driver.embedded.apiserver.failure import (
     Cause,
     already_exists,
@@ -33,6 +35,7 @@ _CHECKS: Mapping[str, Callable[[Object, Object | None], list[Cause]]] = {
     "ResourceClaim": claim_faults,
     "ResourceClaimTemplate": template_faults,
     "DeviceClass": class_faults,
+    "Event": event_faults,
 }
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "namespace", "generateName")
 _MODIFIED = "the object has been modified; please apply your changes to the latest version and try again"
@@ -137,6 +140,7 @@ class Operations:
             obj["status"] = {"phase": "Pending"}
         if resource.kind == "ResourceClaim":
             default_claim_spec(obj.get("spec") or {})
+            drop_deallocated(obj, before)
         if resource.kind == "ResourceClaimTemplate":
             default_claim_spec((obj.get("spec") or {}).get("spec") or {})
         if resource.kind == "ResourceSlice":
@@ -187,6 +191,8 @@ def _merged(resource: Resource, before: Object, obj: Object, *, status: bool) ->
     if status:
         after = copy.deepcopy(before)
         after.pop("status", None)
+        if "managedFields" in obj["metadata"]:
+            after["metadata"]["managedFields"] = obj["metadata"]["managedFields"]
         return after | ({"status": obj["status"]} if obj.get("status") else {})
     sent = {key: value for key, value in obj["metadata"].items() if key not in _KEPT}
     metadata = sent | {k: before["metadata"][k] for k in _KEPT if k in before["metadata"]}

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dra_driver.embedded.apiserver.apply import APPLY_TYPE, applied_status
 from dra_driver.embedded.apiserver.convert import api_version, decode, encode
 from dra_driver.embedded.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
-from dra_driver.embedded.apiserver.operations import Operations, merge_patch
+from dra_driver.embedded.apiserver.operations import Operations, merge_patch, now
 from dra_driver.embedded.apiserver.resources import Resource, Route
 from dra_driver.embedded.apiserver.selectors import selector
 from dra_driver.embedded.apiserver.store import Key, Object
@@ -97,6 +98,7 @@ class Rest:
         route = call.route
         _authorize(call, obj)
         _authorize(call, self._existing(route))
+        _authorize_status(call, self._existing(route), obj)
         stored = self._operations.update(
             route.resource,
             _key(route),
@@ -107,6 +109,8 @@ class Rest:
         return self._shown(route, stored)
 
     def _patch(self, call: Call) -> dict[str, Any]:
+        if call.content_type == APPLY_TYPE and _is_claim_status(call.route):
+            return self._apply(call)
         if call.content_type not in _PATCH_TYPES:
             text = f"the body of the request was in an unknown format - accepted: {', '.join(_PATCH_TYPES)}"
             raise ApiFailure(415, "UnsupportedMediaType", text)
@@ -115,8 +119,24 @@ class Rest:
             current = self._shown(route, self._existing(route))
             patched = merge_patch(current, patch)
             if not (patch.get("metadata") or {}).get("resourceVersion"):
-                patched.get("metadata", {}).pop("resourceVersion", None)
+                # A new dict: without metadata in the patch, this one is still the stored object's own.
+                metadata = {k: v for k, v in patched["metadata"].items() if k != "resourceVersion"}
+                patched["metadata"] = metadata
             return self._update(call, decode(route.resource, route.version, patched))
+
+    def _apply(self, call: Call) -> dict[str, Any]:
+        route, patch = call.route, _decoded(call)
+        with self._operations.store.changed:
+            applied = applied_status(
+                route.resource,
+                self._existing(route),
+                patch,
+                manager=call.query.get("fieldManager", ""),
+                force=call.query.get("force") == "true",
+                moment=now(),
+            )
+            applied["metadata"].pop("resourceVersion", None)
+            return self._update(call, applied)
 
     def _delete(self, call: Call) -> dict[str, Any]:
         route = call.route
@@ -178,6 +198,28 @@ def _authorize(call: Call, obj: Object) -> None:
         why = f"this user running on node '{identity.node}' may not modify resource slices of other nodes"
         text = f'resourceslices.resource.k8s.io "{name}" is forbidden: {why}'
         raise ApiFailure(403, "Forbidden", text, details={"name": name, "kind": "resourceslices"})
+
+
+def _is_claim_status(route: Route) -> bool:
+    return route.resource.kind == "ResourceClaim" and route.subresource == "status"
+
+
+def _authorize_status(call: Call, before: Object, after: Object) -> None:
+    """A node's identity may change the state of devices in claims that are allocated on that node."""
+    identity = call.identity
+    if identity is None or identity.node is None or not _is_claim_status(call.route):
+        return
+    old, new = before.get("status") or {}, after.get("status") or {}
+    for name, what in (("allocation", "binding"), ("reservedFor", "binding"), ("devices", "driver")):
+        if (old.get(name) or None) == (new.get(name) or None):
+            continue
+        terms = ((old.get("allocation") or {}).get("nodeSelector") or {}).get("nodeSelectorTerms") or ()
+        places = [entry for term in terms for entry in term.get("matchFields") or ()]
+        own = [{"key": "metadata.name", "operator": "In", "values": [identity.node]}]
+        if what == "binding" or places != own:
+            why = f"Forbidden: changing status.{name} requires permission for resourceclaims/{what}"
+            fault = Cause(f"status.{name}", why, "FieldValueForbidden")
+            raise invalid(call.route.resource.group, "ResourceClaim", before["metadata"]["name"], [fault])
 
 
 def _is_dry_run(call: Call, kind: str, options: Mapping[str, Any] | None = None) -> bool:

@@ -262,6 +262,9 @@ class Device(Core):
             raise _unsupported()
         put(out, gpu.retired_pending)
 
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].slowdown)
+
     def nvmlDeviceGetRepairStatus(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu = self.gpu(handle)
         if not state.model_of(gpu).row_remapper:

@@ -43,6 +43,12 @@ class Instances(Core):
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu, model
 
+    def _mig_on(self, handle: Any) -> tuple[State, Gpu, Model]:
+        state, gpu, model = self._mig_capable(handle)
+        if not gpu.mig_mode:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return state, gpu, model
+
     def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> None:  # noqa: N802
         _, gpu, _ = self._mig_capable(handle)
         put(current, gpu.mig_mode)
@@ -141,7 +147,7 @@ class Instances(Core):
         return result
 
     def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
-        _, gpu, model = self._mig_capable(handle)
+        _, gpu, model = self._mig_on(handle)
         wanted = self._profile(model, profile_id).id
         found = [item.id for item in gpu.instances if item.profile_id == wanted]
         put(count, len(found))
@@ -151,7 +157,7 @@ class Instances(Core):
         return int(pynvml.NVML_SUCCESS)
 
     def nvmlDeviceGetGpuInstanceById(self, handle: Any, gi: Any, out: Any) -> None:  # noqa: N802
-        _, gpu, _ = self._mig_capable(handle)
+        _, gpu, _ = self._mig_on(handle)
         if gpu.instance(number(gi)) is None:
             raise Return(pynvml.NVML_ERROR_NOT_FOUND)
         put_handle(out, self.make(KIND_GI, gpu.uuid, number(gi)))

@@ -15,7 +15,7 @@ from dra_driver.simulator.library.refs import Return, address, as_handle, number
 from dra_driver.simulator.state import Event, State
 
 _SET_BASE = 0x7E10_0000_0000
-_POLL_S = 0.02
+_POLL_S = 0.2
 
 
 @dataclass(slots=True)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from dra_driver.app.healthparts import HealthParts
+from dra_driver.app.kubeletside import plugin_settings
+from dra_driver.app.migparts import MigParts
 from dra_driver.core.mpsclient import uses_mps
 from dra_driver.core.planning import device_of_cdi_name
-from dra_driver.core.slicediff import Owner, slice_changes
-from dra_driver.core.slices import build_pool
-from dra_driver.errors import FatalError, NvmlUnavailableError
+from dra_driver.errors import FatalError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.model.health import HealthChange
+from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec
+from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import MpsLayout, mps_layout
 from dra_driver.platforms import NvmlReader, Platform, mps_host_command, platform_of, smi_and_library
@@ -30,15 +32,19 @@ from dra_driver.services.cdisteps import CdiSteps
 from dra_driver.services.discovery import Discovery
 from dra_driver.services.executor import Executor, StepRunner
 from dra_driver.services.hostview import HostView
+from dra_driver.services.metadatasteps import MetadataSteps
 from dra_driver.services.mpschild import ChildMpsHost
 from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.services.probes import Probes
+from dra_driver.services.reporter import MigAction, Reporter, claim_using, claims_holding
 from dra_driver.services.settingskeeper import SettingsKeeper
 from dra_driver.services.sharingsteps import MpsHost, MpsSteps, TimeSliceSteps
-from dra_driver.services.steps import StepDispatcher
+from dra_driver.services.steps import ObservedSteps, StepDispatcher
 from dra_driver.settings import Settings
 from dra_driver.state.cdi_directory import CdiDirectory
 from dra_driver.state.claimlocks import ClaimLocks
 from dra_driver.state.locks import GpuLocks
+from dra_driver.state.metadatafiles import MetadataFiles
 from dra_driver.state.records import RecordStore
 from dra_driver.state.turns import PublishingTurn
 
@@ -64,18 +70,49 @@ class Driver:
         # Made here, because the moment of its making is this instance's place in the order of starts.
         self._turn = PublishingTurn(plugin_dir / "publishers", settings.pod_uid)
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
+        self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         self._smi = NvidiaSmi(lambda: smi_and_library(paths.driver_root))
-        keeper = SettingsKeeper(self.records, self._gpu_locks, self._smi)
+        self._boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
+        self._settings_keeper = SettingsKeeper(self.records, self._gpu_locks, self._smi)
+        nvml = NvmlReader(self._platform.load_nvml, settings.on_demand, self._not_ours)
+        self.mig = MigParts(
+            settings,
+            paths,
+            self._boot_id,
+            self.records,
+            self._gpu_locks,
+            self._lost_devices,
+            self._rescan,
+            self._mig_observed,
+            nvml.operation,
+        )
         self.discovery = Discovery(
-            NvmlReader(self._platform.load_nvml),
+            nvml,
             HostView(paths),
             self._devices_changed,
-            keeper.driver_changed,
+            self._driver_changed,
+            self.mig,
+            self._hardware_changed,
+        )
+        self.health = HealthParts(
+            settings,
+            nvml.health_source(),
+            lambda: self.discovery.inventory,
+            self.mig.ledger.all,
+            self._boot_id,
+            self._health_changed,
+            self._health_told,
         )
         self._installation = DriverRoot(paths, nodes=self._platform.nodes, hook=settings.nvidia_cdi_hook_path)
         self._publisher: Any = None
         self._plugin: KubeletPlugin | None = None
         self._metrics: Any = None
+        self._reporter: Any = None
+        self._news: Any = None
+        self._release: Any = None
+        self.probes = Probes(
+            lambda: self._plugin, self.discovery, lambda: self._publisher, [self.health.monitor.problem]
+        )
 
     def start(self) -> None:
         """Bring everything up. Raises: InvalidConfigError, StateError, FatalError; then nothing is left running."""
@@ -90,19 +127,24 @@ class Driver:
         from dra_driver.kube.endpoint import load_endpoint
         from dra_driver.kube.ratelimit import TokenBucket
         from dra_driver.kube.versions import ResourceApi
+        from dra_driver.services.metrics import Metrics
 
         settings = self.settings
         endpoint = load_endpoint(settings.kubeconfig)
         limiter = (
             TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
         )
-        client = ApiClient(endpoint, limiter=limiter)
+        self._metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
+        client = ApiClient(endpoint, limiter=limiter, observe=self._metrics.api_answered)
         self._stops.append(("api_client", client.close))
         api = ResourceApi(client)
         self.records.open()
         self._gpu_locks.open()
         self._claim_locks.open()
         self._specs.create()
+        self._metadata_files.create()
+        self.mig.open()
+        self._start_reporting(api)
         self._start_discovery()
         self._start_plugin(api)
         self._start_publisher(client, api)
@@ -114,6 +156,10 @@ class Driver:
 
         Calls in flight finish, sockets are removed, slices and records stay.
         """
+        # Before the server, which waits for streams and calls to end.
+        self.health.stream.stop()
+        if self._release is not None:
+            self._release.releases.stop()
         if self._plugin is not None:
             self._plugin.stop()
         while self._stops:
@@ -130,7 +176,7 @@ class Driver:
         self._stopped.set()
 
     def end(self) -> None:
-        """End `wait`; may be called from a signal handler."""
+        """End `wait`."""
         self._stopped.set()
 
     def wait(self) -> None:
@@ -140,62 +186,87 @@ class Driver:
             raise self._fatal
 
     def problems(self) -> list[str]:
-        """Why the driver is not ready, one sentence each; empty when it is."""
-        found: list[str] = []
-        status = self._plugin.status if self._plugin else None
-        if status is None:
-            found.append("the kubelet has not registered the plugin yet")
-        elif not status.registered:
-            found.append(f"the kubelet refused the plugin: {status.error}")
-        problem = self.discovery.problem()
-        if problem:
-            found.append(problem)
-        if self._publisher is not None and self._publisher.problem:
-            found.append(f"slices: {self._publisher.problem}")
-        return found
+        """What is wrong, one sentence each: what fails readiness first, then notes."""
+        return [*self.probes.readiness(), *self.probes.notes()]
 
     def _start_plugin(self, api: Any) -> None:
-        from dra_driver.services.claimreader import ClaimReader
-        from dra_driver.services.metrics import CountedCalls, Metrics
+        from dra_driver.app.releaseparts import ReleaseParts
+        from dra_driver.services.metrics import CountedCalls
 
         settings = self.settings
-        self._metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
-        steps = StepDispatcher(self._step_runners())
-        boot_id = Sysfs(self._platform.paths.sys, self._platform.paths.proc).boot_id() or "unknown"
+        steps = ObservedSteps(StepDispatcher(self._step_runners()), self._metrics)
+        release = self._release = ReleaseParts(settings, api, self.records, self._specs, self._reporter)
         preparer = Preparer(
-            Identity(settings.driver_name, settings.node_name, settings.sharing),
-            ClaimReader(api),
+            Identity(settings.driver_name, settings.node_name, settings.sharing, settings.metadata_versions),
+            release.claims,
             self.discovery,
             self.records,
             self._orphans,
             self._claim_locks,
             self._gpu_locks,
-            Executor(self.records, steps, boot_id),
-            self._metrics,
+            Executor(self.records, steps, self._boot_id),
+            self._reporter,
+            release.releases,
         )
         self._plugin = KubeletPlugin(
-            PluginSettings(
-                driver=settings.driver_name,
-                registry_dir=Path(settings.kubelet_registrar_directory_path),
-                plugins_dir=Path(settings.kubelet_plugins_directory_path),
-                pod_uid=settings.pod_uid,
-                health_address=f"[::]:{settings.healthcheck_port}"
-                if settings.healthcheck_port >= 0
-                else None,
-            ),
+            plugin_settings(settings),
             CountedCalls(preparer, self._metrics),
-            ready=self._is_serving,
+            ready=self.probes.is_ready,
             on_status=self._registration_changed,
             on_fatal=self.fail,
+            watch_device_health=self.health.stream.watch,
         )
         self._plugin.start()
+        release.start(preparer)
+        self._stops.append(("reconciler", release.stop))
+
+    def _start_reporting(self, api: Any) -> None:
+        from dra_driver.app.showing import show_node
+        from dra_driver.kube.claimstatus import ClaimStatusClient
+        from dra_driver.kube.events import EventWriter
+        from dra_driver.services.announcer import Announcer
+        from dra_driver.services.nodenews import NodeNews
+
+        settings = self.settings
+        announcer = Announcer(
+            settings.node_name,
+            EventWriter(api.client, settings.driver_name, settings.node_name),
+            ClaimStatusClient(api, settings.driver_name, settings.node_name),
+        )
+        announcer.start()
+        self._stops.append(("announcer", announcer.stop))
+        self._news = NodeNews(self._metrics, announcer)
+        self._reporter = Reporter(
+            self._metrics,
+            announcer,
+            lambda: self.discovery.inventory,
+            self.mig.realised,
+            lambda device: claim_using(device, self.records.all().values()),
+            lambda gpu_uuid: claims_holding(gpu_uuid, self.records.all().values()),
+            self.mig.claim_gone,
+        )
+        show_node(
+            self._metrics,
+            lambda: self.discovery.inventory,
+            self.records,
+            self.health,
+            self.mig,
+            announcer,
+            self.probes.readiness,
+        )
 
     def _step_runners(self) -> dict[type, StepRunner]:
+        from dra_driver.app.showing import show_mps
+
         layout = mps_layout(self.settings.plugin_directory)
         mps = self._mps_host(layout)
-        return {
+        show_mps(self._metrics, layout)
+        return self.mig.runners() | {
             SetTimeSlice: TimeSliceSteps(self._smi, self.records),
-            RunMps: MpsSteps(mps, self.records, self._lost_mps_users),
+            RunMps: MpsSteps(mps, self.records, self._lost_mps_users, self.mig.uuid_of),
+            WriteDeviceMetadata: MetadataSteps(
+                self._metadata_files, lambda: self.discovery.inventory, self.mig.realised
+            ),
             WriteCdiSpec: CdiSteps(
                 self.settings.driver_name,
                 self._specs,
@@ -203,6 +274,7 @@ class Driver:
                 GpuNodes(self._platform.paths, nodes=self._platform.nodes),
                 self._driver_version,
                 layout.directories,
+                self.mig,
             ),
         }
 
@@ -216,64 +288,40 @@ class Driver:
             threading.Thread(target=child.start_quietly, name="mps-child", daemon=True).start()
         return child
 
-    def _is_serving(self) -> bool:
-        """The readiness that a rolling update waits for: calls are served. A node whose GPUs are in trouble must
-        not hold the update of all others up; its trouble is told by `problems`."""
-        status = self._plugin.status if self._plugin else None
-        return status is not None and status.registered
-
     def _start_discovery(self) -> None:
+        if self.mig.start():
+            self._stops.append(("mig_keeper", self.mig.keeper.stop))
         self.discovery.start()
         self._stops.append(("discovery", self.discovery.stop))
+        self.health.monitor.start()
+        self._stops.append(("health", self.health.monitor.stop))
 
     def _start_publisher(self, client: Any, api: Any) -> None:
-        from dra_driver.kube.dropped import dropped_fields
-        from dra_driver.kube.nodes import node_uid
-        from dra_driver.kube.slicecache import SliceCache
-        from dra_driver.kube.slices import SliceClient
-        from dra_driver.services.publisher import Publisher
+        from dra_driver.app.publishing import PublishingParts
+        from dra_driver.app.showing import show_publishing
 
-        settings = self.settings
-
-        def owner() -> Owner:
-            return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
-
-        cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._devices_changed)
-        self._stops.append(("publishing_turn", self._turn.withdraw))
-        self._publisher = Publisher(
+        parts = PublishingParts(
+            self.settings,
+            client,
+            api,
+            self._turn,
             lambda: self.discovery.inventory,
-            cache,
-            owner,
-            dropped_fields,
-            settings.sharing,
-            may_publish=self._turn.is_ours,
-            dry_run=cache.dry_run,
+            self.health.taints,
+            self._reporter.partitions_missing,
+            self._reporter.scheduler_outdated,
+            self._news,
         )
-        cache.start()
-        self._stops.append(("slice_cache", cache.stop))
-        self._publisher.start()
-        self._stops.append(("publisher", self._publisher.stop))
-        self._publisher.mark_dirty()
+        self._publisher = parts.publisher
+        show_publishing(self._metrics, parts)
+        self._stops += parts.start()
 
     def _start_http(self) -> None:
-        if not self.settings.http_endpoint:
-            return
-        from prometheus_client.exposition import choose_encoder
+        if self.settings.http_endpoint:
+            from dra_driver.app.pages import http_endpoint
 
-        from dra_driver.services.http import HttpEndpoint, Response, problems_page
-
-        def metrics() -> Response:
-            encode, content_type = choose_encoder("")
-            return Response(200, content_type, encode(self._metrics.registry))
-
-        pages = {
-            self.settings.metrics_path: metrics,
-            "/healthz": problems_page(list),
-            "/readyz": problems_page(self.problems),
-        }
-        endpoint = HttpEndpoint(self.settings.http_endpoint, pages)
-        endpoint.start()
-        self._stops.append(("http", endpoint.stop))
+            endpoint = http_endpoint(self.settings, self._metrics.registry, self.probes)
+            endpoint.start()
+            self._stops.append(("http", endpoint.stop))
 
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """From now on older instances stand by. An announcement that fails is tried again by the publisher."""
@@ -284,8 +332,38 @@ class Driver:
                 self._devices_changed()
 
     def _devices_changed(self) -> None:
+        if self._news is not None:
+            self._news.driver(self.discovery.unavailable())
+        self.health.devices_changed()
+        self._health_changed()
+
+    def _health_changed(self) -> None:
         if self._publisher is not None:
             self._publisher.mark_dirty()
+
+    def _health_told(self, change: HealthChange) -> None:
+        if self._reporter is not None:
+            self._reporter.health_changed(change)
+
+    def _rescan(self) -> None:
+        self.discovery.request_rescan()
+
+    def _driver_changed(self) -> None:
+        self._settings_keeper.driver_changed()
+        self.mig.reconcile(self.discovery.inventory)
+
+    def _hardware_changed(self) -> None:
+        self._settings_keeper.driver_changed()
+        self.mig.look_soon()
+
+    def _not_ours(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
+        return self.mig.sort_out(gpu_uuid, existing)
+
+    def _mig_observed(
+        self, action: MigAction, device: str, duration_s: float, error: Exception | None
+    ) -> None:
+        if self._reporter is not None:
+            self._reporter.mig_changed(action, device, duration_s, error)
 
     def _driver_version(self) -> str | None:
         inventory = self.discovery.inventory
@@ -297,6 +375,11 @@ class Driver:
             return ()
         return [(uid, names) for uid, names in self._specs.list().items() if uid not in records]
 
+    def _lost_devices(self) -> set[str]:
+        """Devices of claims whose record was lost but whose CDI spec is still there."""
+        lost = self._orphans(self.records.all())
+        return {device_of_cdi_name(name) for _, names in lost for name in names}
+
     def _lost_mps_users(self) -> dict[str, list[str]]:
         """Devices with MPS of claims that have a CDI spec but no record."""
         records = self.records.all()
@@ -307,29 +390,5 @@ class Driver:
         return users
 
     def _prepared_kinds(self) -> Iterator[str]:
-        with suppress(OSError):
-            for record in self.records.all().values():
-                yield from (held.kind for held in record.devices)
-
-
-def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
-    """The very slices that `run` would publish on this machine, and what discovery could not read.
-
-    Raises: NvmlUnavailableError.
-    """
-    platform = platform_of(settings)
-    discovery = Discovery(NvmlReader(platform.load_nvml), HostView(platform.paths), lambda: None)
-    discovery.scan_now(0)
-    inventory = discovery.inventory
-    problem = discovery.state.problem
-    discovery.stop()
-    if inventory is None or problem is not None:
-        raise NvmlUnavailableError(problem or "devices were not discovered")
-    pool = build_pool(inventory, settings.node_name, settings.sharing)
-    changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
-    slices = [
-        {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}
-        for entry in changes.creates
-    ]
-    notes = [f"{fault.subject}: {fault.text}" for fault in inventory.faults] + list(pool.faults)
-    return slices, notes
+        for record in self.records.all().values():
+            yield from (held.kind for held in record.devices)

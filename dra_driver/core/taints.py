@@ -1,0 +1,145 @@
+"""Taints of a device from the health of its GPU and of its own instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from dra_driver.core.limits import MAX_TAINTS
+from dra_driver.core.signals import FABRIC, SLOWDOWN
+from dra_driver.model.health import (
+    HealthStates,
+    Reason,
+    Severity,
+    Subject,
+    subjects_of_instance,
+    subjects_of_mig,
+)
+from dra_driver.model.inventory import MigPartition, OfferedDevice, PossibleMig, WholeGpu
+from dra_driver.model.mig import OwnedInstance
+
+JsonObject = dict[str, Any]
+Effect = Literal["None", "NoSchedule", "NoExecute"]
+
+PREFIX = "gpu.nvidia.com/"
+TAINTED_KEYS = (
+    "ecc",
+    "fabric",
+    "flapping",
+    "gpu-lost",
+    "page-retirement",
+    "recovery-action",
+    "row-remap",
+    "unmonitored",
+    "xid",
+)
+"""The keys that taints can have, without the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaintPolicy:
+    """Which effect a taint has, by its key without the prefix; NoSchedule where none is given.
+
+    Mere information has the effect None whatever is configured for its key; only `unmonitored`, which is never
+    more than information, takes what is configured. The API server takes the effect None from Kubernetes 1.35
+    on and refuses the whole slice before, so without `informational` there are no such taints.
+    """
+
+    effects: Mapping[str, Effect] = field(default_factory=dict)
+    informational: bool = True
+
+
+DEFAULT_POLICY = TaintPolicy()
+
+
+def device_reasons(
+    device: OfferedDevice, states: HealthStates, instances: Mapping[str, tuple[int, int]]
+) -> tuple[Reason, ...]:
+    """All reasons that hit a device, worst first: those of its GPU, and of the instance that it is. MIG devices
+    have no NVLink, so the fabric does not matter to them.
+
+    `instances` maps the names of MIG devices made on demand to (GPU instance ID, compute instance ID) while
+    they exist.
+    """
+    found = [
+        reason
+        for subject in device_subjects(device, instances)
+        if subject in states
+        for reason in states[subject].reasons
+        if isinstance(device, WholeGpu) or reason.key != FABRIC
+    ]
+    return tuple(sorted(found, key=_rank))
+
+
+def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, tuple[int, int]]:
+    """GPU and compute instance ID of each MIG device made on demand, from the ledger of instances."""
+    return {
+        owned.device: (owned.gpu_instance_id, owned.compute_instance_id)
+        for owned in ledger
+        if owned.gpu_instance_id is not None and owned.compute_instance_id is not None
+    }
+
+
+def device_subjects(device: OfferedDevice, instances: Mapping[str, tuple[int, int]]) -> tuple[Subject, ...]:
+    """The subjects whose health is the device's."""
+    match device:
+        case MigPartition(_, _, mig):
+            return subjects_of_mig(mig)
+        case PossibleMig(name, gpu) if name in instances:
+            return subjects_of_instance(gpu.uuid, *instances[name])
+        case WholeGpu(_, gpu) | PossibleMig(_, gpu):
+            return (Subject(gpu.uuid),)
+
+
+def device_taints(
+    device: OfferedDevice,
+    states: HealthStates,
+    instances: Mapping[str, tuple[int, int]],
+    policy: TaintPolicy = DEFAULT_POLICY,
+) -> tuple[JsonObject, ...]:
+    """The taints of a device in the wire shape, one a key, in the order of the keys.
+
+    Of several reasons with one key the worst counts, and of equals the first.
+    """
+    return taints_of(device_reasons(device, states, instances), policy)
+
+
+def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
+    """As `device_taints`, from the reasons alone."""
+    chosen: dict[str, tuple[Reason, Effect]] = {}
+    for reason in sorted(reasons, key=_rank):
+        effect = _effect(reason, policy)
+        if effect is not None:
+            chosen.setdefault(reason.key, (reason, effect))
+    worst = sorted(chosen.values(), key=lambda pair: _rank(pair[0]))[:MAX_TAINTS]
+    return tuple(_taint(*pair) for pair in sorted(worst, key=lambda pair: pair[0].key))
+
+
+def rfc3339(at: int) -> str:
+    """Seconds since 1970 as the API server writes times: `2026-08-07T12:00:00Z`."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
+    """Worst first, then oldest; Xids of one second by number."""
+    return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
+
+
+def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
+    if reason.key == SLOWDOWN:
+        return None  # comes and goes with load and temperature
+    configured = policy.effects.get(reason.key)
+    if reason.key == "unmonitored" and configured is not None:
+        effect = configured
+    elif reason.severity <= Severity.INFORMATION:
+        effect = "None"
+    else:
+        effect = configured or "NoSchedule"
+    return None if effect == "None" and not policy.informational else effect
+
+
+def _taint(reason: Reason, effect: Effect) -> JsonObject:
+    value = {"value": reason.value} if reason.value else {}
+    return {"key": PREFIX + reason.key, **value, "effect": effect, "timeAdded": rfc3339(reason.since)}

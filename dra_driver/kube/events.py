@@ -1,0 +1,183 @@
+"""Events, as `kubectl describe` shows them for claims, pods and nodes; equal ones are counted, not repeated.
+
+They are written through core/v1, the only version in which `count` and `lastTimestamp` can be changed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found, path_segment
+from dra_driver.model.notices import EventObject
+
+_AGGREGATED_S: Final = 600.0
+_REMEMBERED = 1024
+_MESSAGE_BYTES: Final = 1024
+_NAME_PREFIX = 200  # of 253 characters; the rest makes the name unique
+_CONFLICT = 409
+_API_VERSION = {
+    "ResourceClaim": "resource.k8s.io/v1",
+    "ResourceSlice": "resource.k8s.io/v1",
+    "Pod": "v1",
+    "Node": "v1",
+}
+
+_Key = tuple[EventObject, bool, str, str]
+
+
+@dataclass(slots=True)
+class _Known:
+    """An event of ours: its name, how often it happened, and whether the server has it for certain."""
+
+    name: str
+    count: int
+    touched: float
+    stored: bool = False
+
+
+class EventWriter:
+    """Writes events in the name of one driver on one node. For one thread.
+
+    Raises from `write`: ApiRejectedError; ApiUnavailableError, after which the same call may be made again without
+    the event being there twice.
+    """
+
+    def __init__(
+        self,
+        client: ApiClient,
+        driver: str,
+        node: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._client = client
+        self._driver = driver
+        self._node = node
+        self._clock = clock
+        self._now = now
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()
+
+    def write(
+        self,
+        about: EventObject,
+        reason: str,
+        message: str,
+        *,
+        warning: bool,
+        times: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Say that this happened, `times` times since it was last said.
+
+        Within ten minutes of the last time, the event that is there is counted up. `message` is cut at 1 KiB.
+        """
+        text = _cut(message)
+        key = (about, warning, reason, text)
+        known = self._known_event(key)
+        if known.stored and self._count_up(about, known, times, timeout_s):
+            return
+        try:
+            self._create(key, known.name, times, timeout_s)
+        except ApiRejectedError as error:
+            if error.status != _CONFLICT:
+                raise
+            # The answer to an earlier try was lost on the way; that try is one of `times`.
+            self._count_up(about, known, times, timeout_s)
+        known.stored, known.count = True, times
+
+    def _known_event(self, key: _Key) -> _Known:
+        moment = self._clock()
+        known = self._known.pop(key, None)
+        if known is None or moment - known.touched >= _AGGREGATED_S:
+            known = _Known(_event_name(key[0].name), 0, moment)
+        known.touched = moment
+        self._known[key] = known
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return known
+
+    def _count_up(self, about: EventObject, known: _Known, times: int, timeout_s: float | None) -> bool:
+        """False if the event is not there any more; it then gets a new name."""
+        patch = {"count": known.count + times, "lastTimestamp": self._moment()}
+        try:
+            self._client.request(
+                "PATCH",
+                f"{_collection(about)}/{path_segment(known.name)}",
+                body=patch,
+                content_type=MERGE_PATCH,
+                action=f"count up event {known.name}",
+                timeout_s=timeout_s,
+            )
+        except ApiRejectedError as error:
+            if not is_not_found(error):
+                raise
+            known.name, known.count, known.stored = _event_name(about.name), 0, False
+            return False
+        known.count += times
+        return True
+
+    def _create(self, key: _Key, name: str, times: int, timeout_s: float | None) -> None:
+        about, warning, reason, message = key
+        moment = self._moment()
+        involved = {
+            "apiVersion": _API_VERSION[about.kind],
+            "kind": about.kind,
+            "name": about.name,
+            "uid": about.uid,
+        }
+        body: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": _namespace(about)},
+            "involvedObject": involved | ({"namespace": about.namespace} if about.namespace else {}),
+            "reason": reason,
+            "message": message,
+            "type": "Warning" if warning else "Normal",
+            "source": {"component": self._driver, "host": self._node},
+            "reportingComponent": self._driver,
+            "reportingInstance": self._node,
+            "firstTimestamp": moment,
+            "lastTimestamp": moment,
+            "count": times,
+        }
+        self._client.request(
+            "POST",
+            _collection(about),
+            body=body,
+            action=f"create event {reason} for {about.kind} {about.name}",
+            timeout_s=timeout_s,
+        )
+
+    def _moment(self) -> str:
+        return self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _namespace(about: EventObject) -> str:
+    """Events on what is cluster-scoped live in `default`; the API server takes no other place."""
+    return about.namespace or "default"
+
+
+def _collection(about: EventObject) -> str:
+    return f"/api/v1/namespaces/{path_segment(_namespace(about))}/events"
+
+
+def _event_name(of: str) -> str:
+    return f"{of[:_NAME_PREFIX].rstrip('.-')}.{secrets.token_hex(8)}"
+
+
+def _cut(text: str) -> str:
+    """One line of at most 1024 bytes."""
+    flat = " ".join(text.split())
+    if len(flat.encode()) <= _MESSAGE_BYTES:
+        return flat
+    mark = "…"
+    kept = flat.encode()[: _MESSAGE_BYTES - len(mark.encode())].decode("utf-8", "ignore")
+    return kept + mark

@@ -1,0 +1,174 @@
+"""Events of all GPUs through one event set, and all that the health monitor asks of NVML."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pynvml
+
+from dra_driver.errors import DraDriverError, NvmlUnavailableError
+from dra_driver.model.health import DoubleBitError, HealthEvent, Signals, Xid
+from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.health import find_gpu, read_health, read_instances
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dra_driver.nvml.session import NvmlSession
+
+_XID = pynvml.nvmlEventTypeXidCriticalError
+_DOUBLE_BIT = pynvml.nvmlEventTypeDoubleBitEccError
+_UNAVAILABLE = getattr(pynvml, "nvmlEventTypeGpuUnavailableError", 0x4000)
+_RECOVERY_ACTION = getattr(pynvml, "nvmlEventTypeGpuRecoveryAction", 0x8000)
+_WANTED = _XID | _DOUBLE_BIT | _UNAVAILABLE | _RECOVERY_ACTION
+_WHOLE_GPU = 0xFFFFFFFF
+_NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
+
+
+class HealthSource:
+    """NVML as the health monitor uses it; for one thread.
+
+    Every call keeps the session from being shut down meanwhile. An event set of an earlier session is void
+    and was freed with it; `registered` then says that `register` is due.
+    """
+
+    def __init__(self, session: NvmlSession) -> None:
+        self._session = session
+        self._set: Any = None
+        self._opening = -1
+        self._uuids: dict[int, str] = {}
+        self._driver_gone = False
+        self._driver_loads = 0
+
+    @property
+    def driver_loads(self) -> int:
+        """How often the driver answered again after NVML had said that it is not loaded; at least once each time."""
+        return self._driver_loads + self._session.driver_loads
+
+    def driver_version(self) -> str | None:
+        """The driver's version. Raises: NvmlUnavailableError."""
+        with self._using():
+            return supported(pynvml.nvmlSystemGetDriverVersion)
+
+    def registered(self) -> bool:
+        """Whether events are waited for in the session that is open now."""
+        try:
+            with self._session.kept_open() as opening:
+                return self._set is not None and opening == self._opening
+        except NvmlUnavailableError:
+            return False
+
+    def register(self, uuids: Collection[str]) -> Mapping[str, str]:
+        """Hear of these GPUs from now on, and of no others. Returns why the rest of them cannot be heard.
+
+        Events of before are not delivered, so a look at the GPUs is due afterwards. Raises: NvmlUnavailableError,
+        RetryableError.
+        """
+        unheard: dict[str, str] = {}
+        with self._using() as opening:
+            with nvml_errors("create an event set"):
+                fresh = pynvml.nvmlEventSetCreate()
+            known: dict[int, str] = {}
+            for uuid in uuids:
+                try:
+                    known[_register(uuid, fresh)] = uuid
+                except NvmlUnavailableError:
+                    raise
+                except DraDriverError as error:
+                    unheard[uuid] = str(error)
+            old, old_opening = self._set, self._opening
+            self._set, self._opening, self._uuids = fresh, opening, known
+            if old is not None and old_opening == opening:
+                with suppress(pynvml.NVMLError):
+                    pynvml.nvmlEventSetFree(old)
+        return unheard
+
+    def wait(self, timeout_s: float) -> HealthEvent | None:
+        """The next event, None if there was none in time.
+
+        Raises: DeviceLostError if some GPU was lost, which NVML does not name; NvmlUnavailableError,
+        RetryableError.
+        """
+        with self._using() as opening:
+            if self._set is None or opening != self._opening:
+                raise NvmlUnavailableError("NVML was initialised anew; events have to be registered again")
+            try:
+                with nvml_errors("wait for GPU events"):
+                    return self._event(pynvml.nvmlEventSetWait_v2(self._set, int(timeout_s * 1000)))
+            except DraDriverError as error:
+                if isinstance(error.__cause__, pynvml.NVMLError_Timeout):
+                    return None
+                raise
+
+    def read(self, gpu_uuid: str) -> Signals:
+        """As `read_health`."""
+        with self._using():
+            return read_health(gpu_uuid)
+
+    def instances(self, gpu_uuid: str) -> Mapping[tuple[int, int], str]:
+        """As `read_instances`."""
+        with self._using():
+            return read_instances(gpu_uuid)
+
+    def close(self) -> None:
+        """Free the event set. Not while a wait is going on."""
+        events, self._set = self._set, None
+        with suppress(NvmlUnavailableError, pynvml.NVMLError), self._session.kept_open() as opening:
+            if events is not None and opening == self._opening:
+                pynvml.nvmlEventSetFree(events)
+
+    @contextmanager
+    def _using(self) -> Iterator[int]:
+        with self._session.kept_open() as opening:
+            try:
+                yield opening
+            except NvmlUnavailableError as error:
+                self._driver_gone |= getattr(error.__cause__, "value", None) in _NO_DRIVER
+                raise
+            if self._driver_gone:
+                self._driver_gone = False
+                self._driver_loads += 1
+
+    def _event(self, data: Any) -> HealthEvent:
+        whole = data.gpuInstanceId == _WHOLE_GPU
+        observation = (
+            Xid(int(data.eventData))
+            if data.eventType & _XID
+            else DoubleBitError()
+            if data.eventType & _DOUBLE_BIT
+            else None
+        )
+        return HealthEvent(
+            self._uuid_of(data.device),
+            observation,
+            None if whole else int(data.gpuInstanceId),
+            None if whole or data.computeInstanceId == _WHOLE_GPU else int(data.computeInstanceId),
+        )
+
+    def _uuid_of(self, handle: Any) -> str | None:
+        """A GPU that fell off the bus does not tell its UUID, so the handle's own value is looked up first."""
+        known = self._uuids.get(_address(handle))
+        if known is not None:
+            return known
+        try:
+            return supported(pynvml.nvmlDeviceGetUUID, handle)
+        except DraDriverError:
+            return None
+
+
+def _register(uuid: str, event_set: Any) -> int:
+    """Register one GPU; returns the value of its handle. Raises: DraDriverError."""
+    handle = find_gpu(uuid)
+    with nvml_errors(f"register events of GPU {uuid}"):
+        types = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & _WANTED
+        if not types & _XID:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        pynvml.nvmlDeviceRegisterEvents(handle, types, event_set)
+    return _address(handle)
+
+
+def _address(handle: Any) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0

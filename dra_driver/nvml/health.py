@@ -1,0 +1,160 @@
+"""One look at the health of a GPU: every signal that NVML polls, each best effort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import pynvml
+
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
+from dra_driver.model.health import FabricState, Signals
+from dra_driver.nvml.failures import nvml_errors, supported
+
+T = TypeVar("T")
+Handle = Any
+
+_RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
+_GPU_RESET = 1
+_SLOWDOWNS = {0x40: "thermal", 0x80: "power"}
+_ANY_SLOWDOWN = 0x8
+_FABRIC_STATES: Mapping[int, FabricState] = {0: "absent", 1: "pending", 2: "pending"}
+_FABRIC_COMPLETED = 3
+_TRUE = 1
+# Shift, what a set flag means, and how bad that is.
+_FABRIC_FLAGS: tuple[tuple[int, str, FabricState], ...] = (
+    (0, "its bandwidth is reduced", "limited"),
+    (2, "its routes are being recovered", "limited"),
+    (4, "a route is unhealthy", "broken"),
+    (6, "it recovers from an access timeout", "limited"),
+)
+_CONFIGURATION_SHIFT, _CONFIGURATION_MASK = 8, 0xF
+_CONFIGURATIONS = {
+    2: "its system GUID is wrong", 3: "its chassis serial number is wrong", 4: "it has no partition",
+    5: "it has too few NVLinks", 6: "its firmware does not fit", 7: "its location is not valid",
+    8: "the state of the GPU is not valid",
+}  # fmt: skip
+_SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
+
+
+def find_gpu(uuid: str) -> Handle:
+    """The handle of a GPU. Raises: DeviceLostError also for one that this session does not have."""
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError as error:
+        if error.value == pynvml.NVML_ERROR_NOT_FOUND:
+            raise DeviceLostError(f"GPU {uuid} is not among the GPUs that NVML shows") from error
+        with nvml_errors(f"find GPU {uuid}"):
+            raise
+
+
+def read_health(uuid: str) -> Signals:
+    """All signals of one GPU. What it does not tell, or fails to tell, is None.
+
+    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot even
+    be found for another reason.
+    """
+    handle = find_gpu(uuid)
+    wants_reset: list[int] = []
+
+    def ask(call: Callable[..., T], *args: object) -> T | None:
+        try:
+            return supported(call, *args)
+        except (DeviceLostError, NvmlUnavailableError):
+            raise
+        except DraDriverError as error:
+            if getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED:
+                wants_reset.append(_GPU_RESET)
+            return None
+
+    # Cheap, and answered by the GPU's driver for all that are there.
+    ask(pynvml.nvmlDeviceGetMinorNumber, handle)
+    rows = ask(pynvml.nvmlDeviceGetRemappedRows, handle)
+    pages = ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    errors = ask(
+        pynvml.nvmlDeviceGetTotalEccErrors,
+        handle,
+        pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        pynvml.NVML_VOLATILE_ECC,
+    )
+    clocks = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    fabric, fabric_text = _fabric(ask, handle)
+    action = ask(_recovery_action, handle)
+    return Signals(
+        recovery_action=action or next(iter(wants_reset), action),
+        remap_pending=None if rows is None else bool(rows[2]),
+        remap_failed=None if rows is None else bool(rows[3]),
+        pages_pending=None if pages is None else bool(pages),
+        ecc_uncorrected=errors,
+        fabric=fabric,
+        fabric_text=fabric_text,
+        slowdowns=None if clocks is None else _slowdowns(clocks),
+    )
+
+
+def read_instances(uuid: str) -> Mapping[tuple[int, int], str]:
+    """UUIDs of the MIG devices of a GPU by GPU instance and compute instance.
+
+    Raises: DeviceLostError, NvmlUnavailableError, RetryableError if they cannot all be read.
+    """
+    handle = find_gpu(uuid)
+    count = supported(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+    found: dict[tuple[int, int], str] = {}
+    for index in range(count):
+        with nvml_errors(f"read MIG device {index} of GPU {uuid}"):
+            try:
+                mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                instance = pynvml.nvmlDeviceGetGpuInstanceId(mig)
+                compute = pynvml.nvmlDeviceGetComputeInstanceId(mig)
+                found[instance, compute] = pynvml.nvmlDeviceGetUUID(mig)
+            except (
+                pynvml.NVMLError_NotFound,
+                pynvml.NVMLError_InvalidArgument,
+                pynvml.NVMLError_NotSupported,
+            ):
+                continue  # a hole of the sparse numbering, an instance that just went, or MIG mode is off
+    return found
+
+
+def _recovery_action(handle: Handle) -> int | None:
+    (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
+    return int(entry.value.uiVal) if entry.nvmlReturn == pynvml.NVML_SUCCESS else None
+
+
+def _slowdowns(clocks: int) -> frozenset[str]:
+    causes = frozenset(name for bit, name in _SLOWDOWNS.items() if clocks & bit)
+    return causes or (frozenset({"hardware"}) if clocks & _ANY_SLOWDOWN else frozenset())
+
+
+def _fabric(ask: Callable[..., Any], handle: Handle) -> tuple[FabricState | None, str]:
+    info = _fabric_info(ask, handle)
+    if info is None:
+        return None, ""
+    if info.state != _FABRIC_COMPLETED:
+        return _FABRIC_STATES.get(int(info.state)), ""
+    if info.status != pynvml.NVML_SUCCESS:
+        return "broken", f"registration ended with NVML error {int(info.status)}"
+    mask = int(info.healthMask)
+    faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & 3 == _TRUE]
+    configuration = _CONFIGURATIONS.get(mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK)
+    if configuration is not None:
+        faults.append(("broken", configuration))
+    summary = _SUMMARIES.get(int(getattr(info, "healthSummary", 0)))
+    if summary is not None:
+        faults.append((summary, ""))
+    if not faults:
+        return "ready", ""
+    worst: FabricState = "broken" if any(state == "broken" for state, _ in faults) else "limited"
+    return worst, ", ".join(text for _, text in faults if text)
+
+
+def _fabric_info(ask: Callable[..., Any], handle: Handle) -> Any:
+    get = getattr(pynvml, "nvmlDeviceGetGpuFabricInfoV", None)
+    for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
+        struct = getattr(pynvml, name, None)
+        if get is None or struct is None:
+            continue
+        info = struct()
+        if ask(get, handle, pynvml.byref(info)) is not None:
+            return info
+    return None

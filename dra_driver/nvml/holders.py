@@ -1,0 +1,67 @@
+"""Which processes keep a GPU or a MIG device from being changed, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pynvml
+
+from dra_driver.errors import DeviceBusyError
+
+Handle = Any
+
+# Newest first; a driver has the first of each kind, or the second.
+_LISTS = (
+    ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
+    ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
+    ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
+)
+_MOST_NAMED = 8
+_LONGEST_NAME = 80
+
+
+def holders_of(handles: Iterable[Handle]) -> list[str]:
+    """The processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` in the order of their
+    IDs; those that it cannot tell are missing."""
+    pids = {int(process.pid) for handle in handles for process in _processes(handle)}
+    return [_named(pid) for pid in sorted(pids)]
+
+
+def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) -> DeviceBusyError:
+    """The error of an action that failed because `subject` is in use by `holders`; where none is known,
+    `look_at` is how to find out on the node."""
+    if not holders:
+        return DeviceBusyError(
+            f"{action}: {subject} is in use, but NVML shows no process on it; it may be a monitor such as DCGM "
+            f"or a process that has the device file open: look with {look_at}"
+        )
+    more = f" and {len(holders) - _MOST_NAMED} more" if len(holders) > _MOST_NAMED else ""
+    return DeviceBusyError(
+        f"{action}: {subject} is in use by {', '.join(holders[:_MOST_NAMED])}{more}; stop the process, or wait "
+        "until it ends"
+    )
+
+
+def _processes(handle: Handle) -> list[Any]:
+    """The processes that NVML shows; a list that it does not give is none, for this only explains an error."""
+    found: list[Any] = []
+    for versions in _LISTS:
+        for name in versions:
+            try:
+                found += getattr(pynvml, name)(handle)
+            except pynvml.NVMLError_FunctionNotFound:
+                continue
+            except pynvml.NVMLError:
+                pass
+            break
+    return found
+
+
+def _named(pid: int) -> str:
+    try:
+        name = pynvml.nvmlSystemGetProcessName(pid)
+    except (pynvml.NVMLError, ValueError):
+        return f"process {pid}"  # of another PID namespace, or gone meanwhile
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return f"process {pid} ({' '.join(text.split())[:_LONGEST_NAME]})"

@@ -1,0 +1,316 @@
+"""Making, finding and destroying GPU instances and compute instances, and switching MIG mode."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import pynvml
+
+from dra_driver.errors import DeviceBusyError, DraDriverError, NotSupportedError, RetryableError
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.model.mig import GpuInstance, MigProfile, Placement
+from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.holders import busy_error, holders_of
+from dra_driver.nvml.instance_handles import (
+    compute_identity,
+    compute_instance_handles,
+    compute_profiles,
+    gpu_handle,
+    gpu_instance_handle,
+    mig_mode,
+    placement_of,
+    read_gpu_instances,
+    whole_compute_profile,
+)
+from dra_driver.nvml.mig import read_profiles
+
+Handle = Any
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LOOK_AT_GPU = "`fuser -v /dev/nvidia*` on the node"
+_LOOK_AT_CAPS = "`fuser -v /dev/nvidia-caps/*` on the node"
+
+
+def _whole(
+    method: Callable[Concatenate[MigHardware, P], T],
+) -> Callable[Concatenate[MigHardware, P], T]:
+    """The method as one operation, under which NVML is not shut down."""
+
+    @wraps(method)
+    def as_operation(self: MigHardware, /, *arguments: P.args, **options: P.kwargs) -> T:
+        with self._operation():
+            return method(self, *arguments, **options)
+
+    return as_operation
+
+
+class MigHardware:
+    """The MIG state of the GPUs, one question or one change a call, each done before NVML is shut down.
+
+    Every method finds its GPU anew, because a handle does not outlive a driver reload. Any thread may call;
+    that two change one GPU at a time is the caller's to prevent.
+
+    Raises, all methods: DeviceLostError where the GPU is gone or another one stands at its address,
+    NvmlUnavailableError, NotSupportedError, RetryableError.
+    """
+
+    def __init__(self, operation: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again."""
+        self._operation = operation
+        self._profiles: dict[tuple[str, str], dict[int, MigProfile]] = {}
+
+    # --- mode ----------------------------------------------------------------------------------
+
+    @_whole
+    def mode(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[bool, bool] | None:
+        """MIG mode as (on now, on after the next reset); None on a GPU without MIG."""
+        return mig_mode(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
+
+    @_whole
+    def set_mode(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
+        """Switch MIG mode and see that it is in effect; the GPU's minor number may be another one then.
+
+        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the mode waits for a reset.
+        """
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
+        before = mig_mode(handle, gpu_uuid)
+        if before is None:
+            raise NotSupportedError(f"{action}: the GPU has no MIG")
+        if before == (on, on):
+            return
+        waits = RetryableError(
+            f"{action}: the mode takes effect with the next reset of the GPU; stop everything that uses the GPU "
+            "and run `nvidia-smi --gpu-reset`, or reboot the node or virtual machine"
+        )
+        try:
+            with nvml_errors(action):
+                try:
+                    # The call succeeds also where nothing changed; its answer says whether the mode did.
+                    status = pynvml.nvmlDeviceSetMigMode(handle, int(on))
+                    if status != pynvml.NVML_SUCCESS:
+                        raise pynvml.NVMLError(status)
+                except pynvml.NVMLError_ResetRequired as error:
+                    raise waits from error
+        except DeviceBusyError as error:
+            raise busy_error(action, holders_of([handle]), "the GPU", _LOOK_AT_GPU) from error
+        after = mig_mode(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
+        if after is None or after[0] != on:
+            raise waits
+
+    @_whole
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
+        """The minor number of the GPU's device node as it is now; None if NVML does not tell."""
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
+            return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
+
+    # --- GPU instances -------------------------------------------------------------------------
+
+    @_whole
+    def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[GpuInstance, ...]:
+        """Every GPU instance of the GPU by placement, with or without compute instances; none while MIG
+        mode is off.
+
+        Raises: RetryableError rather than leave one out.
+        """
+        return self._instances(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
+
+    @_whole
+    def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
+        """Create a GPU instance at exactly this placement; its ID.
+
+        Raises: RetryableError where the placement is not free, MIG mode is off, or the driver took another.
+        """
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        action = f"create a GPU instance of profile {profile_id} at {_slices(placement)} of GPU {gpu_uuid}"
+        wanted = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
+        try:
+            with nvml_errors(action):
+                try:
+                    made = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement(
+                        handle, profile_id, ctypes.byref(wanted)
+                    )
+                except pynvml.NVMLError_InsufficientResources as error:
+                    raise RetryableError(
+                        f"{action}: the driver has no room there; {self._what_is_there(handle, gpu_uuid)}"
+                    ) from error
+        except NotSupportedError as error:
+            mode = mig_mode(handle, gpu_uuid)
+            if mode is None or mode[0]:
+                raise
+            raise RetryableError(f"{action}: MIG mode is off; it was switched off meanwhile") from error
+        try:
+            with nvml_errors(f"{action}: read it back"):
+                info = pynvml.nvmlGpuInstanceGetInfo(made)
+            found, where = int(info.profileId), placement_of(info)
+            if (found, where) != (profile_id, placement):
+                raise RetryableError(f"{action}: the driver made profile {found} at {_slices(where)} instead")
+        except DraDriverError as error:
+            _take_back(error, pynvml.nvmlGpuInstanceDestroy, made)
+            raise
+        return int(info.id)
+
+    @_whole
+    def destroy(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> None:
+        """Destroy a GPU instance; one that is gone is fine.
+
+        Raises: DeviceBusyError while a process or a compute instance is in it.
+        """
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
+        if instance is None:
+            return
+        action = f"destroy GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
+        try:
+            with nvml_errors(action):
+                try:
+                    pynvml.nvmlGpuInstanceDestroy(instance)
+                except pynvml.NVMLError_NotFound:
+                    return
+        except DeviceBusyError as error:
+            inside = _compute_instances_in(instance)
+            holders = holders_of(device for *_, device in inside)
+            if inside and not holders:
+                left = ", ".join(f"{number} ({uuid})" for number, uuid, _ in inside)
+                raise DeviceBusyError(
+                    f"{action}: compute instances are in it, {left}; destroy them first"
+                ) from error
+            raise busy_error(action, holders, "it", _LOOK_AT_CAPS) from error
+
+    # --- compute instances ---------------------------------------------------------------------
+
+    @_whole
+    def compute_instances(
+        self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int
+    ) -> tuple[tuple[int, str], ...]:
+        """The compute instances in a GPU instance as (ID, UUID of the MIG device); none in a GPU instance
+        that is gone."""
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
+        if instance is None:
+            return ()
+        action = f"list the compute instances of GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
+        with nvml_errors(action):
+            try:
+                return tuple(sorted(compute_identity(row) for row in compute_instance_handles(instance)))
+            except pynvml.NVMLError_NotFound as error:
+                if gpu_instance_handle(handle, gpu_uuid, gpu_instance_id) is None:
+                    return ()
+                raise RetryableError(f"{action}: one was destroyed meanwhile") from error
+
+    @_whole
+    def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
+        """Create the compute instance that takes all of a GPU instance, as (ID, UUID of the MIG device).
+        Nothing is left behind where it fails.
+
+        Raises: RetryableError if the GPU instance is gone, or has compute instances already.
+        """
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
+        instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
+        if instance is None:
+            raise RetryableError(f"{action}: the GPU instance is gone; somebody destroyed it")
+        profiles = self._table(handle, gpu_uuid)
+        with nvml_errors(action):
+            profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
+            offered = compute_profiles(instance)
+            chosen = None if profile is None else whole_compute_profile(offered, profile)
+            if chosen is None:
+                raise NotSupportedError(f"{action}: NVML offers none that takes all of the GPU instance")
+            made = pynvml.nvmlGpuInstanceCreateComputeInstance(instance, chosen)
+        try:
+            with nvml_errors(f"{action}: read it back"):
+                return compute_identity(made)
+        except DraDriverError as error:
+            _take_back(error, pynvml.nvmlComputeInstanceDestroy, made)
+            raise
+
+    @_whole
+    def destroy_compute(
+        self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int, compute_instance_id: int
+    ) -> None:
+        """Destroy a compute instance; one that is gone is fine.
+
+        Raises: DeviceBusyError while a process uses it.
+        """
+        handle = gpu_handle(gpu_uuid, pci_bus_id)
+        instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
+        if instance is None:
+            return
+        action = f"destroy compute instance {compute_instance_id} of GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
+        try:
+            with nvml_errors(action):
+                try:
+                    compute = pynvml.nvmlGpuInstanceGetComputeInstanceById(instance, compute_instance_id)
+                    pynvml.nvmlComputeInstanceDestroy(compute)
+                except pynvml.NVMLError_NotFound:
+                    return
+        except DeviceBusyError as error:
+            inside = _compute_instances_in(instance)
+            devices = [device for number, _, device in inside if number == compute_instance_id]
+            raise busy_error(action, holders_of(devices), "it", _LOOK_AT_CAPS) from error
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def _instances(self, handle: Handle, gpu_uuid: str) -> tuple[GpuInstance, ...]:
+        mode = mig_mode(handle, gpu_uuid)
+        if mode is None or not mode[0]:
+            return ()
+        return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
+
+    def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
+        """The GPU's profiles by ID, read once for each driver version. Raises: RetryableError if incomplete."""
+        with nvml_errors("read the driver version"):
+            key = (gpu_uuid, str(pynvml.nvmlSystemGetDriverVersion()))
+        known = self._profiles.get(key)
+        if known is None:
+            faults: list[DiscoveryFault] = []
+            known = read_profiles(handle, Gpu(uuid=gpu_uuid), faults)
+            if faults:
+                raise RetryableError(faults[0].text)
+            self._profiles[key] = known
+        return known
+
+    def _what_is_there(self, handle: Handle, gpu_uuid: str) -> str:
+        """For people: the GPU instances of a GPU."""
+        try:
+            found = self._instances(handle, gpu_uuid)
+        except DraDriverError:
+            return "what is there cannot be read"
+        rows = [
+            f"{item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
+            for item in found
+        ]
+        return f"GPU instances there: {', '.join(rows) or 'none'}"
+
+
+def _slices(placement: Placement) -> str:
+    return f"memory slices {placement.start}-{placement.start + placement.size - 1}"
+
+
+def _take_back(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
+    """Destroy what was made before `error`. Raises: `error` with a text that says so, where that fails."""
+    try:
+        with nvml_errors("destroy it again"):
+            destroy(made)
+    except DraDriverError as second:
+        raise type(error)(f"{error}; what was made is still there ({second})") from error
+
+
+def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
+    """(ID, UUID, handle of the MIG device) of what can be read; this only explains an error."""
+    found = []
+    try:
+        for compute in compute_instance_handles(instance):
+            number, uuid = compute_identity(compute)
+            found.append((number, uuid, pynvml.nvmlComputeInstanceGetInfo(compute).device))
+    except pynvml.NVMLError:
+        return found
+    return found

@@ -1,0 +1,54 @@
+"""One look at how busy a GPU is: memory, utilisation, temperature, power, each best effort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pynvml
+
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
+from dra_driver.model.load import GpuLoad
+from dra_driver.nvml.failures import supported
+from dra_driver.nvml.health import find_gpu
+
+T = TypeVar("T")
+Handle = Any
+
+
+def read_load(uuid: str) -> GpuLoad:
+    """What the GPU tells; what it does not tell, or fails to tell, is None.
+
+    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be found
+    for another reason.
+    """
+    handle = find_gpu(uuid)
+    memory = _ask(_memory, handle)
+    rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return GpuLoad(
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        utilisation_percent=None if rates is None else int(rates.gpu),
+        temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+    )
+
+
+def _ask(call: Callable[..., T], *args: object) -> T | None:
+    try:
+        return supported(call, *args)
+    except (DeviceLostError, NvmlUnavailableError):
+        raise
+    except DraDriverError:
+        return None
+
+
+def _memory(handle: Handle) -> Any:
+    """The newer call, which does not count as used what the driver keeps for itself; the older where it is missing."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)

@@ -1,0 +1,127 @@
+"""Which GPUs can be cut into MIG devices on demand, and into which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile
+from dra_driver.nvml.instance_handles import gpu_handle, mig_mode, read_gpu_instances
+from dra_driver.nvml.mig import read_placed_profiles
+from dra_driver.nvml.readings import FaultLog
+
+Handle = Any
+
+_RESETLESS_MIG = getattr(pynvml, "NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED", 184)
+_VGPU_GUEST = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
+_FIRST_RESETLESS_ARCHITECTURE = getattr(pynvml, "NVML_DEVICE_ARCH_HOPPER", 9)
+_UNKNOWN_ARCHITECTURE = pynvml.NVML_DEVICE_ARCH_UNKNOWN
+
+
+class PartitionReader:
+    """Reads `Gpu.partitioning`. The tables of profiles are kept for a GPU and driver version, since they
+    never change; what exists on the GPU is read each time. `unread` are the GPUs of which something could not be
+    read when it was last tried."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[str, str | None], tuple[PlacedProfile, ...]] = {}
+        self._last: dict[tuple[str, str | None], Partitioning] = {}
+        self.unread: set[str] = set()
+
+    def read(
+        self, handle: Handle, gpu: Gpu, driver_version: str | None
+    ) -> tuple[Partitioning | None, list[DiscoveryFault]]:
+        """How the GPU can be cut, with every GPU instance that exists as `withheld` and nothing as
+        `possible` yet, and what could not be read. None where MIG devices cannot be made on it: no MIG, a
+        guest of vGPU software, a mode that is off and needs a reset to be on; or where a part of the table
+        or of the GPU instances cannot be read, since what is not seen cannot be kept clear of: then it is what was
+        read last, if anything was, and the GPU is `unread`.
+
+        Raises: DeviceLostError, NvmlUnavailableError.
+        """
+        log = FaultLog(f"GPU {gpu.uuid}")
+        self.unread.discard(gpu.uuid)
+        key = (gpu.uuid, driver_version)
+        found = self._read(handle, gpu, driver_version, log)
+        if found is None and gpu.uuid in self.unread:
+            return self._last.get(key), log.faults
+        if found is None:
+            self._last.pop(key, None)
+        else:
+            self._last[key] = found
+        return found, log.faults
+
+    def _read(
+        self, handle: Handle, gpu: Gpu, driver_version: str | None, log: FaultLog
+    ) -> Partitioning | None:
+        if not gpu.mig_capable:
+            return None
+        if log.read("virtualization mode", pynvml.nvmlDeviceGetVirtualizationMode, handle) == _VGPU_GUEST:
+            return None
+        changeable = _mode_is_changeable(log, handle)
+        if log.faults and (gpu.uuid, driver_version) in self._last:
+            self.unread.add(gpu.uuid)
+            return None
+        if not changeable and not gpu.mig_enabled:
+            return None
+        try:
+            profiles = self._table(handle, gpu, driver_version, log)
+            table = [row.profile for row in profiles]
+            existing = read_gpu_instances(handle, gpu.uuid, table) if gpu.mig_enabled else ()
+        except (DeviceLostError, NvmlUnavailableError):
+            raise
+        except DraDriverError as error:
+            log.faults.append(DiscoveryFault(log.subject, str(error)))
+            self.unread.add(gpu.uuid)
+            return None
+        if not profiles:
+            return None
+        return Partitioning(profiles=profiles, withheld=existing, offers_whole=changeable)
+
+    def _table(
+        self, handle: Handle, gpu: Gpu, driver_version: str | None, log: FaultLog
+    ) -> tuple[PlacedProfile, ...]:
+        """The whole table, or none of it with a fault."""
+        key = (gpu.uuid, driver_version)
+        known = self._tables.get(key)
+        if known is not None:
+            return known
+        faults: list[DiscoveryFault] = []
+        read = read_placed_profiles(handle, gpu, faults)
+        log.faults.extend(faults)
+        if faults:
+            self.unread.add(gpu.uuid)
+            return ()
+        if driver_version is not None:
+            self._tables[key] = read
+        return read
+
+
+def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+    """Whether a partitioned GPU is in MIG mode now, and every GPU instance on it.
+
+    Raises: DeviceLostError, NvmlUnavailableError; RetryableError rather than leave one out.
+    """
+    handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+    mode = mig_mode(handle, gpu.uuid)
+    if mode is None or not mode[0]:
+        return False, ()
+    profiles = gpu.partitioning.profiles if gpu.partitioning is not None else ()
+    return True, read_gpu_instances(handle, gpu.uuid, [row.profile for row in profiles])
+
+
+def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
+    """Whether MIG mode takes effect without a reset of the GPU; by its generation where NVML does not say."""
+    answers = log.read("MIG without reset", pynvml.nvmlDeviceGetFieldValues, handle, [_RESETLESS_MIG])
+    if answers is not None and answers[0].nvmlReturn == pynvml.NVML_SUCCESS:
+        return bool(answers[0].value.uiVal)
+    architecture = log.read("architecture", pynvml.nvmlDeviceGetArchitecture, handle)
+    return (
+        architecture is not None
+        and architecture != _UNKNOWN_ARCHITECTURE
+        and architecture >= _FIRST_RESETLESS_ARCHITECTURE
+    )

@@ -1,0 +1,1 @@
+"""The checks of `doctor`: functions that look at one thing each and return what they saw."""

@@ -1,0 +1,70 @@
+"""What happened to the health of the GPUs since the start, for people and for counters."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import structlog
+
+from dra_driver.model.health import HealthChange, HealthState
+
+_log = structlog.get_logger(__name__)
+
+_KEPT = 32
+
+
+class HealthHistory:
+    """The last changes of each GPU, and its Xids by number. `listener` hears of each change, but of repetitions of
+    the same only the first."""
+
+    def __init__(self, listener: Callable[[HealthChange], None]) -> None:
+        self._listener = listener
+        self._changes: dict[str, deque[HealthChange]] = {}
+        self._xids: Counter[tuple[str, int]] = Counter()
+
+    def of(self, gpu_uuid: str) -> Sequence[HealthChange]:
+        """The last changes of a GPU and its instances, oldest first."""
+        return tuple(self._changes.get(gpu_uuid, ()))
+
+    def xid_counts(self) -> Mapping[tuple[str, int], int]:
+        """How often each GPU UUID reported each Xid."""
+        return dict(self._xids)
+
+    def count_xid(self, gpu_uuid: str, number: int) -> None:
+        """One more."""
+        self._xids[gpu_uuid, number] += 1
+
+    def add(self, change: HealthChange) -> None:
+        """Keep, log and tell a change. A program that fails over and over fills neither log nor history."""
+        entries = self._changes.setdefault(change.subject.gpu_uuid, deque(maxlen=_KEPT))
+        if entries and change == replace(entries[-1], at=change.at, times=change.times):
+            entries[-1] = replace(entries[-1], at=change.at, times=entries[-1].times + 1)
+            return
+        entries.append(change)
+        _tell(change)
+        try:
+            self._listener(change)
+        except Exception:  # noqa: BLE001  whoever listens must not end the watch
+            _log.exception("health_listener_failed")
+
+
+def change_between(before: HealthState, after: HealthState, now: int) -> HealthChange:
+    """The entry for a state that became another."""
+    known = {reason.name: reason.text for reason in before.reasons}
+    active = {reason.name: reason.text for reason in after.reasons}
+    came = [text for name, text in active.items() if known.get(name) != text]
+    went = [f"over: {text}" for name, text in known.items() if name not in active]
+    return HealthChange(after.subject, now, before.severity, after.severity, "; ".join(came + went))
+
+
+def _tell(change: HealthChange) -> None:
+    log = _log.warning if change.after > change.before else _log.info
+    log(
+        "health_changed",
+        subject=str(change.subject),
+        before=change.before.name.lower(),
+        after=change.after.name.lower(),
+        reasons=change.text,
+    )

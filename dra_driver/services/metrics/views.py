@@ -1,0 +1,305 @@
+"""What is asked at each scrape. Each view is registered when the part that it asks is there."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Protocol, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from dra_driver.core.taints import device_reasons
+from dra_driver.model.health import Condition, HealthState, HealthStates, Severity, Subject, condition
+from dra_driver.model.inventory import Inventory, MigPartition, OfferedDevice, WholeGpu
+from dra_driver.model.mps import MPS_STATES
+from dra_driver.model.record import ClaimRecord
+from dra_driver.services.metrics.readings import Read, Readings
+
+_PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
+_OFFERED_TYPES = ("gpu", "mig", "possible_mig")
+_CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+
+Instances = Mapping[str, tuple[int, int]]
+"""GPU and compute instance ID of MIG devices made on demand, by device name."""
+Samples = Mapping[tuple[str, ...], float]
+InventorySource = Callable[[], Inventory | None]
+
+
+class Health(Protocol):
+    """What is known of the GPUs' health; answers at once."""
+
+    def states(self) -> HealthStates:
+        """Every state by its subject."""
+
+    def is_fresh(self, gpu_uuid: str) -> bool:
+        """Whether the last look at the GPU is recent enough to say anything."""
+
+    def xid_counts(self) -> Mapping[tuple[str, int], int]:
+        """How often each GPU UUID reported each Xid since the start."""
+
+
+class Notices(Protocol):
+    """What counts the events and claim states that were to be told through the API server."""
+
+    @property
+    def written(self) -> int:
+        """Taken by the API server."""
+
+    @property
+    def dropped(self) -> int:
+        """Never sent."""
+
+    @property
+    def failed(self) -> int:
+        """Refused."""
+
+
+class Views:
+    """Registers what a scrape asks for; each method once."""
+
+    def __init__(
+        self, driver: str, node: str, readings: Readings, added: Callable[[str], None] = lambda source: None
+    ) -> None:
+        """`added` hears of the name of each source."""
+        self._driver = driver
+        self._node = node
+        self._readings = readings
+        self._added = added
+
+    def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
+        """The type of each device that is prepared, from the records: so it is right after a restart too."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
+            yield _gauge(
+                "nvidia_dra_prepared_devices",
+                "Devices that are prepared for claims.",
+                ("node", "driver", "device_type"),
+                {(self._node, self._driver, kind): tally[kind] for kind in _PREPARED_TYPES},
+            )
+
+        self._add("prepared", read, waits=True)
+
+    def claims(
+        self,
+        records: Callable[[], Iterable[ClaimRecord]],
+        made_uuid: Callable[[str], str | None] = lambda device: None,
+    ) -> None:
+        """Which claim has which device. `made_uuid` answers the UUID that a MIG device made on demand has now."""
+
+        def read() -> Iterator[Metric]:
+            samples: dict[tuple[str, ...], float] = {}
+            for record in records():
+                if record.phase != "prepared":
+                    continue
+                for held in record.devices:
+                    uuid = held.uuid or made_uuid(held.device) or ""
+                    ref = record.ref
+                    kind = held.kind if held.kind in _PREPARED_TYPES else "unknown"
+                    claim = (self._driver, self._node, ref.namespace, ref.name, ref.uid)
+                    samples[*claim, held.device, kind, uuid, held.gpu_uuid] = 1
+            yield _gauge(
+                "nvidia_dra_claim_info",
+                "1 for each prepared device of a claim; `parent_uuid` is the physical GPU's.",
+                (
+                    "driver", "node", "namespace", "claim", "claim_uid", "device", "device_type", "uuid", "parent_uuid",
+                ),
+                samples,
+            )  # fmt: skip
+
+        self._add("claims", read, waits=True)
+
+    def devices(
+        self, inventory: InventorySource, health: Health | None, instances: Callable[[], Instances]
+    ) -> None:
+        """The devices on offer; without `health` it is unknown how they are. `instances` may read files."""
+
+        def read() -> Iterator[Metric]:
+            found, made = inventory(), instances()
+            tally: Tally[tuple[str, str]] = Tally()
+            for device in found.devices() if found else ():
+                tally[_type_of(device), _condition_of(device, health, made)] += 1
+            yield _gauge(
+                "nvidia_dra_devices",
+                "Devices on offer; `possible_mig` are those that are made when a claim needs them.",
+                ("driver", "device_type", "health"),
+                {
+                    (self._driver, kind, word): tally[kind, word]
+                    for kind in _OFFERED_TYPES
+                    for word in _CONDITIONS
+                },
+            )
+
+        self._add("devices", read, waits=True)
+
+    def inventory(self, inventory: InventorySource) -> None:
+        """What discovery found."""
+        self._add("inventory", partial(self._read_inventory, inventory))
+
+    def health(self, inventory: InventorySource, health: Health) -> None:
+        """The health of the physical GPUs; lost ones are told though discovery does not show them any more."""
+        self._add("health", partial(self._read_health, inventory, health))
+
+    def publishing(self, problem: Callable[[], str | None], slices: Callable[[], int]) -> None:
+        """Whether the slices are as they should be, and how many the API server has of this node."""
+
+        def read() -> Iterator[Metric]:
+            yield self._one(
+                "nvidia_dra_publish_problem",
+                "1 while the slices in the API server are not what they should be.",
+                problem() is not None,
+            )
+            yield self._one("nvidia_dra_published_slices", "Slices of this node in the API server.", slices())
+
+        self._add("publishing", read)
+
+    def stuck_mig(self, stuck: Callable[[], Iterable[str]]) -> None:
+        """MIG devices that should be gone and are still there."""
+        text = "MIG devices that no claim uses and that cannot be destroyed."
+        self._show_one("mig", "nvidia_dra_mig_devices_stuck", text, lambda: sum(1 for _ in stuck()))
+
+    def partitions_unsupported(self, value: Callable[[], bool]) -> None:
+        """Whether the API server cannot count partitions though they are wanted."""
+        text = "1 where MIG devices on demand are wanted but the API server cannot count partitions."
+        self._show_one("partitions", "nvidia_dra_partitions_unsupported", text, value)
+
+    def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
+        """Whether there is no problem, as the page /readyz tells."""
+        text = "1 while the page /readyz tells no problem."
+        self._show_one("readiness", "nvidia_dra_ready", text, lambda: not [*problems()])
+
+    def mps(self, states: Callable[[], Iterable[str]]) -> None:
+        """The state of each MPS daemon of the node."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(states())
+            yield self._gauge_by(
+                "nvidia_dra_mps_daemons",
+                "MPS control daemons of the node.",
+                ("state",),
+                {(state,): tally[state] for state in MPS_STATES},
+            )
+
+        self._add("mps", read, waits=True)
+
+    def notices(self, notices: Notices) -> None:
+        """Events and claim states."""
+
+        def read() -> Iterator[Metric]:
+            family = CounterMetricFamily(
+                "nvidia_dra_notices",
+                "Events and claim states for the API server: taken (`written`), refused (`failed`), or `dropped`.",
+                labels=("driver", "outcome"),
+            )
+            for outcome in ("written", "dropped", "failed"):
+                family.add_metric((self._driver, outcome), getattr(notices, outcome))
+            yield family
+
+        self._add("notices", read)
+
+    def _read_inventory(self, inventory: InventorySource) -> Iterator[Metric]:
+        found = inventory() or Inventory()
+        driver, cuda = found.versions.driver, found.versions.cuda
+        info = InfoMetricFamily(
+            "nvidia_dra_gpu_driver",
+            "Versions of the installed NVIDIA driver; empty while unknown.",
+            labels=("driver",),
+        )
+        version = {"version": driver or "", "cuda": ".".join(map(str, cuda or ()))}
+        info.add_metric((self._driver,), version)
+        yield info
+        yield self._one(
+            "nvidia_dra_discovery_faults",
+            "What discovery could not read: GPUs or single attributes of them.",
+            len(found.faults),
+        )
+        made: Tally[tuple[str, ...]] = Tally(
+            (gpu.uuid, mig.profile.name) for gpu in found.gpus for mig in gpu.mig_devices
+        )
+        yield self._gauge_by(
+            "nvidia_dra_mig_devices", "MIG devices that exist, whoever made them.", ("uuid", "profile"), made
+        )
+
+    def _read_health(self, inventory: InventorySource, health: Health) -> Iterator[Metric]:
+        states = health.states()
+        found = inventory()
+        known = {gpu.uuid for gpu in found.gpus} if found else set()
+        known |= {subject.gpu_uuid for subject, state in states.items() if state.severity == Severity.LOST}
+        fresh = {uuid: health.is_fresh(uuid) for uuid in sorted(known)}
+        severities: dict[tuple[str, ...], float] = {
+            (uuid,): Severity.OK for uuid, is_fresh in fresh.items() if is_fresh
+        }
+        reasons: dict[tuple[str, ...], float] = {}
+        for subject, state in states.items():
+            uuid = subject.gpu_uuid
+            if (uuid,) not in severities:
+                continue
+            if not subject.is_instance:
+                severities[uuid,] = state.severity
+            for reason in state.reasons:
+                reasons[uuid, reason.key] = max(reason.severity, reasons.get((uuid, reason.key), 0))
+        yield self._gauge_by(
+            "nvidia_dra_gpu_severity",
+            "0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the GPU.",
+            ("uuid",),
+            severities,
+        )
+        yield self._gauge_by(
+            "nvidia_dra_gpu_reason",
+            "Severity of what is wrong with a GPU or an instance of it, by kind of reason.",
+            ("uuid", "reason"),
+            reasons,
+        )
+        yield self._gauge_by(
+            "nvidia_dra_gpu_monitored",
+            "1 while the health of the GPU is known, 0 once the last look at it is too old.",
+            ("uuid",),
+            {(uuid,): is_fresh for uuid, is_fresh in fresh.items()},
+        )
+        xids = CounterMetricFamily(
+            "nvidia_dra_gpu_xids",
+            "Xid errors that the GPU reported since the start of the driver.",
+            labels=("driver", "uuid", "xid"),
+        )
+        for (uuid, number), count in health.xid_counts().items():
+            xids.add_metric((self._driver, uuid, str(number)), count)
+        yield xids
+
+    def _add(self, source: str, read: Read, *, waits: bool = False) -> None:
+        self._added(source)
+        self._readings.add(source, read, waits=waits)
+
+    def _show_one(self, source: str, name: str, text: str, value: Callable[[], float]) -> None:
+        self._add(source, lambda: (self._one(name, text, value()),))
+
+    def _one(self, name: str, text: str, value: float) -> Metric:
+        return self._gauge_by(name, text, (), {(): value})
+
+    def _gauge_by(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+        """A gauge that bears the driver's name besides its labels."""
+        named = {(self._driver, *values): value for values, value in samples.items()}
+        return _gauge(name, text, ("driver", *labels), named)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples.items():
+        family.add_metric(values, float(value))
+    return family
+
+
+def _type_of(device: OfferedDevice) -> str:
+    if isinstance(device, WholeGpu):
+        return "gpu"
+    return "mig" if isinstance(device, MigPartition) else "possible_mig"
+
+
+def _condition_of(device: OfferedDevice, health: Health | None, instances: Instances) -> Condition:
+    """One word for all that hits a device: its GPU, its instance."""
+    if health is None:
+        return "unknown"
+    reasons = device_reasons(device, health.states(), instances)
+    state = HealthState(Subject(device.gpu.uuid), reasons)
+    return condition(state, is_fresh=health.is_fresh(device.gpu.uuid))

@@ -1,0 +1,110 @@
+"""The steps that make MIG devices and take GPUs out of MIG mode, with their undos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import structlog
+
+from dra_driver.core.planning import Plan
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DeviceBusyError,
+    DeviceLostError,
+    DraDriverError,
+    DriverGoneError,
+    NotSupportedError,
+    NvmlUnavailableError,
+)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
+from dra_driver.services.deadlines import seconds_for
+from dra_driver.services.migdevices import MigDevices
+from dra_driver.services.migusers import MigUsers
+
+_log = structlog.get_logger(__name__)
+
+_BUSY_S = 0.5
+
+
+def _still_there() -> bool:
+    return False
+
+
+class MigSteps:
+    """Does and undoes `CreateMig` and `LeaveMigMode`. The caller holds the GPU's lock."""
+
+    def __init__(
+        self,
+        devices: MigDevices,
+        users: MigUsers,
+        caps_exist: Callable[[int, int, int], bool],
+        *,
+        driver_is_gone: Callable[[], bool] = _still_there,
+        operation: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`caps_exist` tells of a GPU's minor number, a GPU instance and a compute instance whether the driver
+        shows their capability files; `driver_is_gone` whether the host has no driver loaded. A whole step is
+        done within `operation`, which keeps NVML initialised and waits for it."""
+        self._devices = devices
+        self._users = users
+        self._caps_exist = caps_exist
+        self._driver_is_gone = driver_is_gone
+        self._operation = operation
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Have the device exist, or the GPU whole. Raises: ClaimRefusedError, RetryableError, StateError."""
+        try:
+            with self._operation():
+                if isinstance(step, CreateMig):
+                    self._devices.create(step)
+                elif isinstance(step, LeaveMigMode):
+                    self._devices.make_whole(step)
+        except NotSupportedError as error:
+            raise ClaimRefusedError(
+                f"{error}; delete the pod and its claim so that they are allocated anew"
+            ) from error
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Destroy the device with the last claim that uses it. Raises: DeviceBusyError, RetryableError."""
+        if not isinstance(step, CreateMig) or self._users.of(step.device, besides=record.ref.uid) is not None:
+            return
+        where = (step.gpu_uuid, step.pci_bus_id)
+        try:
+            patience = seconds_for(f"destroy MIG device {step.device}", _BUSY_S)
+            with self._operation():
+                self._devices.destroy(step.device, where, patience_s=patience)
+        except DeviceBusyError as error:
+            self._devices.let_go(step.device)
+            raise DeviceBusyError(
+                f"MIG device {step.device} cannot be destroyed yet: {error}; it is tried again in the background"
+            ) from error
+        except DraDriverError as error:
+            if not self._is_gone_too(error):
+                self._devices.let_go(step.device)
+                raise
+            self._devices.abandon(step.device)
+            _log.warning("mig_device_abandoned", device=step.device, reason=str(error))
+
+    def _is_gone_too(self, error: DraDriverError) -> bool:
+        """GPU instances vanish with the driver and with the GPU; what comes back is looked at again. While NVML
+        is only being initialised anew, the device is there."""
+        if isinstance(error, DriverGoneError | DeviceLostError):
+            return True
+        return isinstance(error, NvmlUnavailableError) and self._driver_is_gone()
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether the device was made in this boot and the driver still shows its capability files."""
+        if not isinstance(step, CreateMig):
+            return True
+        entry = self._devices.realised(step.device)
+        if entry is None:
+            return False
+        minor, gpu_instance, compute = entry.gpu_minor, entry.gpu_instance_id, entry.compute_instance_id
+        if minor is None or gpu_instance is None or compute is None:
+            return False
+        return self._caps_exist(minor, gpu_instance, compute)
+
+    def forget(self, claim_uid: str) -> None:
+        """Nothing of it bears a claim's name; what a lost claim used is cleared away in the background."""

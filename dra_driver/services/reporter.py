@@ -1,0 +1,268 @@
+"""Telling what became of claims and MIG devices: to metrics at once, to users through the announcer's queue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import structlog
+
+from dra_driver.core.claimstate import device_statuses
+from dra_driver.errors import DraDriverError
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.health import HealthChange, Severity
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.notices import (
+    CLAIM_RECOVERED,
+    GPU_LOST,
+    GPU_RECOVERED,
+    GPU_UNHEALTHY,
+    MIG_DESTROY_DELAYED,
+    MIG_DEVICE_CREATED,
+    MIG_DEVICE_DESTROYED,
+    MIG_MODE_CHANGED,
+    MIG_MODE_FAILED,
+    PARTITIONS_NOT_SUPPORTED,
+    PREPARE_FAILED,
+    SCHEDULER_OUTDATED,
+    UNPREPARE_FAILED,
+    DeviceStatus,
+)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
+
+_log = structlog.get_logger(__name__)
+
+_MOST_REMEMBERED = 1024
+
+MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
+
+
+class Announcer(Protocol):
+    """The queue of what users get to see; never waits, never raises."""
+
+    def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
+        """An event for a claim and its pods."""
+
+    def minor_claim_event(self, ref: ClaimRef, reason: str, message: str) -> None:
+        """An event for a claim alone, that may be left out."""
+
+    def node_event(self, reason: str, message: str, *, warning: bool, minor: bool = False) -> None:
+        """An event for this node; a `minor` one may be left out."""
+
+    def claim_status(
+        self, ref: ClaimRef, devices: Sequence[DeviceStatus], written: Callable[[], None]
+    ) -> None:
+        """The state of our devices in a claim; `written` is called once that was written."""
+
+
+class Counters(Protocol):
+    """Metrics."""
+
+    def prepared(self, duration_s: float, error: Exception | None) -> None:
+        """A Prepare ended."""
+
+    def unprepared(self, duration_s: float, error: Exception | None) -> None:
+        """An Unprepare ended."""
+
+    def waited(self, duration_s: float) -> None:
+        """A Prepare waited for a device that another claim had to let go of."""
+
+    def mig_changed(self, action: MigAction, duration_s: float, error: Exception | None) -> None:
+        """A MIG device was made or destroyed, a MIG mode switched on or off, or could not be."""
+
+
+@dataclass(slots=True)
+class _State:
+    """A claim's state as it was given to the announcer, and whether the API server took it."""
+
+    devices: tuple[DeviceStatus, ...]
+    is_written: bool = False
+
+    def written(self) -> None:
+        self.is_written = True
+
+
+class Reporter:
+    """Observes the preparer and the MIG engine.
+
+    A claim's state is only given to the announcer when it differs from what this process wrote last: the kubelet
+    prepares every claim again after each restart of its own.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        announcer: Announcer,
+        inventory: Callable[[], Inventory | None],
+        realised: Callable[[str], OwnedInstance | None],
+        users: Callable[[str], ClaimRef | None],
+        holders: Callable[[str], Sequence[ClaimRef]],
+        freed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`users` answers a claim whose record asks for a MIG device that is made on demand, `holders` all claims
+        that hold something of a GPU, by its UUID. `freed` is called when a claim was unprepared."""
+        self._counters = counters
+        self._announcer = announcer
+        self._inventory = inventory
+        self._realised = realised
+        self._users = users
+        self._holders = holders
+        self._lock = threading.Lock()
+        self._freed = freed
+        self._states: dict[str, _State] = {}  # by claim UID
+
+    def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
+        """A claim is prepared."""
+        self._counters.prepared(duration_s, None)
+        if record is None:
+            return
+        try:
+            statuses = device_statuses(record, self._inventory(), self._realised)
+        except DraDriverError as error:
+            _log.warning("claim_status_unknown", claim_uid=ref.uid, reason=str(error))
+            return
+        with self._lock:
+            known = self._states.pop(ref.uid, None)
+            is_told = known is not None and known.is_written and known.devices == statuses
+            state = known if known is not None and is_told else _State(statuses)
+            while len(self._states) >= _MOST_REMEMBERED:
+                del self._states[next(iter(self._states))]
+            self._states[ref.uid] = state
+        if not is_told:
+            self._announcer.claim_status(ref, statuses, state.written)
+
+    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
+        """A claim is not prepared (any more); the API server removes its status with the allocation."""
+        self._counters.unprepared(duration_s, None)
+        with self._lock:
+            self._states.pop(ref.uid, None)
+        self._freed()
+
+    def waited(self, ref: ClaimRef, duration_s: float) -> None:
+        """A Prepare waited for another claim to let go of a device, in vain or not."""
+        self._counters.waited(duration_s)
+
+    def recovered(self, ref: ClaimRef, why: str) -> None:
+        """A claim that nobody would have unprepared any more was unprepared."""
+        text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
+        self._announcer.node_event(CLAIM_RECOVERED, text, warning=False)
+
+    def failed(
+        self,
+        action: Literal["prepare", "unprepare"],
+        ref: ClaimRef,
+        duration_s: float,
+        error: Exception,
+        told: str,
+    ) -> None:
+        """A claim could not be prepared or unprepared; the cause goes to the claim and to its pods."""
+        if action == "prepare":
+            self._counters.prepared(duration_s, error)
+            self._announcer.claim_event(ref, PREPARE_FAILED, told, warning=True)
+        else:
+            self._counters.unprepared(duration_s, error)
+            self._announcer.claim_event(ref, UNPREPARE_FAILED, told, warning=True)
+
+    def mig_changed(
+        self, action: MigAction, subject: str, duration_s: float, error: Exception | None
+    ) -> None:
+        """A MIG device (`subject` is its name) was made or destroyed, or the MIG mode of a GPU (its UUID) switched on
+        or off; or could not be. Of a device, called while the claim's record is there."""
+        self._counters.mig_changed(action, duration_s, error)
+        match action:
+            case "create" | "destroy":
+                self._device_changed(action, subject, duration_s, error)
+            case "mode-on" | "mode-off":
+                self._mode_changed(action.removeprefix("mode-"), subject, duration_s, error)
+
+    def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
+        if error is None:
+            text = f"Switched MIG mode of GPU {gpu_uuid} {wanted} in {duration_s:.2f} s"
+            self._announcer.node_event(MIG_MODE_CHANGED, text, warning=False, minor=True)
+        else:
+            text = f"MIG mode of GPU {gpu_uuid} could not be switched {wanted}: {error}"
+            self._announcer.node_event(MIG_MODE_FAILED, text, warning=True)
+
+    def _device_changed(
+        self, action: Literal["create", "destroy"], device: str, duration_s: float, error: Exception | None
+    ) -> None:
+        ref = self._claim_of(device)
+        if error is None:
+            reason, verb = (
+                (MIG_DEVICE_CREATED, "Created") if action == "create" else (MIG_DEVICE_DESTROYED, "Destroyed")
+            )
+            _log.info(
+                "mig_device_created" if action == "create" else "mig_device_destroyed",
+                device=device,
+                duration_s=round(duration_s, 4),
+            )
+            text = f"{verb} MIG device {device}{self._identity(device)} in {duration_s:.2f} s"
+            if ref is not None:
+                self._announcer.minor_claim_event(ref, reason, text)
+        elif action == "destroy":
+            text = f"MIG device {device} could not be destroyed and is tried again: {error}"
+            if ref is not None:
+                self._announcer.claim_event(ref, MIG_DESTROY_DELAYED, text, warning=True)
+            else:
+                self._announcer.node_event(MIG_DESTROY_DELAYED, text, warning=True)
+
+    def health_changed(self, change: HealthChange) -> None:
+        """A GPU or an instance went bad or well."""
+        gpu_uuid = change.subject.gpu_uuid
+        if change.after > change.before and change.after >= Severity.DEGRADED:
+            reason = GPU_LOST if change.after == Severity.LOST else GPU_UNHEALTHY
+            self._tell_health(gpu_uuid, reason, f"{change.subject}: {change.text}", warning=True)
+        elif change.before >= Severity.DEGRADED > change.after:
+            self._tell_health(gpu_uuid, GPU_RECOVERED, f"{change.subject}: {change.text}", warning=False)
+
+    def _tell_health(self, gpu_uuid: str, reason: str, text: str, *, warning: bool) -> None:
+        """On the node, and on every claim that holds something of the GPU."""
+        self._announcer.node_event(reason, text, warning=warning)
+        try:
+            holders = self._holders(gpu_uuid)
+        except DraDriverError as error:
+            _log.warning("holders_unknown", gpu_uuid=gpu_uuid, reason=str(error))
+            return
+        for ref in holders:
+            self._announcer.claim_event(ref, reason, text, warning=warning)
+
+    def partitions_missing(self, reason: str) -> None:
+        """The API server cannot count partitions, so that GPUs are only offered whole."""
+        text = f"MIG devices on demand are not offered: {reason}"
+        self._announcer.node_event(PARTITIONS_NOT_SUPPORTED, text, warning=True)
+
+    def scheduler_outdated(self, reason: str) -> None:
+        """The cluster's scheduler is known to give devices out twice."""
+        self._announcer.node_event(SCHEDULER_OUTDATED, reason, warning=True)
+
+    def _claim_of(self, device: str) -> ClaimRef | None:
+        try:
+            return self._users(device)
+        except DraDriverError:
+            return None
+
+    def _identity(self, device: str) -> str:
+        try:
+            made = self._realised(device)
+        except DraDriverError:
+            return ""
+        if made is None or made.uuid is None:
+            return ""
+        return f" ({made.uuid}, GPU instance {made.gpu_instance_id}, compute instance {made.compute_instance_id})"
+
+
+def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
+    """A claim whose record asks for the MIG device; None if there is none."""
+    for record in records:
+        if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
+            return record.ref
+    return None
+
+
+def claims_holding(gpu_uuid: str, records: Iterable[ClaimRecord]) -> list[ClaimRef]:
+    """The claims that hold something of a GPU, onlookers included."""
+    return [record.ref for record in records if gpu_uuid in record.gpu_uuids]

@@ -1,0 +1,357 @@
+"""Waiting for devices that other claims are about to let go of.
+
+A Prepare whose device is held goes through these states; no lock is held in any but the first:
+
+    trying ──held──▶ asking ──a holder stays──▶ refused, the holder is named
+      ▲  │             │ each is on its way out
+      │  └─busy──┐     ▼
+      │          └▶ waiting ──the call is over──▶ failed for now; the kubelet asks again
+      └──────────────────┘
+        a holder's record is another one or gone, who was ahead has left, or it is time to ask again
+
+| Where | A crash there leaves | Undo |
+|---|---|---|
+| asking, waiting | nothing: the place in line and what the API server said are in memory only | none |
+| between the release and the next try | the device free; who asks next gets it | none |
+| after the try | what Prepare itself leaves: a record | Unprepare |
+
+So a call that ended in vain loses nothing but its place: the kubelet's next one goes on.
+
+*In line*: claims that want one device are served in the order in which they began to wait. Who comes later finds those
+before it as if they held the device already. A place is given up when the call ends, whatever its outcome, and when
+the waiting claim is unprepared. The other instance of a rolling update has a line of its own: order is not kept
+between the two, but a device is still given out once, because records and locks are shared.
+
+*On its way out* is a claim whose Unprepare is under way in this process, or of which the API server says so
+(`core.staleness`), or which the kubelet wanted unprepared though that could not be finished: then whoever waits
+finishes it, as the kubelet's next try may be long in coming. If the API server says nothing, a holder is taken to
+stay: nobody waits in doubt. Where it said so a moment ago, or for good, that holds.
+
+*Woken* by the end of each Unprepare here. An Unprepare in the other instance is noticed by looking at the holder's
+record, ten times a second, only while somebody waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from dra_driver.core.holding import Conflict, DeviceHeldError
+from dra_driver.core.staleness import departure
+from dra_driver.errors import ClaimRefusedError, DeviceBusyError, DraDriverError, RetryableError
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
+from dra_driver.model.record import ClaimRecord, HeldDevice
+
+_log = structlog.get_logger(__name__)
+
+
+class Holders(Protocol):
+    """The claims in the API server."""
+
+    def look(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        """The claim that bears the name now, None if there is none. Raises: DraDriverError if that is not sure."""
+
+
+class Records(Protocol):
+    """The claim records."""
+
+    def get(self, uid: str) -> ClaimRecord | None:
+        """One claim's record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long is waited for what, in seconds. `busy_s` bounds the waiting for a device that no claim holds: what uses
+    it may be a monitor, which never lets go; `stop_s` is how long a driver that is being stopped still waits."""
+
+    poll_s: float = 0.1
+    ask_again_s: float = 3.0
+    ask_s: float = 3.0
+    doubt_s: float = 10.0
+    busy_s: float = 10.0
+    busy_pause_s: float = 0.5
+    stop_s: float = 5.0
+
+
+def _nobody(_holder: ClaimRef) -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One Prepare of one claim; its number is its place in line, None as long as it stands in none."""
+
+    claim: AllocatedClaim
+    deadline: float
+    number: int | None = None
+    wanted: tuple[HeldDevice, ...] = ()
+    began: float | None = None
+    busy_since: float | None = None
+    withdrawn: bool = False
+    leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By the UID of a holder: why it lets go, and until when (the clock's time) that holds without asking."""
+
+
+class Releases:
+    """Who waits for which device, and which Unprepares are under way in this process. For many threads."""
+
+    def __init__(
+        self,
+        holders: Holders,
+        records: Records,
+        driver: str,
+        *,
+        on_wait: Callable[[ClaimRef], None] = _nobody,
+        patience: Patience = Patience(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_wait` hears of a holder for whose release somebody begins to wait; it must neither block nor raise."""
+        self._holders = holders
+        self._records = records
+        self._driver = driver
+        self._on_wait = on_wait
+        self._patience = patience
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._numbers = 0
+        self._line: list[Place] = []
+        self._unpreparing: Counter[str] = Counter()
+        self._preparing: Counter[str] = Counter()
+        self._unfinished: dict[str, int] = {}
+        self._stop_by: float | None = None
+
+    def stop(self) -> None:
+        """The driver is being stopped: whoever waits gets a few seconds more, then fails for now."""
+        with self._changed:
+            self._stop_by = self._clock() + self._patience.stop_s
+            self._notify()
+
+    # --- what is under way ---------------------------------------------------------------------
+
+    @contextmanager
+    def unpreparing(self, uid: str) -> Iterator[None]:
+        """The claim is being unprepared: those who wait for its devices wait on, and are woken at the end."""
+        try:
+            with self._counted(self._unpreparing, uid):
+                yield
+        finally:
+            with self._changed:
+                for place in self._line:
+                    place.withdrawn |= place.claim.ref.uid == uid
+                self._notify()
+
+    @contextmanager
+    def preparing(self, uid: str) -> Iterator[None]:
+        """The claim is being prepared, or waits to be."""
+        with self._counted(self._preparing, uid):
+            yield
+
+    def is_preparing(self, uid: str) -> bool:
+        """Whether a Prepare of the claim is under way in this process."""
+        with self._changed:
+            return self._preparing[uid] > 0
+
+    def note_unprepared(self, uid: str, unfinished_since_ns: int | None = None) -> None:
+        """The kubelet's Unprepare of a claim ended; with a moment (time.monotonic_ns()) it began then and could not be
+        finished now, so that whoever waits for the claim's devices may finish it."""
+        with self._changed:
+            self._unfinished.pop(uid, None)
+            if unfinished_since_ns is not None:
+                self._unfinished[uid] = unfinished_since_ns
+
+    def unfinished(self, uid: str) -> int | None:
+        """When the Unprepare of a claim began that could not be finished; None if there is none."""
+        with self._changed:
+            return self._unfinished.get(uid)
+
+    @property
+    def waiting(self) -> list[str]:
+        """UIDs of the claims that wait for holders, in their order."""
+        with self._changed:
+            return [place.claim.ref.uid for place in self._line if place.began is not None]
+
+    @contextmanager
+    def _counted(self, under_way: Counter[str], uid: str) -> Iterator[None]:
+        with self._changed:
+            under_way[uid] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                under_way[uid] -= 1
+                if not under_way[uid]:
+                    del under_way[uid]
+
+    def _notify(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
+
+    # --- the line ------------------------------------------------------------------------------
+
+    @contextmanager
+    def place(self, claim: AllocatedClaim, deadline: float) -> Iterator[Place]:
+        """A Prepare of the claim that has to end by `deadline`; it stands in line once it has to wait."""
+        place = Place(claim, deadline)
+        try:
+            yield place
+        finally:
+            with self._changed:
+                if place in self._line:
+                    self._line.remove(place)
+                    self._notify()
+
+    def ahead_of(self, place: Place) -> list[ClaimRecord]:
+        """What the claims that wait for longer want, as if they held it."""
+        with self._changed:
+            return [
+                ClaimRecord(other.claim, "preparing", "", other.wanted, ())
+                for other in self._line
+                if other.claim.ref.uid != place.claim.ref.uid
+                and (place.number is None or other.number is None or other.number < place.number)
+            ]
+
+    def waited_s(self, place: Place) -> float | None:
+        """How long the Prepare has waited since it first had to; None if it did not."""
+        return None if place.began is None else self._clock() - place.began
+
+    def wait(self, place: Place, error: DeviceHeldError | DeviceBusyError) -> None:
+        """Wait until it is worth trying again.
+
+        Raises: ClaimRefusedError if a holder stays; RetryableError, or the error itself, if there is no time left.
+        """
+        if isinstance(error, DeviceHeldError):
+            self._wait_for_holders(place, error)
+        else:
+            self._wait_for_idle(place, error)
+
+    def _wait_for_holders(self, place: Place, error: DeviceHeldError) -> None:
+        self._join(place, error)
+        if self._is_released(error.conflicts):
+            return
+        reasons = [self._why_leaving(place, conflict) for conflict in error.conflicts]
+        if place.began is None:
+            self._begin(place, str(error.conflicts[0].holder.ref), reasons[0])
+        until = self._clock() + self._patience.ask_again_s
+        while True:
+            with self._changed:
+                seen = self._changes
+                is_withdrawn, place.withdrawn = place.withdrawn, False
+            if is_withdrawn or self._is_released(error.conflicts):
+                return
+            now, end = self._clock(), self._end(place)
+            if now >= end:
+                raise self._over(place, error.conflicts[0], reasons[0])
+            if now >= until:
+                return
+            self._sleep(seen, min(self._patience.poll_s, until - now, end - now))
+
+    def _wait_for_idle(self, place: Place, error: DeviceBusyError) -> None:
+        """No record tells when a process lets go of a device, so it is tried again and again."""
+        now = self._clock()
+        if place.busy_since is None:
+            place.busy_since = now
+            if place.began is None:
+                self._begin(place, "a process", str(error))
+        with self._changed:
+            seen = self._changes
+        end = min(place.busy_since + self._patience.busy_s, self._end(place))
+        if now >= end:
+            raise error
+        self._sleep(seen, min(self._patience.busy_pause_s, end - now))
+
+    def _end(self, place: Place) -> float:
+        """Until when (the clock's time) a Prepare may wait."""
+        with self._changed:
+            return place.deadline if self._stop_by is None else min(place.deadline, self._stop_by)
+
+    def _begin(self, place: Place, holder: str, why: str) -> None:
+        place.began = self._clock()
+        _log.info("prepare_waits", claim_uid=place.claim.ref.uid, holder=holder, reason=why)
+
+    def _sleep(self, seen: int, seconds: float) -> None:
+        """Sleep until something changed since `seen` was read, but no longer than told."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != seen, timeout=max(0.0, seconds))
+
+    def _join(self, place: Place, error: DeviceHeldError) -> None:
+        with self._changed:
+            place.wanted = error.wanted
+            if place.number is None:
+                self._numbers += 1
+                place.number = self._numbers
+                self._line.append(place)
+
+    def _is_released(self, conflicts: tuple[Conflict, ...]) -> bool:
+        """Whether one of the holders holds something else by now, or nothing."""
+        return any(not self._holds(conflict.holder) for conflict in conflicts)
+
+    def _holds(self, holder: ClaimRecord) -> bool:
+        if _is_in_line(holder):
+            with self._changed:
+                return any(other.claim == holder.claim for other in self._line)
+        if _is_lost(holder):
+            return True
+        return self._records.get(holder.ref.uid) == holder
+
+    def _why_leaving(self, place: Place, conflict: Conflict) -> str:
+        """Why a holder is on its way out. Raises: ClaimRefusedError that names it if it stays."""
+        holder = conflict.holder
+        if _is_in_line(holder):
+            return "waits for it for longer"
+        with self._changed:
+            if self._unpreparing[holder.ref.uid] > 0:
+                return "is being unprepared"
+            if holder.ref.uid in self._unfinished:
+                return "could not be unprepared yet"
+        if _is_lost(holder):
+            raise ClaimRefusedError(conflict.text)
+        told, holds_until = place.leaving.get(holder.ref.uid, ("", 0.0))
+        seconds = min(self._patience.ask_s, place.deadline - self._clock())
+        try:
+            now = self._holders.look(holder.ref, max(0.05, seconds))
+        except DraDriverError as error:
+            if told and self._clock() < holds_until:
+                return told
+            raise ClaimRefusedError(
+                f"{conflict.text}; whether it is on its way out cannot be told: {error}"
+            ) from error
+        found = departure(holder, now, self._driver, conflict.held.device)
+        if found is None:
+            raise ClaimRefusedError(conflict.text)
+        if not told:
+            self._on_wait(holder.ref)
+        place.leaving[holder.ref.uid] = (
+            found.why,
+            place.deadline if found.is_final else self._clock() + self._patience.doubt_s,
+        )
+        return found.why
+
+    def _over(self, place: Place, conflict: Conflict, why: str) -> RetryableError:
+        waited = self.waited_s(place) or 0.0
+        if _is_in_line(conflict.holder):
+            return RetryableError(
+                f"device {conflict.held.device} is still being torn down and claim {conflict.holder.ref} waits for it "
+                f"for longer; waited {waited:.0f} s, it is tried again"
+            )
+        return RetryableError(
+            f"device {conflict.held.device} is still being torn down for claim {conflict.holder.ref}, which {why}; "
+            f"waited {waited:.0f} s, it is tried again"
+        )
+
+
+def _is_in_line(holder: ClaimRecord) -> bool:
+    """Whether it is no record but stands for a claim in line; see `ahead_of`."""
+    return holder.phase == "preparing" and not holder.boot_id and not holder.steps
+
+
+def _is_lost(holder: ClaimRecord) -> bool:
+    """Whether it stands for a claim whose record was lost."""
+    return not holder.claim.results

@@ -1,0 +1,189 @@
+"""What is known of the GPUs' health, kept over restarts of the plugin in one file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.model.health import HealthState, Reason, Severity, Subject
+from dra_driver.state.files import state_error, write_atomically
+from dra_driver.state.stepcodec import number, optional_number, optional_text, text
+
+_log = structlog.get_logger(__name__)
+
+JsonObject = dict[str, Any]
+
+FORMAT_VERSION = 1
+_QUARANTINE = ".unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptHealth:
+    """The content of the file. `boot_id` and `driver_version` are those of the moment of writing."""
+
+    boot_id: str
+    driver_version: str | None = None
+    states: tuple[HealthState, ...] = ()
+
+
+class HealthStore:
+    """One JSON file, written when its content differs. It is not synced: a power cut ends the boot, and with it
+    most of what there is to remember."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: bytes | None = None
+
+    def load(self) -> KeptHealth | None:
+        """What was kept, None if nothing was. A file that cannot be read is set aside and told.
+
+        Raises: StateError if the disk does not answer.
+        """
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise state_error("read the kept health", self._path, error) from error
+        try:
+            kept = decode(content)
+        except StateError as error:
+            self._set_aside(str(error))
+            return None
+        self._written = content
+        return kept
+
+    def save(self, kept: KeptHealth) -> None:
+        """Write the file if it would be another. Raises: StateError."""
+        content = encode(kept)
+        if content != self._written:
+            write_atomically(self._path, content, durable=False)
+            self._written = content
+
+    def _set_aside(self, reason: str) -> None:
+        aside = self._path.with_name(f"{self._path.name}{_QUARANTINE}-{time.time_ns()}")
+        try:
+            self._path.rename(aside)
+        except OSError as error:
+            raise state_error("set aside the unreadable health file", self._path, error) from error
+        _log.error(
+            "health_unreadable",
+            reason=reason,
+            kept_as=str(aside),
+            remedy="health is observed anew; remove the file when it was looked at",
+        )
+
+
+def encode(kept: KeptHealth) -> bytes:
+    """The file's content. States in which nothing is remembered are left out."""
+    document: JsonObject = {
+        "version": FORMAT_VERSION,
+        "bootID": kept.boot_id,
+        "states": [_encode_state(state) for state in _ordered(kept.states)],
+    }
+    if kept.driver_version is not None:
+        document["driverVersion"] = kept.driver_version
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode(content: bytes) -> KeptHealth:
+    """The kept health in a JSON document. Raises: StateError that says what is wrong with it."""
+    try:
+        document = json.loads(content)
+        if not isinstance(document, dict):
+            raise StateError("not a JSON object")
+        if document.get("version") != FORMAT_VERSION:
+            raise StateError(f"format version {document.get('version')!r} is unknown")
+        return KeptHealth(
+            text(document, "bootID"),
+            optional_text(document, "driverVersion"),
+            tuple(_decode_state(entry) for entry in document["states"]),
+        )
+    except KeyError as error:
+        raise StateError(f"field {error.args[0]!r} is missing") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise StateError(f"not the health of GPUs: {error}") from error
+
+
+def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
+    lasting = [
+        # What comes and goes with the temperature is not worth a write.
+        replace(state, reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)))
+        for state in states
+    ]
+    kept = [state for state in lasting if state != HealthState(state.subject, identity=state.identity)]
+    return sorted(kept, key=lambda state: state.subject.order)
+
+
+def _encode_state(state: HealthState) -> JsonObject:
+    subject = state.subject
+    entry: JsonObject = {
+        "gpuUUID": subject.gpu_uuid,
+        "gpuInstance": subject.gpu_instance_id,
+        "computeInstance": subject.compute_instance_id,
+        "reasons": [_encode_reason(reason) for reason in state.reasons],
+        "eccUncorrected": state.ecc_uncorrected,
+        "identity": state.identity,
+        "setbacks": list(state.setbacks),
+        "heldUntil": state.held_until,
+    }
+    return {key: value for key, value in entry.items() if value not in (None, [])}
+
+
+def _is_fleeting(reason: Reason) -> bool:
+    return reason.source == "poll" and reason.severity == Severity.INFORMATION
+
+
+def _encode_reason(reason: Reason) -> JsonObject:
+    entry: JsonObject = {
+        "key": reason.key,
+        "value": reason.value,
+        "severity": reason.severity.name.lower(),
+        "since": reason.since,
+        "lastAt": reason.last_at,
+        "text": reason.text,
+        "source": reason.source,
+    }
+    return entry | ({"resetSeen": True} if reason.reset_seen else {})
+
+
+def _decode_state(entry: JsonObject) -> HealthState:
+    return HealthState(
+        subject=Subject(
+            text(entry, "gpuUUID"),
+            optional_number(entry, "gpuInstance"),
+            optional_number(entry, "computeInstance"),
+        ),
+        reasons=tuple(_decode_reason(item) for item in entry.get("reasons", [])),
+        ecc_uncorrected=optional_number(entry, "eccUncorrected"),
+        identity=optional_text(entry, "identity"),
+        setbacks=tuple(number({"setbacks": at}, "setbacks") for at in entry.get("setbacks", [])),
+        held_until=optional_number(entry, "heldUntil"),
+    )
+
+
+def _decode_reason(entry: JsonObject) -> Reason:
+    return Reason(
+        key=text(entry, "key"),
+        value=text(entry, "value"),
+        severity=_severity(text(entry, "severity")),
+        since=number(entry, "since"),
+        last_at=number(entry, "lastAt"),
+        text=text(entry, "text"),
+        source="poll" if entry["source"] == "poll" else "event",
+        reset_seen=entry.get("resetSeen") is True,
+    )
+
+
+def _severity(name: str) -> Severity:
+    try:
+        return Severity[name.upper()]
+    except KeyError as error:
+        raise StateError(f"severity {name!r} is unknown") from error

@@ -1,0 +1,188 @@
+"""The files that tell containers of their devices, on the host, and the CDI specs that mount them.
+
+    <plugin directory>/dra-device-metadata/<namespace>_<claim>/<request>/metadata.json
+    <CDI directory>/<driver>_metadata_<claim UID>_<request>.json
+
+A directory bears the claim's name. A claim that was deleted and made anew under its name finds the files of the
+one before, so each file's own word decides whose it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dra_driver.core.cdi import checked_claim_uid
+from dra_driver.core.cdi import encode as encode_spec
+from dra_driver.core.cdi_rules import faults
+from dra_driver.core.devicemetadata import (
+    cdi_file,
+    cdi_file_prefix,
+    cdi_spec,
+    check_names,
+    directory_name,
+    owner_and_generation,
+    requests_of,
+)
+from dra_driver.errors import StateError
+from dra_driver.model.claim import AllocatedClaim
+from dra_driver.state.files import clear_abandoned, make_directory, state_error, write_atomically
+
+DIRECTORY = "dra-device-metadata"
+_FILE = "metadata.json"
+_SPEC_SUFFIX = ".json"
+_FILE_MODE = 0o644
+_DIRECTORY_MODE = 0o755
+
+
+class MetadataFiles:
+    """Metadata files and their CDI specs. Writing either is a rename. Nothing is synced: every Prepare looks whether
+    the files are right."""
+
+    def __init__(self, plugin_directory: str | Path, cdi_root: str | Path, driver_name: str) -> None:
+        self._directory = Path(plugin_directory) / DIRECTORY
+        self._cdi = Path(cdi_root)
+        self._driver_name = driver_name
+
+    def create(self) -> None:
+        """Clear up after writers that were killed; directories are made with the first file. Raises: StateError."""
+        for directory in self._request_directories():
+            clear_abandoned(directory)
+        clear_abandoned(self._cdi, f".{cdi_file_prefix(self._driver_name)}")
+
+    def file(self, claim: AllocatedClaim, request: str) -> Path:
+        """The file of a top-level request. Raises: ClaimRefusedError if a name cannot be part of a path."""
+        check_names(claim)
+        return self._directory / directory_name(claim.ref) / request / _FILE
+
+    def write(self, claim: AllocatedClaim, request: str, encode: Callable[[int], bytes]) -> None:
+        """Make the request's file hold what `encode` gives for its generation, and have the CDI spec mount it.
+
+        The generation is 1 at first and one more with each change. Raises: StateError, ClaimRefusedError.
+        """
+        file = self.file(claim, request)
+        content = _read(file)
+        owned = None if content is None else owner_and_generation(content)
+        generation = owned[1] if owned is not None and owned[0] == claim.ref.uid else 0
+        if not generation or content != encode(generation):
+            make_directory(file.parent, _DIRECTORY_MODE)
+            write_atomically(file, encode(generation + 1), mode=_FILE_MODE, durable=False)
+        self._write_spec(claim, request, file)
+
+    def in_place(self, claim: AllocatedClaim) -> bool:
+        """Whether each request has its file and its CDI spec. Raises: StateError, ClaimRefusedError."""
+        return all(
+            _read(self.file(claim, request)) is not None
+            and _read(self._spec(claim.ref.uid, request)) is not None
+            for request in requests_of(claim)
+        )
+
+    def remove(self, claim: AllocatedClaim) -> None:
+        """Remove the claim's files and CDI specs, whatever part of them is there.
+
+        Raises: StateError, ClaimRefusedError.
+        """
+        check_names(claim)
+        self._remove_specs(claim.ref.uid)
+        directory = self._directory / directory_name(claim.ref)
+        for request in _entries(directory):
+            if _owner(request) in (None, claim.ref.uid):
+                _remove_directory(request)
+        _remove_if_empty(directory)
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove the files and CDI specs of a claim of which only the UID is known.
+
+        Raises: StateError, ClaimRefusedError.
+        """
+        checked_claim_uid(claim_uid)
+        self._remove_specs(claim_uid)
+        for request in list(self._request_directories()):
+            if _owner(request) == claim_uid:
+                _remove_directory(request)
+                _remove_if_empty(request.parent)
+
+    def _write_spec(self, claim: AllocatedClaim, request: str, file: Path) -> None:
+        spec = cdi_spec(self._driver_name, claim, request, str(file))
+        path = self._spec(claim.ref.uid, request)
+        content = encode_spec(spec)
+        if _read(path) == content:
+            return
+        wrong = faults(spec)
+        if wrong:
+            raise StateError(
+                f"container runtimes would refuse the CDI spec {path}: {'; '.join(wrong)}; "
+                "this is a fault of the driver, please report it"
+            )
+        make_directory(self._cdi, _DIRECTORY_MODE)
+        write_atomically(path, content, mode=_FILE_MODE, durable=False)
+
+    def _spec(self, claim_uid: str, request: str) -> Path:
+        return self._cdi / cdi_file(self._driver_name, checked_claim_uid(claim_uid), request)
+
+    def _remove_specs(self, claim_uid: str) -> None:
+        """The claim's requests are in the names of the files, and in no name of a request is an underscore."""
+        prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
+        for path in _entries(self._cdi):
+            is_ours = path.name.startswith(prefix) and path.suffix == _SPEC_SUFFIX
+            if is_ours and path.stem.rpartition("_")[0] == prefix:
+                _unlink(path)
+
+    def _request_directories(self) -> Iterator[Path]:
+        for claim in _entries(self._directory):
+            yield from _entries(claim)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise state_error("list", directory, error) from error
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise state_error("read", file, error) from error
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise state_error("remove", path, error) from error
+
+
+def _owner(request: Path) -> str | None:
+    """The UID of the claim that the file in a request's directory is of; None if nothing says so."""
+    content = _read(request / _FILE)
+    owned = None if content is None else owner_and_generation(content)
+    return None if owned is None else owned[0]
+
+
+def _remove_directory(directory: Path) -> None:
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise state_error("remove", directory, error) from error
+
+
+def _remove_if_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise state_error("remove", directory, error) from error

@@ -1,0 +1,375 @@
+"""The ledger of the GPU instances that this driver makes: one file a device, shared with a second instance
+of the plugin during a rolling update.
+
+Nothing is synced: a power cut destroys every GPU instance, and with it what the ledger speaks of.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.model.ids import is_dns_label
+from dra_driver.model.mig import MigPhase, OwnedInstance
+from dra_driver.state.files import clear_abandoned, make_directory, state_error, write_atomically
+from dra_driver.state.stepcodec import (
+    decode_placement,
+    encode_placement,
+    number,
+    optional_number,
+    optional_text,
+    text,
+)
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+JsonObject = dict[str, Any]
+Stamp = tuple[int, int, int]
+Slot = tuple[str, int, int]
+"""GPU UUID, profile ID and start: where a GPU instance is or was."""
+
+FORMAT_VERSION = 1
+_SUFFIX = ".json"
+_MODE_PREFIX = "mode-"
+_QUARANTINE = ".unreadable"
+_SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
+_REMEMBERED_S = 30.0
+_NO_STAMP: Stamp = (0, 0, 0)
+# What no later try would read either; other errors, such as too many open files, pass.
+_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
+_PHASES: Mapping[str, MigPhase] = {"creating": "creating", "created": "created", "orphan": "orphan"}
+_KNOWN = frozenset({
+    "version", "device", "gpuUUID", "pciBusID", "profileID", "profile", "placement", "bootID", "phase",
+    "gpuInstanceID", "computeInstanceID", "uuid", "gpuMinor", "leaving",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedMode:
+    """MIG mode of a GPU that this driver switched on in boot `boot_id`."""
+
+    gpu_uuid: str
+    pci_bus_id: str | None
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An entry as its file has it; `extra` are the fields that a newer release wrote."""
+
+    entry: OwnedInstance
+    leaving: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class MigLedger:
+    """Entries in `directory`, named by device, and a file for each GPU whose MIG mode we switched on.
+
+    The disk is the truth, since a second instance may write it. A file that cannot be read is set aside under
+    another name and reported once; what it spoke of is from then on somebody else's.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._cache: dict[str, tuple[Stamp, _Kept]] = {}
+        self._removed: dict[tuple[str, Slot], float] = {}
+        self._modes: dict[str, str] = {}
+        self._disowned: dict[tuple[str, str], float] = {}
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Create the directory, and clear away what a killed writer left. Raises: StateError."""
+        make_directory(self._directory, 0o700)
+        clear_abandoned(self._directory)
+
+    def get(self, device: str) -> OwnedInstance | None:
+        """The entry of a device, None if there is none that can be read. Raises: StateError."""
+        kept = self._kept(device)
+        return None if kept is None else kept.entry
+
+    def all(self) -> Mapping[str, OwnedInstance]:
+        """Every readable entry by device. Raises: StateError if the directory cannot be listed."""
+        entries: dict[str, OwnedInstance] = {}
+        for name in self._names():
+            if not name.startswith(_MODE_PREFIX) and is_dns_label(name):
+                entry = self.get(name)
+                if entry is not None:
+                    entries[name] = entry
+        with self._lock:
+            known = list(self._cache)
+        for device in known:
+            if device not in entries:
+                self._kept(device)  # which remembers where it was, unless it has come meanwhile
+        return entries
+
+    def save(self, entry: OwnedInstance, *, leaving: bool = False) -> None:
+        """Write the entry. `leaving` says that the last claim wants to be rid of the device, although its
+        record is still there. Raises: StateError."""
+        path = self._entry_path(entry.device)
+        before = self._kept(entry.device)
+        kept = _Kept(entry, leaving, {} if before is None else before.extra)
+        write_atomically(path, _encode(kept), durable=False)
+        with self._lock:
+            # Read again: two writes of one size within a tick of the clock may end with the same stamp.
+            self._cache[entry.device] = (_NO_STAMP, kept)
+
+    def is_leaving(self, device: str) -> bool:
+        """Whether the device was saved as leaving. Raises: StateError."""
+        kept = self._kept(device)
+        return kept is not None and kept.leaving
+
+    def delete(self, device: str) -> None:
+        """Remove a device's entry; nothing happens if there is none. Raises: StateError."""
+        self._kept(device)  # so that it is remembered where it was
+        self._unlink(self._entry_path(device))
+        self._forget(device)
+
+    def owned_lately(self, boot_id: str) -> frozenset[Slot]:
+        """Where instances of ours of this boot are, or were until 30 s ago: a look at the hardware that began
+        before a removal must not take our own instance for somebody else's.
+
+        Raises: StateError.
+        """
+        now = {(entry.gpu_uuid, *entry.slot) for entry in self.all().values() if entry.boot_id == boot_id}
+        limit = self._clock() - _REMEMBERED_S
+        with self._lock:
+            self._removed = {key: moment for key, moment in self._removed.items() if moment >= limit}
+            lately = {slot for boot, slot in self._removed if boot == boot_id}
+        return frozenset(now | lately)
+
+    # --- MIG mode ------------------------------------------------------------------------------
+
+    def mode_owned(self, gpu_uuid: str, boot_id: str) -> bool:
+        """Whether we switched the GPU's MIG mode on in this boot. Raises: StateError."""
+        mode = self._mode(gpu_uuid)
+        return mode is not None and mode.boot_id == boot_id
+
+    def own_mode(self, gpu_uuid: str, pci_bus_id: str | None, boot_id: str) -> None:
+        """Remember that we switch the GPU's MIG mode on. Raises: StateError."""
+        document = {"version": FORMAT_VERSION, "gpuUUID": gpu_uuid, "pciBusID": pci_bus_id, "bootID": boot_id}
+        write_atomically(self._mode_path(gpu_uuid), _json(document), durable=False)
+        self._mode_seen(gpu_uuid, boot_id)
+
+    def disown_mode(self, gpu_uuid: str) -> None:
+        """Forget it; nothing happens if there is nothing. Raises: StateError."""
+        self._mode(gpu_uuid)  # so that it is remembered whose it was
+        self._unlink(self._mode_path(gpu_uuid))
+        self._mode_seen(gpu_uuid, None)
+
+    def mode_owned_lately(self, gpu_uuid: str, boot_id: str) -> bool:
+        """As `mode_owned`; also where it was given up, or was seen to be gone through the other instance, less than
+        30 s ago, for a look at the hardware that began before that. Raises: StateError."""
+        if self.mode_owned(gpu_uuid, boot_id):
+            return True
+        limit = self._clock() - _REMEMBERED_S
+        with self._lock:
+            self._disowned = {key: moment for key, moment in self._disowned.items() if moment > limit}
+            return (gpu_uuid, boot_id) in self._disowned
+
+    def owned_modes(self) -> Mapping[str, OwnedMode]:
+        """The GPUs whose MIG mode we switched on, in any boot, by UUID. Raises: StateError."""
+        found: dict[str, OwnedMode] = {}
+        for name in self._names():
+            gpu_uuid = name.removeprefix(_MODE_PREFIX)
+            if gpu_uuid != name and _SAFE_GPU_UUID.fullmatch(gpu_uuid):
+                mode = self._mode(gpu_uuid)
+                if mode is not None:
+                    found[gpu_uuid] = mode
+        with self._lock:
+            gone = self._modes.keys() - found.keys()
+        for gpu_uuid in gone:
+            self._mode(gpu_uuid)  # which remembers whose it was, unless it has come meanwhile
+        return found
+
+    def _mode(self, gpu_uuid: str) -> OwnedMode | None:
+        mode = self._load(self._mode_path(gpu_uuid), _decode_mode)
+        self._mode_seen(gpu_uuid, None if mode is None else mode.boot_id)
+        return mode
+
+    def _mode_seen(self, gpu_uuid: str, boot_id: str | None) -> None:
+        """The GPU's mode is that boot's now, or with None nobody's: remember when that was seen."""
+        with self._lock:
+            before = self._modes.pop(gpu_uuid, None)
+            if boot_id is not None:
+                self._modes[gpu_uuid] = boot_id
+            elif before is not None:
+                self._disowned[gpu_uuid, before] = self._clock()
+
+    # --- files ---------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        try:
+            with os.scandir(self._directory) as found:
+                return sorted(
+                    item.name.removesuffix(_SUFFIX) for item in found if item.name.endswith(_SUFFIX)
+                )
+        except OSError as error:
+            raise state_error("list the MIG ledger in", self._directory, error) from error
+
+    def _entry_path(self, device: str) -> Path:
+        """Raises: StateError for a name that could lead elsewhere."""
+        if not is_dns_label(device) or device.startswith(_MODE_PREFIX):
+            raise StateError(f"device name {device!r} is not usable as a file name; the device is refused")
+        return self._directory / f"{device}{_SUFFIX}"
+
+    def _mode_path(self, gpu_uuid: str) -> Path:
+        """Raises: StateError for a UUID that could lead elsewhere."""
+        if not _SAFE_GPU_UUID.fullmatch(gpu_uuid):
+            raise StateError(f"GPU UUID {gpu_uuid!r} is not usable as a file name; the GPU is refused")
+        return self._directory / f"{_MODE_PREFIX}{gpu_uuid}{_SUFFIX}"
+
+    def _kept(self, device: str) -> _Kept | None:
+        path = self._entry_path(device)
+        try:
+            stamp = _stamp(path.stat())
+        except FileNotFoundError:
+            self._forget(device)
+            return None
+        except OSError as error:
+            raise state_error("read the MIG ledger's entry", path, error) from error
+        with self._lock:
+            cached = self._cache.get(device)
+        if cached is not None and cached[0] == stamp:
+            return cached[1]
+        kept = self._load(path, lambda document: _decode(document, device))
+        if kept is None:
+            self._forget(device)
+            return None
+        with self._lock:
+            self._cache[device] = (stamp, kept)
+        return kept
+
+    def _forget(self, device: str) -> None:
+        """The device's entry is gone, through us or the other instance: remember when that was seen."""
+        with self._lock:
+            cached = self._cache.pop(device, None)
+            if cached is not None:
+                entry = cached[1].entry
+                self._removed[(entry.boot_id, (entry.gpu_uuid, *entry.slot))] = self._clock()
+
+    def _load(self, path: Path, decode: Callable[[JsonObject], T]) -> T | None:
+        """What a file holds, None if it is not there or had to be set aside."""
+        stamp: Stamp | None = None
+        try:
+            stamp = _stamp(path.stat())
+            return decode(_document(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if stamp is None or error.errno not in _UNREADABLE:
+                raise state_error("read", path, error) from error
+            reason = error.strerror or str(error)
+        except KeyError as error:
+            reason = f"field {error.args[0]!r} is missing"
+        except (StateError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            reason = str(error)
+        self._set_aside(path, stamp, reason)
+        return None
+
+    def _set_aside(self, path: Path, stamp: Stamp | None, reason: str) -> None:
+        aside = path.with_name(f"{path.name}{_QUARANTINE}-{time.time_ns()}")
+        try:
+            with self._lock:
+                if _stamp(path.stat()) != stamp:
+                    return  # it was written anew meanwhile
+                path.rename(aside)
+        except FileNotFoundError:
+            return  # somebody else was quicker
+        except OSError as error:
+            raise state_error("set aside the unreadable file", path, error) from error
+        _log.error(
+            "mig_ledger_unreadable",
+            subject=path.name.removesuffix(_SUFFIX),
+            reason=reason,
+            kept_as=str(aside),
+            remedy="the GPU instance or MIG mode that it spoke of is left alone from now on; undo it by hand "
+            "(nvidia-smi mig) if nobody needs it, then remove the file",
+        )
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise state_error("remove", path, error) from error
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return (status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+def _json(document: JsonObject) -> bytes:
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _document(content: bytes) -> JsonObject:
+    document = json.loads(content)
+    if not isinstance(document, dict):
+        raise StateError("not a JSON object")
+    version = document.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise StateError(f"format version {version!r} is unknown")
+    return document
+
+
+def _encode(kept: _Kept) -> bytes:
+    entry = kept.entry
+    document: JsonObject = {
+        **kept.extra,
+        "version": FORMAT_VERSION,
+        "device": entry.device,
+        "gpuUUID": entry.gpu_uuid,
+        "pciBusID": entry.pci_bus_id,
+        "profileID": entry.profile_id,
+        "profile": entry.profile_name,
+        "placement": encode_placement(entry.placement),
+        "bootID": entry.boot_id,
+        "phase": entry.phase,
+        "gpuInstanceID": entry.gpu_instance_id,
+        "computeInstanceID": entry.compute_instance_id,
+        "uuid": entry.uuid,
+        "gpuMinor": entry.gpu_minor,
+    }
+    if kept.leaving:
+        document["leaving"] = True
+    return _json(document)
+
+
+def _decode(document: JsonObject, device: str) -> _Kept:
+    """Raises: KeyError, TypeError, StateError."""
+    if text(document, "device") != device:
+        raise StateError(f"it is the entry of device {document['device']}")
+    entry = OwnedInstance(
+        device=device,
+        gpu_uuid=text(document, "gpuUUID"),
+        pci_bus_id=optional_text(document, "pciBusID"),
+        profile_id=number(document, "profileID"),
+        profile_name=text(document, "profile"),
+        placement=decode_placement(document["placement"]),
+        boot_id=text(document, "bootID"),
+        # A phase of a newer release says as little as a creation that was cut off: the hardware is looked at.
+        phase=_PHASES.get(text(document, "phase"), "creating"),
+        gpu_instance_id=optional_number(document, "gpuInstanceID"),
+        compute_instance_id=optional_number(document, "computeInstanceID"),
+        uuid=optional_text(document, "uuid"),
+        gpu_minor=optional_number(document, "gpuMinor"),
+    )
+    extra = {key: value for key, value in document.items() if key not in _KNOWN}
+    return _Kept(entry, bool(document.get("leaving", False)), extra)
+
+
+def _decode_mode(document: JsonObject) -> OwnedMode:
+    """Raises: KeyError, StateError."""
+    return OwnedMode(text(document, "gpuUUID"), optional_text(document, "pciBusID"), text(document, "bootID"))

@@ -1,0 +1,141 @@
+"""What the driver itself takes of the making of a MIG device: the Prepare, less the time inside NVML.
+
+The daemon runs in this process, so that the time of every NVML call can be taken off.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from measurements import DRIVER, NODE, wait_for
+
+from dra_driver.app.driver import Driver
+from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
+from dra_driver.logs import configure_logs
+from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.platforms import platform_of
+from dra_driver.settings import Settings
+
+_PROFILE = "1g.10gb"
+
+
+class TimedLibrary:
+    """An NVML library that knows how long each thread was inside it."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._inside: dict[int, float] = {}
+        self.creator: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+
+        def timed(*arguments: Any) -> Any:
+            thread = threading.get_ident()
+            started = time.monotonic()
+            try:
+                return function(*arguments)
+            finally:
+                self._inside[thread] = self._inside.get(thread, 0.0) + time.monotonic() - started
+                if name == "nvmlDeviceCreateGpuInstanceWithPlacement":
+                    self.creator = thread
+
+        return timed
+
+    def reset(self) -> None:
+        """Count from here."""
+        self._inside.clear()
+        self.creator = None
+
+    def seconds(self) -> float:
+        """Time inside the library of the thread that made the last GPU instance."""
+        return 0.0 if self.creator is None else self._inside[self.creator]
+
+
+def own_shares(root: Path, count: int) -> list[float]:
+    """Milliseconds of each Prepare of a MIG device that has to be made, without NVML's part."""
+    configure_logs("warning", "json")
+    server = EmbeddedApiServer()
+    server.start()
+    server.add("nodes", {"metadata": {"name": NODE}})
+    server.write_kubeconfig(root / "kubeconfig")
+    registry = root / "registry"
+    registry.mkdir()
+    kubelet = EmbeddedKubelet(registry, KubeletSettings(poll_s=0.002))
+    kubelet.start()
+    settings = Settings(
+        node_name=NODE,
+        cdi_root=str(root / "cdi"),
+        kubelet_registrar_directory_path=str(registry),
+        kubelet_plugins_directory_path=str(root / "plugins"),
+        kubeconfig=str(root / "kubeconfig"),
+        simulate="dgx-h100",
+        simulator_dir=str(root / "machine"),
+        dynamic_mig=True,
+    )
+    platform = platform_of(settings)
+    library = TimedLibrary(platform.load_nvml())
+    driver = Driver(settings, replace(platform, load_nvml=lambda: library))
+    driver.start()
+    try:
+        kubelet.wait_registered(DRIVER)
+        names: list[str] = []
+
+        def published() -> bool:
+            names[:] = _devices(server)
+            return bool(names)
+
+        wait_for(published)
+        time.sleep(2.0)  # the driver's files are not of this second
+        return [_one(server, kubelet.prepare, kubelet.unprepare, names[0], library) for _ in range(count)]
+    finally:
+        driver.stop()
+        kubelet.stop()
+        server.stop()
+
+
+def _devices(server: EmbeddedApiServer) -> list[str]:
+    return [
+        device["name"]
+        for entry in server.objects("resourceslices")
+        for device in entry["spec"].get("devices", [])
+        if device["attributes"].get("profile") == {"string": _PROFILE}
+    ]
+
+
+def _one(
+    server: EmbeddedApiServer,
+    prepare: Callable[..., Any],
+    unprepare: Callable[..., Any],
+    device: str,
+    library: TimedLibrary,
+) -> float:
+    name = f"mig-{time.monotonic_ns()}"
+    result = {"request": "mig", "driver": DRIVER, "pool": NODE, "device": device}
+    stored = server.add(
+        "resourceclaims",
+        {
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {
+                "devices": {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
+            },
+            "status": {"allocation": {"devices": {"results": [result]}}},
+        },
+        group="resource.k8s.io",
+    )
+    ref = ClaimRef("default", name, stored["metadata"]["uid"])
+    library.reset()
+    started = time.monotonic()
+    outcome = prepare(DRIVER, [ref])[ref.uid]
+    duration = time.monotonic() - started
+    if not isinstance(outcome, Prepared) or library.creator is None:
+        raise AssertionError(outcome)
+    own = duration - library.seconds()
+    unprepare(DRIVER, [ref])
+    return own * 1000

@@ -1,0 +1,202 @@
+"""`make docs`: writes docs/commands.md with what the commands print on a node at work.
+
+    python hack/record/commands_page.py            write the page
+    python hack/record/commands_page.py --check    compare it, exit code 1 if it would be another
+
+What differs from run to run (times, ports, UIDs of claims, temporary directories) is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from recorded_node import RecordedNode
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/commands.md"
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
+_AT_ONCE = 2
+_INTRODUCTION = """\
+# What the commands print
+
+This page is written by `make docs`, and a test fails when a command prints something else. It was recorded on a
+simulated DGX H100 with a running driver: seven GPUs whole, one of them shared in quarters, the eighth cut into MIG
+devices on demand, and one whose memory went bad under a claim. Times, UIDs of claims, addresses and process IDs are
+made up.
+
+In the driver's pod the commands need no options, because they have the driver's settings; elsewhere give them those of
+`run`. None of them changes anything.
+"""
+_DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
+_PORT = re.compile(r"127\.0\.0\.1:\d+")
+_DISK = re.compile(r"\d+ MiB free")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A command: the question that it answers, how it is called, and the options that say where the node is."""
+
+    question: str
+    arguments: str
+    where: tuple[str, ...] = ()
+    exit_code: int = 0
+
+    @property
+    def title(self) -> str:
+        """The name of the command."""
+        return self.arguments.split()[0]
+
+
+_DIRECTORIES = ("--kubelet-plugins-directory-path", "--simulator-dir")
+_MACHINE = ("--simulate", "--config", "--node-name", *_DIRECTORIES)
+COMMANDS = (
+    Recorded(
+        "Is everything there that the driver needs, and if not, what is to be done? The exit code is 1 if a line says "
+        "FAIL.",
+        "doctor",
+        (*_MACHINE, "--cdi-root", "--kubeconfig", "--kubelet-registrar-directory-path"),
+    ),
+    Recorded(
+        "Which GPU is busy, who holds it, which one is bad, why and since when? On a terminal, without `--once`, it is "
+        "drawn anew every two seconds (`--interval`) until `q`; `-o json` prints one look for programs.",
+        "top --once",
+        (*_MACHINE, "--cdi-root"),
+    ),
+    Recorded(
+        "Which claims are prepared here, with which devices, since when, and what would be undone? From the driver's "
+        "records alone.",
+        "claims",
+        (*_DIRECTORIES, "--cdi-root"),
+    ),
+    Recorded(
+        "Which devices does this node publish, or would it publish? `-o yaml` prints the ResourceSlices themselves.",
+        "inspect",
+        _MACHINE,
+    ),
+    Recorded(
+        "How are the GPUs cut into MIG devices, who holds which, and what is there room for?",
+        "inspect --mig --dynamic-mig",
+        _MACHINE,
+    ),
+    Recorded(
+        "Which DeviceClasses do the MIG profiles of a machine need?",
+        "device-classes --simulate a30-4",
+    ),
+    Recorded(
+        "Are these claims, templates, pods and configurations right, would they fit on a machine, and if not, why not? "
+        "The exit code is 1 if there is a fault.",
+        "validate --simulate dgx-h100 examples/nvlink-domain hack/record/does-not-fit.yaml",
+        exit_code=1,
+    ),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    # Short, because the path of a socket has 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="r-") as directory, RecordedNode(Path(directory)) as node:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            printed = list(pool.map(lambda command: _run(command, node.where(*command.where)), COMMANDS))
+        stable = [_stable(text, Path(directory), node.uids) for text in printed]
+    parts = [_INTRODUCTION]
+    title = ""
+    for command, text in zip(COMMANDS, stable, strict=True):
+        if command.title != title:
+            title = command.title
+            parts.append(f"## {title}\n")
+        parts.append(f"{command.question}\n\n```text\n$ gpu-dra-driver {command.arguments}\n{text}```\n")
+    return "\n".join(parts)
+
+
+def _run(command: Recorded, where: Sequence[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dra_driver.cli.main", *command.arguments.split(), *where],
+        cwd=ROOT,
+        env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode != command.exit_code or done.stderr:
+        raise SystemExit(
+            f"record: {command.arguments} ended with {done.returncode}, not {command.exit_code}: "
+            f"{done.stdout}{done.stderr}"
+        )
+    return done.stdout
+
+
+def _stable(text: str, directory: Path, uids: Sequence[str]) -> str:
+    """The same text in every run and on every machine."""
+    for name, shown in (
+        ("machine/root/etc/containerd", "/etc/containerd"),
+        ("machine/root", "/driver-root"),
+        ("cdi", "/etc/cdi"),
+        ("plugins_registry", "/var/lib/kubelet/plugins_registry"),
+        ("plugins", "/var/lib/kubelet/plugins"),
+        ("device-plugins", "/var/lib/kubelet/device-plugins"),
+    ):
+        text = text.replace(f"{directory}/{name}", shown)
+    for number, uid in enumerate(uids, 1):
+        text = text.replace(uid, f"{number:08}-0000-4000-8000-000000000000")
+    text = _DATE.sub("2026-01-05 09:30:00 UTC", text)
+    text = _PORT.sub("10.96.0.1:443", text)
+    text = _DISK.sub("51200 MiB free", text)
+    text = _with_made_up_daemons(text)
+    if str(directory) in text:
+        raise SystemExit(f"record: a path of this machine is left in: {text}")
+    return text
+
+
+def _with_made_up_daemons(text: str) -> str:
+    """`top` tells the age, the process ID and, from its second look at it on, the clients of an MPS daemon."""
+    before, title, after = text.partition("MPS DAEMONS\n")
+    if not title:
+        return text
+    table, blank, rest = after.partition("\n\n")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    for row in rows[1:]:
+        row[2:5] = ["40m", "0", "4242"]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(["", *(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))]).rstrip()
+        for row in rows
+    ]
+    return before + title + "\n".join(lines) + (blank + rest if blank else "\n")
+
+
+def main() -> int:
+    """Write or compare."""
+    parser = argparse.ArgumentParser(description="Record what the commands print.")
+    parser.add_argument("--check", action="store_true", help="compare with docs/commands.md, write nothing")
+    check = parser.parse_args().check
+    new = page()
+    if not check:
+        PAGE.write_text(new)
+        return 0
+    old = PAGE.read_text() if PAGE.exists() else ""
+    if old == new:
+        return 0
+    name = str(PAGE.relative_to(ROOT))
+    sys.stdout.writelines(
+        difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "printed now")
+    )
+    print("record: run `make docs`")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""A GPU goes bad and well again, on a real Kubernetes: taint, pod status, events, metrics, claim status."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+# A GPU that goes bad again and again is held back, so each test has one of its own.
+XID, LOST, RESTART = 5, 4, 3
+PARAMETERS_OF_ANOTHER = (
+    '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "Guessing"}}'
+)
+
+
+def pod(name: str, selector: str = "", config: str = "") -> str:
+    more = f", selectors: [{{cel: {{expression: '{selector}'}}}}]" if selector else ""
+    parameters = (
+        f"\n    config: [{{opaque: {{driver: gpu.nvidia.com, parameters: {config}}}}}]" if config else ""
+    )
+    return f"""apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {{name: {name}, namespace: default}}
+spec:
+  devices:
+    requests: [{{name: gpu, exactly: {{deviceClassName: gpu.nvidia.com{more}}}}}]{parameters}
+---
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: default}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: local/workload:e2e
+      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
+      resources: {{claims: [{{name: gpu}}]}}
+  resourceClaims: [{{name: gpu, resourceClaimName: {name}}}]
+---
+"""
+
+
+def only(index: int) -> str:
+    """The selector of one GPU."""
+    return f'device.attributes["gpu.nvidia.com"].index == {index}'
+
+
+def device(cluster: Cluster, index: int) -> dict[str, Any]:
+    [found] = [one for one in cluster.devices() if one["attributes"]["index"]["int"] == index]
+    return found
+
+
+def taints(cluster: Cluster, index: int) -> list[tuple[str, str, str]]:
+    """Key, value and effect of all taints that keep pods away."""
+    return [
+        (one["key"], one.get("value", ""), one["effect"])
+        for one in device(cluster, index).get("taints", [])
+        if one["effect"] != "None"
+    ]
+
+
+def pod_health(cluster: Cluster, name: str) -> set[str]:
+    """What the pod's status says of its devices."""
+    return {
+        resource["health"]
+        for container in cluster.pod(name)["status"].get("containerStatuses", [])
+        for entry in container.get("allocatedResourcesStatus", [])
+        for resource in entry.get("resources", [])
+    }
+
+
+def reasons(cluster: Cluster, name: str) -> set[str]:
+    found = cluster.get("events", "-A", "--field-selector", f"involvedObject.name={name}")["items"]
+    return {event["reason"] for event in found}
+
+
+def metric(cluster: Cluster, name: str) -> dict[str, float]:
+    """The driver's samples of a metric, by their labels as text."""
+    [driver] = [one for one in cluster.driver_pods() if one["status"].get("podIP")]
+    url = f"http://{driver['status']['podIP']}:8080/metrics"
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    rows = [line.rsplit(" ", 1) for line in lines if line.startswith(name + "{")]
+    return {labels: float(value) for labels, value in rows}
+
+
+def severity(cluster: Cluster) -> float:
+    """The GPU's severity by the driver's metrics; -1 while there is none."""
+    uuid = device(cluster, XID)["attributes"]["uuid"]["string"]
+    found = metric(cluster, "nvidia_dra_gpu_severity")
+    return next((value for labels, value in found.items() if uuid in labels), -1.0)
+
+
+@pytest.fixture
+def healthy(cluster: Cluster) -> Iterator[Cluster]:
+    """The GPU is well before and after."""
+    wait_for("an untainted GPU", lambda: not taints(cluster, XID), 90)
+    yield cluster
+    cluster.simulate("reset", str(XID))
+    wait_for("the GPU to be well again", lambda: not taints(cluster, XID), 90)
+
+
+@pytest.mark.timeout(300)
+def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
+    healthy.apply(pod("victim", only(XID)))
+    healthy.wait_running("victim")
+    wait_for("the pod's device to be healthy", lambda: pod_health(healthy, "victim") == {"Healthy"}, 60)
+    healthy.simulate("recovery-action", str(XID), "1")
+    started = time.monotonic()
+    healthy.simulate("xid", str(XID), "79")
+    wait_for(
+        "the taint",
+        lambda: ("gpu.nvidia.com/xid", "79", "NoSchedule") in taints(healthy, XID),
+        10,
+        every_s=0.05,
+    )
+    assert time.monotonic() - started < 2.0 + 1.0  # a second for two calls of kubectl and one of Python
+    wait_for("the pod's device to be unhealthy", lambda: pod_health(healthy, "victim") == {"Unhealthy"}, 60)
+    wait_for("an event on the claim", lambda: "GPUUnhealthy" in reasons(healthy, "victim"))
+    wait_for("an event on the node", lambda: "GPUUnhealthy" in reasons(healthy, healthy.node))
+    wait_for("the metric of severity", lambda: severity(healthy) >= 3)
+    assert any('xid="79"' in labels for labels in metric(healthy, "nvidia_dra_gpu_xids_total"))
+    assert healthy.pod("victim")["status"]["phase"] == "Running"
+
+    healthy.apply("".join(pod(f"other-{number}") for number in range(7)) + pod("wants-it", only(XID)))
+    healthy.wait_running(*(f"other-{number}" for number in range(7)))
+    wait_for(
+        "the pod that wants the bad GPU to be unschedulable",
+        lambda: any(
+            one.get("reason") == "Unschedulable"
+            for one in healthy.pod("wants-it")["status"].get("conditions", [])
+        ),
+    )
+
+    healthy.simulate("reset", str(XID))
+    wait_for("no taint", lambda: not taints(healthy, XID), 90)
+    wait_for("the pod's device to be healthy again", lambda: pod_health(healthy, "victim") == {"Healthy"}, 60)
+    wait_for("the metric of severity to fall", lambda: severity(healthy) == 0)
+    wait_for("an event of recovery", lambda: "GPURecovered" in reasons(healthy, "victim"))
+    healthy.kubectl("delete", "pod/victim", "resourceclaim/victim")
+    healthy.wait_running("wants-it", timeout_s=90)
+
+
+def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
+    cluster.apply(pod("told"))
+    cluster.wait_running("told")
+
+    def status() -> list[dict[str, Any]]:
+        return cluster.get("resourceclaim", "told")["status"].get("devices", [])
+
+    [entry] = wait_for("the claim's status", status)
+    assert entry["data"]["uuid"] == cluster.seen_by("told")[0]
+    assert entry["data"]["driverVersion"]
+    assert [(one["type"], one["status"]) for one in entry["conditions"]] == [("Ready", "True")]
+    cluster.kubectl("delete", "pod/told")
+    wait_for("the claim's status to be gone", lambda: not status())
+
+
+def test_cause_of_a_failure_is_in_the_claims_description(cluster: Cluster) -> None:
+    cluster.apply(pod("wrong", config=PARAMETERS_OF_ANOTHER))
+
+    def events() -> str:
+        return cluster.kubectl("describe", "resourceclaim", "wrong").partition("Events:")[2]
+
+    wait_for("the cause", lambda: "PrepareFailed" in events())
+    assert "sharing.strategy" in events()
+    wait_for("the event on the pod", lambda: "PrepareFailed" in cluster.kubectl("describe", "pod", "wrong"))
+
+
+@pytest.mark.timeout(300)
+def test_lost_gpu_stays_published_and_is_avoided(cluster: Cluster) -> None:
+    cluster.simulate("lose", str(LOST))
+    try:
+        wait_for(
+            "the taint",
+            lambda: (
+                ("gpu.nvidia.com/gpu-lost", "", "NoSchedule")
+                in [(key, "", effect) for key, _, effect in taints(cluster, LOST)]
+            ),
+            20,
+        )
+        assert len(cluster.devices()) == 8
+        cluster.apply(pod("elsewhere", only(LOST)))
+        wait_for(
+            "the pod to be unschedulable",
+            lambda: any(
+                one.get("reason") == "Unschedulable"
+                for one in cluster.pod("elsewhere")["status"].get("conditions", [])
+            ),
+        )
+    finally:
+        cluster.simulate("restore", str(LOST))
+    wait_for("no taint", lambda: not taints(cluster, LOST), 90)
+    cluster.wait_running("elsewhere", timeout_s=90)
+
+
+@pytest.mark.timeout(300)
+def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:
+    cluster.simulate("recovery-action", str(RESTART), "1")
+    cluster.simulate("xid", str(RESTART), "79")
+    wait_for("both taints", lambda: len(taints(cluster, RESTART)) == 2, 20)
+    before = device(cluster, RESTART)["taints"]
+    cluster.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
+    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    wait_for("the driver to be ready", cluster.driver_is_ready)
+    assert device(cluster, RESTART)["taints"] == before
+    cluster.simulate("reset", str(RESTART))
+    wait_for("no taint", lambda: not taints(cluster, RESTART), 120)

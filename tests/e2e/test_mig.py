@@ -1,0 +1,281 @@
+"""MIG devices that are made on demand, on a real Kubernetes with a simulated DGX H100."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+GPUS = 8
+ONE_GPU = "0000:1b:00.0"
+CHURN_S = float(os.environ.get("MIG_CHURN_S", "300"))
+
+
+def install(cluster: Cluster, overlay: str) -> None:
+    cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
+    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+
+
+@pytest.fixture(scope="module")
+def _mig(_cluster: Cluster) -> Iterator[Cluster]:
+    """The driver with MIG on demand; afterwards the plain one again."""
+    install(_cluster, "e2e-mig")
+    wait_for("the driver to be ready", _cluster.driver_is_ready)
+    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS)
+    yield _cluster
+    _cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE)
+    install(_cluster, "e2e")
+    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS)
+
+
+@pytest.fixture
+def clean(_mig: Cluster, cluster: Cluster) -> Iterator[Cluster]:
+    """Every test begins and ends without instances, and with MIG mode off everywhere."""
+    wait_for("a node without MIG instances", lambda: not instances(), 30)
+    yield cluster
+    cluster.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
+    wait_for("every instance to be destroyed", lambda: not instances(), 70)
+    wait_for("MIG mode to be off", lambda: not modes(), 30)
+    assert not list((PLUGIN_DIR / "mig").glob("*.json"))
+
+
+@pytest.fixture
+def mig(clean: Cluster) -> Iterator[Cluster]:
+    """MIG devices that come and go change nothing of what is published."""
+    published = fingerprint(clean)
+    yield clean
+    assert fingerprint(clean) == published
+
+
+def machine() -> list[dict[str, Any]]:
+    """The simulated GPUs, as the machine's state file has them."""
+    return json.loads((SIMULATOR_DIR / "machine.json").read_text())["gpus"]
+
+
+def instances() -> list[tuple[str, int, int]]:
+    """(GPU, profile, start) of every GPU instance."""
+    return [(gpu["uuid"], one["profile_id"], one["start"]) for gpu in machine() for one in gpu["instances"]]
+
+
+def modes() -> list[str]:
+    """GPUs in MIG mode."""
+    return [gpu["uuid"] for gpu in machine() if gpu["mig_mode"]]
+
+
+def fingerprint(cluster: Cluster) -> list[tuple[str, int]]:
+    """Slices and their generations."""
+    return sorted(
+        (entry["metadata"]["name"], entry["spec"]["pool"]["generation"]) for entry in cluster.slices()
+    )
+
+
+def pod(name: str, claim: str, selectors: str = "", command: str = "nvidia-smi -L; exec sleep 3600") -> str:
+    """A pod with a claim of its own of a class; `selectors` is CEL."""
+    more = f", selectors: [{{cel: {{expression: '{selectors}'}}}}]" if selectors else ""
+    return f"""apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {{name: {name}, namespace: default}}
+spec:
+  devices:
+    requests: [{{name: device, exactly: {{deviceClassName: {claim}{more}}}}}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: default}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: local/workload:e2e
+      command: [sh, -c, "{command}"]
+      resources: {{claims: [{{name: device}}]}}
+  resourceClaims: [{{name: device, resourceClaimName: {name}}}]
+---
+"""
+
+
+ON_ONE_GPU = f'device.attributes["resource.kubernetes.io"].pciBusID == "{ONE_GPU}"'
+
+
+def status_of(cluster: Cluster, claim: str) -> list[dict[str, Any]]:
+    return cluster.get("resourceclaim", claim)["status"].get("devices", [])
+
+
+def events_of(cluster: Cluster, name: str) -> list[tuple[str, str]]:
+    found = cluster.get("events", "--field-selector", f"involvedObject.name={name}")["items"]
+    return [(event["reason"], event.get("message", "")) for event in found]
+
+
+def test_seven_small_devices_on_one_gpu_at_once(mig: Cluster) -> None:
+    names = [f"small-{number}" for number in range(7)]
+    mig.apply("".join(pod(name, "mig-1g.10gb.nvidia.com", ON_ONE_GPU) for name in names))
+    mig.wait_running(*names)
+    seen = [mig.seen_by(name) for name in names]
+    assert all(len(uuids) == 1 for uuids in seen)
+    assert len({uuids[0] for uuids in seen}) == 7
+    assert sorted(start for _, profile, start in instances() if profile == 19) == list(range(7))
+    [entry] = wait_for("the claim's status", lambda: status_of(mig, "small-3"))
+    assert entry["data"]["uuid"] == seen[3][0]
+    assert entry["data"]["parentUUID"].startswith("GPU-")
+    assert {"gpuInstanceID", "computeInstanceID"} <= entry["data"].keys()
+    assert [one["status"] for one in entry["conditions"] if one["type"] == "Ready"] == ["True"]
+    wait_for(
+        "an event of the making",
+        lambda: any(reason == "MigDeviceCreated" for reason, _ in events_of(mig, "small-3")),
+    )
+
+
+def test_four_devices_of_one_gpu_in_one_claim(mig: Cluster, example: Callable[[str], None]) -> None:
+    example("mig-same-gpu")
+    [name] = [one["metadata"]["name"] for one in mig.get("pods")["items"]]
+    mig.wait_running(name)
+    assert len(mig.seen_by(name)) == 4
+    found = instances()
+    assert len({gpu for gpu, _, _ in found}) == 1
+    assert sorted(profile for _, profile, _ in found) == [9, 14, 19, 19]
+
+
+def test_whole_gpu_waits_for_its_slices_and_starts_after(mig: Cluster) -> None:
+    mig.apply(pod("small", "mig-1g.10gb.nvidia.com", ON_ONE_GPU))
+    mig.wait_running("small")
+    mig.apply(pod("whole", "gpu.nvidia.com", ON_ONE_GPU))
+    wait_for(
+        "the pod to be unschedulable",
+        lambda: any(
+            "cannot allocate all claims" in one.get("message", "")
+            for one in mig.pod("whole")["status"].get("conditions", [])
+        ),
+    )
+    mig.kubectl("delete", "pod/small", "resourceclaim/small")
+    mig.wait_running("whole", timeout_s=90)
+    assert mig.seen_by("whole")[0].startswith("GPU-")
+    assert not modes()
+
+
+def test_a_limit_in_the_pod_is_enough(mig: Cluster, example: Callable[[str], None]) -> None:
+    example("mig-extended-resource")
+    [found] = mig.get("pods")["items"]
+    assert "resourceClaims" not in found["spec"]
+    mig.wait_running(found["metadata"]["name"])
+    [uuid] = mig.seen_by(found["metadata"]["name"])
+    assert uuid.startswith("MIG-")
+
+
+def test_a_device_by_claim_template(mig: Cluster, example: Callable[[str], None]) -> None:
+    example("mig-on-demand")
+    names = [one["metadata"]["name"] for one in mig.get("pods")["items"]]
+    mig.wait_running(*names)
+    assert all(mig.seen_by(name)[0].startswith("MIG-") for name in names)
+
+
+def test_mps_on_a_made_device(mig: Cluster, example: Callable[[str], None]) -> None:
+    example("mig-mps")
+    names = [one["metadata"]["name"] for one in mig.get("pods")["items"]]
+    mig.wait_running(*names)
+    assert len(list((PLUGIN_DIR / "mps").glob("*/pipe/*.pid"))) == 1
+
+
+def test_refused_creation_is_told_and_leaves_nothing_and_succeeds_later(mig: Cluster) -> None:
+    mig.simulate(
+        "fault", "nvmlGpuInstanceCreateComputeInstance", "--error", "insufficient-resources", "--count", "2"
+    )
+    mig.apply(pod("late", "mig-1g.10gb.nvidia.com", ON_ONE_GPU))
+    wait_for(
+        "the cause in the claim's events",
+        lambda: any(
+            reason == "PrepareFailed" and "compute instance" in text
+            for reason, text in events_of(mig, "late")
+        ),
+    )
+    mig.wait_running("late", timeout_s=240)
+    assert len(instances()) == 1
+
+
+def test_a_device_in_use_is_destroyed_when_its_process_ends(mig: Cluster) -> None:
+    mig.apply(pod("held", "mig-1g.10gb.nvidia.com", ON_ONE_GPU))
+    mig.wait_running("held")
+    [(uuid, _, _)] = instances()
+    [index] = [number for number, gpu in enumerate(machine()) if gpu["uuid"] == uuid]
+    [one] = machine()[index]["instances"]
+    mig.simulate("hold", str(index), "--pid", "4242", "--name", "monitor", "--gi", str(one["id"]))
+    try:
+        mig.kubectl("delete", "pod/held", "--wait=false")
+        wait_for(
+            "an event that names the process",
+            lambda: any("4242" in text for _, text in events_of(mig, "held")),
+        )
+        assert instances()
+    finally:
+        mig.simulate("release", str(index))
+    wait_for("the instance to be destroyed", lambda: not instances(), 60)
+
+
+def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:
+    devices = len(clean.devices())
+    clean.simulate("mig", "enable", "2")
+    made = clean.simulate("mig", "create", "2", "3g.40gb", "0")
+    number = made.split("GPU instance ")[1].split(",")[0]
+    try:
+        wait_for("fewer devices", lambda: len(clean.devices()) < devices)
+        left = [one["name"] for one in clean.devices() if one["attributes"].get("index", {}).get("int") == 2]
+        assert not left
+    finally:
+        clean.simulate("mig", "destroy", "2", number)
+        clean.simulate("mig", "disable", "2")
+    wait_for("all devices again", lambda: len(clean.devices()) == devices)
+
+
+def test_update_and_kubelet_restart_keep_running_devices(clean: Cluster) -> None:
+    clean.apply(pod("stays", "mig-2g.20gb.nvidia.com"))
+    clean.wait_running("stays")
+    before, uuid = instances(), clean.seen_by("stays")
+    clean.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
+    clean.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    clean.local.restart("kubelet")
+    wait_for("the driver to be ready", clean.driver_is_ready)
+    wait_for("the slices to be back", lambda: len(clean.devices()) > GPUS)
+    assert (instances(), clean.seen_by("stays")) == (before, uuid)
+    assert clean.pod("stays")["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
+@pytest.mark.timeout(CHURN_S + 300)
+def test_churn_of_whole_gpus_and_slices_leaks_nothing(mig: Cluster) -> None:
+    """Mixed load with a fixed seed; `MIG_CHURN_S` seconds."""
+    choose = random.Random(20)
+    classes = [
+        "gpu.nvidia.com",
+        "mig-1g.10gb.nvidia.com",
+        "mig-1g.10gb.me.nvidia.com",
+        "mig-1g.20gb.nvidia.com",
+        "mig-2g.20gb.nvidia.com",
+        "mig-3g.40gb.nvidia.com",
+        "mig-7g.80gb.nvidia.com",
+    ]
+    alive: list[str] = []
+    number = ran = 0
+    until = time.monotonic() + CHURN_S
+    while time.monotonic() < until:
+        fresh = [f"churn-{number + extra}" for extra in range(choose.randint(1, 4))]
+        number += len(fresh)
+        mig.apply("".join(pod(name, choose.choice(classes)) for name in fresh))
+        alive += fresh
+        mig.wait_running(*fresh, timeout_s=120)
+        ran += len(fresh)
+        for name in fresh:
+            assert mig.seen_by(name)
+        taken = [(gpu, start) for gpu, _, start in instances()]
+        assert len(taken) == len(set(taken))
+        while len(alive) > 6:
+            gone = alive.pop(choose.randrange(len(alive)))
+            mig.kubectl("delete", f"pod/{gone}", f"resourceclaim/{gone}", "--wait=false")
+    assert ran >= CHURN_S / 20, f"only {ran} pods ran"

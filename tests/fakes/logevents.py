@@ -1,0 +1,84 @@
+"""Every log event of the package, read from its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "dra_driver"
+LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
+_LOGGERS = {"_log", "log", "logger"}
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One call of a logger. `events` are the names it may write, None where they are no literals."""
+
+    place: str
+    file: str
+    levels: tuple[str, ...]
+    events: tuple[str, ...] | None
+    fields: tuple[str, ...]
+
+
+def log_calls() -> list[LogCall]:
+    """All of the package, generated code left out."""
+    files = sorted(file for file in PACKAGE.rglob("*.py") if "pb" not in file.parent.parts)
+    return [call for file in files for call in _calls(file)]
+
+
+def _calls(file: Path) -> Iterator[LogCall]:
+    name = file.relative_to(PACKAGE.parent).as_posix()
+    tree = ast.parse(file.read_text())
+    aliases = dict(_aliases(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            levels = _levels(node.func, aliases)
+            if levels:
+                fields = tuple(keyword.arg or "**" for keyword in node.keywords)
+                events = _literals(_event_argument(node, levels))
+                yield LogCall(f"{name}:{node.lineno}", name, levels, events, fields)
+
+
+def _aliases(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Names that stand for one of several methods: `tell = _log.warning if … else _log.info`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found = _methods(node.value)
+            if found:
+                yield node.targets[0].id, found
+
+
+def _methods(node: ast.expr) -> tuple[str, ...]:
+    match node:
+        case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in _LOGGERS and attr in LEVELS:
+            return (attr,)
+        case ast.IfExp(body=body, orelse=orelse):
+            return _methods(body) + _methods(orelse)
+    return ()
+
+
+def _levels(function: ast.expr, aliases: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    match function:
+        case ast.Name(id=name):
+            return aliases.get(name, ())
+        case ast.Attribute(value=ast.Name(id=name), attr="log") if name in _LOGGERS:
+            return ("any",)
+    return _methods(function)
+
+
+def _event_argument(call: ast.Call, levels: tuple[str, ...]) -> ast.expr | None:
+    place = 1 if levels == ("any",) else 0
+    return call.args[place] if len(call.args) == place + 1 else None
+
+
+def _literals(node: ast.expr | None) -> tuple[str, ...] | None:
+    match node:
+        case ast.Constant(value=str(text)):
+            return (text,)
+        case ast.IfExp(body=body, orelse=orelse):
+            first, second = _literals(body), _literals(orelse)
+            return None if first is None or second is None else first + second
+    return None

@@ -1,0 +1,226 @@
+"""One GPU of a simulated machine with everything that makes MIG devices: real ledger, records and locks, the real
+binding below. `restarted` is the next instance of the plugin over the same directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dra_driver.core.planning import Plan, PlannedDevice
+from dra_driver.model.claim import AllocatedClaim
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import PossibleMig
+from dra_driver.model.mig import MigProfile, Placement
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
+from dra_driver.nvml.instances import MigHardware
+from dra_driver.services.executor import Executor
+from dra_driver.services.migdevices import MigDevices
+from dra_driver.services.migkeeper import MigKeeper
+from dra_driver.services.migsteps import MigSteps
+from dra_driver.services.migusers import MigUsers
+from dra_driver.services.steps import StepDispatcher
+from dra_driver.state.locks import GpuLocks
+from dra_driver.state.migledger import MigLedger
+from dra_driver.state.records import RecordStore
+from tests.core.samples import claim as a_claim
+from tests.core.samples import result
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.preparing import Crash
+
+CHANGES = frozenset({
+    "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
+})  # fmt: skip
+
+
+class Countdown:
+    """Calls `die` after so many changes, whoever makes them."""
+
+    def __init__(self, changes: int | None = None, die: Callable[[], None] | None = None) -> None:
+        self.left = changes
+        self.die = die or self._crash
+        self.done: list[str] = []
+
+    def counted(self, subject: Any) -> Any:
+        return _Counted(subject, self)
+
+    def note(self, name: str) -> None:
+        self.done.append(name)
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                self.die()
+
+    def _crash(self) -> None:
+        raise Crash
+
+
+class _Counted:
+    def __init__(self, subject: Any, countdown: Countdown) -> None:
+        self._subject = subject
+        self._countdown = countdown
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._subject, name)
+        if name not in CHANGES:
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            answer = found(*args, **options)
+            self._countdown.note(name)
+            return answer
+
+        return call
+
+
+class Clock:
+    """Time that passes only in pauses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class MigNode:
+    """An instance of the plugin for GPU 0 of a machine."""
+
+    def __init__(
+        self, simulated: SimulatedNode, directory: Path, *, boot_id: str = "boot-1", adopt: Any = "leave"
+    ) -> None:
+        self.simulated = simulated
+        self.machine = simulated.machine
+        self.directory = directory
+        self.boot_id = boot_id
+        self.gpu_uuid = self.machine.gpu(0).uuid
+        self.where = (self.gpu_uuid, None)
+        self.lost: tuple[str, ...] = ()
+        self.told: list[tuple[str, str, str | None]] = []
+        self.told_of_modes: list[tuple[str, str, str | None]] = []
+        self.left_over = 0
+        self.changes = 0
+        self.clock = Clock()
+        self.countdown = Countdown()
+        self.hardware = MigHardware()
+        self.ledger = MigLedger(directory / "mig", self.clock)
+        self.ledger.open()
+        self.records = RecordStore(directory / "claims")
+        self.records.open()
+        self.locks = GpuLocks(directory / "locks")
+        self.locks.open()
+        self.users = MigUsers(self.records, lambda: self.lost)
+        hardware, ledger = self.countdown.counted(self.hardware), self.countdown.counted(self.ledger)
+        self.devices = MigDevices(
+            hardware,
+            ledger,
+            self.users,
+            boot_id,
+            left_over=self._left_over,
+            observe=self._observed,
+            clock=self.clock,
+            pause=self.clock.pause,
+        )
+        self.steps = MigSteps(self.devices, self.users, lambda *_ids: True)
+        self.executor = Executor(
+            self.countdown.counted(self.records),
+            StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}),
+            boot_id,
+            now=lambda: "2026-08-07T12:00:00.000+00:00",
+        )
+        self.keeper = MigKeeper(
+            self.devices, hardware, ledger, self.users, self.locks, boot_id,
+            adopt=adopt, on_change=self._changed, clock=self.clock,
+        )  # fmt: skip
+
+    def restarted(self, **options: Any) -> MigNode:
+        return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
+
+    # --- what is asked for ---------------------------------------------------------------------
+
+    def wanted(self, profile: str, start: int) -> PossibleMig:
+        """The device of a profile at a placement of GPU 0."""
+        gpu = self.machine.gpu(0)
+        row = next(item for item in self.machine.current().model_of(gpu).mig if item.name == profile)
+        assert start in row.starts
+        return PossibleMig(
+            f"gpu-0-mig-{row.id}-{start}",
+            Gpu(uuid=gpu.uuid),
+            MigProfile(row.id, row.name, row.slices, row.max_instances, 0, 0, 0, 0, 0, 0, row.memory_mib),
+            Placement(start, row.size),
+        )
+
+    def step(self, wanted: PossibleMig) -> CreateMig:
+        profile = wanted.profile
+        return CreateMig(wanted.name, self.gpu_uuid, None, profile.profile_id, profile.name, wanted.placement)
+
+    def prepare(self, wanted: PossibleMig, uid: str = "uid-1") -> ClaimRecord:
+        return self._carry_out(a_claim(wanted.name, uid=uid), (self.step(wanted),), wanted)
+
+    def prepare_whole(self, uid: str = "uid-1") -> ClaimRecord:
+        return self._carry_out(a_claim("gpu-0", uid=uid), (LeaveMigMode(self.gpu_uuid, None),))
+
+    def _carry_out(self, claim: AllocatedClaim, steps: tuple[Step, ...], *wanted: PossibleMig) -> ClaimRecord:
+        planned = tuple(PlannedDevice(result(item.name), item) for item in wanted)
+        with self.locks.hold({self.gpu_uuid}, 5):
+            return self.executor.carry_out(Plan(claim, planned, steps), self.records.get(claim.ref.uid))
+
+    def unprepare(self, uid: str = "uid-1") -> None:
+        record = self.records.get(uid)
+        if record is not None:
+            with self.locks.hold({self.gpu_uuid}, 5):
+                self.executor.take_back(record)
+
+    # --- what is there -------------------------------------------------------------------------
+
+    def on_gpu(self) -> tuple[bool, list[tuple[int, int, int, int]]]:
+        """MIG mode, and of each GPU instance its ID, profile, start and number of compute instances."""
+        gpu = self.machine.gpu(0)
+        found = [(item.id, item.profile_id, item.start, len(item.compute)) for item in gpu.instances]
+        return bool(gpu.mig_mode), sorted(found)
+
+    def state(self) -> tuple[object, ...]:
+        """Everything that a claim may leave. MIG UUIDs are other ones each time: only that they are right counts."""
+        uuids = {item.uuid for _, item in self.machine.gpu(0).mig_devices}
+        entries = {
+            (entry.device, entry.phase, entry.gpu_instance_id, entry.compute_instance_id, entry.gpu_minor,
+             self.ledger.is_leaving(entry.device), entry.uuid in uuids)
+            for entry in self.ledger.all().values()
+        }  # fmt: skip
+        modes = {(uuid, mode.boot_id) for uuid, mode in self.ledger.owned_modes().items()}
+        return self.on_gpu(), entries, modes, dict(self.records.all())
+
+    @contextmanager
+    def dying_after(self, changes: int) -> Iterator[list[str]]:
+        """Die after so many changes; the next calls go to `restarted`."""
+        self.countdown.done.clear()
+        self.countdown.left = changes
+        try:
+            yield self.countdown.done
+        finally:
+            self.countdown.left = None
+
+    def _observed(self, kind: str, subject: str, _duration_s: float, error: Exception | None) -> None:
+        told = self.told_of_modes if kind.startswith("mode-") else self.told
+        told.append((kind, subject, error and type(error).__name__))
+
+    def _left_over(self) -> None:
+        self.left_over += 1
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def make_idle(simulated: SimulatedNode, *, mig_mode: bool) -> None:
+    """GPU 0 as after a boot: no faults, processes or instances."""
+    machine = simulated.machine
+    machine.clear_faults()
+    machine.reboot()
+    if bool(machine.gpu(0).mig_mode) != mig_mode:
+        machine.set_mig_mode(0, mig_mode)
+    simulated.session.reopen()

@@ -1,0 +1,130 @@
+"""Metrics as a scrape reads them; and all of them at once, which docs, dashboard and alerts are held against.
+
+`python -m tests.fakes.scrapes` writes the table of docs/metrics.md anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from dra_driver.model.health import HealthState, Reason, Severity, Subject
+from dra_driver.services.metrics import Metrics
+from tests.core.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
+
+DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
+BEGIN, END = "<!-- metrics: generated -->", "<!-- end -->"
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scraped(metrics: Metrics) -> Samples:
+    samples: Samples = {}
+    for family in parse(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in samples, f"{key} is there twice"
+            samples[key] = sample.value
+    return samples
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return scraped(metrics)[(name, tuple(sorted(labels.items())))]
+
+
+def labelled(samples: Samples, name: str) -> Iterator[dict[str, str]]:
+    return (dict(labels) for found, labels in samples if found == name)
+
+
+def by_label(metrics: Metrics, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """The values of a metric by the values of some of its labels."""
+    return {
+        tuple(dict(found)[label] for label in labels): number
+        for (sample, found), number in scraped(metrics).items()
+        if sample == name
+    }
+
+
+@dataclass
+class KnownHealth:
+    """What a monitor would answer."""
+
+    known: dict[Subject, HealthState] = field(default_factory=dict)
+    stale: set[str] = field(default_factory=set)
+    xids: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def states(self) -> Mapping[Subject, HealthState]:
+        return self.known
+
+    def is_fresh(self, gpu_uuid: str) -> bool:
+        return gpu_uuid not in self.stale
+
+    def xid_counts(self) -> Mapping[tuple[str, int], int]:
+        return self.xids
+
+    def has(self, severity: Severity, key: str, subject: Subject) -> None:
+        reason = Reason(key, "79", severity, 1, 1, "text")
+        state = self.known.get(subject, HealthState(subject))
+        self.known[subject] = replace(state, reasons=(*state.reasons, reason))
+
+
+@dataclass
+class Told:
+    """What an announcer counts."""
+
+    written: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+def complete_metrics() -> Metrics:
+    """Every view is shown, and everything that has no series before it happens did happen."""
+    health = KnownHealth(xids={(uuid(0), 79): 1})
+    health.has(Severity.UNHEALTHY, "xid", Subject(uuid(0)))
+    records = [record(hold(GPU_0), hold(MIG_1G))]
+    metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
+    metrics.show.claims(lambda: records)
+    metrics.show.devices(lambda: MIXED, health, dict)
+    metrics.show.inventory(lambda: MIXED)
+    metrics.show.health(lambda: MIXED, health)
+    metrics.show.publishing(lambda: None, lambda: 1)
+    metrics.show.stuck_mig(list)
+    metrics.show.partitions_unsupported(lambda: False)
+    metrics.show.readiness(list)
+    metrics.show.mps(lambda: ["ready"])
+    metrics.show.notices(Told())
+    return metrics
+
+
+def labels_of_samples(metrics: Metrics) -> dict[str, set[str]]:
+    """The labels of every sample name, as a query sees them."""
+    return {name: {label for label, _ in labels} for name, labels in scraped(metrics)}
+
+
+def table() -> str:
+    """The driver's own metrics as a Markdown table."""
+    lines = ["| Metric | Type | Labels | What |", "|---|---|---|---|"]
+    families = (entry for entry in complete_metrics().registry.collect() if entry.name.startswith("nvidia"))
+    lines += [_line(family) for family in sorted(families, key=lambda family: family.name)]
+    return "\n".join(lines)
+
+
+def _line(family: Metric) -> str:
+    suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+    return f"| `{family.name}{suffix}` | {family.type} | {', '.join(labels)} | {family.documentation} |"
+
+
+def generated(text: str) -> str:
+    """A document with its table as it should be."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(generated(DOCUMENT.read_text()))

@@ -1,0 +1,528 @@
+"""`doctor`, `claims` and `validate` as processes: on a node at work, on examples, on every kind of mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_driver.cli.claims import age
+from dra_driver.cli.documents import read_documents
+from dra_driver.cli.machinefit import MachineFit
+from dra_driver.core.slices import build_pool
+from dra_driver.core.standardclasses import standard_classes
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
+from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.steps import CreateMig, RunMps, UnknownStep, WriteCdiSpec
+from dra_driver.model.usage import MpsShared, TimeSliced, UnknownUsage, Usage
+from dra_driver.services.preparedclaims import usage_text
+from dra_driver.state.migledger import MigLedger
+from dra_driver.state.records import RecordStore
+from tests.core.samples import MIXED, h100, inventory
+from tests.integration.conftest import DRIVER, NODE, Node
+from tests.integration.test_process import call, environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Json = dict[str, Any]
+
+
+def files(directory: Path) -> Mapping[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+# --- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor_on_a_node_at_work(node: Node) -> None:
+    settings = node.settings
+    options = [
+        "--node-name", NODE, "--kubeconfig", str(settings.kubeconfig), "--cdi-root", settings.cdi_root,
+        "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
+        "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path,
+        "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
+    ]  # fmt: skip
+    before = node.server.writes("resourceslices")
+    done = call("doctor", "-o", "json", *options)
+    assert done.stderr == ""
+    found = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+    assert [name for name, check in found.items() if check["status"] == "FAIL"] == []
+    assert done.returncode == 0
+    assert found["NVML"]["seen"].startswith("8 GPUs answer")
+    assert found["slices"]["seen"] == "8 devices in 1 slices"
+    assert found["registration"]["status"] == "OK"
+    assert all((check["remedy"] is None) == (check["status"] in ("OK", "SKIP")) for check in found.values())
+    assert node.server.writes("resourceslices") == before
+    node.machine.unload_driver()
+    done = call("doctor", *options)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("FAIL  kernel driver"))
+    assert "-> `modprobe nvidia`" in lines[start + 1]
+    assert lines[-1].split()[1] == "OK,"
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_doctor_where_nothing_is_there(tmp_path: Path) -> None:
+    done = call(
+        "doctor", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path),
+        "--kubelet-plugins-directory-path", str(tmp_path / "p"), "--cdi-root", str(tmp_path / "c"),
+        "--kubelet-registrar-directory-path", str(tmp_path / "r"), "--kubeconfig", str(tmp_path / "k"),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
+    assert any(line.startswith("FAIL  kubelet directories") for line in done.stdout.splitlines())
+    assert any(
+        line.startswith("FAIL  API server") and "cannot be read" in line for line in done.stdout.splitlines()
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- claims -------------------------------------------------------------------------------------
+
+
+def record(
+    number: int, *held: HeldDevice, steps: tuple[Any, ...] = (WriteCdiSpec(),), **more: Any
+) -> ClaimRecord:
+    ref = ClaimRef("team", f"claim-{number}", f"uid-{number}")
+    results = tuple(DeviceResult("gpu", DRIVER, NODE, device.device) for device in held)
+    values: Json = {"phase": "prepared", "boot_id": "boot-1", "prepared_at": "2020-01-01T00:00:00.000+00:00"}
+    return ClaimRecord(AllocatedClaim(ref, results), devices=held, steps=steps, **(values | more))
+
+
+SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
+MIG = OwnedInstance(
+    "gpu-2-mig-1g10gb-19-0",
+    "GPU-2",
+    "0000:1b:00.0",
+    19,
+    "1g.10gb",
+    Placement(0, 1),
+    "boot-1",
+    "created",
+    7,
+    0,
+    "MIG-7",
+)
+
+
+@pytest.fixture
+def plugin_dir(tmp_path: Path) -> Path:
+    """Records of every kind, and a machine's boot ID."""
+    directory = tmp_path / "plugins" / DRIVER
+    store = RecordStore(directory / "claims")
+    store.open()
+    shared = HeldDevice(
+        "gpu-1", "gpu", "GPU-1", "GPU-1", share_id="share-9", usage=MpsShared(SPEC, 10240, 50)
+    )
+    store.save(record(1, shared, steps=(RunMps(SPEC), WriteCdiSpec())))
+    on_demand = HeldDevice(MIG.device, "mig", "", "GPU-2", placement=MIG.placement)
+    made = CreateMig(MIG.device, "GPU-2", None, 19, "1g.10gb", MIG.placement)
+    store.save(
+        record(2, on_demand, steps=(made, UnknownStep("warm_up")), prepared_at=None, phase="preparing")
+    )
+    admin = HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", admin_access=True)
+    store.save(record(3, admin, boot_id="boot-0", prepared_at="nonsense"))
+    (directory / "claims/uid-4.json").write_text("{broken")
+    (directory / "claims/uid-5.json.unreadable-1").write_text("x")
+    ledger = MigLedger(directory / "mig")
+    ledger.open()
+    ledger.save(MIG)
+    boot = tmp_path / "machine/root/proc/sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text("boot-1\n")
+    cdi = tmp_path / "cdi"
+    cdi.mkdir()
+    for uid in ("uid-1", "uid-6"):
+        spec = {"kind": f"k8s.{DRIVER}/claim", "devices": [{"name": f"{uid}-gpu-1"}]}
+        (cdi / f"k8s.{DRIVER}-claim_{uid}.json").write_text(json.dumps(spec))
+    return directory
+
+
+def claims(plugin_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    root = plugin_dir.parents[1]
+    return call(
+        "claims", "--kubelet-plugins-directory-path", str(plugin_dir.parent), "--cdi-root", str(root / "cdi"),
+        "--simulator-dir", str(root / "machine"), *more,
+    )  # fmt: skip
+
+
+def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> None:
+    root = plugin_dir.parents[1]
+    before = files(root)
+    done = claims(plugin_dir)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:2] == ["team/claim-1", "prepared"]
+    assert [part.strip() for part in lines[0].split("ago")[1].split("  ") if part] == [
+        "this boot",
+        "CDI spec present",
+    ]
+    assert lines[1] == "    uid uid-1; to undo: write_cdi_spec, run_mps"
+    assert lines[2].split("  ")[-1] == "MPS, at most 10240 MiB and 50 % of threads; share share-9"
+    text = done.stdout
+    assert "PREPARING" in text
+    assert "to undo: warm_up, create_mig" in text
+    assert "mig  MIG-7  1g.10gb at 0, created GI 7 CI 0; on GPU-2" in text
+    assert "EARLIER BOOT" in text
+    assert "admin access" in text
+    problems = [line for line in lines if line.startswith("problem: ")]
+    assert len(problems) == 4
+    for part in (
+        "uid-4.json cannot be read",
+        "uid-5.json.unreadable-1 was set aside",
+        "UID uid-6 has no record",
+    ):
+        assert any(part in line for line in problems), part
+    assert any("claim team/claim-3 is prepared but its CDI spec is missing" in line for line in problems)
+    assert files(root) == before
+
+
+def test_claims_as_json_and_yaml_are_the_same(plugin_dir: Path) -> None:
+    document = json.loads(claims(plugin_dir, "-o", "json").stdout)
+    assert yaml.safe_load(claims(plugin_dir, "-o", "yaml").stdout).keys() == document.keys()
+    found = {claim["name"]: claim for claim in document["claims"]}
+    assert list(found) == ["claim-1", "claim-3", "claim-2"]
+    assert [claim["boot"] for claim in found.values()] == ["this", "earlier", "this"]
+    assert [claim["cdi_spec"] for claim in found.values()] == ["present", "missing", "missing"]
+    assert found["claim-1"]["age_s"] > 10**8
+    assert found["claim-3"]["age_s"] is None
+    assert found["claim-2"]["devices"][0]["uuid"] == "MIG-7"
+
+
+def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:
+    done = call(
+        "claims", "--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"no claim is prepared (records are looked for in {tmp_path / DRIVER / 'claims'})\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_claims_of_a_driver_at_work(node: Node) -> None:
+    ref = node.claim("training")
+    node.prepare(ref)
+    found = json.loads(
+        call(
+            "claims", "-o", "json", "--kubelet-plugins-directory-path", str(node.plugin_dir.parent),
+            "--cdi-root", str(node.cdi), "--simulator-dir", str(node.root / "machine"),
+        ).stdout
+    )  # fmt: skip
+    (claim,) = found["claims"]
+    assert (claim["name"], claim["uid"], claim["phase"], claim["boot"]) == (
+        "training",
+        ref.uid,
+        "prepared",
+        "this",
+    )
+    assert (claim["cdi_spec"], found["problems"]) == ("present", [])
+    assert claim["devices"][0]["uuid"].startswith("GPU-")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0s"),
+        (59, "59s"),
+        (60, "1m"),
+        (3599, "59m"),
+        (3600, "1h00m"),
+        (7500, "2h05m"),
+        (86400 * 3 + 7200, "3d2h"),
+    ],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("usage", "text"),
+    [
+        (None, None),
+        (TimeSliced(), "time-slicing"),
+        (TimeSliced(3), "time-slicing, long"),
+        (TimeSliced(9), "time-slicing, 9"),
+        (MpsShared(SPEC), "MPS"),
+        (MpsShared(SPEC, None, 25), "MPS, at most 25 % of threads"),
+        (UnknownUsage("quantum"), "quantum (of a newer release)"),
+    ],
+)
+def test_usages(usage: Usage, text: str | None) -> None:
+    assert usage_text(usage) == text
+
+
+# --- validate -----------------------------------------------------------------------------------
+
+
+def validate(*arguments: str, stdin: str = "") -> tuple[int, list[Json], str]:
+    """Exit code, reports, and standard error."""
+    command = [sys.executable, "-m", "dra_driver.cli.main", "validate", "-o", "json", *arguments]
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, env=environment(), timeout=60, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, json.loads(done.stdout)["documents"] if done.stdout else [], done.stderr
+
+
+def section(name: str) -> str:
+    """The configuration that an example's README shows."""
+    lines = (EXAMPLES / name / "README.md").read_text().splitlines()
+    start = lines.index("    sharing:")
+    return "\n".join(line[4:] for line in lines[start : lines.index("", start)])
+
+
+WHOLE = (
+    "admin-access", "extended-resource", "mps-shared-claim", "nvlink-domain", "one-gpu", "selectors", "shared-claim",
+    "time-slicing", "two-claims",
+)  # fmt: skip
+SHARED = {"gpu-shares": "dgx-h100", "gpu-memory": "dgx-h100", "mig-shares": "h100-mig-static"}
+
+
+def test_all_examples_are_right() -> None:
+    code, reports, error = validate(*(str(path) for path in sorted(EXAMPLES.glob("*/*.yaml"))))
+    assert (code, error) == (0, "")
+    assert {report["verdict"] for report in reports} == {"OK", "SKIP"}
+    assert len(reports) >= 40
+    assert [
+        hint for report in reports for hint in report["hints"] if "extendedResourceName" not in hint
+    ] == []
+
+
+def test_examples_fit_the_machines_that_they_are_for() -> None:
+    code, reports, error = validate(*(str(EXAMPLES / name) for name in WHOLE), "--simulate", "dgx-h100")
+    assert (code, error) == (0, "")
+    devices = {r["name"]: len(r["devices"]) for r in reports if r["name"].startswith("ResourceClaim")}
+    assert devices["ResourceClaimTemplate nvlink-domain"] == 8
+    assert all(devices.values())
+    notes = [note for report in reports if report["name"] == "Pod two-claims" for note in report["notes"]]
+    assert notes == ["its 2 claims fit at one time"]
+    code, reports, _ = validate(str(EXAMPLES / "static-mig"), "--simulate", "h100-mig-static")
+    assert code == 0
+    assert len(reports[0]["devices"]) == 1
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -> None:
+    machine = SHARED[name]
+    code, reports, _ = validate("-", str(EXAMPLES / name), "--simulate", machine, stdin=section(name))
+    assert (code, reports[0]["name"], reports[0]["verdict"]) == (0, "configuration", "OK")
+    assert len(reports[1]["devices"]) == 1
+
+
+def request(**exactly: Any) -> Json:
+    return {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"} | exactly}]}
+
+
+def claim(name: str, devices: Json) -> Json:
+    metadata = {"name": name}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": metadata,
+        "spec": {"devices": devices},
+    }
+
+
+def selector(expression: str) -> Json:
+    return request(selectors=[{"cel": {"expression": expression}}])
+
+
+A, C = 'device.attributes["gpu.nvidia.com"]', 'device.capacity["gpu.nvidia.com"]'
+PARAMETERS = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "MigDeviceConfig"}
+CONFIG = [{"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": PARAMETERS}}]
+MATCH = [{"requests": ["gpu"], "matchAttribute": "gpu.nvidia.com/index"}]
+NOWHERE = [{"requests": ["gpu"], "matchAttribute": "gpu.nvidia.com/rack"}]
+DISTINCT = [{"requests": ["gpu"], "distinctAttribute": "gpu.nvidia.com/architecture"}]
+POD = {"containers": [{"name": "c", "resources": {"claims": [{"name": "x"}]}}]}
+
+
+def pod(name: str, *entries: Json) -> Json:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": POD | {"resourceClaims": list(entries)},
+    }
+
+
+WRONG: list[tuple[Json, str, str]] = [
+    (claim("big", selector(f'{C}.memory.compareTo(quantity("100Gi")) >= 0')), "faults",
+     "does not fit dgx-h100: request gpu: 8 devices of driver gpu.nvidia.com, 8 of class gpu.nvidia.com, 0 match "
+     "selector 1: "),
+    (claim("big2", selector(f'{C}.memory.compareTo(quantity("100Gi")) >= 0')), "faults",
+     "memory is 81559Mi, wanted >= 100Gi"),
+    (claim("nine", request(count=9)), "faults", "request gpu: wants 9, but of 8 devices"),
+    (claim("key", selector(f'{A}.profile == "1g.10gb"')), "faults", "no such key: profile; test `\"profile\" in"),
+    (claim("index", selector(f"{A}.index == 0")), "hints", "moves when a GPU is drained"),
+    (claim("kind", request() | {"config": CONFIG}), "faults",
+     "allocated on dgx-h100, Prepare would refuse it: allocation config 0 from the claim, requests gpu: Mig"),
+    (claim("match", request(count=2) | {"constraints": MATCH}), "faults",
+     "constraint matchAttribute gpu.nvidia.com/index: 2 devices are wanted with one value, the largest group has 1"),
+    (claim("nowhere", request(count=2) | {"constraints": NOWHERE}), "faults", "no matching device has this attribute"),
+    (claim("distinct", request(count=2) | {"constraints": DISTINCT}), "faults", "no choice of them serves"),
+    (claim("class", {"requests": [{"name": "a", "exactly": {"deviceClassName": "no.example.com"}}]}), "notes",
+     "DeviceClass no.example.com is neither among the files nor one of this driver's"),
+    (claim("admin", request(adminAccess=True)), "hints", 'admin-access: "true" on namespace default'),
+    (claim("beta", request()) | {"apiVersion": "resource.k8s.io/v1beta2"}, "hints", "v1beta2 goes away"),
+    (claim("shared", {"requests": [{"name": "a", "exactly": {"deviceClassName": "shares.gpu.nvidia.com"}}]}), "faults",
+     "allowMultipleAllocations is false, wanted == true"),
+    (claim("all", request(allocationMode="All")), "notes", "and 4 more"),
+    (claim("tolerant", request(count=4)), "notes", "fits, for example: gpu-"),
+    ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "empty.example.com"},
+      "spec": {"selectors": [{"cel": {"expression": f'{A}.type == "mig"'}}]}}, "notes",
+     'no device of dgx-h100 matches; nearest: gpu-'),
+    ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "h100.example.com"},
+      "spec": {"selectors": [{"cel": {"expression": f'{A}.productName.contains("H100")'}}]}}, "notes",
+     "8 of 8 devices match"),
+    ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "nic.example.com"},
+      "spec": {"selectors": [{"cel": {"expression": 'device.driver == "dra.example.com"'}}]}}, "notes",
+     "is for devices of dra.example.com; not tried"),
+    (claim("nic", {"requests": [{"name": "a", "exactly": {"deviceClassName": "nic.example.com"}}]}), "notes",
+     "DeviceClass nic.example.com is for devices of dra.example.com"),
+    (claim("own", {"requests": [{"name": "a", "exactly": {"deviceClassName": "h100.example.com"}}]}), "notes", "fits"),
+    ({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "Magic"}}, "faults",
+     "sharing.strategy: "),
+    (pod("absent", {"name": "x", "resourceClaimName": "gone"}), "notes", "ResourceClaim default/gone is not among"),
+    (pod("unused", {"name": "x", "resourceClaimName": "all"}, {"name": "y", "resourceClaimName": "beta"}), "hints",
+     "no container uses the claim y"),
+    (pod("greedy", {"name": "x", "resourceClaimName": "all"}, {"name": "y", "resourceClaimName": "beta"}), "faults",
+     "the pod's claims do not fit at one time"),
+    ({"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": {"spec": POD}}}, "faults",
+     "spec.template.spec.containers[0].resources.claims[0].name: there is no entry 'x'"),
+    ({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "old"}, "spec": {
+        "containers": [{"name": "c", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}, "hints",
+     "extendedResourceName: nvidia.com/gpu"),
+    ({"sharing": [{"mode": "share"}]}, "faults", "sharing.0.mode: "),
+    ({"kind": "ConfigMap", "metadata": {"name": "x"}}, "notes", "nothing in it concerns this driver"),
+]  # fmt: skip
+
+
+def test_each_mistake_has_its_sentence() -> None:
+    text = yaml.safe_dump_all([document for document, _, _ in WRONG])
+    text += "---\na: 1\na: 2\n---\n- 1\n---\nx: [\n"
+    code, reports, error = validate("-", "--simulate", "dgx-h100", stdin=text)
+    assert (code, error) == (1, "")
+    for (_, kind, expected), report in zip(WRONG, reports, strict=False):
+        assert any(expected in entry for entry in report[kind]), (report["name"], report)
+        assert (report["verdict"] == "FAULT") == bool(report["faults"])
+        if kind != "faults" and report["name"] != "Pod unused":
+            assert report["faults"] == [], report
+    rest = [report["faults"] for report in reports[len(WRONG) :]]
+    assert rest[0] == ["a is written twice"]
+    assert rest[1] == ["is no object"]
+    assert rest[2][0].startswith("is no YAML: ")
+
+
+def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "claims.yaml"
+    file.write_text(yaml.safe_dump_all([claim("a", request()), claim("b", request(count=0))]))
+    second = file.read_text().splitlines().index("---") + 2
+    done = call("validate", str(file), "--simulate", "t4-4")
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (1, "")
+    assert lines[0].split() == ["OK", f"{file}:1", "ResourceClaim", "a"]
+    assert f"FAULT  {file}:{second}  ResourceClaim b" in lines
+    assert "         fault: spec.devices.requests[0].exactly.count: 0 must be greater than zero" in lines
+    assert lines[-1] == "2 documents, 1 with faults; tried on t4-4 as it is empty: 4 devices"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("/nope.yaml",), "cannot read /nope.yaml: No such file or directory"),
+        (("-",), "there are no documents in -"),
+        (("-", "--simulate", "dgx-h1000"), "dgx-h1000"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], part: str) -> None:
+    code, _, error = validate(*arguments, stdin="" if len(arguments) == 1 else "a: 1")
+    assert code == 2
+    (line,) = error.strip().splitlines()
+    assert part in line
+
+
+def test_alternatives_are_tried_in_order(make_slices: Callable[[], list[Json]]) -> None:
+    classes = standard_classes(DRIVER)
+    machine = MachineFit("m", DRIVER, make_slices())
+
+    def first(*selectors: str) -> Json:
+        entries = [
+            {
+                "name": f"n{number}",
+                "deviceClassName": "gpu.nvidia.com",
+                "selectors": [{"cel": {"expression": text}}],
+            }
+            for number, text in enumerate(selectors)
+        ]
+        return {"devices": {"requests": [{"name": "gpu", "firstAvailable": entries}]}}
+
+    fit = machine.claim(first("false", "true"), classes)
+    assert [name for name, _ in fit.devices] == ["gpu/n1"]
+    broken = machine.claim(first("device.attributes['gpu.nvidia.com'].nope", "true"), classes)
+    assert broken.problem is not None
+    assert "no such key: nope" in broken.problem
+    fit = machine.claim(first("false", "device.driver == 'x'"), classes)
+    assert fit.problem is not None
+    assert "request gpu/n0: " in fit.problem
+    assert "request gpu/n1: " in fit.problem
+    assert 'driver is "gpu.nvidia.com", wanted == "x"' in fit.problem
+
+
+@pytest.fixture
+def make_slices() -> Callable[[], list[Json]]:
+    def make() -> list[Json]:
+        content = build_pool(inventory(h100(0), MIXED.gpus[2]), NODE).slices[0]
+        pool = {"name": NODE, "generation": 1, "resourceSliceCount": 1}
+        return [
+            {"spec": {"driver": DRIVER, "nodeName": NODE, "pool": pool, "devices": list(content.devices)}}
+        ]
+
+    return make
+
+
+# --- documents ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("---\n---\n# nothing\n", []),
+        ("a: 1\n---\nkind: List\nitems: [{kind: Pod, metadata: {name: x, namespace: y}}, 3]\n",
+         [(1, "configuration", None), (3, "Pod y/x", None), (3, "document", None)]),
+        ("kind: Pod\nspec: {containers: [{name: a, name: b}]}",
+         [(1, "document", "spec.containers[0].name is written twice")]),
+        ("base: &b {x: 1}\nkind: A\nmore: {<<: *b, y: *b}\n", [(1, "A", None)]),
+        ("kind: A\nmetadata: {generateName: g-}\n---\n\t", [(1, "A g-", None), (4, "document", "is no YAML: ")]),
+        ("a: &x [*x]", [(1, "configuration", None)]),
+        ("'{': '" + "{" * 3000, [(1, "document", "is no YAML: ")]),
+        ("[" * 5000, [(1, "document", "is no YAML: ")]),
+    ],
+)  # fmt: skip
+def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str | None]]) -> None:
+    (tmp_path / "d.yaml").write_text(text)
+    found = list(read_documents([str(tmp_path)]))
+    assert [(document.line, document.name) for document in found] == [
+        (line, name) for line, name, _ in expected
+    ]
+    for document, (_, _, problem) in zip(found, expected, strict=True):
+        assert (document.problem or "").startswith(problem or "")
+        assert (document.problem is None) == (problem is None)
+
+
+def test_a_directory_without_documents_and_a_file_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="there are no YAML files in"):
+        list(read_documents([str(tmp_path)]))
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidConfigError, match="is no text file"):
+        list(read_documents([str(tmp_path)]))

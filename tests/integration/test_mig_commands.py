@@ -1,0 +1,130 @@
+"""`device-classes` and the drawing of `inspect`, as processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from dra_driver.cli.tables import device_table
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.steps import CreateMig
+from dra_driver.simulator import create_machine
+from dra_driver.state.migledger import MigLedger
+from dra_driver.state.records import RecordStore
+from tests.integration.conftest import DRIVER
+from tests.integration.test_process import call
+
+SHIPPED = Path(__file__).parents[2] / "daemonset/components/mig-classes/device-classes.yaml"
+
+
+def test_shipped_classes_are_what_the_command_in_their_head_prints() -> None:
+    text = SHIPPED.read_text()
+    machines = [word for line in text.splitlines() if line.startswith("#   --") for word in line.split()[1:3]]
+    done = call("device-classes", *machines)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == text
+    as_json = json.loads(call("device-classes", "--simulate", "a30-4", "-o", "json").stdout)
+    names = [entry["metadata"]["name"] for entry in as_json["items"]]
+    assert names == [
+        name for name in (entry["metadata"]["name"] for entry in yaml.safe_load_all(text)) if name in names
+    ]
+    assert len(names) == 5
+
+
+def test_classes_of_machines_without_mig_are_one_sentence() -> None:
+    done = call("device-classes", "--simulate", "t4-4")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert "t4-4 has no GPU with MIG profiles" in line
+
+
+def files(directory: Path) -> Mapping[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None:
+    machine = create_machine("hgx-h100-4", tmp_path / "machine", device_nodes="described")
+    machine.set_mig_mode(0, on=True)
+    made = [machine.create_mig(0, "1g.10gb", start) for start in (0, 1, 2)]
+    gpus = {row["uuid"]: row for row in machine.describe()}
+    names = gpu_device_names(gpus)
+    first = next(iter(gpus))
+    plugins = tmp_path / "plugins"
+    ledger = MigLedger(plugins / DRIVER / "mig")
+    ledger.open()
+    records = RecordStore(plugins / DRIVER / "claims")
+    records.open()
+    claim = AllocatedClaim(ClaimRef("ml", "training", "uid-1"), (), ())
+    device = f"{names[first]}-mig-1g10gb-19-0"
+    place = Placement(0, 1)
+    step = CreateMig(device, first, None, 19, "1g.10gb", place)
+    held = HeldDevice(device, "mig", "", first, placement=place)
+    records.save(ClaimRecord(claim, "prepared", "boot", (held,), (step,)))
+    boot_id = (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    orphan = OwnedInstance("orphan", first, None, 19, "1g.10gb", Placement(1, 1), boot_id, "orphan")
+    ledger.save(orphan)
+    before = files(plugins)
+
+    def inspect(*options: str) -> str:
+        where = ["--simulate", "hgx-h100-4", "--simulator-dir", str(tmp_path / "machine")]
+        where += ["--kubelet-plugins-directory-path", str(plugins)]
+        done = call("inspect", *where, *options)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout
+
+    drawn = inspect("--mig", "--dynamic-mig")
+    assert drawn.count("MIG devices on demand") == len(gpus) == 4
+    assert len(made) == 3
+    assert f"{names[first]}  NVIDIA H100 80GB HBM3  MIG mode on, MIG devices on demand" in drawn
+    owners = [line.rpartition(": ")[2] for line in drawn.splitlines() if line.startswith("  slice ")]
+    assert owners == [
+        "claim ml/training",
+        "made by this driver, held by no claim, to be destroyed",
+        "not ours",
+    ]
+    assert "room for: 1g.10gb x4" in drawn
+    # Without the option the table, and below it only the GPU that is in MIG mode.
+    table = inspect()
+    assert table.count("MIG mode on\n") == 1
+    assert table.index("DEVICE") < table.index("MIG mode on\n")
+    assert files(plugins) == before
+
+
+def test_drawing_is_no_json() -> None:
+    done = call("inspect", "--simulate", "a30-4", "--mig", "-o", "json")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_table_has_one_row_for_the_placements_of_a_profile() -> None:
+    def device(name: str, **attributes: str) -> dict[str, object]:
+        return {"name": name, "attributes": {key: {"string": value} for key, value in attributes.items()}}
+
+    listed = device_table(
+        [
+            device("gpu-1", type="gpu", uuid="GPU-1"),
+            device("gpu-1-mig-1g10gb-19-1", type="mig", profile="1g.10gb"),
+            device("gpu-1-mig-1g10gb-19-0", type="mig", profile="1g.10gb"),
+            device("gpu-1-mig-7g80gb-0-0", type="mig", profile="7g.80gb"),
+            device("gpu-2-mig-1g10gb-19-0", type="mig", profile="1g.10gb", uuid="MIG-1"),
+            device("gpu-2-mig-1g10gb-19-1", type="mig", profile="1g.10gb", uuid="MIG-2"),
+        ]
+    )
+    rows = [(line.split()[0], line.split()[-1]) for line in listed.splitlines()[1:]]
+    assert rows == [
+        ("gpu-1", "GPU-1"),
+        ("gpu-1-mig-1g10gb-19-{0,1}", "demand"),
+        ("gpu-1-mig-7g80gb-0-0", "demand"),
+        ("gpu-2-mig-1g10gb-19-0", "MIG-1"),
+        ("gpu-2-mig-1g10gb-19-1", "MIG-2"),
+    ]

@@ -1,0 +1,126 @@
+"""What the daemon leaves on the disk is root's alone, and it needs no capability of the kernel to make it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dra_driver.model.claim import ClaimRef, Prepared
+from tests.integration.conftest import DRIVER, Node, eventually
+
+FOR_ALL = {"cdi", "dra-device-metadata"}
+"""Runtimes and containers read what lies in there; it is written by root alone."""
+PLUGIN_DIRECTORY = 0o750
+"""The mode that the kubelet's other plugins give theirs; group root may look."""
+
+
+def start(node: Node, *without: str) -> subprocess.Popen[bytes]:
+    """The daemon as a process with the most generous umask, behind the command `without`."""
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LANG", "TMPDIR")}
+    env = kept | {
+        "NODE_NAME": node.settings.node_name,
+        "CDI_ROOT": node.settings.cdi_root,
+        "KUBELET_REGISTRAR_DIRECTORY_PATH": node.settings.kubelet_registrar_directory_path,
+        "KUBELET_PLUGINS_DIRECTORY_PATH": node.settings.kubelet_plugins_directory_path,
+        "KUBECONFIG": str(node.settings.kubeconfig),
+        "SIMULATE": "dgx-h100",
+        "SIMULATOR_DIR": str(node.settings.simulator_dir),
+        "DYNAMIC_MIG": "true",
+        "DEVICE_METADATA": "both",
+        "LOG_LEVEL": "warning",
+    }
+    command = [*without, sys.executable, "-m", "dra_driver.cli.main", "run"]
+    return subprocess.Popen(command, env=env, umask=0, stderr=subprocess.PIPE)
+
+
+@pytest.fixture
+def spawn(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def make(*without: str) -> Node:
+        node = make_node()
+        processes.append(start(node, *without))
+        node.kubelet.wait_registered(DRIVER)
+        eventually(lambda: len(node.devices()) > 200)
+        return node
+
+    yield make
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def in_use(node: Node) -> list[ClaimRef]:
+    """Claims of every kind that leaves something on the disk: a GPU, a time slice, a MIG device on demand."""
+    names = [device["name"] for device in node.devices()]
+    mig = next(name for name in names if "mig" in name)
+    whole = [name for name in names if "mig" not in name and not mig.startswith(name)]
+    long = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": long}
+    config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
+    refs = [
+        node.allocated_by_hand("plain", whole[0]),
+        node.allocated_by_hand("slice", whole[1], config=config),
+        node.allocated_by_hand("mig", mig),
+    ]
+    for ref in refs:
+        outcome = node.prepare(ref)[ref.uid]
+        assert isinstance(outcome, Prepared), outcome
+    return refs
+
+
+def test_only_root_reads_state_and_only_root_writes_anything(spawn: Callable[..., Node]) -> None:
+    node = spawn()
+    in_use(node)
+    found: dict[str, set[str]] = {"private": set(), "for all": set()}
+    for top in (node.plugin_dir, node.registry, node.cdi):
+        for path in (top, *top.rglob("*")):
+            status = path.lstat()
+            mode, name = stat.S_IMODE(status.st_mode), str(path.relative_to(node.root))
+            assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid()), name
+            assert not stat.S_ISLNK(status.st_mode), name
+            if path == node.registry:
+                continue  # the kubelet's
+            if path == node.plugin_dir:
+                assert mode == PLUGIN_DIRECTORY
+            elif FOR_ALL & set(Path(name).parts):
+                assert mode == (0o755 if path.is_dir() else 0o644), (name, oct(mode))
+                found["for all"].add(Path(name).parts[-1])
+            else:
+                assert mode == (0o700 if path.is_dir() else 0o600), (name, oct(mode))
+                found["private"].add(path.name)
+    # All there is was looked at: records, ledger, locks, sockets; specs and metadata.
+    assert {"claims", "mig", "publishers", "dra.sock", f"{DRIVER}-reg.sock"} <= found["private"]
+    assert any(name.endswith(".lock") for name in found["private"])
+    assert sum(name.endswith(".json") for name in found["private"]) > 4
+    assert "metadata.json" in found["for all"]
+
+
+def dropped() -> tuple[str, ...]:
+    """Runs a command without any capability, and unable to get one."""
+    program = shutil.which("setpriv")
+    if program is None or os.getuid() != 0:
+        pytest.skip("needs root, and setpriv of util-linux")
+    return (program, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
+
+
+@pytest.mark.root
+def test_no_capability_is_needed_on_the_side_of_the_kernel(spawn: Callable[..., Node]) -> None:
+    """Files, locks, sockets and devices that are only described: what is left is what the GPU driver asks for."""
+    without = dropped()
+    status = subprocess.run(
+        [*without, "cat", "/proc/self/status"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "CapEff:\t0000000000000000" in status
+    node = spawn(*without)
+    refs = in_use(node)
+    for ref in refs:
+        assert node.unprepare(ref) == {ref.uid: None}
+    assert (node.specs(), node.records()) == ([], [])

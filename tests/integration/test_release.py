@@ -1,0 +1,296 @@
+"""Devices change hands: pods that are replaced, and claims that nobody unprepares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.app import releaseparts
+from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.nodes import node_uid
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.services.claimreader import ClaimReader
+from dra_driver.services.reconciler import Reconciler, Rhythm
+from tests.core.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE
+from tests.core.samples import result as allocated
+from tests.fakes.preparing import Node as SmallNode
+from tests.integration.conftest import Node, eventually
+
+
+def delete(node: Node, ref: ClaimRef) -> None:
+    """The claim and its pod are gone from the API server; the kubelet has not unprepared it yet."""
+    resource = node.server.resource("resourceclaims")
+    node.server.operations.delete(resource, (ref.namespace, ref.name), {})
+
+
+def looked_at(node: Node, ref: ClaimRef) -> bool:
+    """Whether the driver asked for a claim since it was prepared."""
+    path = f"/resourceclaims/{ref.name}"
+    return (
+        sum(request.method == "GET" and request.path.endswith(path) for request in node.server.requests) > 1
+    )
+
+
+def begin(pool: ThreadPoolExecutor, node: Node, ref: ClaimRef) -> Future[Any]:
+    return pool.submit(lambda: node.prepare(ref)[ref.uid])
+
+
+def change_hands(node: Node, old: ClaimRef, new: ClaimRef) -> None:
+    """`old` is prepared; `new` waits for it and gets what it had."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = begin(pool, node, new)
+        eventually(lambda: looked_at(node, old) or waiting.done())
+        assert not waiting.done(), waiting.result()
+        assert node.unprepare(old) == {old.uid: None}
+        assert isinstance(waiting.result(20), Prepared)
+
+
+def test_eight_pods_are_replaced_at_once(node: Node) -> None:
+    devices = [device["name"] for device in node.devices()]
+    old = [node.allocated_by_hand(f"old-{number}", device) for number, device in enumerate(devices)]
+    assert all(isinstance(outcome, Prepared) for outcome in node.prepare(*old).values())
+    for ref in old:
+        delete(node, ref)
+    new = [node.allocated_by_hand(f"new-{number}", device) for number, device in enumerate(devices)]
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [begin(pool, node, ref) for ref in new]
+        eventually(lambda: all(looked_at(node, ref) for ref in old))
+        assert not any(one.done() for one in waiting)
+        for ref in reversed(old):
+            assert node.unprepare(ref) == {ref.uid: None}
+        assert all(isinstance(one.result(20), Prepared) for one in waiting)
+    assert node.records() == sorted(f"{ref.uid}.json" for ref in new)
+    assert len(node.specs()) == 8
+
+
+def test_gpu_is_waited_for_while_a_mig_device_of_another_claim_is_on_it(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node()
+    node.start_driver(dynamic_mig=True)
+    eventually(lambda: len(node.devices()) == 8 * 26)
+    [whole] = [
+        device["name"]
+        for device in node.devices()
+        if device["attributes"]["type"]["string"] == "gpu" and device["attributes"]["index"]["int"] == 0
+    ]
+    part = next(
+        device["name"]
+        for device in node.devices()
+        if device["name"].startswith(whole) and device["name"] != whole
+    )
+    first = node.allocated_by_hand("part", part)
+    assert isinstance(node.prepare(first)[first.uid], Prepared)
+    delete(node, first)
+    second = node.allocated_by_hand("whole", whole)
+    change_hands(node, first, second)
+    assert not node.machine.gpu(0).instances
+    delete(node, second)
+    third = node.allocated_by_hand("part-again", part)
+    change_hands(node, second, third)
+    assert len(node.machine.gpu(0).instances) == 1
+    assert node.unprepare(third) == {third.uid: None}
+
+
+def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    node.start_driver(sharing=share_all(SharingRule("shares", 4)))
+    device = node.wait_devices(8)[0]["name"]
+
+    def sliced(name: str, number: int, interval: str) -> ClaimRef:
+        sharing = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}}
+        body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
+        config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
+        share_id = f"{number:08x}-06c0-4d70-8a51-e59b25b2c16c"
+        return node.allocated_by_hand(
+            name, device, config=config, shareID=share_id, consumedCapacity={"shares": "1"}
+        )
+
+    first, second = sliced("long", 1, "Long"), sliced("short", 2, "Short")
+    assert isinstance(node.prepare(first)[first.uid], Prepared)
+    refused = node.prepare(second)[second.uid]
+    assert isinstance(refused, Failed)
+    assert "it asked for Long, this one for Short" in refused.error
+    delete(node, first)
+    with ThreadPoolExecutor(1) as pool:
+        before = len(node.server.requests)
+        waiting = begin(pool, node, second)
+        eventually(lambda: any(one.path.endswith("/long") for one in list(node.server.requests)[before:]))
+        assert node.unprepare(first) == {first.uid: None}
+        assert isinstance(waiting.result(20), Prepared)
+    assert node.machine.timeslice(0) == 1
+
+
+# --- the reconciler against an API server ----------------------------------------------------------
+
+
+class Told:
+    """What users get to hear."""
+
+    def __init__(self) -> None:
+        self.recovered_claims: list[str] = []
+
+    def recovered(self, ref: ClaimRef, why: str) -> None:
+        self.recovered_claims.append(f"{ref.name} {why}")
+
+
+class Stage:
+    """A node with two prepared claims and a reconciler, over a real HTTP connection to the API server."""
+
+    def __init__(self, directory: Path, server: EmbeddedApiServer) -> None:
+        self.server = server
+        server.add("nodes", {"metadata": {"name": NODE}})
+        server.write_kubeconfig(directory / "kubeconfig")
+        self.client = ApiClient(load_endpoint(str(directory / "kubeconfig")))
+        claims = ClaimReader(ResourceApi(self.client))
+        self.node = SmallNode(directory, MIXED, claims=claims)  # type: ignore[arg-type]
+        self.told = Told()
+        self.now = 0.0
+        self.reconciler = Reconciler(
+            self.node.records,
+            claims,
+            self.node.preparer,
+            DRIVER,
+            self.told,
+            make_sure=lambda: node_uid(self.client, NODE),
+            rhythm=Rhythm(between_requests_s=0, request_s=1.0),
+            clock=lambda: self.now,
+        )
+        self.refs = [self.claim("one", GPU_0), self.claim("two", GPU_1)]
+        outcomes = self.node.preparer.prepare(self.refs, None)
+        assert all(isinstance(outcome, Prepared) for outcome in outcomes.values())
+
+    def claim(self, name: str, device: str) -> ClaimRef:
+        wanted = AllocatedClaim(ClaimRef("default", name, ""), (allocated(device),))
+        results = [
+            {"request": item.request, "driver": item.driver, "pool": item.pool, "device": item.device}
+            for item in wanted.results
+        ]
+        spec = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
+        reserved = [{"resource": "pods", "name": name, "uid": name}]
+        body = {
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": spec,
+            "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved},
+        }
+        stored = self.server.add("resourceclaims", body, group="resource.k8s.io")
+        return ClaimRef("default", name, stored["metadata"]["uid"])
+
+    def delete(self, name: str) -> None:
+        self.server.operations.delete(self.server.resource("resourceclaims"), ("default", name), {})
+
+    def look(self) -> float | None:
+        self.now += 60
+        return self.reconciler.look()
+
+    @property
+    def held(self) -> list[str]:
+        return sorted(record.ref.name for record in self.node.records.all().values())
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with EmbeddedApiServer() as server:
+        made = Stage(tmp_path, server)
+        yield made
+        made.client.close()
+
+
+def test_deleted_claim_is_taken_back_and_the_one_in_use_is_kept(stage: Stage) -> None:
+    stage.delete("one")
+    assert (stage.look(), stage.held) == (None, ["one", "two"])
+    assert (stage.look(), stage.held) == (None, ["two"])
+    assert stage.told.recovered_claims == ["one was deleted"]
+    gets = len(
+        [one for one in stage.server.requests if one.method == "GET" and "/resourceclaims/" in one.path]
+    )
+    stage.look()
+    more = [one for one in stage.server.requests if one.method == "GET" and "/resourceclaims/" in one.path]
+    assert len(more) == gets + 1, "one request a record"
+
+
+def test_claim_that_was_made_anew_under_its_name_frees_the_old_one(stage: Stage) -> None:
+    stage.delete("one")
+    stage.claim("one", GPU_0)
+    stage.look()
+    stage.look()
+    assert stage.told.recovered_claims == ["one was deleted and made anew"]
+
+
+def outage(server: EmbeddedApiServer) -> None:
+    server.faults.down = True
+
+
+def starting(server: EmbeddedApiServer) -> None:
+    server.faults.fail(100, 503, reason="ServiceUnavailable")
+
+
+def proxy(server: EmbeddedApiServer) -> None:
+    server.faults.fail(100, 404, reason="NotFound", body=b"default backend - 404")
+
+
+def other_paths(server: EmbeddedApiServer) -> None:
+    server.faults.fail(100, 404, reason="NotFound", path="/resource.k8s.io/", body=b"404 page not found")
+
+
+def forbidden(server: EmbeddedApiServer) -> None:
+    server.faults.fail(100, 403, reason="Forbidden")
+
+
+def nonsense(server: EmbeddedApiServer) -> None:
+    server.faults.fail(100, 200, path="/resourceclaims/", body=b'{"kind": "ResourceClaim"}')
+
+
+def empty(server: EmbeddedApiServer) -> None:
+    """Its data was lost: no claims, and no nodes."""
+    server.operations.delete(server.resource("nodes", group=""), ("", NODE), {})
+
+
+@pytest.mark.parametrize("fault", [outage, starting, proxy, other_paths, forbidden, nonsense, empty])
+def test_nothing_is_taken_back_while_the_api_server_is_unsure(
+    stage: Stage, fault: Callable[[EmbeddedApiServer], None]
+) -> None:
+    stage.delete("one")
+    stage.delete("two")
+    assert stage.look() is None
+    fault(stage.server)
+    for _ in range(3):
+        assert stage.look() is not None
+        assert (stage.held, stage.told.recovered_claims) == (["one", "two"], [])
+    stage.server.faults.clear()
+    if fault is empty:
+        stage.server.add("nodes", {"metadata": {"name": NODE}})
+    assert stage.look() is None
+    assert (stage.held, stage.node.files().keys() - {"kubeconfig"}) == ([], set())
+
+
+def test_claim_that_nobody_unprepares_is_taken_back_and_told(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the whole driver, which stops at once though somebody waits."""
+    fast = partial(Reconciler, rhythm=Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
+    monkeypatch.setattr(releaseparts, "Reconciler", fast)
+    node = make_node()
+    driver = node.start_driver()
+    node.wait_devices(8)
+    old, kept = node.claim("old"), node.claim("kept")
+    node.prepare(old, kept)
+    delete(node, old)
+    eventually(lambda: node.records() == [f"{kept.uid}.json"])
+    assert len(node.specs()) == 1
+    events = eventually(
+        lambda: [one for one in node.server.objects("events", group="") if one["reason"] == "ClaimRecovered"]
+    )
+    assert events[0]["message"].startswith(
+        f"Took the devices of claim default/old (UID {old.uid}) back: it was "
+    )
+    driver.stop()

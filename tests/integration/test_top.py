@@ -1,0 +1,395 @@
+"""`top` on nodes at work and in trouble, into a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_driver.cli.top import screen
+from dra_driver.core.topview import NodeView
+from dra_driver.errors import NvmlUnavailableError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.health import HealthState, Reason, Severity, Subject
+from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.inventory import DriverVersions, Inventory
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.platforms import NvmlReader
+from dra_driver.services import nodelook
+from dra_driver.services.nodelook import NodeLook, Nvml, Place
+from dra_driver.simulator import Machine, create_machine, nvml_library
+from dra_driver.state.healthstore import KeptHealth, encode
+from dra_driver.state.records import RecordStore
+from tests.integration.conftest import DRIVER, Node, eventually
+from tests.integration.test_mig_commands import files
+from tests.integration.test_process import call, environment
+
+Json = dict[str, Any]
+NOW = datetime(2026, 1, 5, 9, 30, tzinfo=UTC)
+START = int(NOW.timestamp())
+
+
+# --- a node at work -----------------------------------------------------------------------------
+
+
+def options(node: Node) -> list[str]:
+    return [
+        "--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir),
+        "--cdi-root", node.settings.cdi_root, "--node-name", "node-a",
+        "--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path,
+    ]  # fmt: skip
+
+
+def test_top_of_a_driver_at_work(node: Node) -> None:
+    names = [device["name"] for device in node.devices()]
+    node.prepare(node.allocated_by_hand("training", names[2], names[3]))
+    node.machine.set_remapped_rows(3, pending=True)
+    node.machine.raise_xid(3, 79)
+    health = node.plugin_dir / "health.json"
+    eventually(lambda: health.exists() and {"row-remap", "xid"} <= {reason["key"] for reason in kept(health)})
+    node.machine.hold_gpu(2, 4711, "python")
+    before = files(node.plugin_dir) | files(node.cdi)
+    done = call("top", *options(node))
+    assert (done.returncode, done.stderr) == (0, "")
+    sections = {part.splitlines()[0]: part.splitlines()[1:] for part in done.stdout.split("\n\n")}
+    gpus = {line.split()[0]: line.split() for line in sections["GPUS"][1:]}
+    assert list(gpus) == names
+    assert gpus[names[2]][-1] == "ok"
+    assert gpus[names[2]][6:11] == ["512", "of", "81559", "40", "%"]
+    assert gpus[names[3]][-1] == "UNHEALTHY"
+    assert [line.split()[0::2] for line in sections["CLAIMS"][1:]] == [
+        ["default/training", names[2]],
+        ["default/training", names[3]],
+    ]
+    assert sections["CLAIMS"][2].endswith("  UNHEALTHY")
+    assert [line.split()[:4] for line in sections["HEALTH"][1:] if line.startswith("  gpu")] == [
+        [names[3], "UNHEALTHY", "xid", "79"],
+        [names[3], "DEGRADED", "row-remap", "pending"],
+    ]
+    domains = " ".join(sections["NVLINK DOMAINS"][1:]).split()
+    assert domains[1:] == names
+    as_json = json.loads(call("top", "-o", "json", *options(node)).stdout)
+    assert yaml.safe_load(call("top", "-o", "yaml", *options(node)).stdout).keys() == as_json.keys()
+    assert as_json["holdings"][1]["trouble"] == "unhealthy"
+    assert as_json["gpus"][2]["load"]["power_limit_w"] == 700.0
+    assert files(node.plugin_dir) | files(node.cdi) == before
+
+
+def kept(file: Path) -> list[Json]:
+    return [reason for state in json.loads(file.read_text())["states"] for reason in state.get("reasons", ())]
+
+
+# --- a terminal ---------------------------------------------------------------------------------
+
+
+class Terminal:
+    """`top` on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, self.slave = pty.openpty()
+        termios.tcsetwinsize(self.slave, (30, 100))
+        self.before = termios.tcgetattr(self.slave)
+        command = [sys.executable, "-m", "dra_driver.cli.main", "top", "--interval", "0.2", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=self.slave, stdout=self.slave, stderr=self.slave,
+            env=environment(TERM="xterm"), start_new_session=True,
+        )  # fmt: skip
+        self.seen = b""
+
+    def read_until(self, text: bytes) -> None:
+        while text not in self.seen:
+            self.seen += os.read(self.master, 4096)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.mark.parametrize("end", ["q", "SIGINT", "SIGTERM"])
+def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) -> None:
+    nothing = ["--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")]
+    terminal = Terminal("--simulate", "t4-4", *nothing)
+    try:
+        terminal.read_until(b"HEALTH")
+        terminal.read_until(b"q ends")
+        assert terminal.seen.startswith(b"\x1b[?1049h\x1b[?25l")
+        terminal.seen = b""
+        terminal.read_until(b"\x1b[1mHEALTH\x1b[0m")
+        if end == "q":
+            os.write(terminal.master, b"q")
+        else:
+            terminal.process.send_signal(signal.Signals[end])
+        terminal.read_until(b"\x1b[?25h\x1b[?1049l")
+        assert terminal.process.wait(20) == 0
+        assert b"Traceback" not in terminal.seen
+        assert termios.tcgetattr(terminal.slave) == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_screen_is_never_larger_than_the_terminal() -> None:
+    text = "TITLE\n" + "".join(f"  row {number} {'x' * 40}\n" for number in range(30))
+    drawn = (
+        screen(text, 20, 10).replace("\x1b[H", "").replace("\x1b[J", "").replace("\x1b[K", "").split("\r\n")
+    )
+    assert len(drawn) == 9
+    assert drawn[0] == "\x1b[1mTITLE\x1b[0m"
+    assert {len(line) for line in drawn[1:]} == {20}
+    assert drawn[-1] == "... 23 more lines: a"
+    assert screen("A\n", 20, 10).endswith("q ends\x1b[K\x1b[J")
+    assert screen(text, 1, 1).count("\r\n") == 0
+
+
+# --- trouble ------------------------------------------------------------------------------------
+
+
+def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    (plugins / DRIVER / "claims").mkdir(parents=True)
+    (plugins / DRIVER / "claims/uid-1.json").write_text("{broken")
+    health = plugins / DRIVER / "health.json"
+    health.write_text("[]")
+    before = files(tmp_path)
+    arguments = [
+        "top", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path / "none"),
+        "--kubelet-plugins-directory-path", str(plugins), "--cdi-root", str(tmp_path / "cdi"),
+    ]  # fmt: skip
+    done = call(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    notes = " ".join(done.stdout[done.stdout.index("note: ") :].split())
+    assert "libnvidia-ml.so.1 is not below the driver root" in notes
+    assert "uid-1.json cannot be read" in notes
+    assert "health.json cannot be read: not a JSON object" in notes
+    assert "GPUS\n  none is known\n" in done.stdout
+    assert files(tmp_path) == before
+    health.unlink()
+    health.mkdir()
+    assert "cannot read the kept health" in " ".join(call(*arguments).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--simulate", "nonsense"], 2, "there is no simulated machine 'nonsense'"),
+        (["--interval", "0"], 2, "0.2"),
+        (["--config", "/nowhere.yaml"], 2, "/nowhere.yaml"),
+    ],
+)
+def test_wrong_usage_is_told_without_a_traceback(arguments: list[str], code: int, said: str) -> None:
+    done = call("top", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def machine(memory_path: Path) -> Machine:
+    return create_machine("hgx-h100-4", memory_path / "machine", device_nodes="described")
+
+
+@pytest.fixture
+def look_at(memory_path: Path) -> Iterator[Callable[[Nvml], NodeLook]]:
+    """Makes looks at a directory, at a fixed time."""
+    with ExitStack() as stack:
+
+        def make(nvml: Nvml) -> NodeLook:
+            directory = memory_path / "plugin"
+            place = Place("node-a", DRIVER, directory, memory_path / "cdi", "boot-1", lambda gpu: False)
+            made = NodeLook(place, nvml, lambda: NOW)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def write_health(directory: Path, boot: str, *states: HealthState) -> None:
+    (directory / "plugin").mkdir(exist_ok=True)
+    (directory / "plugin/health.json").write_bytes(encode(KeptHealth(boot, "580", states)))
+
+
+def reason(key: str, value: str, severity: Severity, source: Any = "event", text: str = "text") -> Reason:
+    return Reason(key, value, severity, START - 90, START - 60, text, source)
+
+
+def told(view: NodeView) -> list[tuple[str, str, str, float | None]]:
+    return [(entry.subject, entry.severity, entry.reason, entry.since_s) for entry in view.health]
+
+
+def test_kept_health_and_what_nvml_says_now_are_put_together(
+    machine: Machine, look_at: Callable[[Nvml], NodeLook], memory_path: Path
+) -> None:
+    uuids = [row["uuid"] for row in machine.describe()]
+    names = list(gpu_device_names(uuids).values())
+    pending = reason("row-remap", "pending", Severity.DEGRADED, "poll")
+    write_health(
+        memory_path,
+        "boot-1",
+        HealthState(Subject(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
+        HealthState(Subject(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
+        HealthState(Subject(uuids[3]), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
+        HealthState(Subject("GPU-pulled"), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
+    )
+    machine.set_slowdown(2, 0x40)
+    machine.set_mig_mode(1, on=True)
+    machine.create_mig(1, "1g.10gb", 0)
+    machine.create_mig(1, "1g.10gb", 1)
+    records = RecordStore(memory_path / "plugin/claims")
+    records.open()
+    for start in (0, 1):
+        held = HeldDevice(f"{names[1]}-mig-1g10gb-19-{start}", "mig", f"MIG-{start}", uuids[1])
+        claim = AllocatedClaim(ClaimRef("ml", f"claim-{start}", f"uid-{start}"), ())
+        records.save(ClaimRecord(claim, "prepared", "boot-1", (held,), ()))
+    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    view = look.view(20)
+    assert told(view) == [
+        (names[0], "unhealthy", "xid 48", 90.0),
+        (names[0], "degraded", "row-remap pending", 90.0),
+        (f"{names[1]} GI 7 CI 0", "degraded", "xid 43", 90.0),
+        (names[2], "information", "slowdown thermal", None),
+        (names[3], "lost", "gpu-lost", 90.0),
+        ("gpu-pulled", "lost", "gpu-lost", 90.0),
+    ]
+    gone = [entry.reason for entry in view.health if entry.text == "text; NVML does not show it any more"]
+    assert gone == ["row-remap pending", "gpu-lost"]
+    assert [gpu.health for gpu in view.gpus] == ["unhealthy", "degraded", "information", "lost", "lost"]
+    assert [(seen.gpu, seen.profile, seen.holder) for seen in view.instances] == [
+        (names[1], "1g.10gb", f"claim ml/claim-{start}") for start in (0, 1)
+    ]
+    # Only the claim whose instance it is has the trouble.
+    assert [held.trouble for held in view.holdings] == ["degraded", None]
+    assert [gpu.mode for gpu in view.gpus] == ["off", "on", "off", "off", None]
+    # Of an earlier boot: no instance survived, and nobody has watched since.
+    write_health(
+        memory_path,
+        "boot-0",
+        HealthState(Subject(uuids[0]), (pending,)),
+        HealthState(Subject(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
+    )
+    machine.set_slowdown(2, 0)
+    view = look.view(20)
+    assert told(view) == [(names[0], "degraded", "row-remap pending", 90.0)]
+    assert any("from before the last boot" in note for note in view.notes)
+
+
+def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[Nvml], NodeLook]) -> None:
+    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    assert len(look.view(20).gpus) == 4
+    machine.lose_gpu(2)
+    view = look.view(20)
+    assert len(view.gpus) == 3
+    assert any("does not answer" in note for note in view.notes)
+    machine.reset_gpu(2)
+    machine.restore_gpu(2)
+    look.view(20)
+    view = look.view(20)
+    assert ([gpu.health for gpu in view.gpus], view.notes) == (["ok"] * 4, ())
+    machine.unload_driver()
+    view = look.view(20)
+    assert (view.gpus, view.nvidia_version) == ((), None)
+    assert any("kernel driver is not loaded" in note for note in view.notes)
+    machine.load_driver()
+    assert len(look.view(20).gpus) == 4
+
+
+class OddNvml:
+    """NVML that hangs until it is let go, or fails as it is told."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.let_go = threading.Event()
+        self.error = error
+        self.reopened = 0
+        self.closed = 0
+
+    def reopen(self) -> None:
+        self.reopened += 1
+        if self.error is not None:
+            raise self.error
+        assert self.let_go.wait(30)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def pulse(self) -> tuple[Hashable, ...]:
+        return ()
+
+    def read_inventory(self) -> Inventory:
+        return Inventory(DriverVersions("580.95.05", (13, 0)))
+
+
+def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Nvml], NodeLook]) -> None:
+    nvml = OddNvml()
+    look = look_at(nvml)
+    for _ in range(3):
+        view = look.view(0.01)
+        assert view.notes == ("NVML has not answered for more than 0.01 s",)
+    look.close()
+    assert (nvml.reopened, nvml.closed) == (1, 0)
+    nvml.let_go.set()
+    view = look.view(20)
+    assert (view.nvidia_version, view.cuda_version, view.notes) == ("580.95.05", "13.0", ())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NvmlUnavailableError("no library here"), "no library here"),
+        (ZeroDivisionError("odd"), "NVML answered with a surprise: ZeroDivisionError('odd')"),
+    ],
+)
+def test_nvml_that_fails_costs_only_its_part(
+    error: Exception, said: str, look_at: Callable[[Nvml], NodeLook], memory_path: Path
+) -> None:
+    write_health(memory_path, "boot-1", HealthState(Subject("GPU-1"), (reason("xid", "79", Severity.LOST),)))
+    nvml = OddNvml(error)
+    look = look_at(nvml)
+    for _ in range(2):
+        view = look.view(20)
+        assert view.notes == (said,)
+        assert told(view) == [("gpu-1", "lost", "xid 79", 90.0)]
+    assert nvml.reopened == 2
+
+
+def test_mps_host_that_does_not_answer_is_not_waited_for(
+    look_at: Callable[[Nvml], NodeLook], tmp_path: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodelook, "_MPS_WAIT_S", 0.05)
+    path = memory_path / "plugin/mps/host.sock"
+    path.parent.mkdir(parents=True)
+    error = NvmlUnavailableError("no driver")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        notes = look_at(OddNvml(error)).view(20).notes
+    assert notes == ("no driver", "the MPS host has not answered for more than 0.05 s")
+    notes = look_at(OddNvml(error)).view(20).notes
+    assert len(notes) == 2
+    assert "no MPS host answers on" in notes[1]
+
+
+def test_record_that_nvml_does_not_know_is_shown(node: Node) -> None:
+    """The claim of a GPU that is lost: who is on it stays known."""
+    names = [device["name"] for device in node.devices()]
+    node.prepare(node.allocated_by_hand("training", names[1]))
+    node.driver.stop() if node.driver is not None else None
+    node.machine.lose_gpu(1)
+    found: Mapping[str, Any] = json.loads(call("top", "-o", "json", *options(node)).stdout)
+    assert [gpu["name"] for gpu in found["gpus"]] == [*(name for name in names if name != names[1]), names[1]]
+    assert found["gpus"][-1]["load"] is None
+    assert found["gpus"][-1]["health"] in ("unknown", "lost")
+    assert [held["device"] for held in found["holdings"]] == [names[1]]

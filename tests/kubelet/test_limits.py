@@ -1,0 +1,97 @@
+"""What a caller at the sockets can cost: claims and calls are counted, and nobody but root may dial."""
+
+import os
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from dra_driver.kubelet import health, listener
+from dra_driver.kubelet.pb import grpc_health_pb2
+from dra_driver.kubelet.v1 import MAX_CLAIMS
+from tests.kubelet.support import FakeClaims, Gate, ask, claim, eventually, get_info, prepare, unprepare
+
+
+def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_works(node):
+    claims = FakeClaims()
+    dra = node.plugin(claims).sockets.dra
+    refs = [claim(f"uid-{number}", f"claim-{number}") for number in range(MAX_CLAIMS + 1)]
+    for call in (prepare, unprepare):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(dra, *refs)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.details() == (
+            "the call names 1025 claims and at most 1024 are taken; spread them over several calls"
+        )
+    assert claims.asked == []
+    assert len(prepare(dra, *refs[:MAX_CLAIMS]).claims) == MAX_CLAIMS
+
+
+def test_calls_above_the_limit_are_answered_at_once_and_the_others_are_served(node, monkeypatch):
+    monkeypatch.setattr(listener, "MAX_CALLS", 3)
+    claims = FakeClaims()
+    claims.on_prepare = gate = Gate()
+    plugin = node.plugin(claims)
+    dra = plugin.sockets.dra
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(prepare, dra, claim(f"uid-{number}")) for number in range(3)]
+        try:
+            eventually(lambda: len(claims.asked) == 3)
+            with pytest.raises(grpc.RpcError) as caught:
+                prepare(dra, claim("uid-4"))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            # The registration has a server of its own.
+            assert get_info(plugin.sockets.registrar).name
+        finally:
+            gate.opened.set()
+        assert all(len(call.result().claims) == 1 for call in waiting)
+    assert len(claims.asked) == 3
+
+
+def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
+    monkeypatch.setattr(health, "_MAX_CALLS", 2)
+    entered, opened = [], threading.Event()
+
+    def ready():
+        entered.append(1)
+        return opened.wait(20)
+
+    plugin = node.plugin(settings={"health_address": "127.0.0.1:0"}, ready=ready)
+    request = grpc_health_pb2.HealthCheckRequest(service="readiness")
+
+    def check():
+        address = f"127.0.0.1:{plugin.health_port}"
+        return ask(address, "/grpc.health.v1.Health/Check", request, grpc_health_pb2.HealthCheckResponse)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(check) for _ in range(2)]
+        try:
+            eventually(lambda: len(entered) == 2)
+            with pytest.raises(grpc.RpcError) as caught:
+                check()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        finally:
+            opened.set()
+        assert [call.result().status for call in waiting] == [grpc_health_pb2.HealthCheckResponse.SERVING] * 2
+
+
+def test_a_uid_of_any_length_makes_no_long_log_line(node, quiet_logs):
+    dra = node.plugin().sockets.dra
+    answer = prepare(dra, claim("u" * 1_000_000))
+    assert len(answer.claims["u" * 1_000_000].error) < 300
+    [line] = [line for line in quiet_logs if line["event"] == "claim_failed"]
+    assert sum(len(str(value)) for value in line.values()) < 600
+
+
+def test_only_root_may_dial_whatever_the_umask(node):
+    before = os.umask(0)
+    try:
+        plugin = node.plugin()
+    finally:
+        os.umask(before)
+    for path in (plugin.sockets.dra, plugin.sockets.registrar):
+        found = path.stat()
+        assert stat.S_ISSOCK(found.st_mode)
+        assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o600, os.getuid())

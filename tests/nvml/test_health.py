@@ -1,0 +1,260 @@
+"""Health as NVML tells it: the polled signals, the events, and sessions that come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pynvml
+import pytest
+
+from dra_driver.core.health import observe
+from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
+from dra_driver.model.health import DoubleBitError, HealthEvent, HealthState, Look, Signals, Subject, Xid
+from dra_driver.nvml import session as session_module
+from dra_driver.nvml.events import HealthSource
+from dra_driver.nvml.health import read_health, read_instances
+from tests.fakes.machines import SimulatedNode
+
+
+@pytest.fixture
+def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
+    made = machine("dgx-h100")
+    made.session.open()
+    return made
+
+
+@pytest.fixture
+def source(node: SimulatedNode) -> Iterator[HealthSource]:
+    made = HealthSource(node.session)
+    made.register([gpu.uuid for gpu in node.machine.current().present])
+    yield made
+    made.close()
+
+
+def uuid(node: SimulatedNode, index: int = 0) -> str:
+    return node.machine.gpu(index).uuid
+
+
+@pytest.mark.parametrize(
+    "name", ["a30-mig-static", "gb10", "gb200-nvl72-tray", "hgx-h100-4", "vm-passthrough"]
+)
+def test_every_machine_is_well_at_first(machine, name):
+    made = machine(name)
+    made.session.open()
+    for gpu in made.machine.current().present:
+        signals = read_health(gpu.uuid)
+        assert observe(HealthState(Subject(gpu.uuid)), Look(signals), 1).reasons == ()
+
+
+def test_every_signal(node):
+    machine, gpu = node.machine, uuid(node)
+    well = Signals(0, False, False, None, 0, "ready", "", frozenset())
+    assert read_health(gpu) == well
+    machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
+    machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
+    machine.set_ecc_errors(0, corrected=9, uncorrected=4)
+    machine.set_slowdown(0, 0x8 | 0x40)
+    assert read_health(gpu) == Signals(4, True, True, None, 4, "ready", "", frozenset({"thermal"}))
+    machine.set_slowdown(0, 0x8)
+    assert read_health(gpu).slowdowns == {"hardware"}
+    machine.set_slowdown(0, 0)
+    machine.set_remapped_rows(0)
+    machine.reset_gpu(0)
+    assert read_health(gpu) == well
+    assert read_health(uuid(node, 1)) == well
+
+
+def test_what_a_gpu_does_not_tell_is_unknown(machine):
+    made = machine("t4-4")
+    made.session.open()
+    gpu = uuid(made)
+    signals = read_health(gpu)
+    assert (signals.remap_pending, signals.fabric, signals.pages_pending) == (None, None, False)
+    made.machine.set_retired_pages_pending(0, True)
+    assert read_health(gpu).pages_pending is True
+
+
+def test_a_call_that_fails_hides_no_other_signal(node):
+    node.machine.set_fault("nvmlDeviceGetTotalEccErrors", code="unknown")
+    node.machine.set_fault("nvmlDeviceGetFieldValues", code="no-permission")
+    signals = read_health(uuid(node))
+    assert (signals.ecc_uncorrected, signals.recovery_action, signals.remap_pending) == (None, None, False)
+    node.machine.set_fault("nvmlDeviceGetRemappedRows", code="reset-required")
+    assert read_health(uuid(node)).recovery_action == pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "text"),
+    [
+        ({"state": 0}, "absent", ""),
+        ({"state": 1}, "pending", ""),
+        ({"state": 2}, "pending", ""),
+        ({"status": 999}, "broken", "registration ended with NVML error 999"),
+        ({"health_mask": 0b01}, "limited", "its bandwidth is reduced"),
+        ({"health_mask": 0b10}, "ready", ""),
+        ({"health_mask": 1 << 4 | 1 << 2}, "broken", "its routes are being recovered, a route is unhealthy"),
+        ({"health_mask": 4 << 8}, "broken", "it has no partition"),
+        ({"health_mask": 1 << 8}, "ready", ""),
+        ({"health_summary": 2}, "broken", ""),
+        ({"health_summary": 3}, "limited", ""),
+    ],
+)
+def test_fabric(node, facts, state, text):
+    node.machine.set_fabric(0, **facts)
+    signals = read_health(uuid(node))
+    assert (signals.fabric, signals.fabric_text) == (state, text)
+
+
+def test_a_lost_gpu_before_and_after_a_new_session(node):
+    gpu = uuid(node)
+    node.machine.lose_gpu(0)
+    with pytest.raises(DeviceLostError):
+        read_health(gpu)
+    node.session.reopen()
+    with pytest.raises(DeviceLostError, match="not among the GPUs"):
+        read_health(gpu)
+    with pytest.raises(DeviceLostError):
+        read_instances(gpu)
+    node.machine.unload_driver()
+    with pytest.raises(NvmlUnavailableError):
+        read_health(uuid(node, 1))
+
+
+def test_mig_devices_by_their_ids(machine):
+    made = machine("h100-mig-static")
+    made.session.open()
+    gpu = next(gpu for gpu in made.machine.current().present if gpu.instances)
+    expected = {(gi.id, ci.id): ci.uuid for gi, ci in gpu.mig_devices}
+    assert expected
+    assert read_instances(gpu.uuid) == expected
+    plain = machine("dgx-h100")
+    plain.session.open()
+    assert read_instances(uuid(plain)) == {}
+
+
+def test_events_with_their_gpu_and_instance(node, source):
+    machine = node.machine
+    machine.raise_xid(1, 48)
+    machine.raise_xid(0, 31, gpu_instance=3, compute_instance=0)
+    machine.raise_xid(0, 95, gpu_instance=3)
+    machine.raise_event(2, pynvml.nvmlEventTypeDoubleBitEccError, 0)
+    machine.set_recovery_action(2, 1)
+    assert [source.wait(1) for _ in range(6)] == [
+        HealthEvent(uuid(node, 1), Xid(48)),
+        HealthEvent(uuid(node), Xid(31), 3, 0),
+        HealthEvent(uuid(node), Xid(95), 3, None),
+        HealthEvent(uuid(node, 2), DoubleBitError()),
+        HealthEvent(uuid(node, 2), Xid(154)),
+        HealthEvent(uuid(node, 2), None),
+    ]
+    assert source.wait(0) is None
+
+
+def test_a_gpu_that_falls_off_the_bus_is_named_all_the_same(node, source):
+    node.machine.lose_gpu(4)
+    gpu = next(gpu for gpu in node.machine.current().present if gpu.lost)
+    assert source.wait(1) == HealthEvent(gpu.uuid, Xid(79))
+    with pytest.raises(DeviceLostError):
+        source.wait(1)
+
+
+def test_a_gpu_that_cannot_be_registered_hides_no_other(node, source):
+    node.machine.set_fault("nvmlDeviceGetSupportedEventTypes", code="not-supported", gpu=0)
+    unheard = source.register([uuid(node), uuid(node, 1)])
+    assert list(unheard) == [uuid(node)]
+    assert "Not Supported" in unheard[uuid(node)]
+    node.machine.raise_xid(1, 48)
+    assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(48))
+
+
+def test_gpus_without_xid_events_are_not_heard(machine):
+    made = machine("gb10")
+    made.session.open()
+    supported = pynvml.nvmlDeviceGetSupportedEventTypes(pynvml.nvmlDeviceGetHandleByIndex(0))
+    made.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported")
+    assert supported & pynvml.nvmlEventTypeXidCriticalError
+    assert list(HealthSource(made.session).register([uuid(made)])) == [uuid(made)]
+
+
+def test_registering_again_loses_nothing_that_comes_later(node, source):
+    source.register([uuid(node, 1)])
+    node.machine.raise_xid(0, 48)
+    node.machine.raise_xid(1, 74)
+    assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(74))
+    assert source.wait(0) is None
+
+
+def test_a_new_session_makes_registrations_void(node, source):
+    assert source.registered()
+    node.session.reopen()
+    assert not source.registered()
+    with pytest.raises(NvmlUnavailableError, match="registered again"):
+        source.wait(0)
+    source.register([uuid(node)])
+    node.machine.raise_xid(0, 48)
+    assert source.wait(1) == HealthEvent(uuid(node), Xid(48))
+    node.session.close()
+    assert not source.registered()
+    with pytest.raises(NvmlUnavailableError):
+        source.wait(0)
+    source.close()
+
+
+@pytest.mark.parametrize("seen_by", ["waiter", "session"])
+def test_a_driver_reload_is_counted(node, source, seen_by):
+    assert source.driver_loads == 0
+    node.session.reopen()
+    source.register([uuid(node)])
+    assert source.driver_loads == 0, "a new session alone is no reload"
+    node.machine.unload_driver()
+    if seen_by == "waiter":
+        with pytest.raises(NvmlUnavailableError):
+            source.wait(0)
+    else:
+        with pytest.raises(NvmlUnavailableError):
+            node.session.reopen()
+    node.machine.load_driver()
+    node.session.reopen()
+    source.register([uuid(node)])
+    assert source.driver_loads == 1
+
+
+def test_a_wait_that_fails(node, source):
+    node.machine.set_fault("nvmlEventSetWait_v2", code="unknown")
+    with pytest.raises(RetryableError):
+        source.wait(0)
+
+
+def test_nvml_is_not_shut_down_under_a_call(node, monkeypatch):
+    inside, leave, order = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        with node.session.kept_open():
+            inside.set()
+            leave.wait(10)
+            order.append("call ended")
+
+    def close() -> None:
+        node.session.close()
+        order.append("closed")
+
+    threads = [threading.Thread(target=work), threading.Thread(target=close)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    while node.session.is_open:
+        pass
+    with pytest.raises(NvmlUnavailableError), node.session.kept_open():
+        pytest.fail("a session that is being closed takes no more calls")
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["call ended", "closed"]
+
+
+def test_a_call_that_hangs_does_not_keep_nvml_open_for_ever(node, monkeypatch):
+    monkeypatch.setattr(session_module, "_PATIENCE_S", 0.01)
+    with node.session.kept_open():
+        node.session.reopen()
+    assert node.session.is_open

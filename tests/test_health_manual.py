@@ -1,0 +1,208 @@
+"""docs/health.md says what the health model does. `--update-golden` writes its tables anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from pathlib import Path
+from typing import get_args
+
+import pynvml
+import pytest
+import yaml
+
+from dra_driver.core.health import DEFAULT_POLICY, observe
+from dra_driver.core.manifests import object_faults
+from dra_driver.core.taints import PREFIX, TAINTED_KEYS, TaintPolicy, taints_of
+from dra_driver.core.xids import APPLICATION_XIDS, KNOWN_XIDS
+from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.health import (
+    DoubleBitError,
+    FabricState,
+    HealthChange,
+    HealthState,
+    HealthStates,
+    Look,
+    Observation,
+    Reason,
+    Severity,
+    Signals,
+    Subject,
+    Unreachable,
+    Watched,
+    Xid,
+)
+from dra_driver.model.inventory import WholeGpu
+from dra_driver.services import healthstream, monitor
+from dra_driver.services.healthstream import HealthStream
+from dra_driver.services.reporter import Reporter
+from dra_driver.settings import config_values
+from tests.core.samples import DRIVER, GPU_0, h100, uuid
+
+MANUAL = Path(__file__).parents[1] / "docs/health.md"
+NOW = 1_800_000_000
+GPU = HealthState(Subject(uuid(0)))
+ACTIONS = [value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")]
+HEADER = "| Taint | Value | Effect | Pods | Meaning |\n|---|---|---|---|---|\n"
+
+
+def section(name: str) -> tuple[str, str, str]:
+    """The manual before, within and after two marks."""
+    begin, end = f"<!-- {name}: generated -->\n", f"<!-- end of {name} -->\n"
+    before, rest = MANUAL.read_text().split(begin)
+    within, after = rest.split(end)
+    return before + begin, within, end + after
+
+
+def table(heading: str) -> Mapping[str, Sequence[str]]:
+    """The hand-written table under a heading of the manual, by the names in its first column."""
+    rows = [
+        line.strip("|\n").split(" | ")
+        for line in MANUAL.read_text().split(f"\n{heading}\n")[1].split("\n## ")[0].splitlines()
+    ]
+    found = [row for row in rows if len(row) > 1 and "`" in row[0]]
+    return {name: row[1:] for row in found for name in re.findall(r"`([^`]+)`", row[0])}
+
+
+@pytest.mark.parametrize("name", ["signals", "xids"])
+def test_manual_says_what_the_model_makes_of_each_observation(name: str, update_golden: bool) -> None:
+    before, within, after = section(name)
+    made = HEADER + "".join(MAKERS[name]())
+    if update_golden:
+        MANUAL.write_text(before + made + after)
+    else:
+        assert within == made, "run pytest tests/test_health_manual.py --update-golden"
+
+
+def signal_rows() -> Iterator[str]:
+    """Everything that the model can say but Xids."""
+    looks = [Signals(recovery_action=action) for action in sorted(ACTIONS)]
+    looks += [Signals(fabric=state) for state in get_args(FabricState)]
+    looks += [Signals(slowdowns=frozenset({cause})) for cause in ("hardware", "power", "thermal")]
+    looks += [Signals(remap_failed=True), Signals(remap_pending=True), Signals(pages_pending=True)]
+    stories: list[list[Observation]] = [[Look(signals)] for signals in looks]
+    stories += [[DoubleBitError()], [Unreachable()], [Watched("events of the GPU cannot be heard: …")]]
+    stories += [[Look(Signals(ecc_uncorrected=0)), Look(Signals(ecc_uncorrected=2))]]
+    stories += [[Look(Signals(fabric="broken")), Look(Signals(fabric="ready"))] * DEFAULT_POLICY.flaps]
+    reasons = {reason.name: reason for story in stories for reason in told(*story)}
+    tainted = {reason.key for reason in reasons.values() if taints_of([reason], TaintPolicy())}
+    assert tainted | {"xid"} == set(TAINTED_KEYS)
+    for _, reason in sorted(reasons.items()):
+        text = re.sub(r"^2 uncorr", "N uncorr", reason.text)
+        yield row(reason, f"`{reason.value}`" if reason.value else "none", text)
+
+
+def xid_rows() -> Iterator[str]:
+    """Numbers of one meaning in one row, the worst first, and those that mean nothing at the end."""
+    by_meaning = sorted(
+        KNOWN_XIDS, key=lambda number: (-KNOWN_XIDS[number][0], KNOWN_XIDS[number][1], number)
+    )
+    for (_, text), numbers in groupby(by_meaning, key=KNOWN_XIDS.__getitem__):
+        known = list(numbers)
+        [reason] = told(Xid(known[0]))
+        yield row(reason, ", ".join(f"`{number}`" for number in known), text)
+    for number, text in sorted(APPLICATION_XIDS.items()):
+        assert told(Xid(number)) == ()
+        yield f"| none | `{number}` | none | Healthy | {text} |\n"
+
+
+MAKERS: Mapping[str, Callable[[], Iterator[str]]] = {"signals": signal_rows, "xids": xid_rows}
+
+
+def told(*observations: Observation) -> tuple[Reason, ...]:
+    state = GPU
+    for observation in observations:
+        state = observe(state, observation, NOW)
+    return state.reasons
+
+
+def row(reason: Reason, value: str, text: str) -> str:
+    taints = taints_of([reason], TaintPolicy())
+    name = f"`{taints[0]['key'].removeprefix(PREFIX)}`" if taints else "none"
+    effect = f"`{taints[0]['effect']}`" if taints else "none"
+    return f"| {name} | {value} | {effect} | {pods(reason)} | {text} |\n"
+
+
+class OneReason:
+    """A monitor that knows one reason."""
+
+    def __init__(self, reason: Reason) -> None:
+        self._reason = reason
+
+    def states(self) -> HealthStates:
+        return {GPU.subject: HealthState(GPU.subject, (self._reason,))}
+
+    def looked_at(self, _gpu_uuid: str) -> int:
+        return NOW
+
+    def is_fresh(self, _gpu_uuid: str) -> bool:
+        return True
+
+
+def pods(reason: Reason) -> str:
+    """What the kubelet shows for pods on a GPU with the reason."""
+    stream = HealthStream("node-a", lambda: [WholeGpu(GPU_0, h100(0))], OneReason(reason))
+    [device] = stream.snapshot().devices
+    return pb.HealthStatus.Name(device.health).title()
+
+
+def test_manual_says_what_to_do_for_every_taint() -> None:
+    assert sorted(table("## What to do")) == sorted(TAINTED_KEYS)
+
+
+def test_manual_lists_the_events_that_are_written() -> None:
+    written: set[str] = set()
+
+    class Listener:
+        def node_event(self, reason: str, message: str, *, warning: bool) -> None:
+            written.add(reason)
+
+        def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
+            written.add(reason)
+
+    claim = ClaimRef("default", "claim", "u-1")
+    reporter = Reporter(
+        counters=None,
+        announcer=Listener(),
+        inventory=lambda: None,
+        realised=lambda device: None,
+        users=lambda device: None,
+        holders=lambda gpu_uuid: [claim],
+    )
+    for before, after in product(Severity, Severity):
+        reporter.health_changed(HealthChange(GPU.subject, NOW, before, after, "text"))
+    assert set(table("## Events").keys()) == written
+
+
+def test_examples_of_the_manuals_are_right() -> None:
+    texts = [path.read_text() for path in (MANUAL, MANUAL.with_name("configuration.md"))]
+    found = [
+        yaml.safe_load(block) for text in texts for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    ]
+    settings = [config_values(block, MANUAL) for block in found if "health" in block]
+    assert settings == 2 * [
+        {
+            "ignored_xids": {94},
+            "fatal_xids": {31},
+            "taint_effects": {"gpu-lost": "NoExecute", "unmonitored": "NoSchedule"},
+        }
+    ]
+    [claim] = [block for block in found if "kind" in block]
+    assert object_faults(claim, DRIVER) == []
+
+
+def test_times_in_the_manual_are_those_of_the_driver() -> None:
+    text = " ".join(MANUAL.read_text().split())
+    policy = DEFAULT_POLICY
+    for sentence in (
+        f"looks at every GPU every {monitor._LOOK_EVERY_S:.0f} s",
+        f"older than {monitor._FRESH_S:.0f} s: NVML hangs",
+        f"kept as information for {policy.remember_s // 60} minutes",
+        f"{policy.settle_s} s have passed since the last such event",
+        f"went bad {policy.flaps} times within an hour is held back for {policy.hold_s // 60} minutes",
+        f"at most {policy.hold_most_s // 3600} hours",
+    ):
+        assert sentence in text
+    assert (policy.flap_window_s, healthstream._TIMEOUT_S) == (3600, monitor._FRESH_S)
