@@ -1,0 +1,288 @@
+"""`make audit`: the dependencies of the driver, as they are locked and as they are installed.
+
+Without a network: every requirement is pinned and hashed, installed in the locked version, of a licence that the
+project may ship, and nothing else is installed that the driver would import. Prints a table, writes a CycloneDX SBOM,
+exits with 1 if anything is wrong.
+
+With `--online` the package index is asked whether a locked release was yanked, and pip-audit, where it is installed,
+for known vulnerabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements.txt"
+SBOM = ROOT / "build" / "sbom.cdx.json"
+PROJECT = "gpu-dra-driver"
+
+ALLOWED = frozenset(
+    {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "MPL-2.0", "PSF-2.0", "Unlicense", "0BSD"}
+)
+"""Licences under which the image may be handed on. MPL-2.0 asks for the source of changed files; none is changed."""
+
+# What packages write that have no SPDX expression in their metadata.
+_SPOKEN = {
+    "apache 2.0": "Apache-2.0",
+    "apache license 2.0": "Apache-2.0",
+    "apache software license": "Apache-2.0",
+    "3-clause bsd license": "BSD-3-Clause",
+    "bsd": "BSD-3-Clause",
+    "bsd license": "BSD-3-Clause",
+    "isc license": "ISC",
+    "isc license (iscl)": "ISC",
+    "mit license": "MIT",
+    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
+    "python software foundation license": "PSF-2.0",
+}
+_PIN = re.compile(
+    r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?==(?P<version>[A-Za-z0-9.!+_-]+)(?P<marker>\s*;.*)?"
+)
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+# Part of every environment, and no part of the image.
+_TOOLS = frozenset({"pip", "setuptools", "wheel"})
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """A requirement of the lock file; `version` is empty and `hashes` are none where they are missing."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What the metadata of an installed distribution says; `licence` is an SPDX expression, empty if unknown."""
+
+    name: str
+    version: str
+    licence: str
+    summary: str = ""
+    requires: tuple[str, ...] = ()
+
+
+def normal(name: str) -> str:
+    """A project's name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_lock(text: str) -> list[Locked]:
+    """Every requirement in the order of the file."""
+    found = []
+    for entry in re.sub(r"\\\n", " ", text).splitlines():
+        line = entry.partition(" #")[0].strip()
+        if not line or line.startswith(("#", "--")):
+            continue
+        head = line.partition("--hash")[0].strip()
+        pin = _PIN.fullmatch(head)
+        name, version = (pin["name"], pin["version"]) if pin else (re.split(r"[^A-Za-z0-9._-]", head)[0], "")
+        found.append(Locked(normal(name), version, tuple(_HASH.findall(line))))
+    return found
+
+
+def read_installed() -> dict[str, Installed]:
+    """The distributions of this environment by name."""
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        fields: Any = distribution.metadata
+        name = normal(fields["Name"])
+        requires = tuple(
+            normal(re.split(r"[^A-Za-z0-9._-]", entry)[0])
+            for entry in distribution.requires or ()
+            if "extra ==" not in entry
+        )
+        found[name] = Installed(
+            name, distribution.version, licence_of(fields), fields.get("Summary") or "", requires
+        )
+    return found
+
+
+def licence_of(fields: Any) -> str:
+    """The SPDX expression in a distribution's metadata, from whichever field has it; empty if none is understood."""
+    if expression := fields.get("License-Expression"):
+        return str(expression)
+    said = [fields.get("License") or ""]
+    said += [
+        entry.rpartition(" :: ")[2]
+        for entry in fields.get_all("Classifier") or ()
+        if entry.startswith("License")
+    ]
+    for text in said:
+        word = text.strip()
+        if word in ALLOWED:
+            return word
+        if word.lower() in _SPOKEN:
+            return _SPOKEN[word.lower()]
+    return ""
+
+
+def is_allowed(expression: str) -> bool:
+    """Whether an SPDX expression can be satisfied with allowed licences: all of an AND, one of an OR."""
+    parts = re.split(r"\s+OR\s+", expression.replace("(", " ").replace(")", " ").strip())
+    return any(all(licence in ALLOWED for licence in re.split(r"\s+AND\s+", part.strip())) for part in parts)
+
+
+def faults(locked: Sequence[Locked], installed: Mapping[str, Installed]) -> Iterator[str]:
+    """A sentence for everything that is wrong."""
+    for entry in locked:
+        if not entry.version:
+            yield f"{entry.name}: not pinned with ==; run `make lock`"
+        if not entry.hashes:
+            yield f"{entry.name}: has no sha256 hash; run `make lock`"
+        here = installed.get(entry.name)
+        if here is None:
+            yield f"{entry.name}: locked and not installed; run `make setup`"
+            continue
+        if entry.version and here.version != entry.version:
+            yield f"{entry.name}: {here.version} is installed, {entry.version} is locked; run `make setup`"
+        if not here.licence:
+            yield f"{entry.name}: its licence is not understood; look it up and add it to hack/audit.py"
+        elif not is_allowed(here.licence):
+            yield f"{entry.name}: licence {here.licence} is not one that the image may contain"
+    names = [entry.name for entry in locked]
+    yield from (f"{name}: locked twice" for name in sorted({name for name in names if names.count(name) > 1}))
+    for name in sorted(needed(installed) - set(names)):
+        yield f"{name}: needed by what is locked, installed, and not locked itself; run `make lock`"
+
+
+def needed(installed: Mapping[str, Installed]) -> set[str]:
+    """Names of what the driver needs, directly or not, as far as it is installed."""
+    found: set[str] = set()
+    waiting = [PROJECT]
+    while waiting:
+        here = installed.get(waiting.pop())
+        new = {name for name in (here.requires if here else ()) if name in installed} - found - _TOOLS
+        found |= new
+        waiting += new
+    return found
+
+
+def sbom(locked: Sequence[Locked], installed: Mapping[str, Installed]) -> Json:
+    """A CycloneDX 1.6 document; the same lock file gives the same document."""
+    own = installed.get(PROJECT)
+    version = own.version if own else "0"
+    known = {entry.name for entry in locked}
+    refs = {entry.name: _purl(entry.name, entry.version) for entry in locked}
+    root = _purl(PROJECT, version)
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, root + ''.join(sorted(refs.values())))}",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "application", "bom-ref": root, "name": PROJECT, "version": version, "purl": root,
+                "licenses": [{"expression": "Apache-2.0"}],
+            }
+        },
+        "components": [_component(entry, installed.get(entry.name)) for entry in locked],
+        "dependencies": [
+            {"ref": root, "dependsOn": sorted(refs[name] for name in _direct(own, known))},
+            *(
+                {"ref": refs[entry.name],
+                 "dependsOn": sorted(refs[name] for name in _direct(installed.get(entry.name), known))}
+                for entry in locked
+            ),
+        ],
+    }  # fmt: skip
+
+
+def _direct(package: Installed | None, known: set[str]) -> set[str]:
+    return set(package.requires if package else ()) & known
+
+
+def _component(entry: Locked, here: Installed | None) -> Json:
+    """Without hashes: those of the lock file are of all archives of a release, and only one is installed."""
+    purl = _purl(entry.name, entry.version)
+    component: Json = {
+        "type": "library", "bom-ref": purl, "name": entry.name, "version": entry.version, "purl": purl,
+        "scope": "required",
+    }  # fmt: skip
+    if here is not None and here.licence:
+        component["licenses"] = [{"expression": here.licence}]
+    if here is not None and here.summary:
+        component["description"] = here.summary
+    return component
+
+
+def _purl(name: str, version: str) -> str:
+    return f"pkg:pypi/{name}@{version}"
+
+
+def online(lock: Path) -> Iterator[str]:
+    """What the package index and pip-audit say against the locked releases."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.json")
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--no-deps",
+            "--quiet",
+        ]
+        command += [
+            "--disable-pip-version-check",
+            "--require-hashes",
+            "--report",
+            str(report),
+            "-r",
+            str(lock),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            yield f"the package index could not be asked: {' '.join(done.stderr.split())[-300:]}"
+        else:
+            for entry in json.loads(report.read_text())["install"]:
+                if entry.get("is_yanked"):
+                    yield f"{entry['metadata']['name']} {entry['metadata']['version']}: was yanked; run `make lock`"
+    if importlib.util.find_spec("pip_audit") is None:
+        print("pip-audit is not installed: no look for known vulnerabilities (pip install pip-audit)")
+        return
+    command = [sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip", "-r", str(lock)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        yield f"pip-audit: {(done.stdout + done.stderr).strip()[-3000:]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and the faults, write the SBOM; 1 if there is a fault."""
+    parser = argparse.ArgumentParser(prog="audit", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--online", action="store_true", help="ask the package index and pip-audit as well")
+    parser.add_argument("--sbom", type=Path, default=SBOM, help="where to write it")
+    options = parser.parse_args(arguments)
+    locked, installed = read_lock(LOCK.read_text()), read_installed()
+    for entry in locked:
+        here = installed.get(entry.name)
+        print(f"{entry.name:24} {entry.version:14} {here.licence if here else '?'}")
+    found = [*faults(locked, installed), *(online(LOCK) if options.online else ())]
+    options.sbom.parent.mkdir(parents=True, exist_ok=True)
+    options.sbom.write_text(json.dumps(sbom(locked, installed), indent=2, sort_keys=True) + "\n")
+    print("\n".join(["", *found, f"{len(locked)} dependencies, {len(found)} faults; SBOM: {options.sbom}"]))
+    if not options.online:
+        print("Not looked at without a network: yanked releases, known vulnerabilities (--online)")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A fuzzer for everything that reads bytes which others wrote: `make fuzz`."""

@@ -1,0 +1,93 @@
+"""The audit of dependencies sees what it is for, and its SBOM lists what is locked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from email.message import Message
+from pathlib import Path
+
+import audit
+import pytest
+from audit import Installed, Locked
+
+HASH = "a" * 64
+LOCK = f"""one==1.0 \\
+    --hash=sha256:{HASH} \\
+    --hash=sha256:{"b" * 64}
+    # via gpu-dra-driver
+Two.Parts[extra]==2.0 ; python_version < "4" --hash=sha256:{HASH}
+"""
+LOCKED = [Locked("one", "1.0", (HASH, "b" * 64)), Locked("two-parts", "2.0", (HASH,))]
+INSTALLED = {
+    "gpu-dra-driver": Installed("gpu-dra-driver", "0.1.0", "Apache-2.0", requires=("one",)),
+    "one": Installed("one", "1.0", "MIT", "First", requires=("two-parts", "not-installed")),
+    "two-parts": Installed("two-parts", "2.0", "MIT OR GPL-3.0-only"),
+    "pip": Installed("pip", "30.0", ""),
+}
+
+
+def test_the_lock_file_is_read_with_its_hashes() -> None:
+    assert audit.read_lock(LOCK) == LOCKED
+    assert audit.read_lock("loose>=1\nhere @ file:///x\n") == [
+        Locked("loose", "", ()),
+        Locked("here", "", ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("locked", "installed", "words"),
+    [
+        ([Locked("one", "", (HASH,))], {}, "one: not pinned"),
+        ([Locked("one", "1.0", ())], {}, "one: has no sha256 hash"),
+        ([Locked("gone", "1.0", (HASH,))], {}, "gone: locked and not installed"),
+        ([Locked("one", "1.1", (HASH,))], {}, "1.0 is installed, 1.1 is locked"),
+        (LOCKED, {"one": replace(INSTALLED["one"], licence="")}, "one: its licence is not understood"),
+        (
+            LOCKED,
+            {"one": replace(INSTALLED["one"], licence="MIT AND GPL-3.0-only")},
+            "licence MIT AND GPL-3.0-only",
+        ),
+        ([*LOCKED, LOCKED[0]], {}, "one: locked twice"),
+        (LOCKED[:1], {}, "two-parts: needed by what is locked"),
+    ],
+)
+def test_each_fault_is_told(locked: list[Locked], installed: dict[str, Installed], words: str) -> None:
+    assert list(audit.faults(LOCKED, INSTALLED)) == []
+    assert any(words in fault for fault in audit.faults(locked, INSTALLED | installed))
+
+
+def test_licences_are_found_in_whichever_field_has_them() -> None:
+    def of(**fields: str) -> str:
+        message = Message()
+        for name, value in fields.items():
+            message[name.replace("_", "-")] = value
+        return audit.licence_of(message)
+
+    assert of(License_Expression="Apache-2.0 AND MIT") == "Apache-2.0 AND MIT"
+    assert of(License="BSD License", Classifier="License :: OSI Approved :: MIT License") == "BSD-3-Clause"
+    assert of(Classifier="License :: OSI Approved :: Apache Software License") == "Apache-2.0"
+    assert of(License="see LICENSE") == of() == ""
+
+
+def test_what_is_locked_here_passes_and_is_in_the_sbom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "made" / "sbom.json"
+    assert audit.main(["--sbom", str(file)]) == 0, capsys.readouterr().out
+    assert "0 faults" in capsys.readouterr().out
+    document = json.loads(file.read_text())
+    locked = {entry.name: entry.version for entry in audit.read_lock(audit.LOCK.read_text())}
+    assert {entry["name"]: entry["version"] for entry in document["components"]} == locked
+    assert {"grpcio", "protobuf", "nvidia-ml-py", "urllib3"} <= set(locked)
+    refs = {entry["bom-ref"] for entry in document["components"]}
+    assert len(refs) == len(locked)
+    edges = {entry["ref"]: set(entry["dependsOn"]) for entry in document["dependencies"]}
+    root = document["metadata"]["component"]["bom-ref"]
+    assert edges.keys() == refs | {root}
+    # Everything in it is there because something needs it.
+    assert set().union(*edges.values()) == refs
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
+    first = file.read_bytes()
+    assert audit.main(["--sbom", str(file)]) == 0
+    assert file.read_bytes() == first
