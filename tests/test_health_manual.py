@@ -17,7 +17,6 @@ from dra_driver.core.manifests import object_faults
 from dra_driver.core.taints import PREFIX, TAINTED_KEYS, TaintPolicy, taints_of
 from dra_driver.core.xids import APPLICATION_XIDS, KNOWN_XIDS
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
-from dra_driver.model.claim import ClaimRef
 from dra_driver.model.health import (
     DoubleBitError,
     FabricState,
@@ -35,11 +34,12 @@ from dra_driver.model.health import (
     Xid,
 )
 from dra_driver.model.inventory import WholeGpu
+from dra_driver.model.record import HeldDevice
 from dra_driver.services import healthstream, monitor
+from dra_driver.services.claimnews import ClaimNews
 from dra_driver.services.healthstream import HealthStream
-from dra_driver.services.reporter import Reporter
 from dra_driver.settings import config_values
-from tests.core.samples import DRIVER, GPU_0, h100, uuid
+from tests.core.samples import DRIVER, GPU_0, h100, record, uuid
 
 MANUAL = Path(__file__).parents[1] / "docs/health.md"
 NOW = 1_800_000_000
@@ -159,20 +159,20 @@ def test_manual_lists_the_events_that_are_written() -> None:
         def node_event(self, reason: str, message: str, *, warning: bool) -> None:
             written.add(reason)
 
-        def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
+        def claim_event(self, ref: object, reason: str, message: str, *, warning: bool) -> None:
             written.add(reason)
 
-    claim = ClaimRef("default", "claim", "u-1")
-    reporter = Reporter(
-        counters=None,
+    claim = record(HeldDevice("gpu-0", "gpu", GPU.subject.gpu_uuid, GPU.subject.gpu_uuid))
+    news = ClaimNews(
         announcer=Listener(),
+        states=None,
+        records=lambda: {claim.ref.uid: claim},
         inventory=lambda: None,
         realised=lambda device: None,
-        users=lambda device: None,
-        holders=lambda gpu_uuid: [claim],
+        may_tell=lambda: True,
     )
     for before, after in product(Severity, Severity):
-        reporter.health_changed(HealthChange(GPU.subject, NOW, before, after, "text"))
+        news.health_changed(HealthChange(GPU.subject, NOW, before, after, "text"))
     assert set(table("## Events").keys()) == written
 
 
@@ -201,6 +201,8 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
         f"older than {monitor._FRESH_S:.0f} s: NVML hangs",
         f"kept as information for {policy.remember_s // 60} minutes",
         f"{policy.settle_s} s have passed since the last such event",
+        f"does not tell the recovery action, {policy.settle_unsure_s // 60} minutes",
+        f"when no such event came for {policy.settle_unsure_s // 60} minutes, the GPU answers",
         f"went bad {policy.flaps} times within an hour is held back for {policy.hold_s // 60} minutes",
         f"at most {policy.hold_most_s // 3600} hours",
     ):

@@ -12,6 +12,7 @@ import structlog
 from dra_driver.app.healthparts import HealthParts
 from dra_driver.app.kubeletside import plugin_settings
 from dra_driver.app.migparts import MigParts
+from dra_driver.app.tellingturn import telling_turn
 from dra_driver.core.mpsclient import uses_mps
 from dra_driver.core.planning import device_of_cdi_name
 from dra_driver.errors import FatalError
@@ -36,7 +37,7 @@ from dra_driver.services.metadatasteps import MetadataSteps
 from dra_driver.services.mpschild import ChildMpsHost
 from dra_driver.services.preparer import Identity, Preparer
 from dra_driver.services.probes import Probes
-from dra_driver.services.reporter import MigAction, Reporter, claim_using, claims_holding
+from dra_driver.services.reporter import MigAction
 from dra_driver.services.settingskeeper import SettingsKeeper
 from dra_driver.services.sharingsteps import MpsHost, MpsSteps, TimeSliceSteps
 from dra_driver.services.steps import ObservedSteps, StepDispatcher
@@ -74,6 +75,7 @@ class Driver:
         self._smi = NvidiaSmi(lambda: smi_and_library(paths.driver_root))
         self._boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
         self._settings_keeper = SettingsKeeper(self.records, self._gpu_locks, self._smi)
+        self._may_tell = telling_turn(self._turn)
         nvml = NvmlReader(self._platform.load_nvml, settings.on_demand, self._not_ours)
         self.mig = MigParts(
             settings,
@@ -102,6 +104,7 @@ class Driver:
             self._boot_id,
             self._health_changed,
             self._health_told,
+            self._may_tell,
         )
         self._installation = DriverRoot(paths, nodes=self._platform.nodes, hook=settings.nvidia_cdi_hook_path)
         self._publisher: Any = None
@@ -109,6 +112,7 @@ class Driver:
         self._metrics: Any = None
         self._reporter: Any = None
         self._news: Any = None
+        self._claim_news: Any = None
         self._release: Any = None
         self.probes = Probes(
             lambda: self._plugin, self.discovery, lambda: self._publisher, [self.health.monitor.problem]
@@ -221,38 +225,30 @@ class Driver:
         self._stops.append(("reconciler", release.stop))
 
     def _start_reporting(self, api: Any) -> None:
+        from dra_driver.app.reportingparts import ReportingParts
         from dra_driver.app.showing import show_node
-        from dra_driver.kube.claimstatus import ClaimStatusClient
-        from dra_driver.kube.events import EventWriter
-        from dra_driver.services.announcer import Announcer
-        from dra_driver.services.nodenews import NodeNews
 
-        settings = self.settings
-        announcer = Announcer(
-            settings.node_name,
-            EventWriter(api.client, settings.driver_name, settings.node_name),
-            ClaimStatusClient(api, settings.driver_name, settings.node_name),
-        )
-        announcer.start()
-        self._stops.append(("announcer", announcer.stop))
-        self._news = NodeNews(self._metrics, announcer)
-        self._reporter = Reporter(
+        parts = ReportingParts(
+            self.settings,
+            api,
             self._metrics,
-            announcer,
             lambda: self.discovery.inventory,
-            self.mig.realised,
-            lambda device: claim_using(device, self.records.all().values()),
-            lambda gpu_uuid: claims_holding(gpu_uuid, self.records.all().values()),
-            self.mig.claim_gone,
+            self.records,
+            self.health,
+            self.mig,
+            self._may_tell,
         )
+        self._news, self._claim_news, self._reporter = parts.news, parts.claims, parts.reporter
+        self._stops += parts.start()
         show_node(
             self._metrics,
             lambda: self.discovery.inventory,
             self.records,
             self.health,
             self.mig,
-            announcer,
+            parts.announcer,
             self.probes.readiness,
+            self.probes.notes,
         )
 
     def _step_runners(self) -> dict[type, StepRunner]:
@@ -334,6 +330,7 @@ class Driver:
     def _devices_changed(self) -> None:
         if self._news is not None:
             self._news.driver(self.discovery.unavailable())
+            self._claim_news.devices_changed()
         self.health.devices_changed()
         self._health_changed()
 
@@ -342,8 +339,8 @@ class Driver:
             self._publisher.mark_dirty()
 
     def _health_told(self, change: HealthChange) -> None:
-        if self._reporter is not None:
-            self._reporter.health_changed(change)
+        if self._claim_news is not None:
+            self._claim_news.health_changed(change)
 
     def _rescan(self) -> None:
         self.discovery.request_rescan()
@@ -362,6 +359,7 @@ class Driver:
     def _mig_observed(
         self, action: MigAction, device: str, duration_s: float, error: Exception | None
     ) -> None:
+        self.health.instances_changed()
         if self._reporter is not None:
             self._reporter.mig_changed(action, device, duration_s, error)
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 from dra_driver.core.health import HealthPolicy
 from dra_driver.core.slices import Taints
-from dra_driver.core.taints import TaintPolicy, device_taints, instances_by_device
+from dra_driver.core.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
 from dra_driver.core.xids import XidPolicy
 from dra_driver.model.health import HealthChange
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.services.healthstream import HealthStream
 from dra_driver.services.monitor import Monitor, Source
+from dra_driver.services.sharedhealth import SharedHealth
 from dra_driver.settings import Settings
 from dra_driver.state.healthstore import HealthStore
 
 
 class HealthParts:
-    """Monitor, stream and taints. `usable` reduces an inventory to what is published of it."""
+    """Monitor, stream and taints.
+
+    `inventory` is what is published now, `owned` the ledger of MIG instances by device name. `on_change` is called
+    after each change of what others see, `on_transition` with each entry of the history.
+    While `may_keep` says no, another instance of the plugin keeps the file.
+    """
 
     def __init__(
         self,
@@ -30,18 +37,21 @@ class HealthParts:
         boot_id: str,
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
+        may_keep: Callable[[], bool],
     ) -> None:
         self._inventory = inventory
         self._owned = owned
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))
         self._on_change = on_change
+        kept = SharedHealth(HealthStore(settings.plugin_directory / "health.json"), may_keep)
         self.monitor = Monitor(
             source,
             self._gpus,
-            HealthStore(settings.plugin_directory / "health.json"),
+            kept,
             boot_id,
             on_change=self._changed,
             on_transition=on_transition,
+            is_outdated=kept.is_outdated,
             policy=HealthPolicy(xids=XidPolicy(settings.ignored_xids, settings.fatal_xids)),
         )
         self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)
@@ -51,17 +61,22 @@ class HealthParts:
         self.monitor.devices_changed()
         self.stream.changed()
 
-    def instances(self) -> Mapping[str, tuple[int, int]]:
-        """GPU and compute instance ID of each MIG device that was made on demand, by name."""
+    def instances_changed(self) -> None:
+        """A MIG device was made or destroyed on demand; what was known of an instance may be nobody's any more."""
+        if any(subject.is_instance for subject in self.monitor.states()):
+            self._changed()
+
+    def instances(self) -> Mapping[str, MadeInstance]:
+        """What each MIG device is that was made on demand, by name."""
         return instances_by_device(self._owned().values())
 
-    def taints(self) -> Taints:
-        """How devices are tainted at the moment."""
+    def taints(self, informs: bool) -> Taints:
+        """How devices are tainted at the moment; `informs` says whether taints without an effect are wanted."""
         return partial(
             device_taints,
             states=self.monitor.states(),
             instances=self.instances(),
-            policy=self.taint_policy,
+            policy=replace(self.taint_policy, informational=informs),
         )
 
     def _changed(self) -> None:

@@ -24,8 +24,9 @@ def show_node(
     mig: MigParts,
     announcer: Announcer,
     not_ready: Callable[[], Iterable[str]],
+    notes: Callable[[], Iterable[str]],
 ) -> None:
-    """Claims, devices, health, MIG devices that do not go away, notices, readiness."""
+    """Claims, devices, health, MIG devices that do not go away, notices, readiness and other trouble of the node."""
     show = metrics.show
     show.claims(lambda: records.all().values(), mig.uuid_of)
     show.devices(inventory, health.monitor, health.instances)
@@ -34,6 +35,7 @@ def show_node(
     show.stuck_mig(mig.keeper.stuck)
     show.notices(announcer)
     show.readiness(not_ready)
+    show.problem(lambda: [*not_ready(), *notes()])
 
 
 def show_publishing(metrics: Metrics, parts: PublishingParts) -> None:

@@ -3,7 +3,8 @@
 A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a
 bad device look well. Reasons that a look at the GPU tells (lost, recovery action, row remapping, fabric) come
 and go with the look. Those that an event told (Xid, memory error) stay until the device was reset, or until
-the driver asks for no action, memory is clean and a while has passed since the last event.
+the driver asks for no action, memory is clean and a while has passed since the last event: a longer one where
+the driver does not tell which action it asks for.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ _LOST_TEXT = "the GPU does not answer; it fell off the bus, and needs a reset or
 class HealthPolicy:
     """How patient to be; times in seconds.
 
-    A reason told by an event is dropped `settle_s` after the last such event if the GPU is found well, one
-    that is mere information `remember_s` after. A device that went bad `flaps` times within
+    A reason told by an event is dropped `settle_s` after the last such event if the GPU is found well,
+    `settle_unsure_s` after it where the driver knows no recovery action, and one that is mere information
+    `remember_s` after it. A device that went bad `flaps` times within
     `flap_window_s` is held back for `hold_s` after it is well, twice as long each further time, at most
     `hold_most_s`.
     """
 
     xids: XidPolicy = field(default_factory=XidPolicy)
     settle_s: int = 30
+    settle_unsure_s: int = 600
     remember_s: int = 600
     flaps: int = 3
     flap_window_s: int = 3600
@@ -169,8 +172,9 @@ def _is_over(reason: Reason, signals: Signals, now: int, policy: HealthPolicy) -
         return True
     if reason.severity <= Severity.INFORMATION:
         return now - reason.last_at >= policy.remember_s
-    # A driver that knows no recovery action cannot tell that none is needed.
-    return signals.recovery_action == _NO_ACTION and now - reason.last_at >= policy.settle_s
+    # A driver that knows no recovery action cannot tell that none is needed, nor that the GPU was reset.
+    is_sure = signals.recovery_action == _NO_ACTION
+    return now - reason.last_at >= (policy.settle_s if is_sure else policy.settle_unsure_s)
 
 
 def _reset(state: HealthState) -> HealthState:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from dra_driver.core.health import LOST, UNMONITORED
 from dra_driver.core.limits import MAX_TAINTS
 from dra_driver.core.signals import FABRIC, SLOWDOWN
 from dra_driver.model.health import (
+    HealthState,
     HealthStates,
     Reason,
     Severity,
@@ -28,11 +30,11 @@ TAINTED_KEYS = (
     "ecc",
     "fabric",
     "flapping",
-    "gpu-lost",
+    LOST,
     "page-retirement",
     "recovery-action",
     "row-remap",
-    "unmonitored",
+    UNMONITORED,
     "xid",
 )
 """The keys that taints can have, without the prefix."""
@@ -54,41 +56,51 @@ class TaintPolicy:
 DEFAULT_POLICY = TaintPolicy()
 
 
+class MadeInstance(NamedTuple):
+    """What a MIG device made on demand is now; `uuid` is the MIG device's."""
+
+    gpu_instance_id: int
+    compute_instance_id: int
+    uuid: str | None
+
+
 def device_reasons(
-    device: OfferedDevice, states: HealthStates, instances: Mapping[str, tuple[int, int]]
+    device: OfferedDevice, states: HealthStates, instances: Mapping[str, MadeInstance]
 ) -> tuple[Reason, ...]:
     """All reasons that hit a device, worst first: those of its GPU, and of the instance that it is. MIG devices
-    have no NVLink, so the fabric does not matter to them.
+    have no NVLink, so the fabric does not matter to them. What is known of an instance that had the same IDs
+    earlier is not the device's.
 
-    `instances` maps the names of MIG devices made on demand to (GPU instance ID, compute instance ID) while
-    they exist.
+    `instances` has the MIG devices made on demand by device name while they exist.
     """
+    uuid = _uuid_of(device, instances)
     found = [
         reason
         for subject in device_subjects(device, instances)
-        if subject in states
+        if subject in states and _is_about(states[subject], uuid)
         for reason in states[subject].reasons
         if isinstance(device, WholeGpu) or reason.key != FABRIC
     ]
     return tuple(sorted(found, key=_rank))
 
 
-def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, tuple[int, int]]:
-    """GPU and compute instance ID of each MIG device made on demand, from the ledger of instances."""
+def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeInstance]:
+    """What each MIG device made on demand is, by device name, from the ledger of instances."""
     return {
-        owned.device: (owned.gpu_instance_id, owned.compute_instance_id)
+        owned.device: MadeInstance(owned.gpu_instance_id, owned.compute_instance_id, owned.uuid)
         for owned in ledger
         if owned.gpu_instance_id is not None and owned.compute_instance_id is not None
     }
 
 
-def device_subjects(device: OfferedDevice, instances: Mapping[str, tuple[int, int]]) -> tuple[Subject, ...]:
+def device_subjects(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> tuple[Subject, ...]:
     """The subjects whose health is the device's."""
     match device:
         case MigPartition(_, _, mig):
             return subjects_of_mig(mig)
         case PossibleMig(name, gpu) if name in instances:
-            return subjects_of_instance(gpu.uuid, *instances[name])
+            made = instances[name]
+            return subjects_of_instance(gpu.uuid, made.gpu_instance_id, made.compute_instance_id)
         case WholeGpu(_, gpu) | PossibleMig(_, gpu):
             return (Subject(gpu.uuid),)
 
@@ -96,7 +108,7 @@ def device_subjects(device: OfferedDevice, instances: Mapping[str, tuple[int, in
 def device_taints(
     device: OfferedDevice,
     states: HealthStates,
-    instances: Mapping[str, tuple[int, int]],
+    instances: Mapping[str, MadeInstance],
     policy: TaintPolicy = DEFAULT_POLICY,
 ) -> tuple[JsonObject, ...]:
     """The taints of a device in the wire shape, one a key, in the order of the keys.
@@ -107,9 +119,13 @@ def device_taints(
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
-    """As `device_taints`, from the reasons alone."""
+    """As `device_taints`, from the reasons alone. That nobody hears of a GPU that is lost goes without saying."""
+    ranked = sorted(reasons, key=_rank)
+    is_lost = any(reason.key == LOST and reason.severity == Severity.LOST for reason in ranked)
     chosen: dict[str, tuple[Reason, Effect]] = {}
-    for reason in sorted(reasons, key=_rank):
+    for reason in ranked:
+        if is_lost and reason.key == UNMONITORED:
+            continue
         effect = _effect(reason, policy)
         if effect is not None:
             chosen.setdefault(reason.key, (reason, effect))
@@ -122,6 +138,21 @@ def rfc3339(at: int) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> str | None:
+    """The UUID that a device has now, None where it is not known or there is no such device."""
+    if isinstance(device, PossibleMig):
+        made = instances.get(device.name)
+        return None if made is None else made.uuid
+    return device.uuid
+
+
+def _is_about(state: HealthState, uuid: str | None) -> bool:
+    """Whether a state of the right IDs is that of the device: IDs of instances are used again, UUIDs are not."""
+    if not state.subject.is_instance or state.identity is None or uuid is None:
+        return True
+    return uuid in state.identity.split(",")
+
+
 def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
     """Worst first, then oldest; Xids of one second by number."""
     return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
@@ -131,7 +162,7 @@ def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
     if reason.key == SLOWDOWN:
         return None  # comes and goes with load and temperature
     configured = policy.effects.get(reason.key)
-    if reason.key == "unmonitored" and configured is not None:
+    if reason.key == UNMONITORED and configured is not None:
         effect = configured
     elif reason.severity <= Severity.INFORMATION:
         effect = "None"

@@ -1,16 +1,17 @@
-"""Whether the server's release has schedulers that count shares of counted devices right."""
+"""What follows from the server's release: no field tells it, so its version has to."""
 
 from __future__ import annotations
 
 import re
 
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import ApiRejectedError, DraDriverError
 from dra_driver.kube.client import ApiClient
 
 Version = tuple[int, int, int]
 
 # Kubernetes 1.36.2 is the first release that counts them; no release of 1.35 does.
 _FIRST_RIGHT: Version = (1, 36, 2)
+_EFFECT_NONE: Version = (1, 35, 0)
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 
 
@@ -18,6 +19,19 @@ def parse_version(text: str) -> Version | None:
     """`v1.36.0-gke.1` as (1, 36, 0); None for what is no version."""
     found = _NUMBERS.match(text)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def takes_effect_none(client: ApiClient) -> bool:
+    """Whether the server takes taints that only inform; older ones refuse the whole slice for one.
+
+    Raises: ApiUnavailableError if it does not answer. One that does not tell its version is taken for a new one.
+    """
+    try:
+        answer = client.request("GET", "/version", action="ask for the API server's version")
+    except ApiRejectedError:
+        return True
+    version = parse_version(str(answer.get("gitVersion") or ""))
+    return version is None or version >= _EFFECT_NONE
 
 
 def sharing_caution(client: ApiClient) -> str | None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import structlog
 
 from dra_driver.core.planning import our_part
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, RetryableError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import ClaimRecord
 
@@ -23,6 +23,8 @@ _ANSWER_BEFORE_S = 2.0
 """The kubelet drops an answer that comes after its deadline, and with it the reason."""
 _KNOWN_CLAIMS_API_S = 3.0
 _READERS = 8
+
+Action = Literal["prepare", "unprepare"]
 
 
 class ClaimReader(Protocol):
@@ -120,3 +122,15 @@ class CalledClaims:
                 raise
             _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
             return known.claim
+
+
+def told_as(action: Action, ref: ClaimRef, error: Exception) -> str:
+    """The error as the claim's entry: one line. What is not one of ours is a bug and goes to the log whole."""
+    if isinstance(error, DraDriverError):
+        text = " ".join(str(error).split())
+    else:
+        text = (
+            f"internal error ({type(error).__name__}: {' '.join(str(error).split())}); see the driver's log"
+        )
+        _log.exception("claim_crashed", action=action, claim_uid=ref.uid)
+    return f"{action} claim {ref.namespace}/{ref.name} (UID {ref.uid}): {text}"

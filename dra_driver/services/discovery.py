@@ -247,6 +247,8 @@ class Discovery:
             or before is None
             or (now.hardware, now.driver) != (before.hardware, before.driver)
             or None in (before.pulse or ())
+            # One that is back shows in a new session only.
+            or bool(self._inventory is not None and self._inventory.lost)
         )
 
     def _reopen(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import structlog
 
-from dra_driver.model.health import HealthChange, HealthState
+from dra_driver.model.health import HealthChange, HealthState, Severity
 
 _log = structlog.get_logger(__name__)
 
@@ -16,8 +16,8 @@ _KEPT = 32
 
 
 class HealthHistory:
-    """The last changes of each GPU, and its Xids by number. `listener` hears of each change, but of repetitions of
-    the same only the first."""
+    """The last changes of each GPU, and its Xids by number. `listener` hears of each change, but of what keeps nobody
+    away only the first time."""
 
     def __init__(self, listener: Callable[[HealthChange], None]) -> None:
         self._listener = listener
@@ -37,12 +37,28 @@ class HealthHistory:
         self._xids[gpu_uuid, number] += 1
 
     def add(self, change: HealthChange) -> None:
-        """Keep, log and tell a change. A program that fails over and over fills neither log nor history."""
+        """Keep, log and tell a change of a state. A slowdown that comes and goes fills neither log nor history; what
+        happens to a device that is bad, or goes bad or well, is told each time."""
+        is_known = self._keep(change)
+        if not is_known or max(change.before, change.after) >= Severity.DEGRADED:
+            self._spread(change)
+
+    def note(self, event: HealthChange) -> None:
+        """The same for an event that changed nothing: programs that fail over and over fill nothing."""
+        if not self._keep(event):
+            self._spread(event)
+
+    def _keep(self, change: HealthChange) -> bool:
+        """Whether the same was kept already; then it is counted, and becomes the latest."""
         entries = self._changes.setdefault(change.subject.gpu_uuid, deque(maxlen=_KEPT))
-        if entries and change == replace(entries[-1], at=change.at, times=change.times):
-            entries[-1] = replace(entries[-1], at=change.at, times=entries[-1].times + 1)
-            return
+        same = next((kept for kept in entries if _is_same(kept, change)), None)
+        if same is not None:
+            entries.remove(same)
+            change = replace(change, times=same.times + 1)
         entries.append(change)
+        return same is not None
+
+    def _spread(self, change: HealthChange) -> None:
         _tell(change)
         try:
             self._listener(change)
@@ -57,6 +73,11 @@ def change_between(before: HealthState, after: HealthState, now: int) -> HealthC
     came = [text for name, text in active.items() if known.get(name) != text]
     went = [f"over: {text}" for name, text in known.items() if name not in active]
     return HealthChange(after.subject, now, before.severity, after.severity, "; ".join(came + went))
+
+
+def _is_same(kept: HealthChange, change: HealthChange) -> bool:
+    """Whether both say the same, at whatever time."""
+    return kept == replace(change, at=kept.at, times=kept.times)
 
 
 def _tell(change: HealthChange) -> None:

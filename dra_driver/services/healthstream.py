@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from dra_driver.core.taints import device_reasons
+from dra_driver.core.taints import MadeInstance, device_reasons
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.model.health import HealthStates, Reason, Severity
 from dra_driver.model.inventory import OfferedDevice
@@ -39,8 +39,7 @@ class Monitor(Protocol):
 class HealthStream:
     """Serves any number of subscribers; each keeps the gRPC thread that it came with.
 
-    `devices` are those that are published now. `instances` maps MIG devices made on demand to their GPU and
-    compute instance IDs.
+    `devices` are those that are published now. `instances` tells what MIG devices made on demand are, by name.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class HealthStream:
         pool: str,
         devices: Callable[[], Iterable[OfferedDevice]],
         monitor: Monitor,
-        instances: Callable[[], Mapping[str, tuple[int, int]]] = dict,
+        instances: Callable[[], Mapping[str, MadeInstance]] = dict,
     ) -> None:
         self._pool = pool
         self._devices = devices

@@ -104,6 +104,7 @@ class Monitor:
         *,
         on_change: Callable[[], None] = lambda: None,
         on_transition: Callable[[HealthChange], None] = lambda change: None,
+        is_outdated: Callable[[], bool] = lambda: False,
         policy: HealthPolicy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -112,10 +113,9 @@ class Monitor:
         self._gpus = gpus
         self._store = store
         self._boot_id = boot_id
-        self._on_change = on_change
+        self._on_change, self._is_outdated = on_change, is_outdated
         self._policy = policy
-        self._clock = clock
-        self._monotonic = monotonic
+        self._clock, self._monotonic = clock, monotonic
         self._states: HealthStates = {}
         self._looks: dict[str, tuple[int, float]] = {}
         self._history = HealthHistory(on_transition)
@@ -127,8 +127,7 @@ class Monitor:
         self._driver_version: str | None = None
         self._next_look = 0.0
         self._began = monotonic()
-        self._refresh = threading.Event()
-        self._stopping = threading.Event()
+        self._refresh, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def states(self) -> HealthStates:
@@ -214,6 +213,9 @@ class Monitor:
 
     def turn(self, wait_s: float) -> None:
         """One round: look at the GPUs if that is due, then wait for events and take them in."""
+        if self._is_outdated():
+            self.restore()
+            self._on_change()
         gpus = self._gpus()
         if not gpus:
             self._registered = None
@@ -315,9 +317,12 @@ class Monitor:
             self._history.count_xid(gpu_uuid, number)
             if severity_of_xid(number, self._policy.xids) is None:
                 severity = self.state(subject).severity
-                self._history.add(HealthChange(subject, self._now(), severity, severity, xid_text(number)))
+                self._history.note(HealthChange(subject, self._now(), severity, severity, xid_text(number)))
                 return number == RECOVERY_ACTION_CHANGED
-        self._take({subject: (event.observation,)})
+        # Who it happened to is known now; later another instance may have the same IDs.
+        identities = self._identities(gpu_uuid) if subject.is_instance else None
+        seen = () if identities is None else (InstanceSeen(identity_of(subject, identities)),)
+        self._take({subject: (*seen, event.observation)})
         return True
 
     def _look_at(self, gpu_uuids: Collection[str]) -> None:
@@ -353,11 +358,9 @@ class Monitor:
         self._take(news)
 
     def _identities(self, uuid: str) -> Mapping[tuple[int, int], str] | None:
-        """None where they cannot be read now. Raises: NvmlUnavailableError."""
+        """None where they cannot be read now."""
         try:
             return self._source.instances(uuid)
-        except NvmlUnavailableError:
-            raise
         except DraDriverError:
             return None
 

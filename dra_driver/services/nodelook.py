@@ -352,7 +352,11 @@ def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mappi
         for gpu in inventory.gpus
         for mig in gpu.mig_devices
     }
-    return {**instances_by_device(owned), **there}
+    made = {
+        name: (entry.gpu_instance_id, entry.compute_instance_id)
+        for name, entry in instances_by_device(owned).items()
+    }
+    return {**made, **there}
 
 
 def _instances(

@@ -41,16 +41,21 @@ class PublishCounters(Protocol):
 
 
 class NodeNews:
-    """Observes the publisher and discovery. Each method is called from one thread."""
+    """Observes the publisher and discovery. Each method is called from one thread.
+
+    While `may_tell` says no, another instance of the plugin tells of this node.
+    """
 
     def __init__(
         self,
         counters: PublishCounters,
         announcer: Announcer,
         clock: Callable[[], float] = time.monotonic,
+        may_tell: Callable[[], bool] = lambda: True,
     ) -> None:
         self._counters = counters
         self._announcer = announcer
+        self._may_tell = may_tell
         self._clock = clock
         self._failing_since: float | None = None
         self._is_failure_told = False
@@ -64,9 +69,7 @@ class NodeNews:
         self._failing_since = None
         if self._is_failure_told:
             self._is_failure_told = False
-            self._announcer.node_event(
-                SLICES_PUBLISHED, "the node's slices are published again", warning=False
-            )
+            self._tell(SLICES_PUBLISHED, "the node's slices are published again", warning=False)
 
     def publish_failed(self, error: Exception) -> None:
         """Slices could not be brought up to date; it is tried again."""
@@ -75,22 +78,21 @@ class NodeNews:
         if self._failing_since is None:
             self._failing_since = now
         if not self._is_failure_told and now - self._failing_since >= _PATIENCE_S:
-            self._is_failure_told = True
             text = f"the node's slices are not what they should be: {error}; it is tried again"
-            self._announcer.node_event(SLICES_NOT_PUBLISHED, text, warning=True)
+            self._is_failure_told = self._tell(SLICES_NOT_PUBLISHED, text, warning=True)
 
     def contested(self, reason: str) -> None:
         """Somebody else changes our slices again and again."""
-        self._announcer.node_event(SLICES_CONTESTED, reason, warning=True)
+        self._tell(SLICES_CONTESTED, reason, warning=True)
 
     def refused(self, fault: str) -> None:
         """A device is left out of the slices, because the API server would refuse it."""
-        self._announcer.node_event(DEVICE_NOT_PUBLISHED, fault, warning=True)
+        self._tell(DEVICE_NOT_PUBLISHED, fault, warning=True)
 
     def dropped(self, gates: str) -> None:
         """The API server dropped fields of a slice."""
         text = f"the API server drops fields of the node's slices; enable its feature gates: {gates}"
-        self._announcer.node_event(SLICE_FIELDS_DROPPED, text, warning=True)
+        self._tell(SLICE_FIELDS_DROPPED, text, warning=True)
 
     def driver(self, problem: str | None) -> None:
         """Whether GPUs can be used; `problem` is why not. A driver that was never there is no news."""
@@ -99,6 +101,13 @@ class NodeNews:
             had, self._had_driver = self._had_driver, self._had_driver or problem is None
         if problem is not None and before is None and had:
             text = f"the node's GPUs cannot be used: {problem}"
-            self._announcer.node_event(DRIVER_UNAVAILABLE, text, warning=True)
+            self._tell(DRIVER_UNAVAILABLE, text, warning=True)
         elif problem is None and before is not None and had:
-            self._announcer.node_event(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
+            self._tell(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
+
+    def _tell(self, reason: str, text: str, *, warning: bool) -> bool:
+        """Whether it was for us to tell."""
+        is_ours = self._may_tell()
+        if is_ours:
+            self._announcer.node_event(reason, text, warning=warning)
+        return is_ours

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Protocol
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -16,6 +16,7 @@ from dra_driver.core.holding import DeviceHeldError
 from dra_driver.core.planning import Plan, answer, device_of_cdi_name, lost_claim, plan_claim
 from dra_driver.errors import (
     DeviceBusyError,
+    DeviceLostError,
     DraDriverError,
     NvmlUnavailableError,
     RetryableError,
@@ -32,15 +33,13 @@ from dra_driver.model.claim import (
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
-from dra_driver.services.claimcalls import Call, CalledClaims, Read, Records
+from dra_driver.services.claimcalls import Action, Call, CalledClaims, Read, Records, told_as
 from dra_driver.services.claimcalls import ClaimReader as CalledReader
 from dra_driver.services.deadlines import until
 from dra_driver.services.executor import Executor
 from dra_driver.services.waiting import Holders, Place, Releases
 
 _log = structlog.get_logger(__name__)
-
-Action = Literal["prepare", "unprepare"]
 
 _SCAN_WAIT_S = 10.0
 _RECLAIM_S = 30.0
@@ -238,7 +237,7 @@ class Preparer:
         )
 
     def _failed(self, action: Action, ref: ClaimRef, duration_s: float, error: Exception) -> Failed:
-        told = _told(action, ref, error)
+        told = told_as(action, ref, error)
         self._observer.failed(action, ref, duration_s, error, told)
         return Failed(told)
 
@@ -246,6 +245,7 @@ class Preparer:
         self, ref: ClaimRef, claim: AllocatedClaim, call: Call
     ) -> tuple[Prepared, ClaimRecord | None]:
         """Try, and as long as others are about to let go of the devices, wait and try again."""
+        has_looked = False
         with self._releases.place(claim, call.deadline) as place:
             try:
                 while True:
@@ -254,6 +254,13 @@ class Preparer:
                     except (DeviceHeldError, DeviceBusyError) as error:
                         if not self._finished_one_of(error, call):
                             self._releases.wait(place, error)
+                    except (NvmlUnavailableError, DeviceLostError):
+                        # The driver was loaded again or the GPU is back, which discovery has not seen yet: the
+                        # kubelet would come back in a minute, a look takes a moment.
+                        if has_looked or self._devices.unavailable() is not None:
+                            raise
+                        has_looked = True
+                        self._devices.scan_now(min(call.left(), _SCAN_WAIT_S))
             finally:
                 waited = self._releases.waited_s(place)
                 if waited is not None:
@@ -382,15 +389,3 @@ def _note_prepared(turn: ClaimTurn) -> None:
     """A full disk must not keep a claim from being prepared that needs nothing written."""
     with suppress(StateError):
         turn.note_prepared()
-
-
-def _told(action: Action, ref: ClaimRef, error: Exception) -> str:
-    """The error as the claim's entry: one line. What is not one of ours is a bug and goes to the log whole."""
-    if isinstance(error, DraDriverError):
-        text = " ".join(str(error).split())
-    else:
-        text = (
-            f"internal error ({type(error).__name__}: {' '.join(str(error).split())}); see the driver's log"
-        )
-        _log.exception("claim_crashed", action=action, claim_uid=ref.uid)
-    return f"{action} claim {ref.namespace}/{ref.name} (UID {ref.uid}): {text}"

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 import structlog
 
-from dra_driver.core.claimstate import device_statuses
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.health import HealthChange, Severity
-from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.notices import (
     CLAIM_RECOVERED,
-    GPU_LOST,
-    GPU_RECOVERED,
-    GPU_UNHEALTHY,
     MIG_DESTROY_DELAYED,
     MIG_DEVICE_CREATED,
     MIG_DEVICE_DESTROYED,
@@ -29,14 +21,11 @@ from dra_driver.model.notices import (
     PREPARE_FAILED,
     SCHEDULER_OUTDATED,
     UNPREPARE_FAILED,
-    DeviceStatus,
 )
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig
 
 _log = structlog.get_logger(__name__)
-
-_MOST_REMEMBERED = 1024
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 
@@ -52,11 +41,6 @@ class Announcer(Protocol):
 
     def node_event(self, reason: str, message: str, *, warning: bool, minor: bool = False) -> None:
         """An event for this node; a `minor` one may be left out."""
-
-    def claim_status(
-        self, ref: ClaimRef, devices: Sequence[DeviceStatus], written: Callable[[], None]
-    ) -> None:
-        """The state of our devices in a claim; `written` is called once that was written."""
 
 
 class Counters(Protocol):
@@ -75,71 +59,47 @@ class Counters(Protocol):
         """A MIG device was made or destroyed, a MIG mode switched on or off, or could not be."""
 
 
-@dataclass(slots=True)
-class _State:
-    """A claim's state as it was given to the announcer, and whether the API server took it."""
+class States(Protocol):
+    """The state of claims in the API server; never waits for it, never raises."""
 
-    devices: tuple[DeviceStatus, ...]
-    is_written: bool = False
+    def prepared(self, record: ClaimRecord) -> None:
+        """Let the claim's status say what it holds."""
 
-    def written(self) -> None:
-        self.is_written = True
+    def forget(self, uid: str) -> None:
+        """The claim holds nothing any more."""
 
 
 class Reporter:
-    """Observes the preparer and the MIG engine.
-
-    A claim's state is only given to the announcer when it differs from what this process wrote last: the kubelet
-    prepares every claim again after each restart of its own.
-    """
+    """Observes the preparer and the MIG engine."""
 
     def __init__(
         self,
         counters: Counters,
         announcer: Announcer,
-        inventory: Callable[[], Inventory | None],
+        states: States,
         realised: Callable[[str], OwnedInstance | None],
         users: Callable[[str], ClaimRef | None],
-        holders: Callable[[str], Sequence[ClaimRef]],
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`users` answers a claim whose record asks for a MIG device that is made on demand, `holders` all claims
-        that hold something of a GPU, by its UUID. `freed` is called when a claim was unprepared."""
+        """`users` answers a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
+        claim was unprepared."""
         self._counters = counters
         self._announcer = announcer
-        self._inventory = inventory
+        self._states = states
         self._realised = realised
         self._users = users
-        self._holders = holders
-        self._lock = threading.Lock()
         self._freed = freed
-        self._states: dict[str, _State] = {}  # by claim UID
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared."""
         self._counters.prepared(duration_s, None)
-        if record is None:
-            return
-        try:
-            statuses = device_statuses(record, self._inventory(), self._realised)
-        except DraDriverError as error:
-            _log.warning("claim_status_unknown", claim_uid=ref.uid, reason=str(error))
-            return
-        with self._lock:
-            known = self._states.pop(ref.uid, None)
-            is_told = known is not None and known.is_written and known.devices == statuses
-            state = known if known is not None and is_told else _State(statuses)
-            while len(self._states) >= _MOST_REMEMBERED:
-                del self._states[next(iter(self._states))]
-            self._states[ref.uid] = state
-        if not is_told:
-            self._announcer.claim_status(ref, statuses, state.written)
+        if record is not None:
+            self._states.prepared(record)
 
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
         """A claim is not prepared (any more); the API server removes its status with the allocation."""
         self._counters.unprepared(duration_s, None)
-        with self._lock:
-            self._states.pop(ref.uid, None)
+        self._states.forget(ref.uid)
         self._freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
@@ -210,26 +170,6 @@ class Reporter:
             else:
                 self._announcer.node_event(MIG_DESTROY_DELAYED, text, warning=True)
 
-    def health_changed(self, change: HealthChange) -> None:
-        """A GPU or an instance went bad or well."""
-        gpu_uuid = change.subject.gpu_uuid
-        if change.after > change.before and change.after >= Severity.DEGRADED:
-            reason = GPU_LOST if change.after == Severity.LOST else GPU_UNHEALTHY
-            self._tell_health(gpu_uuid, reason, f"{change.subject}: {change.text}", warning=True)
-        elif change.before >= Severity.DEGRADED > change.after:
-            self._tell_health(gpu_uuid, GPU_RECOVERED, f"{change.subject}: {change.text}", warning=False)
-
-    def _tell_health(self, gpu_uuid: str, reason: str, text: str, *, warning: bool) -> None:
-        """On the node, and on every claim that holds something of the GPU."""
-        self._announcer.node_event(reason, text, warning=warning)
-        try:
-            holders = self._holders(gpu_uuid)
-        except DraDriverError as error:
-            _log.warning("holders_unknown", gpu_uuid=gpu_uuid, reason=str(error))
-            return
-        for ref in holders:
-            self._announcer.claim_event(ref, reason, text, warning=warning)
-
     def partitions_missing(self, reason: str) -> None:
         """The API server cannot count partitions, so that GPUs are only offered whole."""
         text = f"MIG devices on demand are not offered: {reason}"
@@ -261,8 +201,3 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
         if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
             return record.ref
     return None
-
-
-def claims_holding(gpu_uuid: str, records: Iterable[ClaimRecord]) -> list[ClaimRef]:
-    """The claims that hold something of a GPU, onlookers included."""
-    return [record.ref for record in records if gpu_uuid in record.gpu_uuids]

@@ -49,6 +49,7 @@ class HealthStore:
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
+            self._written = None
             return None
         except OSError as error:
             raise state_error("read the kept health", self._path, error) from error

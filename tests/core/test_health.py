@@ -140,7 +140,6 @@ def test_an_xid_clears_when_nothing_is_asked_for_and_time_has_passed():
     "signals",
     [
         replace(OK, recovery_action=1),
-        replace(OK, recovery_action=None),  # an old driver cannot say that nothing is needed
         replace(OK, remap_pending=True),
         replace(OK, remap_failed=True),
         replace(OK, pages_pending=True),
@@ -149,6 +148,25 @@ def test_an_xid_clears_when_nothing_is_asked_for_and_time_has_passed():
 def test_an_xid_stays_while_the_check_fails(signals):
     state = observe(after(Xid(48)), Look(signals), NOW + 100_000)
     assert "xid/48" in names(state)
+
+
+@pytest.mark.parametrize("event", [Xid(119), DoubleBitError()])
+def test_a_driver_that_tells_no_recovery_action_needs_more_patience(event):
+    silent = replace(OK, recovery_action=None)
+    unsure = DEFAULT_POLICY.settle_unsure_s
+    assert unsure > SETTLE
+    repeated = observe(after(event), event, NOW + 100)
+    for at in (NOW + SETTLE, NOW + 100 + unsure - 1):
+        assert observe(repeated, Look(silent), at).severity is S.UNHEALTHY
+    unwell = observe(repeated, Look(replace(silent, remap_pending=True)), NOW + 100 + unsure)
+    assert unwell.severity is S.UNHEALTHY
+    assert "row-remap/pending" in names(unwell)
+    assert names(observe(unwell, Look(silent), NOW + 100 + unsure)) == []
+    other = observe(repeated, Xid(48), NOW + unsure)
+    assert names(observe(other, Look(silent), NOW + 100 + unsure)) == ["xid/48"], "each kind has its own time"
+    lost = observe(repeated, Unreachable(), NOW + 100 + unsure)
+    assert lost.severity is S.LOST
+    assert len(lost.reasons) == 2, "only a look clears"
 
 
 @pytest.mark.parametrize("signals", [OK, Signals()])

@@ -11,6 +11,7 @@ from dra_driver.core.limits import MAX_TAINTS
 from dra_driver.core.taints import (
     PREFIX,
     TAINTED_KEYS,
+    MadeInstance,
     TaintPolicy,
     device_reasons,
     device_taints,
@@ -22,6 +23,7 @@ from dra_driver.embedded.apiserver.names import is_label_key, is_label_value
 from dra_driver.model.health import (
     HealthState,
     HealthStates,
+    InstanceSeen,
     Look,
     Observation,
     Reason,
@@ -47,6 +49,10 @@ def states(*entries: tuple[Subject, Observation]) -> HealthStates:
     for subject, observation in entries:
         found[subject] = observe(found.get(subject, HealthState(subject)), observation, NOW)
     return found
+
+
+def made(gi: int, uuid: str | None = "MIG-new") -> dict[str, MadeInstance]:
+    return {ON_DEMAND.name: MadeInstance(gi, 0, uuid)}
 
 
 def taint(key, value=None, effect="NoSchedule"):
@@ -82,8 +88,8 @@ def test_reasons_of_a_gpu_hit_all_its_devices_and_those_of_an_instance_only_it()
     assert [item["value"] for item in device_taints(LARGE, found, {})] == ["94"]
     assert device_taints(WHOLE, found, {}) == ()
     assert device_taints(ON_DEMAND, found, {}) == ()
-    assert [item["value"] for item in device_taints(ON_DEMAND, found, {ON_DEMAND.name: (9, 0)})] == ["48"]
-    assert device_taints(ON_DEMAND, found, {ON_DEMAND.name: (8, 0)}) == ()
+    assert [item["value"] for item in device_taints(ON_DEMAND, found, made(9))] == ["48"]
+    assert device_taints(ON_DEMAND, found, made(8)) == ()
     whole_instance = states((Subject(parent, 7), Xid(95)))
     assert [item["value"] for item in device_taints(SMALL, whole_instance, {})] == ["95"]
     assert device_taints(LARGE, whole_instance, {}) == ()
@@ -101,10 +107,40 @@ def test_the_ledger_tells_which_instance_a_device_is():
             "boot",
             gpu_instance_id=gi,
             compute_instance_id=ci,
+            uuid=f"MIG-{device}",
         )
 
     ledger = [owned("one", 9, 0), owned("two", 10, None), owned("three", None, None)]
-    assert instances_by_device(ledger) == {"one": (9, 0)}
+    assert instances_by_device(ledger) == {"one": MadeInstance(9, 0, "MIG-one")}
+
+
+@pytest.mark.parametrize(
+    ("identity", "hit"),
+    [(None, True), ("MIG-new", True), ("MIG-a,MIG-new", True), ("MIG-old", False), ("MIG-newer", False)],
+)
+def test_what_hit_an_earlier_instance_of_the_same_ids_does_not_hit_the_new_one(identity, hit):
+    for subject in (Subject(uuid(3), 9, 0), Subject(uuid(3), 9)):
+        found = states((subject, InstanceSeen(identity)), (subject, Xid(95)))
+        assert bool(device_taints(ON_DEMAND, found, made(9))) == hit
+        assert device_taints(ON_DEMAND, found, made(9, None)), "who it is will be known in a moment"
+    gpu = states((Subject(uuid(3)), Xid(95)))
+    assert device_taints(ON_DEMAND, gpu, made(9))
+
+
+def test_a_static_mig_device_is_known_by_its_uuid():
+    subject = Subject(SMALL.gpu.uuid, 7, 0)
+    for identity, hit in ((SMALL.uuid, True), ("MIG-old", False)):
+        found = states((subject, InstanceSeen(identity)), (subject, Xid(95)))
+        assert bool(device_taints(SMALL, found, {})) == hit
+
+
+def test_that_a_lost_gpu_is_not_heard_goes_without_saying():
+    gpu = Subject(WHOLE.uuid)
+    lost = states((gpu, Watched("no events")), (gpu, Unreachable()))
+    for policy in (TaintPolicy(), TaintPolicy({"unmonitored": "NoSchedule"})):
+        assert list(device_taints(WHOLE, lost, {}, policy)) == [taint("gpu-lost")]
+    back = {gpu: observe(lost[gpu], Look(Signals()), NOW + 1)}
+    assert list(device_taints(WHOLE, back, {})) == [taint("unmonitored", effect="None")]
 
 
 def test_mig_devices_have_no_nvlink_fabric():
@@ -134,14 +170,14 @@ def test_the_operator_sets_effects():
     found = states(
         (Subject(WHOLE.uuid), Xid(79)),
         (Subject(WHOLE.uuid), Unreachable()),
-        (Subject(WHOLE.uuid), Watched("no")),
     )
     policy = TaintPolicy({"gpu-lost": "NoExecute", "unmonitored": "NoSchedule", "xid": "None"})
     assert device_taints(WHOLE, found, {}, policy) == (
         taint("gpu-lost", effect="NoExecute"),
-        taint("unmonitored"),
         taint("xid", "79", "None"),
     )
+    unheard = states((Subject(WHOLE.uuid), Watched("no")))
+    assert device_taints(WHOLE, unheard, {}, policy) == (taint("unmonitored"),)
     information = states((Subject(WHOLE.uuid), Xid(777)))
     assert device_taints(WHOLE, information, {}, TaintPolicy({"xid": "NoExecute"}))[0]["effect"] == "None"
 

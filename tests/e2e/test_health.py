@@ -11,7 +11,8 @@ import pytest
 
 from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
 
-pytestmark = pytest.mark.cluster
+# Some waits are the kubelet's, which tries again after a minute or more.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 # A GPU that goes bad again and again is held back, so each test has one of its own.
 XID, LOST, RESTART = 5, 4, 3
@@ -108,7 +109,6 @@ def healthy(cluster: Cluster) -> Iterator[Cluster]:
     wait_for("the GPU to be well again", lambda: not taints(cluster, XID), 90)
 
 
-@pytest.mark.timeout(300)
 def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
     healthy.apply(pod("victim", only(XID)))
     healthy.wait_running("victim")
@@ -175,7 +175,6 @@ def test_cause_of_a_failure_is_in_the_claims_description(cluster: Cluster) -> No
     wait_for("the event on the pod", lambda: "PrepareFailed" in cluster.kubectl("describe", "pod", "wrong"))
 
 
-@pytest.mark.timeout(300)
 def test_lost_gpu_stays_published_and_is_avoided(cluster: Cluster) -> None:
     cluster.simulate("lose", str(LOST))
     try:
@@ -202,7 +201,6 @@ def test_lost_gpu_stays_published_and_is_avoided(cluster: Cluster) -> None:
     cluster.wait_running("elsewhere", timeout_s=90)
 
 
-@pytest.mark.timeout(300)
 def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:
     cluster.simulate("recovery-action", str(RESTART), "1")
     cluster.simulate("xid", str(RESTART), "79")

@@ -86,6 +86,7 @@ def complete_metrics() -> Metrics:
     """Every view is shown, and everything that has no series before it happens did happen."""
     health = KnownHealth(xids={(uuid(0), 79): 1})
     health.has(Severity.UNHEALTHY, "xid", Subject(uuid(0)))
+    health.has(Severity.UNHEALTHY, "xid", Subject(uuid(2), 7, 0))
     records = [record(hold(GPU_0), hold(MIG_1G))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
     metrics.show.claims(lambda: records)
@@ -96,6 +97,7 @@ def complete_metrics() -> Metrics:
     metrics.show.stuck_mig(list)
     metrics.show.partitions_unsupported(lambda: False)
     metrics.show.readiness(list)
+    metrics.show.problem(list)
     metrics.show.mps(lambda: ["ready"])
     metrics.show.notices(Told())
     return metrics

@@ -124,7 +124,8 @@ def test_runbooks_name_commands_events_and_log_entries_that_exist() -> None:
 def test_every_metric_of_the_driver_that_calls_for_action_is_in_an_alert() -> None:
     text = "\n".join(rule["expr"] for rule in ALERTS.values())
     for name in (
-        "up", "gpu_severity", "gpu_monitored", "publish_problem", "mig_devices_stuck", "partitions_unsupported",
+        "up", "gpu_severity", "mig_severity", "gpu_monitored", "node_problem",
+        "publish_problem", "mig_devices_stuck", "partitions_unsupported",
         "mps_daemons", "node_prepare_errors_total", "node_unprepare_errors_total", "ready", "scrape_errors_total",
     ):  # fmt: skip
         assert re.search(rf"\b(nvidia_dra_)?{name}\b", text), name

@@ -133,7 +133,14 @@ class Node:
         return sorted(path.name for path in self.cdi.glob("*")) if self.cdi.exists() else []
 
     def records(self) -> list[str]:
-        return sorted(path.name for path in (self.plugin_dir / "claims").glob("*"))
+        # A writer that was killed leaves a hidden file, which is cleared away later.
+        return sorted(path.name for path in (self.plugin_dir / "claims").glob("[!.]*"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitor waits for events in NVML and hears of its end afterwards."""
+    monkeypatch.setattr("dra_driver.services.monitor._WAIT_S", 0.05)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from dra_driver.model.claim import Failed, Prepared
 from tests.integration.conftest import NODE, Node, eventually
 
@@ -177,9 +179,9 @@ def test_lost_gpu_hides_no_other(node: Node) -> None:
     ref = node.allocated_by_hand("on-lost", name)
     assert "does not answer any more" in node.prepare(ref)[ref.uid].error
     node.machine.restore_gpu(3)
-    node.driver.discovery.request_rescan()
-    eventually(lambda: not tainted())
+    # At once, as when the scheduler sees that the taint is gone before discovery looked again.
     assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    eventually(lambda: not tainted())
 
 
 def test_drained_gpu_is_withdrawn(node: Node) -> None:
@@ -201,3 +203,19 @@ def test_two_instances_of_a_rolling_update_share_the_node(make_node: Callable[..
     assert made.unprepare(ref) == {ref.uid: None}
     assert versions(made) == published
     assert made.records() == []
+
+
+def test_prepare_right_after_a_driver_reload_is_answered_at_once(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session of before is no use, but the kubelet shall not come back in a minute for that."""
+    monkeypatch.setattr("dra_driver.services.discovery._LOOK_EVERY_S", 30.0)
+    made = make_node()
+    made.start_driver(dynamic_mig=True)
+    eventually(lambda: len(made.devices()) > 8)
+    name = next(one["name"] for one in made.devices() if "-mig-1g10gb-19-" in one["name"])
+    made.machine.unload_driver()
+    made.machine.load_driver()
+    ref = made.allocated_by_hand("soon", name)
+    assert isinstance(made.prepare(ref)[ref.uid], Prepared)
+    assert made.unprepare(ref) == {ref.uid: None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.serverversion import sharing_caution
+from dra_driver.kube.serverversion import sharing_caution, takes_effect_none
 
 
 class Server:
@@ -36,3 +36,23 @@ def test_older_releases_are_warned_of(version: str) -> None:
 )  # fmt: skip
 def test_nothing_is_said_of_newer_and_unknown_ones(answer: object) -> None:
     assert sharing_caution(Server(answer)) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "takes"),
+    [
+        ("v1.32.9", False),
+        ("v1.34.4-gke.1", False),
+        ("v1.35.0", True),
+        ("v1.36.3", True),
+        ("custom", True),
+        (ApiRejectedError("forbidden", status=403), True),
+    ],
+)
+def test_taints_that_only_inform_are_for_newer_servers(answer: object, takes: bool) -> None:
+    assert takes_effect_none(Server(answer)) is takes
+
+
+def test_a_server_that_does_not_answer_is_asked_again() -> None:
+    with pytest.raises(ApiUnavailableError):
+        takes_effect_none(Server(ApiUnavailableError("down")))

@@ -9,10 +9,19 @@ import grpc
 import pytest
 
 from dra_driver.core.health import observe
+from dra_driver.core.taints import MadeInstance
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.kubelet.pb import dra_health_v1alpha1_pb2 as v1alpha1
 from dra_driver.kubelet.server import KubeletPlugin
-from dra_driver.model.health import HealthState, HealthStates, Observation, Subject, Unreachable, Xid
+from dra_driver.model.health import (
+    HealthState,
+    HealthStates,
+    InstanceSeen,
+    Observation,
+    Subject,
+    Unreachable,
+    Xid,
+)
 from dra_driver.model.inventory import Inventory, OfferedDevice, PossibleMig
 from dra_driver.model.mig import Placement
 from dra_driver.services import healthstream as module
@@ -69,7 +78,7 @@ class Bench:
     def __init__(self) -> None:
         self.monitor = Monitor()
         self.inventory: Inventory = MIXED
-        self.instances: dict[str, tuple[int, int]] = {}
+        self.instances: dict[str, MadeInstance] = {}
         self.stream = HealthStream("node-a", self.devices, self.monitor, lambda: self.instances)
 
     def devices(self) -> Iterable[OfferedDevice]:
@@ -119,8 +128,12 @@ def test_a_mig_device_made_on_demand_has_the_health_of_the_instance_that_it_is(b
     stream = HealthStream("node-a", lambda: [device], bench.monitor, lambda: bench.instances)
     bench.monitor.see(Xid(95), uuid(3), 9, 0)
     assert _by_name(stream.snapshot())[device.name][0] == v1.HEALTHY
-    bench.instances[device.name] = (9, 0)
+    bench.instances[device.name] = MadeInstance(9, 0, "MIG-a")
     assert _by_name(stream.snapshot())[device.name][0] == v1.UNHEALTHY
+    bench.monitor.see(InstanceSeen("MIG-a"), uuid(3), 9, 0)
+    assert _by_name(stream.snapshot())[device.name][0] == v1.UNHEALTHY
+    bench.instances[device.name] = MadeInstance(9, 0, "MIG-b")
+    assert _by_name(stream.snapshot())[device.name] == (v1.HEALTHY, ""), "another one under the same IDs"
 
 
 def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):

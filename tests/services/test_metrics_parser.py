@@ -20,7 +20,7 @@ from tests.fakes.scrapes import DOCUMENT, complete_metrics, generated, labels_of
 # Their values come from outside or from what happens, so no series can be there before.
 OPEN = {
     "nvidia_dra_claim_info", "nvidia_dra_gpu_severity", "nvidia_dra_gpu_reason", "nvidia_dra_gpu_monitored",
-    "nvidia_dra_gpu_xids_total", "nvidia_dra_mig_devices",
+    "nvidia_dra_gpu_xids_total", "nvidia_dra_mig_devices", "nvidia_dra_mig_severity",
 }  # fmt: skip
 
 

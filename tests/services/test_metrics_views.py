@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from dra_driver.core.health import observe
+from dra_driver.core.taints import MadeInstance
 from dra_driver.errors import StateError
-from dra_driver.model.health import Severity, Subject
+from dra_driver.model.health import HealthState, InstanceSeen, Severity, Subject, Xid
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.services.metrics import Metrics
@@ -99,11 +101,11 @@ def test_devices_are_counted_by_type_and_by_what_hits_them(metrics: Metrics, hea
 def test_devices_made_on_demand_have_the_health_of_their_instance(
     metrics: Metrics, health: KnownHealth
 ) -> None:
-    made: dict[str, tuple[int, int]] = {}
+    made: dict[str, MadeInstance] = {}
     metrics.show.devices(lambda: ON_DEMAND, health, lambda: made)
     health.has(Severity.UNHEALTHY, "xid", Subject(uuid(0), 3))
     assert devices(metrics) == {("gpu", "ok"): 1, ("possible_mig", "ok"): 2}
-    made[FIRST_SLOT] = (3, 0)
+    made[FIRST_SLOT] = MadeInstance(3, 0, "MIG-a")
     assert devices(metrics) == {("gpu", "ok"): 1, ("possible_mig", "ok"): 1, ("possible_mig", "unhealthy"): 1}
 
 
@@ -138,6 +140,24 @@ def test_health_of_each_gpu_is_told_by_severity_reason_and_xid(metrics: Metrics,
     }
 
 
+def test_trouble_of_an_instance_alone_is_told_of_its_mig_devices(
+    metrics: Metrics, health: KnownHealth
+) -> None:
+    metrics.show.health(lambda: MIXED, health)
+    labels = ("parent_uuid", "uuid", "mig_instance")
+    assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {}
+    for subject, identity in ((Subject(uuid(2), 7, 0), "MIG-a"), (Subject(uuid(2), 9), "MIG-b,MIG-c")):
+        state = observe(HealthState(subject), InstanceSeen(identity), 1)
+        health.known[subject] = observe(state, Xid(95 if subject.gpu_instance_id == 7 else 94), 1)
+    assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {
+        (uuid(2), "MIG-a", "7/0"): 3, (uuid(2), "MIG-b", "9"): 2, (uuid(2), "MIG-c", "9"): 2,
+    }  # fmt: skip
+    assert by_label(metrics, "nvidia_dra_gpu_severity", "uuid")[uuid(2),] == 0, "the rest of the GPU is well"
+    assert by_label(metrics, "nvidia_dra_gpu_reason", "uuid", "reason") == {(uuid(2), "xid"): 3}
+    health.stale = {uuid(2)}
+    assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {}
+
+
 def test_severity_is_not_told_of_a_gpu_that_nobody_looked_at(metrics: Metrics, health: KnownHealth) -> None:
     metrics.show.health(lambda: MIXED, health)
     health.stale = {uuid(1)}
@@ -165,6 +185,7 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
     problems: list[str] = []
     told = Told()
     metrics.show.readiness(lambda: problems)
+    metrics.show.problem(lambda: problems)
     metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3)
     metrics.show.stuck_mig(lambda: problems)
     metrics.show.partitions_unsupported(lambda: bool(problems))
@@ -173,13 +194,14 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
 
     def values() -> list[float]:
         names = (
-            "ready", "publish_problem", "published_slices", "mig_devices_stuck", "partitions_unsupported",
+            "ready", "node_problem", "publish_problem", "published_slices", "mig_devices_stuck",
+            "partitions_unsupported",
         )  # fmt: skip
         return [by_label(metrics, f"nvidia_dra_{name}", "driver")[DRIVER,] for name in names]
 
-    assert values() == [1, 0, 3, 0, 0]
+    assert values() == [1, 0, 0, 3, 0, 0]
     problems.append("a problem")
-    assert values() == [0, 1, 3, 1, 1]
+    assert values() == [0, 1, 1, 3, 1, 1]
     told.written, told.dropped, told.failed = 1, 2, 3
     outcomes = by_label(metrics, "nvidia_dra_notices_total", "outcome")
     assert outcomes == {("written",): 1, ("dropped",): 2, ("failed",): 3}

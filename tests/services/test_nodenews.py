@@ -75,3 +75,18 @@ def test_what_is_wrong_with_slices_is_told(news: NodeNews, told: Told) -> None:
         "SliceFieldsDropped",
     ]
     assert "DRADeviceTaints" in told.texts[-1]
+
+
+def test_what_is_another_instances_turn_to_tell_is_not_told(told: Told) -> None:
+    is_ours = False
+    news = NodeNews(told, told, clock=lambda: told.now, may_tell=lambda: is_ours)
+    news.driver(None)
+    news.driver("unloaded")
+    news.contested("fight")
+    for told.now in (0.0, 31.0):
+        news.publish_failed(ApiUnavailableError("no answer"))
+    assert told.events == []
+    is_ours = True
+    news.publish_failed(ApiUnavailableError("no answer"))
+    news.driver(None)
+    assert told.events == [("SlicesNotPublished", True), ("DriverAvailable", False)]

@@ -10,6 +10,7 @@ from dra_driver.errors import DeviceBusyError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.services.announcer import Announcer
+from dra_driver.services.claimstates import ClaimStates
 from dra_driver.services.outbox import Pace
 from dra_driver.services.reporter import Reporter
 from tests.core.samples import GPU_0, claim, h100, hold, inventory
@@ -20,6 +21,7 @@ RECORD = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (hold(GPU_0),), ())
 DELAYED = "MIG device {} could not be destroyed and is tried again: in use"
 SWITCHED = "Switched MIG mode of GPU GPU-1 {} in 1.50 s"
 NOT_SWITCHED = "MIG mode of GPU GPU-1 could not be switched {}: in use"
+SECOND = replace(RECORD, claim=claim(GPU_0, uid="uid-2"))
 OTHER = replace(RECORD, devices=(hold(GPU_0, uuid="GPU-9"),))
 
 
@@ -63,16 +65,19 @@ def freed():
 
 @pytest.fixture
 def reporter(heard, freed):
-    known = inventory(h100(0))
     return Reporter(
         heard,
         heard,
-        lambda: known,
+        states_for(heard),
         lambda device: None,
         lambda device: REF if device == "known" else None,
-        lambda gpu: (),
         lambda: freed.append("claim"),
     )
+
+
+def states_for(announcer, records=None):
+    known = inventory(h100(0))
+    return ClaimStates(announcer, lambda: known, lambda device: None, dict, (records or {}).get)
 
 
 def test_a_state_is_given_again_until_it_was_written(reporter, heard):
@@ -112,10 +117,9 @@ def test_a_state_that_was_lost_is_written_with_the_next_prepare():
 
     server = Server()
     announcer = Announcer("node-a", server, server, pace=Pace(most=1, statuses_per_s=1000))
-    heard, known = Listener(), inventory(h100(0))
-    reporter = Reporter(heard, announcer, lambda: known, lambda _: None, lambda _: None, lambda _: ())
+    reporter = Reporter(Listener(), announcer, states_for(announcer), lambda _: None, lambda _: None)
     reporter.prepared(REF, 0.1, RECORD)
-    reporter.prepared(replace(REF, uid="uid-2"), 0.1, RECORD)
+    reporter.prepared(replace(REF, uid="uid-2"), 0.1, SECOND)
     assert announcer.dropped == 1
     announcer.start()
     try:
@@ -146,3 +150,21 @@ def test_mig_is_told_and_counted(reporter, heard, action, subject, error, told):
     reporter.mig_changed(action, subject, 1.5, cause)
     assert heard.told == ([] if told is None else [(*told, error is not None)])
     assert heard.counted == [(action, 1.5, cause)]
+
+
+def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
+    records = {"uid-1": RECORD, "uid-2": replace(SECOND, phase="preparing")}
+    states = states_for(heard, records)
+    for uid in ("uid-1", "uid-2", "uid-3"):
+        states.renew(uid, until_written=True)
+    assert len(heard.states) == 1, "what is not prepared has no state"
+    states.renew("uid-1", until_written=False)
+    assert len(heard.states) == 1, "it was given already"
+    states.renew("uid-1", until_written=True)
+    assert len(heard.states) == 2, "it was lost"
+    heard.states[-1][1]()
+    states.renew("uid-1", until_written=True)
+    assert len(heard.states) == 2
+    records["uid-1"] = OTHER
+    states.renew("uid-1", until_written=False)
+    assert len(heard.states) == 3

@@ -10,7 +10,7 @@ from typing import Protocol, get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from dra_driver.core.taints import device_reasons
+from dra_driver.core.taints import MadeInstance, device_reasons
 from dra_driver.model.health import Condition, HealthState, HealthStates, Severity, Subject, condition
 from dra_driver.model.inventory import Inventory, MigPartition, OfferedDevice, WholeGpu
 from dra_driver.model.mps import MPS_STATES
@@ -21,8 +21,8 @@ _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
 _CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
-Instances = Mapping[str, tuple[int, int]]
-"""GPU and compute instance ID of MIG devices made on demand, by device name."""
+Instances = Mapping[str, MadeInstance]
+"""What MIG devices made on demand are, by device name."""
 Samples = Mapping[tuple[str, ...], float]
 InventorySource = Callable[[], Inventory | None]
 
@@ -166,9 +166,16 @@ class Views:
         self._show_one("partitions", "nvidia_dra_partitions_unsupported", text, value)
 
     def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
-        """Whether there is no problem, as the page /readyz tells."""
-        text = "1 while the page /readyz tells no problem."
+        """Whether the page /readyz says yes, as it may beside notes."""
+        text = "1 while /readyz answers that the driver is ready; what it only notes is in `nvidia_dra_node_problem`."
         self._show_one("readiness", "nvidia_dra_ready", text, lambda: not [*problems()])
+
+    def problem(self, problems: Callable[[], Iterable[str]]) -> None:
+        """Whether anything is wrong with the node, ready or not."""
+        text = (
+            "1 while something is wrong with the node: all that /readyz tells, also where it answers ready."
+        )
+        self._show_one("problem", "nvidia_dra_node_problem", text, lambda: bool([*problems()]))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
@@ -232,12 +239,16 @@ class Views:
             (uuid,): Severity.OK for uuid, is_fresh in fresh.items() if is_fresh
         }
         reasons: dict[tuple[str, ...], float] = {}
+        instances: dict[tuple[str, ...], float] = {}
         for subject, state in states.items():
             uuid = subject.gpu_uuid
             if (uuid,) not in severities:
                 continue
             if not subject.is_instance:
                 severities[uuid,] = state.severity
+            else:
+                for mig in (state.identity or "").split(","):
+                    instances[uuid, mig, _ids_of(subject)] = state.severity
             for reason in state.reasons:
                 reasons[uuid, reason.key] = max(reason.severity, reasons.get((uuid, reason.key), 0))
         yield self._gauge_by(
@@ -245,6 +256,12 @@ class Views:
             "0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the GPU.",
             ("uuid",),
             severities,
+        )
+        yield self._gauge_by(
+            "nvidia_dra_mig_severity",
+            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid`.",
+            ("parent_uuid", "uuid", "mig_instance"),
+            instances,
         )
         yield self._gauge_by(
             "nvidia_dra_gpu_reason",
@@ -294,6 +311,12 @@ def _type_of(device: OfferedDevice) -> str:
     if isinstance(device, WholeGpu):
         return "gpu"
     return "mig" if isinstance(device, MigPartition) else "possible_mig"
+
+
+def _ids_of(instance: Subject) -> str:
+    """`GPU instance ID/compute instance ID`, the first alone for all that is in it."""
+    ids = (instance.gpu_instance_id, instance.compute_instance_id)
+    return "/".join(str(number) for number in ids if number is not None)
 
 
 def _condition_of(device: OfferedDevice, health: Health | None, instances: Instances) -> Condition:

@@ -1,0 +1,241 @@
+"""What happens to the node, in an order that the seed decides: claims come and go, everything else breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from node import DRIVER, PARTITIONED_GPUS, SoakNode, wait_for
+
+from dra_driver.embedded.allocator import AllocationError
+from dra_driver.embedded.kubelet_client import KubeletError
+from dra_driver.model.claim import ClaimRef, Prepared
+
+JsonObject = dict[str, Any]
+
+_SETTLE_S = 60.0
+_MOST_ALIVE = 24
+_NOTICED_S = 5.0
+"""After this the daemon knows of what was mended, and no Prepare has an excuse."""
+_PROFILES = ("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "7g.80gb")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One claim: its name, and whether it is prepared."""
+
+    ref: ClaimRef
+    kind: str
+
+
+class Churn:
+    """Cycles of churn; the same seed makes the same choices, whatever the timing."""
+
+    def __init__(self, node: SoakNode, seed: int) -> None:
+        self._node = node
+        self._choose = random.Random(seed)
+        self._alive: list[Life] = []
+        self._number = 0
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._broken: list[Callable[[], object]] = []
+        self._mended = 0.0
+        self._trouble: Sequence[tuple[int, str, Callable[[], object]]] = (
+            (6, "restart of the driver's daemon", self._restart),
+            (6, "kill -9 of the daemon", self._kill),
+            (4, "kill -9 amid calls", self._kill_amid_calls),
+            (4, "restart of the kubelet", self._restart_kubelet),
+            (4, "slices deleted", node.wipe),
+            (4, "reload of NVIDIA's driver", self._reload),
+            (6, "Xid", self._xid),
+            (4, "GPU off the bus", self._lose),
+            (4, "API server away", self._api_outage),
+            (3, "reboot", self._reboot),
+        )
+
+    def cycle(self) -> None:
+        """Some claims come, some go, and now and then something breaks or is mended."""
+        self.cycle_of_claims()
+        choose = self._choose
+        if choose.random() < 0.15:
+            weights, names, actions = zip(*self._trouble, strict=True)
+            [index] = choose.choices(range(len(actions)), weights)
+            self.counts[names[index]] += 1
+            actions[index]()
+        if self._broken and choose.random() < 0.3:
+            self._mend()
+
+    def cycle_of_claims(self) -> None:
+        """Some claims come, some go."""
+        choose = self._choose
+        fresh = [life for _ in range(choose.randint(1, 6)) if (life := self._new()) is not None]
+        again = choose.sample(self._alive, min(len(self._alive), choose.randint(0, 3)))
+        self._alive += fresh
+        self._each(self._prepare, [*fresh, *again])
+        going = choose.sample(self._alive, choose.randint(0, min(6, len(self._alive))))
+        going += [life for life in self._alive if life not in going][: max(0, len(self._alive) - _MOST_ALIVE)]
+        self._each(self._unprepare, going)
+
+    def calm(self) -> None:
+        """Everything is mended and every claim goes; then the node has nothing to do any more."""
+        while self._broken:
+            self._mend()
+        self._each(self._unprepare, list(self._alive))
+
+    def _mend(self) -> None:
+        self._broken.pop(0)()
+        self._mended = time.monotonic()
+
+    # --- claims ----------------------------------------------------------------------------------
+
+    def _new(self) -> Life | None:
+        """A claim that the scheduler gave devices, of a kind drawn by lot; None if there was nothing left."""
+        self._number += 1
+        name = f"claim-{self._number}"
+        kind = self._choose.choice(("whole", "whole", "slices", "mig", "mig", "share", "mps"))
+        stored = self._node.server.add(
+            "resourceclaims",
+            {"metadata": {"name": name, "namespace": "default"}, "spec": {"devices": self._request(kind)}},
+            group="resource.k8s.io",
+        )
+        ref = ClaimRef("default", name, stored["metadata"]["uid"])
+        try:
+            self._node.scheduler.allocate_claim("default", name)
+        except AllocationError:
+            self.counts["no device left"] += 1
+            self._delete(ref)
+            return None
+        return Life(ref, kind)
+
+    def _request(self, kind: str) -> JsonObject:
+        attributes = f"device.attributes['{DRIVER}']"
+        shared = "device.allowMultipleAllocations == true"
+        expression = f"{attributes}.type == 'gpu'"
+        parameters: JsonObject | None = None
+        match kind:
+            case "mig":
+                expression = f"{attributes}.profile == '{self._choose.choice(_PROFILES)}'"
+            case "share":
+                expression = shared
+            case "slices":
+                interval = self._choose.choice(("Short", "Medium", "Long"))
+                parameters = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}}
+            case "mps":
+                parameters = {"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}}
+        if kind in ("whole", "slices", "mps"):
+            expression += " && device.allowMultipleAllocations != true"
+        exactly = {
+            "deviceClassName": "mig.nvidia.com" if kind == "mig" else "gpu.nvidia.com",
+            "selectors": [{"cel": {"expression": expression}}],
+        }
+        request: JsonObject = {"requests": [{"name": "gpu", "exactly": exactly}]}
+        if parameters is not None:
+            body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": parameters}
+            request["config"] = [{"opaque": {"driver": DRIVER, "parameters": body}}]
+        return request
+
+    def _each(self, action: Callable[[Life], None], lives: Sequence[Life]) -> None:
+        if lives:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(action, lives))
+
+    def _prepare(self, life: Life) -> None:
+        outcome = self._ask(self._node.kubelet.prepare, life)
+        if isinstance(outcome, Prepared):
+            self.counts[f"prepared: {life.kind}"] += 1
+        else:
+            self.counts["prepare failed, as it may while something is broken"] += 1
+            if outcome is not None and not self._broken and time.monotonic() > self._mended + _NOTICED_S:
+                self.counts["prepare failed while nothing was broken"] += 1
+                self.faults.append(f"{life.ref.name} ({life.kind}): {outcome.error}")
+
+    def _unprepare(self, life: Life) -> None:
+        """As the kubelet: again and again until it is done; then the claim is deleted."""
+
+        def done() -> bool:
+            try:
+                return self._node.kubelet.unprepare(DRIVER, [life.ref], 20.0) == {life.ref.uid: None}
+            except KubeletError:
+                return False
+
+        wait_for(f"the Unprepare of {life.ref.name} ({life.kind})", done, _SETTLE_S)
+        self.counts["unprepared"] += 1
+        self._delete(life.ref)
+        self._alive.remove(life)
+
+    def _ask(self, call: Callable[..., dict[str, Any]], life: Life) -> Any:
+        try:
+            return call(DRIVER, [life.ref], 20.0)[life.ref.uid]
+        except KubeletError:
+            return None
+
+    def _delete(self, ref: ClaimRef) -> None:
+        server = self._node.server
+        server.operations.delete(server.resource("resourceclaims"), (ref.namespace, ref.name), {})
+
+    # --- trouble ---------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        self._node.end()
+        self._node.start()
+
+    def _kill(self) -> None:
+        self._node.kill()
+        self._node.start()
+
+    def _kill_amid_calls(self) -> None:
+        """The daemon dies while the kubelet waits for its answers."""
+        delay = self._choose.random() * 0.1
+        victims = [life for _ in range(4) if (life := self._new()) is not None]
+        self._alive += victims
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(self._ask, self._node.kubelet.prepare, life) for life in victims]
+            time.sleep(delay)
+            self._kill()
+            for call in calls:
+                call.result()
+
+    def _restart_kubelet(self) -> None:
+        """A kubelet that starts prepares every claim again."""
+        self._node.kubelet.restart()
+        self._node.kubelet.wait_registered(DRIVER, timeout_s=_SETTLE_S)
+        self._each(self._prepare, list(self._alive))
+
+    def _reload(self) -> None:
+        self._node.machine.unload_driver()
+        self._broken.append(self._node.machine.load_driver)
+
+    def _reboot(self) -> None:
+        """Processes and kernel state are gone, and so is /var/run; the disk stays."""
+        node = self._node
+        node.end()
+        node.stop_mps_daemons()
+        node.machine.reboot()
+        for file in (node.root / "cdi").glob("*"):
+            file.unlink()
+        node.start()
+        self._each(self._prepare, list(self._alive))
+
+    def _xid(self) -> None:
+        gpu = self._choose.randrange(8)
+        self._node.machine.set_recovery_action(gpu, 1)
+        self._node.machine.raise_xid(gpu, self._choose.choice((31, 48, 79, 94)))
+        self._broken.append(lambda: self._node.machine.reset_gpu(gpu))
+
+    def _lose(self) -> None:
+        """Off the bus, and back by a reset, which nobody does before it was noticed."""
+        gpu = self._choose.choice([index for index in range(8) if index not in PARTITIONED_GPUS])
+        self._node.machine.lose_gpu(gpu)
+        with contextlib.suppress(TimeoutError):  # the API server may be away
+            wait_for("the taint", lambda: self._node.is_tainted(self._node.machine.gpu(gpu).uuid), 5.0)
+        self._broken.append(lambda: self._node.machine.restore_gpu(gpu))
+
+    def _api_outage(self) -> None:
+        self._node.server.faults.down = True
+        self._broken.append(self._node.server.faults.clear)

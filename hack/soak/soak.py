@@ -1,0 +1,146 @@
+"""`make soak`: a week of churn in minutes on a simulated node, and what is left of it.
+
+Claims of every kind come and go while the daemon is restarted and killed, the kubelet restarts, NVIDIA's driver is
+reloaded, GPUs fail, the API server is away and the machine boots. At the end records, CDI files, MIG instances, modes
+and settings of GPUs, MPS daemons and slices must be those of a fresh node; the exit code is 1 if they are not.
+
+    python hack/soak/soak.py                 about five minutes
+    python hack/soak/soak.py --minutes 60    longer
+    python hack/soak/soak.py --seed 7        the same choices again
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from churn import Churn
+from node import SoakNode, Wear, wait_for
+
+_REST_S = 12.0
+"""Worker threads of the gRPC server stay for ten seconds after their last call."""
+_SETTLE_S = 150.0
+"""Some taints stay for a minute after the last sign of trouble."""
+_MOST_SHOWN = 20
+
+
+def rested(node: SoakNode, rest_s: float) -> Wear:
+    """What the daemon has when it has nothing to do."""
+    time.sleep(rest_s)
+    return node.wear()
+
+
+def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """What is not as it was, by its name."""
+    return [name for name in before if before[name] != after[name]]
+
+
+def soak(node: SoakNode, minutes: float, seed: int) -> bool:
+    """Whether the node is as new after it."""
+    fresh = settled(node)
+    churn = Churn(node, seed)
+    cycles = 0
+    until = time.monotonic() + minutes * 60
+    while time.monotonic() < until:
+        churn.cycle()
+        cycles += 1
+    churn.calm()
+    left = differences(fresh, after := settled(node, like=fresh))
+    print(f"\n{cycles} cycles with seed {seed}")
+    for name, count in sorted(churn.counts.items()):
+        print(f"  {count:>7}  {name}")
+    for fault in churn.faults[:_MOST_SHOWN]:
+        print(f"  failed while nothing was broken: {fault}")
+    for name in left:
+        old, new = only_different(fresh[name], after[name])
+        print(f"NOT AS ON A FRESH NODE: {name}\n  fresh: {shown(old)}\n  now:   {shown(new)}")
+    if not left:
+        print("records, CDI files, MIG, settings, MPS daemons and slices are those of a fresh node")
+    return not left
+
+
+def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, object]:
+    """The node's state, once it equals `like` or there was time enough for that."""
+    wait_for("all slices", node.is_complete)
+    if like is not None:
+        with contextlib.suppress(TimeoutError):
+            wait_for("the node to settle", lambda: not differences(like, node.state()), _SETTLE_S)
+    return node.state()
+
+
+def growth(node: SoakNode, minutes: float, seed: int, rest_s: float) -> None:
+    """Print what one life of the daemon gathers under claims alone."""
+    node.end()
+    node.start()
+    churn = Churn(node, seed)
+    for _ in range(20):
+        churn.cycle_of_claims()
+    churn.calm()
+    before = rested(node, rest_s)
+    cycles, until = 0, time.monotonic() + minutes * 60
+    while time.monotonic() < until:
+        churn.cycle_of_claims()
+        cycles += 1
+    churn.calm()
+    after = rested(node, rest_s)
+    print(f"\none life of the daemon, {cycles} cycles of claims alone:")
+    for name in ("memory_mib", "descriptors", "threads"):
+        first, last = getattr(before, name), getattr(after, name)
+        print(f"  {name:<12} {first:>8.1f} -> {last:>8.1f}  ({last - first:+.1f})")
+
+
+def only_different(old: object, new: object) -> tuple[object, object]:
+    """Of mappings, and of the mappings in them, the entries that differ."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return old, new
+    pairs = {name: (old.get(name), new.get(name)) for name in {**old, **new}}
+    different = {name: only_different(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {name: pair[0] for name, pair in different.items()}, {
+        name: pair[1] for name, pair in different.items()
+    }
+
+
+def shown(value: object) -> str:
+    """The beginning of a value."""
+    text = repr(value)
+    return text if len(text) <= 600 else f"{text[:600]}…"
+
+
+def main() -> int:
+    """Soak and judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
+    parser.add_argument("--seed", type=int, default=None, help="repeat the choices of an earlier run")
+    parser.add_argument("--rest", type=float, default=_REST_S, help="seconds before its wear is read")
+    arguments = parser.parse_args()
+    seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1_000_000)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended as well
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+        node = SoakNode(Path(scratch))
+        try:
+            node.start()
+            as_new = soak(node, arguments.minutes * 0.8, seed)
+            growth(node, arguments.minutes * 0.2, seed, arguments.rest)
+        except BaseException:
+            print("the daemon's last words:", *node.last_log_lines(), sep="\n  ")
+            raise
+        finally:
+            node.close()
+            node.stop_mps_daemons()
+    return 0 if as_new else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,408 @@
+"""What the control plane and a driver owe each other, shown on one node with an API server of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dra_driver.core.slicediff import Owner
+from dra_driver.core.slices import build_pool
+from dra_driver.embedded.allocator import AllocationError
+from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.embedded.kubelet_client import KubeletError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.dropped import dropped_fields
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.slicecache import SliceCache
+from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.services.publisher import Publisher
+from tests.conformance.conftest import ConformanceNode, Process, end, in_background
+from tests.core.samples import h100, inventory
+from tests.integration.conftest import DRIVER, NODE, Json, eventually
+
+MakeNode = Callable[..., ConformanceNode]
+OLD, NEW = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
+
+
+def interval(name: str, *requests: str, source: str = "FromClaim", driver: str = DRIVER) -> Json:
+    body = {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "GpuConfig",
+        "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": name}},
+    }
+    return {
+        "source": source,
+        "requests": list(requests),
+        "opaque": {"driver": driver, "parameters": body},
+    }
+
+
+def allocation(*results: tuple[str, str], config: list[Json] | None = None) -> Json:
+    """A claim's status with these (request, device) pairs."""
+    devices: Json = {
+        "results": [
+            {"request": request, "driver": DRIVER, "pool": NODE, "device": device}
+            for request, device in results
+        ]
+    }
+    return {"allocation": {"devices": devices | ({"config": config} if config else {})}}
+
+
+def names(node: ConformanceNode) -> list[str]:
+    return [device["name"] for device in node.devices()]
+
+
+def test_c12_claim_that_is_not_ready_and_device_that_is_not_free(node: ConformanceNode) -> None:
+    """A failed Prepare leaves nothing that a pod could run with; a new pod gets a device only after the old claim."""
+    device = names(node)[0]
+    old, new = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
+    broken = node.claim("broken", status=allocation(("gpu", "gpu-00000000")))
+    assert isinstance(node.prepare(broken)[broken.uid], Failed)
+    assert node.is_clean()
+    assert isinstance(node.prepare(old)[old.uid], Prepared)
+    node.delete_claim("old")
+    thread, answers = in_background(lambda: node.kubelet.prepare(DRIVER, [new], timeout_s=20)[new.uid])
+    eventually(lambda: any("/new" in request.path for request in node.server.requests))
+    assert node.records() == [f"{old.uid}.json"]
+    assert node.unprepare(old) == {old.uid: None}
+    thread.join(20)
+    [waited] = answers
+    assert isinstance(waited, Prepared) or isinstance(node.prepare(new)[new.uid], Prepared)
+    assert node.records() == [f"{new.uid}.json"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ([interval("Long", source="FromClass")], (3, 3)),
+        ([interval("Long", source="FromClass"), interval("Short")], (1, 1)),
+        ([interval("Short"), interval("Long", "one")], (3, 1)),
+        ([interval("Long", "two/large"), interval("Short", "two")], (0, 1)),
+        ([interval("Long", "two"), interval("Short", "two/large")], (0, 1)),
+        ([interval("Long", "two/small")], (0, 0)),
+        ([interval("Long", driver="nic.example.com")], (0, 0)),
+    ],
+    ids=[
+        "class",
+        "claim over class",
+        "request",
+        "parent last",
+        "subrequest last",
+        "other subrequest",
+        "other",
+    ],
+)
+def test_c13_configs_reach_their_requests(
+    node: ConformanceNode, config: list[Json], expected: tuple[int, int]
+) -> None:
+    """Class before claim, a request's own configs and those of the chosen subrequest alone; never another driver's."""
+    first, second = names(node)[:2]
+    ref = node.claim("two", status=allocation(("one", first), ("two/large", second), config=config))
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Prepared), outcome
+    assert [(entry.requests, entry.device) for entry in outcome.devices] == [
+        (("one",), first),
+        (("two",), second),
+    ]
+    assert (node.machine.timeslice(0), node.machine.timeslice(1)) == expected
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert (node.machine.timeslice(0), node.machine.timeslice(1)) == (0, 0)
+
+
+def test_c14_claims_of_several_pods(node: ConformanceNode) -> None:
+    """Pods that share a claim, one after the other or at once, get one answer; old and new claims come in one call."""
+    shared, new = node.claim("shared"), node.claim("new")
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: node.prepare(shared), range(16)))
+    assert all(answer == answers[0] for answer in answers)
+    assert isinstance(answers[0][shared.uid], Prepared)
+    both = node.prepare(shared, new)
+    assert both[shared.uid] == answers[0][shared.uid]
+    assert isinstance(both[new.uid], Prepared)
+    assert len(node.records()) == len(node.specs()) == 2
+    assert node.unprepare(shared, new) == {shared.uid: None, new.uid: None}
+    assert node.is_clean()
+
+
+def test_c15_slices(node: ConformanceNode) -> None:
+    """Slices belong to the Node object, are of its name, come back when deleted and follow the hardware."""
+    [node_object] = node.server.objects("nodes", group="")
+    owner = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "name": NODE,
+        "uid": node_object["metadata"]["uid"],
+        "controller": True,
+    }
+    [entry] = node.slices()
+    assert entry["metadata"]["ownerReferences"] == [owner]
+    assert not {"labels", "annotations", "finalizers"} & entry["metadata"].keys()
+    spec = entry["spec"]
+    assert (spec["driver"], spec["nodeName"]) == (DRIVER, NODE)
+    assert spec["pool"] == {"name": NODE, "generation": 1, "resourceSliceCount": 1}
+    assert not {"nodeSelector", "allNodes", "perDeviceNodeSelection"} & spec.keys()
+    node.delete_slices()
+    node.wait_devices(8)
+    node.machine.remove_gpu(3)
+    node.wait_devices(7)
+    assert [one["spec"]["pool"]["resourceSliceCount"] for one in node.slices()] == [1]
+
+
+def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) -> None:
+    """Pods start throughout an update, one that never registers included, and slices are not even updated."""
+    node = make_node()
+    old = spawn(node, POD_UID=OLD)
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    published = node.slices()
+    running = node.claim("running")
+    answer = node.prepare(running)
+
+    node.kubelet.inject("Validate", "refused by the kubelet", times=1000)
+    asked = len(node.kubelet.calls("NotifyRegistrationStatus"))
+    failed = spawn(node, POD_UID=NEW)
+    eventually(lambda: len(node.kubelet.calls("NotifyRegistrationStatus")) > asked)
+    other = node.claim("meanwhile")
+    assert isinstance(node.prepare(other)[other.uid], Prepared), "the old instance serves"
+    end(failed)
+    assert node.slices() == published
+
+    node.use_kubelet_quietly().wait_registered(DRIVER)
+    new = spawn(node, POD_UID=NEW)
+    node.kubelet.wait_registered(DRIVER, count=2)
+    assert node.prepare(running) == answer
+    end(old)
+    node.kubelet.wait_registered(DRIVER, count=1)
+    assert node.unprepare(other) == {other.uid: None}
+
+    end(new)
+    node.kubelet.wait_registered(DRIVER, count=0)
+    spawn(node, POD_UID=OLD)
+    node.kubelet.wait_registered(DRIVER)
+    assert node.prepare(running) == answer
+    assert node.unprepare(running) == {running.uid: None}
+    assert node.slices() == published, "one after the other, within the kubelet's patience"
+
+
+def test_c17_driver_starts_after_the_pod(node: ConformanceNode) -> None:
+    """Without the driver the pod waits with the kubelet's words; it runs once the driver is there."""
+    ref = node.claim("early")
+    assert node.driver is not None
+    node.driver.stop()
+    node.kubelet.wait_registered(DRIVER, count=0)
+    with pytest.raises(KubeletError, match="is not registered"):
+        node.prepare(ref)
+    node.start_driver()
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+
+
+def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
+    """Our entry of the claim's status is written and overwritten; what others wrote there stays as it was."""
+    foreign: Json = {
+        "driver": "nic.example.com",
+        "pool": NODE,
+        "device": "eth1",
+        "shareID": "00000000-0000-4000-8000-000000000000",
+        "conditions": [
+            {
+                "type": "Ready",
+                "status": "True",
+                "reason": "Up",
+                "message": "",
+                "lastTransitionTime": "2026-08-07T12:00:00Z",
+            }
+        ],
+        "data": {"mtu": 9000},
+        "networkData": {"interfaceName": "eth1", "ips": ["10.0.0.1/24"], "hardwareAddress": "aa:bb"},
+    }
+    ours = names(node)[0]
+    status = allocation(("gpu", ours))
+    status["allocation"]["devices"]["results"].append(
+        {
+            "request": "nic",
+            "driver": "nic.example.com",
+            "pool": NODE,
+            "device": "eth1",
+            "shareID": foreign["shareID"],
+        }
+    )
+    ref = node.claim("told", status=status | {"devices": [foreign]})
+
+    def told() -> dict[str, Json]:
+        return {entry["driver"]: entry for entry in node.stored_claim("told")["status"].get("devices", [])}
+
+    node.prepare(ref)
+    written = eventually(lambda: told().get(DRIVER))
+    assert (written["pool"], written["device"]) == (NODE, ours)
+    assert {entry["type"]: entry["status"] for entry in written["conditions"]}["Ready"] == "True"
+    assert written["data"]
+    assert told()["nic.example.com"] == foreign
+    claim = node.stored_claim("told")
+    entry = next(one for one in claim["status"]["devices"] if one["driver"] == DRIVER)
+    entry["data"] = {"uuid": "somebody else's"}
+    resource = node.server.resource("resourceclaims")
+    node.server.operations.update(resource, ("default", "told"), claim, status=True)
+    node.restart_driver()
+    node.prepare(ref)
+    eventually(lambda: told()[DRIVER]["data"] == written["data"])
+    assert told()["nic.example.com"] == foreign
+
+
+@pytest.mark.parametrize(
+    "served", [("v1",), ("v1beta2",), ("v1beta1",), ("v1beta1", "v1beta2")], ids="+".join
+)
+def test_c20_versions_of_the_api(make_node: MakeNode, served: tuple[str, ...]) -> None:
+    """Every served version of the API gives the same slices and the same answers."""
+    node = make_node()
+    node.server.served = served
+    node.start_driver()
+    node.wait_devices(8)
+    ref = node.claim("one")
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Prepared)
+    used = {request.path.split("/")[3] for request in node.server.writes("resource.k8s.io")}
+    assert used
+    assert used <= set(served)
+
+
+@pytest.mark.parametrize(
+    "known", [("v1.DRAPlugin",), ("v1beta1.DRAPlugin",), ("v1.DRAPlugin", "v1beta1.DRAPlugin")]
+)
+def test_c20_versions_of_the_kubelet(node: ConformanceNode, known: tuple[str, ...]) -> None:
+    """A kubelet that knows one version of the DRA service, or both, gets the same devices."""
+    expected = names(node)[0]
+    kubelet = node.use_kubelet_quietly(dra_apis=known)
+    [instance] = kubelet.wait_registered(DRIVER)
+    assert instance.version == known[0]
+    ref = node.allocated_by_hand("one", expected)
+    assert [entry.device for entry in node.prepare(ref)[ref.uid].devices] == [expected]
+    assert node.unprepare(ref) == {ref.uid: None}
+
+
+def test_c21_admin_access_and_request_names(node: ConformanceNode) -> None:
+    """Admin access shares what is held; a subrequest is answered by its request, any request name by itself."""
+    device = names(node)[0]
+    holder = node.allocated_by_hand("holder", device)
+    watcher = node.allocated_by_hand("watcher", device, adminAccess=True)
+    for ref in (holder, watcher):
+        assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    prioritized = {
+        "requests": [
+            {
+                "name": "gpu",
+                "firstAvailable": [
+                    {"name": "mig", "deviceClassName": "mig.nvidia.com"},
+                    {"name": "whole", "deviceClassName": "gpu.nvidia.com"},
+                ],
+            }
+        ]
+    }
+    ref = node.claim("list", prioritized)
+    [result] = node.stored_claim("list")["status"]["allocation"]["devices"]["results"]
+    assert result["request"] == "gpu/whole"
+    assert [entry.requests for entry in node.prepare(ref)[ref.uid].devices] == [("gpu",)]
+    implicit = node.allocated_by_hand("implicit", names(node)[5], request="container-0-request-0")
+    assert [entry.requests for entry in node.prepare(implicit)[implicit.uid].devices] == [
+        ("container-0-request-0",)
+    ]
+
+
+def test_c21_counters_are_consumed_and_freed(make_node: MakeNode) -> None:
+    """Devices that overlap in silicon exclude each other through counters, until the first is given back."""
+    node = make_node()
+    node.start_driver(dynamic_mig=True)
+    node.wait_devices(8 * 26)
+    whole = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
+    part = {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
+    first = node.claim("part", part)
+    assert isinstance(node.prepare(first)[first.uid], Prepared)
+    with pytest.raises(AllocationError):
+        node.claim("all", whole)
+    assert node.unprepare(first) == {first.uid: None}
+    node.scheduler.release_claim("default", "part")
+    node.scheduler.allocate_claim("default", "all")
+    stored = node.stored_claim("all")
+    ref = ClaimRef("default", "all", stored["metadata"]["uid"])
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Prepared), outcome
+    assert len(outcome.devices) == 8
+
+
+def test_c21_capacity_is_consumed(make_node: MakeNode) -> None:
+    """A shared device gives its capacity away in the amounts that claims ask for, and no more than there is."""
+    node = make_node()
+    node.start_driver(sharing=share_all(SharingRule("shares", 2)))
+    device = node.wait_devices(8)[0]
+    assert device["allowMultipleAllocations"] is True
+    uuid = device["attributes"]["uuid"]["string"]
+    selector = f"device.attributes['{DRIVER}'].uuid == '{uuid}'"
+    exactly = {"deviceClassName": "gpu.nvidia.com", "selectors": [{"cel": {"expression": selector}}]}
+    one = {"requests": [{"name": "gpu", "exactly": exactly}]}
+    refs = [node.claim(f"half-{number}", one) for number in range(2)]
+    shares = [node.prepare(ref)[ref.uid].devices[0].share_id for ref in refs]
+    assert len(set(shares)) == 2
+    assert None not in shares
+    with pytest.raises(AllocationError):
+        node.claim("third", one)
+
+
+def test_c21_taints(node: ConformanceNode) -> None:
+    """Trouble is published as a taint, keeps new claims away, and takes nothing from those that tolerate it."""
+    node.machine.lose_gpu(0)
+    tainted = eventually(lambda: [device for device in node.devices() if device.get("taints")])
+    [device] = tainted
+    assert {taint["effect"] for taint in device["taints"]} == {"NoSchedule"}
+    everything = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
+    with pytest.raises(AllocationError):
+        node.claim("all", everything)
+    node.machine.restore_gpu(0)
+    eventually(lambda: not any(device.get("taints") for device in node.devices()))
+
+
+class Publishing:
+    """The publishing half of a driver for any inventory."""
+
+    def __init__(self, server: EmbeddedApiServer, client: ApiClient, content: Inventory) -> None:
+        [uid] = [entry["metadata"]["uid"] for entry in server.objects("nodes", group="")]
+        self.cache = SliceCache(SliceClient(ResourceApi(client), DRIVER, NODE), self._changed)
+        self.publisher = Publisher(
+            lambda: content, self.cache, lambda: Owner(DRIVER, NODE, uid), dropped_fields
+        )
+
+    def run(self) -> None:
+        """Publish once, then end."""
+        self.cache.start()
+        self.publisher.start()
+        self.publisher.mark_dirty()
+        assert self.publisher.wait_published(20)
+        self.publisher.stop()
+        self.cache.stop()
+
+    def _changed(self) -> None:
+        self.publisher.mark_dirty()
+
+
+def test_c22_many_full_slices(tmp_path: Any) -> None:
+    """As many creates as there are full slices, nothing else, and what is stored is what was meant."""
+    count = 8
+    content = inventory(*(h100(number) for number in range(64 * count)))
+    with EmbeddedApiServer() as server:
+        server.add("nodes", {"metadata": {"name": NODE}})
+        server.write_kubeconfig(tmp_path / "kubeconfig")
+        client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))
+        for _ in range(2):
+            Publishing(server, client, content).run()
+            assert [request.method for request in server.writes("resourceslices")] == ["POST"] * count
+        client.close()
+        stored = server.objects("resourceslices")
+    pool = build_pool(content, NODE)
+    assert [entry["spec"]["devices"] for entry in stored] == [list(one.devices) for one in pool.slices]
+    assert {entry["spec"]["pool"]["generation"] for entry in stored} == {1}
+    assert {entry["spec"]["pool"]["resourceSliceCount"] for entry in stored} == {count}

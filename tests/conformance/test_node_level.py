@@ -1,0 +1,319 @@
+"""What the kubelet and its plugins owe each other on one node: the real driver and a kubelet of data, over sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.embedded.kubelet_client import KubeletError
+from dra_driver.errors import FatalError, StateError
+from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.registration import Registrar
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.v1 import DraV1
+from dra_driver.kubelet.workers import Workers
+from dra_driver.model.claim import Failed, Prepared, PreparedDevice
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.services.healthstream import HealthStream
+from tests.conformance.conftest import ConformanceNode
+from tests.integration.conftest import DRIVER, NODE, Json, eventually
+from tests.kubelet.support import FakeClaims
+
+OTHER_DRIVER = "nic.example.com"
+SHARE_IDS = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(2)]
+
+MakeNode = Callable[..., ConformanceNode]
+
+
+def test_c01_registration(make_node: MakeNode) -> None:
+    """The driver registers, though GetInfo fails at first, and again after a restart of the kubelet or of its own."""
+    node = make_node()
+    node.kubelet.inject("GetInfo", "connection refused", times=3)
+    driver = node.start_driver()
+    assert [call.error for call in node.kubelet.calls("GetInfo")[:4]] == ["connection refused"] * 3 + [None]
+    node.wait_devices(8)
+    ref = node.claim("one")
+    answer = node.prepare(ref)
+    node.kubelet.restart()
+    node.kubelet.wait_registered(DRIVER)
+    assert node.prepare(ref) == answer
+    driver.stop()
+    node.kubelet.wait_registered(DRIVER, count=0)
+    node.start_driver()
+    assert node.prepare(ref) == answer
+
+
+def test_c02_pod_created_while_the_kubelet_is_down(node: ConformanceNode) -> None:
+    """A pod that came while kubelet and driver were down gets its devices when both are up."""
+    node.kubelet.stop()
+    assert node.driver is not None
+    node.driver.stop()
+    ref = node.claim("one")
+    node.kubelet.start()
+    node.start_driver()
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+
+
+def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that hangs or fails leaves the pod waiting; the next one succeeds, after a kubelet restart as well."""
+    ref = node.claim("one")
+    node.server.faults.slow("resourceclaims", 30.0)
+    outcome = node.kubelet.prepare(DRIVER, [ref], timeout_s=2.2)[ref.uid]
+    assert isinstance(outcome, Failed), "the answer with the reason comes before the kubelet hangs up"
+    node.server.faults.clear()
+    node.kubelet.inject("NodePrepareResources", "deadline exceeded", after=True)
+    with pytest.raises(KubeletError):
+        node.prepare(ref)
+    assert node.unprepare(ref) == {ref.uid: None}
+    node.server.faults.fail(20, 403, reason="Forbidden", path="resourceclaims")
+    assert isinstance(node.prepare(ref)[ref.uid], Failed)
+    node.server.faults.clear()
+    node.kubelet.restart()
+    node.kubelet.wait_registered(DRIVER)
+    answer = node.prepare(ref)
+    assert isinstance(answer[ref.uid], Prepared)
+
+    def refuse(_uid: str) -> None:
+        raise StateError("cannot remove the record: the file system is read-only")
+
+    assert node.driver is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(node.driver.records, "delete", refuse)
+        assert isinstance(node.unprepare(ref)[ref.uid], Failed)
+    node.kubelet.restart()
+    node.kubelet.wait_registered(DRIVER)
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.is_clean()
+
+
+def test_c04_unprepare_of_deleted_pods(node: ConformanceNode) -> None:
+    """Unprepare needs no claim in the API server, no memory of the kubelet, and no Prepare before it."""
+    ref, never = node.claim("gone"), node.claim("never")
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    for name in ("gone", "never"):
+        node.delete_claim(name)
+    node.kubelet.restart()
+    node.kubelet.wait_registered(DRIVER)
+    asked = len(node.server.requests)
+    assert node.unprepare(ref, never) == {ref.uid: None, never.uid: None}
+    assert node.is_clean()
+    assert [request for request in node.server.requests[asked:] if request.method == "GET"] == []
+    assert isinstance(node.prepare(never)[never.uid], Failed), "a late Prepare of it gets nothing"
+    assert node.is_clean()
+
+
+@pytest.mark.parametrize("common", [False, True], ids=["separate sockets", "common socket"])
+def test_c05_service_socket_after_registration(node: ConformanceNode, common: bool) -> None:
+    """The DRA service may come up after its registration, on a socket of its own or the common one, and come back."""
+    registration = node.registry / f"{OTHER_DRIVER}-reg.sock"
+    endpoint = registration if common else node.root / "late.sock"
+    registrar = Registrar(OTHER_DRIVER, endpoint, ("v1.DRAPlugin",))
+    ref = node.allocated_by_hand("late", "eth1")
+
+    def serve(path: Path, *handlers: Any) -> Listener:
+        listener = Listener("late", path, list(handlers), Workers("late", limit=4))
+        listener.start()
+        return listener
+
+    def dra() -> Any:
+        return DraV1(FakeClaims()).handlers()
+
+    def asked() -> Any:
+        try:
+            return node.kubelet.prepare(OTHER_DRIVER, [ref], timeout_s=5)
+        except KubeletError:  # a socket that comes anew is registered anew, which ends the calls
+            return None
+
+    listeners = [serve(registration, registrar.handlers(), *([dra()] if common else []))]
+    eventually(lambda: node.kubelet.instances(OTHER_DRIVER))
+    if not common:
+        with pytest.raises(KubeletError):
+            node.kubelet.prepare(OTHER_DRIVER, [ref], timeout_s=0.2)
+        listeners.append(serve(endpoint, dra()))
+    for _ in range(2):
+        assert isinstance(eventually(asked)[ref.uid], Prepared)
+        listeners.pop().stop(0)
+        again = [registrar.handlers(), dra()] if common else [dra()]
+        listeners.append(serve(endpoint, *again))
+        eventually(lambda: any(one.connected for one in node.kubelet.instances(OTHER_DRIVER)))
+    for listener in listeners:
+        listener.stop(0)
+
+
+def test_c05_serving_error_ends_the_daemon(node: ConformanceNode) -> None:
+    """A socket that is taken away is an error of the daemon, which ends and is started anew; the next one serves."""
+    driver = node.driver
+    assert driver is not None
+    ref = node.claim("one")
+    answer = node.prepare(ref)
+    [instance] = node.kubelet.instances(DRIVER)
+    instance.endpoint.unlink()
+    with pytest.raises(FatalError, match=instance.endpoint.name):
+        driver.wait()
+    driver.stop()
+    node.start_driver()
+    assert node.prepare(ref) == answer
+
+
+def test_c06_one_connection(node: ConformanceNode) -> None:
+    """Calls and the health stream share one connection."""
+    kubelet = node.use_kubelet(health="v1")
+    [instance] = kubelet.wait_registered(DRIVER)
+    eventually(lambda: kubelet.health(DRIVER))
+    node.wait_devices(8)
+    ref = node.claim("one")
+    for _ in range(3):
+        node.prepare(ref)
+        node.unprepare(ref)
+        assert len(_accepted(instance.endpoint)) == 1
+
+
+def _accepted(socket: Path) -> list[str]:
+    """The open connections that this socket accepted.
+
+    The kernel keeps the name under which a socket was bound, which was a hidden one in the same directory; the
+    listening socket itself has another state. The plugin's directory has no other socket.
+    """
+    rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    connected = "03"
+    return [
+        row[7] for row in rows if row[5] == connected and row[7:] and Path(row[7]).parent == socket.parent
+    ]
+
+
+@pytest.fixture
+def other_driver(node: ConformanceNode) -> Iterator[Callable[[FakeClaims], KubeletPlugin]]:
+    started: list[KubeletPlugin] = []
+
+    def start(claims: FakeClaims) -> KubeletPlugin:
+        settings = PluginSettings(
+            driver=OTHER_DRIVER, registry_dir=node.registry, plugins_dir=node.root / "plugins", grace_s=1.0
+        )
+        plugin = KubeletPlugin(settings, claims)
+        plugin.start()
+        node.kubelet.wait_registered(OTHER_DRIVER)
+        started.append(plugin)
+        return plugin
+
+    yield start
+    for plugin in started:
+        plugin.stop()
+
+
+def test_c07_two_drivers_in_one_claim(
+    node: ConformanceNode, other_driver: Callable[[FakeClaims], KubeletPlugin]
+) -> None:
+    """While another driver of the claim fails or restarts, our part stays as it was prepared, and goes when told."""
+    claims = FakeClaims()
+    claims.on_prepare = lambda refs: {ref.uid: Failed("no link") for ref in refs}
+    plugin = other_driver(claims)
+    ours = node.devices()[0]["name"]
+    results = [
+        {"request": "nic", "driver": OTHER_DRIVER, "pool": NODE, "device": "eth1"},
+        {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": ours},
+    ]
+    ref = node.claim("mixed", status={"allocation": {"devices": {"results": results}}})
+    answer = node.prepare(ref)
+    assert [device.device for device in answer[ref.uid].devices] == [ours]
+    assert node.kubelet.prepare(OTHER_DRIVER, [ref]) == {ref.uid: Failed("no link")}
+    plugin.stop()
+    assert node.prepare(ref) == answer, "the kubelet asks all drivers of the claim again"
+    other_driver(FakeClaims())
+    node.restart_driver()
+    assert node.prepare(ref) == answer
+    assert isinstance(node.kubelet.prepare(OTHER_DRIVER, [ref])[ref.uid], Prepared)
+    assert node.kubelet.unprepare(OTHER_DRIVER, [ref]) == {ref.uid: None}
+    assert node.records() == [f"{ref.uid}.json"]
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.is_clean()
+
+
+def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
+    """Slices that the kubelet removed come back; over a quick restart of the driver they are not even touched."""
+    before, writes = node.slices(), len(node.slice_writes())
+    kubelet = node.use_kubelet(wipe_after_s=30.0)
+    kubelet.wait_registered(DRIVER)
+    eventually(lambda: len(node.devices()) == 8)
+    assert [entry["spec"]["devices"] for entry in node.slices()] == [
+        entry["spec"]["devices"] for entry in before
+    ]
+    assert len(node.slice_writes()) == writes + 1, "a kubelet that starts costs one write"
+    published = node.slices()
+    node.restart_driver()
+    assert node.slices() == published, "the same objects, down to their resource versions"
+
+    kubelet = node.use_kubelet(wipe_after_s=0.1)
+    kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    assert node.driver is not None
+    node.driver.stop()
+    eventually(lambda: node.slices() == [])
+    node.start_driver()
+    node.wait_devices(8)
+
+
+@pytest.mark.parametrize("version", ["v1alpha1", "v1"])
+def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health turns bad and good again with a message, is unknown when nobody looks, and is told to one stream only."""
+    streams: list[int] = []
+    watch = HealthStream.watch
+
+    def counted(self: HealthStream, request: Any, context: Any) -> Iterator[Any]:
+        streams.append(1)
+        yield from watch(self, request, context)
+
+    monkeypatch.setattr(HealthStream, "watch", counted)
+    monkeypatch.setattr("dra_driver.services.monitor._LOOK_EVERY_S", 0.05)
+    assert node.driver is not None
+    node.driver.stop()
+    kubelet = node.use_kubelet(health=version, health_retry_s=0.05)
+    driver = node.start_driver()
+    node.wait_devices(8)
+    key = (NODE, node.devices()[2]["name"])
+
+    def shown() -> tuple[str, str]:
+        return kubelet.health(DRIVER).get(key, ("", ""))
+
+    eventually(lambda: shown()[0] == "HEALTHY")
+    refs = [node.claim(f"claim-{number}") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(
+            isinstance(answer[ref.uid], Prepared)
+            for ref, answer in zip(refs, pool.map(node.prepare, refs), strict=True)
+        )
+    node.machine.set_recovery_action(2, 1)
+    eventually(lambda: shown()[0] == "UNHEALTHY" and "reset" in shown()[1])
+    assert {state for name, (state, _) in kubelet.health(DRIVER).items() if name != key} == {"HEALTHY"}
+    node.machine.set_recovery_action(2, 0)
+    eventually(lambda: shown()[0] == "HEALTHY")
+    monkeypatch.setattr(driver.health.monitor, "is_fresh", lambda uuid: False)
+    driver.health.stream.changed()
+    eventually(lambda: shown()[0] == "UNKNOWN")
+    assert streams == [1]
+    ended = threading.active_count()
+    driver.stop()
+    assert threading.active_count() < ended, "the stream ends with the driver"
+
+
+@pytest.mark.parametrize("shares", [0, 1, 2])
+def test_c11_share_ids(make_node: MakeNode, shares: int) -> None:
+    """The answer carries the ID of each share of a device, and none for a device that is not shared."""
+    node = make_node()
+    node.start_driver(**({"sharing": share_all(SharingRule("shares", 4))} if shares else {}))
+    device = node.wait_devices(8)[0]["name"]
+    results: list[Json] = [{"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device}]
+    if shares:
+        results = [results[0] | {"shareID": SHARE_IDS[number]} for number in range(shares)]
+    ref = node.claim("shares", status={"allocation": {"devices": {"results": results}}})
+    answer = node.prepare(ref)[ref.uid]
+    assert isinstance(answer, Prepared), answer
+    told: list[tuple[str, str | None]] = [(entry.device, entry.share_id) for entry in answer.devices]
+    assert told == [(device, share) for share in (SHARE_IDS[:shares] or [None])]
+    assert all(isinstance(entry, PreparedDevice) and entry.cdi_ids for entry in answer.devices)
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.is_clean()

@@ -1,0 +1,173 @@
+"""Every component is restarted in turn while pods come and go; afterwards the node is as new."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import NAMESPACE, SIMULATOR_DIR, Cluster, wait_for
+from tests.e2e.test_pods import TEMPLATE
+
+pytestmark = pytest.mark.cluster
+
+DAEMONSET = "daemonset/gpu-dra-driver"
+WORKERS = 4
+GPUS = 8
+SETTLE_S = 240.0
+
+POD = """apiVersion: v1
+kind: Pod
+metadata: {{name: {name}}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: docker.io/library/ubuntu:22.04
+      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
+      resources: {{claims: [{{name: gpu}}]}}
+  resourceClaims:
+    - {{name: gpu, resourceClaimTemplateName: burst}}
+"""
+
+
+class Load:
+    """Threads that each create a pod, see it run, delete it, and begin anew; nothing is expected to work at once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.ran = 0
+        self._threads = [threading.Thread(target=self._work, args=(number,)) for number in range(WORKERS)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SETTLE_S)
+
+    def wait_for_more(self, pods: int = 2 * WORKERS) -> None:
+        """So many more pods came to run."""
+        wanted = self.ran + pods
+        wait_for(f"{pods} more pods to run under load", lambda: self.ran >= wanted, SETTLE_S)
+
+    def _work(self, worker: int) -> None:
+        number = 0
+        while not self._stop.is_set():
+            number += 1
+            name = f"load-{worker}-{number}"
+            self._until(lambda name=name: self._ask("apply", "-f", "-", stdin=POD.format(name=name)))
+            if self._until(lambda name=name: self._phase(name) == "Running"):
+                with self._lock:
+                    self.ran += 1
+            self._until(
+                lambda name=name: self._ask("delete", "pod", name, "--wait=false", "--ignore-not-found"),
+                always=True,
+            )
+
+    def _until(self, done: Callable[[], bool], *, always: bool = False) -> bool:
+        """Try until it works, or until the load ends; `always` goes on for a while even then."""
+        deadline = time.monotonic() + SETTLE_S
+        while not done():
+            if (self._stop.is_set() and not always) or time.monotonic() > deadline:
+                return False
+            self._stop.wait(0.2)
+            if self._stop.is_set():
+                time.sleep(0.2)
+        return True
+
+    def _phase(self, name: str) -> str:
+        return self._output("get", "pod", name, "-o", "jsonpath={.status.phase}") or ""
+
+    def _ask(self, *arguments: str, stdin: str | None = None) -> bool:
+        return self._output(*arguments, stdin=stdin) is not None
+
+    def _output(self, *arguments: str, stdin: str | None = None) -> str | None:
+        """What kubectl says; None if it fails, as it may while the API server restarts."""
+        local = self._cluster.local
+        command = [str(local.kubectl()), "--kubeconfig", str(local.kubeconfig()), *arguments]
+        try:
+            done = subprocess.run(
+                command, input=stdin, capture_output=True, text=True, timeout=30, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+
+def state(cluster: Cluster) -> dict[str, Any]:
+    """Everything that claims may have left on the node and in the API server; a pool's generation may move on."""
+    machine = json.loads((SIMULATOR_DIR / "machine.json").read_text())
+    return {
+        "files of claims": cluster.leftovers(),
+        "devices": cluster.devices(),
+        "owners": [entry["metadata"]["ownerReferences"] for entry in cluster.slices()],
+        "slices": len(cluster.slices()),
+        "MIG instances": [len(gpu.get("instances") or []) for gpu in machine["gpus"]],
+        "MIG modes": [gpu.get("mig_mode") for gpu in machine["gpus"]],
+    }
+
+
+def roll_out(cluster: Cluster) -> None:
+    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=180s")
+
+
+def kill_driver(cluster: Cluster) -> None:
+    """Its pod is deleted without grace, as by a node that is in trouble."""
+    cluster.kubectl("delete", "pod", "-n", NAMESPACE, "--all", "--grace-period=0", "--force")
+
+
+@pytest.fixture
+def mended(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose components all run again afterwards, whatever the test left stopped."""
+    yield cluster
+    for row in cluster.local.state():
+        if not row.healthy:
+            cluster.local.start(row.name)
+    wait_for("the cluster to be healthy", cluster.local.is_up, 120)
+
+
+@pytest.mark.timeout(1800)
+def test_restart_of_every_component_under_load_loses_nothing(mended: Cluster) -> None:
+    """Pods start after each restart, those that ran through all of them were not touched, and nothing is left over."""
+    mended.apply(TEMPLATE)
+    before = state(mended)
+    assert len(before["devices"]) >= GPUS
+    mended.apply(POD.format(name="witness"))
+    mended.wait_running("witness")
+    seen = mended.seen_by("witness")
+    with Load(mended) as load:
+        load.wait_for_more()
+        for component in mended.local.COMPONENTS:
+            print(f"restart of {component}, {load.ran} pods ran", flush=True)
+            mended.local.restart(component)
+            load.wait_for_more()
+        for name, action in (("rollout", roll_out), ("killed driver", kill_driver)):
+            print(f"{name}, {load.ran} pods ran", flush=True)
+            action(mended)
+            load.wait_for_more()
+        for component in ("kube-apiserver", "etcd"):
+            print(f"{component} away for a while, {load.ran} pods ran", flush=True)
+            mended.local.stop(component)
+            time.sleep(20)
+            mended.local.start(component)
+            load.wait_for_more()
+    [container] = mended.pod("witness")["status"]["containerStatuses"]
+    assert container["restartCount"] == 0
+    assert mended.seen_by("witness") == seen
+    mended.kubectl("delete", "pods", "--all", "--timeout=120s")
+    wait_for("the driver to be ready", mended.driver_is_ready, 120)
+    wait_for("no claim to be left", lambda: not mended.get("resourceclaims")["items"], 120)
+    wait_for("the node to be as before", lambda: state(mended) == before, SETTLE_S, every_s=1.0)

@@ -1,0 +1,24 @@
+"""hack/scale measures what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"hack/{script}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+
+
+def test_scale_measures_a_few_nodes_and_a_restart_writes_nothing() -> None:
+    done = run("scale/scale.py", "--nodes", "4", "--processes", "1", "--rest", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "a restart of all writes nothing" in done.stdout
+    rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
+    assert rows["first publication"][2] == "4", "a write a node"
+    assert rows["restart of all"][2] == "0"
+    assert rows["at rest"][1:3] == ["0", "0"]

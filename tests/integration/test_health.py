@@ -1,0 +1,117 @@
+"""What claims are told of the health of their devices, on a whole node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import ApiUnavailableError
+from dra_driver.kube.claimstatus import ClaimStatusClient
+from dra_driver.model.health import Subject
+from tests.integration.conftest import Json, Node, eventually
+from tests.integration.test_mig import named
+
+
+def told(node: Node, reason: str) -> list[str]:
+    """`kind/name` of what has an event with this reason; one entry for each event."""
+    found = [event for event in node.server.objects("events", group="") if event["reason"] == reason]
+    return sorted("{kind}/{name}".format(**event["involvedObject"]) for event in found)
+
+
+def ready(node: Node) -> dict[str, tuple[str, str]]:
+    """Status and reason of the condition Ready of each claim's first device, by the claim's name."""
+    found: dict[str, tuple[str, str]] = {}
+    for entry in node.server.objects("resourceclaims"):
+        devices: list[Json] = entry["status"].get("devices") or []
+        for device in devices[:1]:
+            [condition] = device["conditions"]
+            found[entry["metadata"]["name"]] = (condition["status"], condition["reason"])
+    return found
+
+
+PREPARED = ("True", "Prepared")
+
+
+def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    driver = node.start_driver(dynamic_mig=True)
+    eventually(lambda: len(node.devices()) > 8)
+    for number, name in enumerate("ab"):
+        ref = node.allocated_by_hand(name, named(node, "1g.10gb", number))
+        node.prepare(ref)
+    eventually(lambda: ready(node) == {"a": PREPARED, "b": PREPARED})
+    made: Any = driver.mig.realised(named(node, "1g.10gb", 0))
+    node.machine.raise_xid(
+        0, 95, gpu_instance=made.gpu_instance_id, compute_instance=made.compute_instance_id
+    )
+    eventually(lambda: ready(node) == {"a": ("False", "GPUUnhealthy"), "b": PREPARED})
+    concerned = ["Node/node-a", "Pod/pod-of-a", "ResourceClaim/a"]
+    eventually(lambda: told(node, "GPUUnhealthy") == concerned)
+    whole = Subject(made.gpu_uuid)
+    node.machine.raise_xid(0, 48)
+    eventually(lambda: driver.health.monitor.state(whole).reasons)
+    eventually(lambda: ready(node)["b"] == ("False", "GPUUnhealthy"))
+    eventually(lambda: {"ResourceClaim/b", "Pod/pod-of-b"} <= set(told(node, "GPUUnhealthy")))
+
+
+def test_the_status_follows_a_gpu_that_is_lost_and_comes_back(node: Node) -> None:
+    ref = node.claim("one")
+    node.prepare(ref)
+    eventually(lambda: ready(node) == {"one": PREPARED})
+    node.machine.lose_gpu(0)
+    eventually(lambda: ready(node) == {"one": ("False", "GPULost")})
+    node.machine.restore_gpu(0)
+    node.driver.discovery.request_rescan()
+    node.driver.health.monitor._next_look = 0.0
+    eventually(lambda: ready(node) == {"one": PREPARED})
+
+
+def test_a_status_that_an_earlier_run_did_not_write_is_written_after_the_start(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> bool:
+        raise ApiUnavailableError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(ClaimStatusClient, "write", refuse)
+        node.prepare(node.claim("one"))
+        node.driver.stop()
+    assert ready(node) == {}
+    node.start_driver()
+    eventually(lambda: ready(node) == {"one": PREPARED})
+
+
+def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node()
+    kept = node.plugin_dir / "health.json"
+    old = node.start_driver(pod_uid="aaaa")
+    node.wait_devices(8)
+    node.prepare(node.claim("one"))
+    new = node.start_driver(pod_uid="bbbb")
+    eventually(lambda: new.discovery.inventory is not None)
+    eventually(lambda: new._may_tell() and not old._may_tell())
+    eventually(lambda: len(new.health.monitor.states()) == 8)
+    gpu, other = (found.uuid for found in list(node.machine.current().present)[:2])
+
+    def everybody_hears(index: int, xid: int, uuid: str) -> bool:
+        # In one process the end of the one's events may be noticed by the other, who misses what comes meanwhile.
+        node.machine.raise_xid(index, xid)
+        return all(driver.health.monitor.state(Subject(uuid)).reasons for driver in (old, new))
+
+    eventually(lambda: everybody_hears(0, 79, gpu))
+    eventually(lambda: ready(node) == {"one": ("False", "GPUUnhealthy")})
+    eventually(lambda: "Pod/pod-of-one" in told(node, "GPUUnhealthy"))
+    assert gpu in kept.read_text()
+    assert told(node, "GPUUnhealthy") == ["Node/node-a", "Pod/pod-of-one", "ResourceClaim/one"]
+    # Not stopped: that would end NVML for the whole process.
+    new._turn.withdraw()
+    eventually(lambda: old._may_tell() and not new._may_tell())
+    eventually(lambda: everybody_hears(1, 48, other))
+    eventually(lambda: other in kept.read_text() and gpu in kept.read_text())
+    eventually(lambda: told(node, "GPUUnhealthy").count("Node/node-a") == 2)
+    new.stop()
+    node.driver = old
