@@ -208,7 +208,7 @@ spec:
         lambda: [
             event["message"]
             for event in cluster.get("events")["items"]
-            if event["reason"] == "FailedPrepareDynamicResources"
+            if event["reason"] == "FailedPrepareDynamicResources" and "burst" in event["message"]
         ],
     )
     assert any("shraing" in message and "requests gpu" in message for message in events), events

@@ -54,9 +54,16 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
 
 
 def allocated_claim(
-    api: ResourceApi, namespace: str, results: Sequence[Mapping[str, Any]], *, node: str = "", name: str = ""
+    api: ResourceApi,
+    namespace: str,
+    results: Sequence[Mapping[str, Any]],
+    *,
+    node: str = "",
+    name: str = "",
+    pods: bool = True,
 ) -> dict[str, Any]:
-    """A claim as the scheduler leaves it: allocated on `node`, reserved for two pods and something else."""
+    """A claim as the scheduler leaves it: allocated on `node`, reserved for something and, with `pods`, for two
+    pods, which the controllers of a real cluster take out again because they do not exist."""
     claim: dict[str, Any] = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
@@ -71,8 +78,7 @@ def allocated_claim(
             **({"nodeSelector": {"nodeSelectorTerms": [{"matchFields": fields}]}} if node else {}),
         },
         "reservedFor": [
-            {"resource": "pods", "name": "pod-1", "uid": "uid-1"},
-            {"resource": "pods", "name": "pod-2", "uid": "uid-2"},
+            *({"resource": "pods", "name": f"pod-{n}", "uid": f"uid-{n}"} for n in (1, 2) if pods),
             {"apiGroup": "batch.example.com", "resource": "pods", "name": "job", "uid": "uid-3"},
         ],
     }

@@ -62,13 +62,15 @@ class Case:
         self.ref = self.allocate(target.namespace)
         self.status = self.client()
 
-    def allocate(self, namespace, name=""):
+    def allocate(self, namespace, name="", *, pods=False):
         results = [
             {"driver": DRIVER, "pool": "n", "device": "gpu-0"},
             {"driver": DRIVER, "pool": "n", "device": "gpu-1", "shareID": _SHARE},
             {"driver": _OTHER, "pool": "n", "device": "nic-0"},
         ]
-        metadata = allocated_claim(self.api, namespace, results, node=self.node, name=name)["metadata"]
+        metadata = allocated_claim(self.api, namespace, results, node=self.node, name=name, pods=pods)[
+            "metadata"
+        ]
         return ClaimRef(namespace, metadata["name"], metadata["uid"])
 
     def client(self, driver=DRIVER, node=None):
@@ -229,13 +231,6 @@ def test_what_is_over_the_limits_is_cut_or_left_out(case):
     assert case.devices().keys() == {"gpu-0"}
 
 
-def test_pods_are_those_for_which_the_claim_is_reserved(case):
-    expected = [EventObject("Pod", f"pod-{n}", f"uid-{n}", case.ref.namespace) for n in (1, 2)]
-    assert case.status.pods_of(case.ref) == tuple(expected)
-    replaced = ClaimRef(case.ref.namespace, case.ref.name, "another")
-    assert case.status.pods_of(replaced) == ()
-
-
 @pytest.fixture
 def single(server, connect):
     """A claim on one embedded server, and the writer for it."""
@@ -243,6 +238,13 @@ def single(server, connect):
     results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
     metadata = allocated_claim(api, "default", results, node="node-a")["metadata"]
     return ClaimStatusClient(api, DRIVER, "node-a"), ClaimRef("default", metadata["name"], metadata["uid"])
+
+
+def test_pods_are_those_for_which_the_claim_is_reserved(single):
+    status, ref = single
+    expected = [EventObject("Pod", f"pod-{n}", f"uid-{n}", ref.namespace) for n in (1, 2)]
+    assert status.pods_of(ref) == tuple(expected)
+    assert status.pods_of(ClaimRef(ref.namespace, ref.name, "another")) == ()
 
 
 def test_a_conflict_is_tried_again(server, single):
