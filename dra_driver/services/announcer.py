@@ -137,6 +137,11 @@ class Announcer:
         """
         self._put(ClaimState(ref, tuple(devices), written))
 
+    def claim_gone(self, ref: ClaimRef) -> None:
+        """The claim holds nothing of ours any more; a state that was not written yet is of no use to anybody."""
+        with self._changed:
+            self._outbox.withdraw_state(ref)
+
     def _put(self, notice: Notice) -> None:
         with self._changed:
             if self._stop_by is not None:

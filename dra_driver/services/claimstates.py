@@ -31,6 +31,9 @@ class Announcer(Protocol):
     ) -> None:
         """The state of our devices in a claim; `written` is called once that was written."""
 
+    def claim_gone(self, ref: ClaimRef) -> None:
+        """The claim holds nothing of ours any more."""
+
 
 @dataclass(slots=True)
 class _State:
@@ -83,10 +86,11 @@ class ClaimStates:
             if record is not None and record.phase == "prepared":
                 self._give(record, until_written=until_written)
 
-    def forget(self, uid: str) -> None:
+    def forget(self, ref: ClaimRef) -> None:
         """The claim is not prepared (any more); the API server removes its status with the allocation."""
         with self._lock:
-            self._states.pop(uid, None)
+            self._states.pop(ref.uid, None)
+            self._announcer.claim_gone(ref)
 
     def _give(self, record: ClaimRecord, *, until_written: bool) -> None:
         uid = record.ref.uid

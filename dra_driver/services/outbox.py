@@ -111,6 +111,10 @@ class Outbox:
             gone.append(self._waiting.pop(least).notice)
         return gone
 
+    def withdraw_state(self, ref: ClaimRef) -> None:
+        """Forget the state of a claim that was not said yet."""
+        self._waiting.pop(ref, None)
+
     def put_first(self, waiting: Waiting) -> None:
         """Add what comes of a notice that was taken, or that notice itself again; the bound does not count."""
         key = _key(waiting.notice)

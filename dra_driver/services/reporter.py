@@ -65,7 +65,7 @@ class States(Protocol):
     def prepared(self, record: ClaimRecord) -> None:
         """Let the claim's status say what it holds."""
 
-    def forget(self, uid: str) -> None:
+    def forget(self, ref: ClaimRef) -> None:
         """The claim holds nothing any more."""
 
 
@@ -99,7 +99,7 @@ class Reporter:
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
         """A claim is not prepared (any more); the API server removes its status with the allocation."""
         self._counters.unprepared(duration_s, None)
-        self._states.forget(ref.uid)
+        self._states.forget(ref)
         self._freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:

@@ -419,3 +419,15 @@ def test_a_state_that_was_refused_does_not_count_as_written(server):
         announcer.claim_status(_REF, [_READY], lambda: written.append("taken"))
         server.wait_for(lambda: server.states)
     assert written == ["taken"]
+
+
+def test_the_state_of_a_claim_that_is_gone_is_not_written_any_more(server):
+    server.open.clear()
+    with speaking(server) as announcer:
+        announcer.node_event(PREPARE_FAILED, "keeps the announcer busy", warning=True)
+        assert server.entered.wait(10)
+        announcer.claim_status(_REF, [], lambda: None)
+        announcer.claim_gone(_REF)
+        server.open.set()
+        server.wait_for(lambda: len(server.events) == 1)
+    assert server.states == []

@@ -42,6 +42,9 @@ class Listener:
     def node_event(self, reason, message, *, warning, minor=False):
         self.told.append(("node, minor" if minor else "node", reason, message, warning))
 
+    def claim_gone(self, ref):
+        pass
+
     def claim_status(self, ref, devices, written):
         self.states.append((devices, written))
 
