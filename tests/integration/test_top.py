@@ -107,6 +107,8 @@ class Terminal:
         self.process = subprocess.Popen(
             command, stdin=self.slave, stdout=self.slave, stderr=self.slave,
             env=environment(TERM="xterm"), start_new_session=True,
+            # As from a shell: what runs in the background of one has SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )  # fmt: skip
         self.seen = b""
 
