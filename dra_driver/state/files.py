@@ -12,6 +12,10 @@ from pathlib import Path
 from dra_driver.errors import StateError
 
 TEMPORARY_SUFFIX = ".tmp"
+QUARANTINE = ".unreadable"
+
+Stamp = tuple[int, int, int]
+
 _ABANDONED_AFTER_S = 60.0
 
 _numbers = itertools.count(time.time_ns())
@@ -98,3 +102,26 @@ def clear_abandoned(directory: Path, prefix: str = "") -> None:
                     path.unlink()
     except OSError as error:
         raise state_error("clear up", directory, error) from error
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """What differs when a file was written anew: inode, size, change time."""
+    return (status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+def set_aside(path: Path, what: str, stamp: Stamp | None) -> Path | None:
+    """Keep an unreadable file for a person to look at, under another name: which; None if it is not the file of
+    `stamp` any more, because somebody wrote it anew or was quicker.
+
+    Raises: StateError that names `what`.
+    """
+    aside = path.with_name(f"{path.name}{QUARANTINE}-{time.time_ns()}")
+    try:
+        if stamp_of(path.stat()) != stamp:
+            return None
+        path.rename(aside)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise state_error(f"set aside the unreadable {what}", path, error) from error
+    return aside

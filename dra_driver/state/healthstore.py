@@ -13,7 +13,7 @@ import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
-from dra_driver.state.files import state_error, write_atomically
+from dra_driver.state.files import QUARANTINE, state_error, write_atomically
 from dra_driver.state.stepcodec import number, optional_number, optional_text, text
 
 _log = structlog.get_logger(__name__)
@@ -21,7 +21,6 @@ _log = structlog.get_logger(__name__)
 JsonObject = dict[str, Any]
 
 FORMAT_VERSION = 1
-_QUARANTINE = ".unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class HealthStore:
             self._written = content
 
     def _set_aside(self, reason: str) -> None:
-        aside = self._path.with_name(f"{self._path.name}{_QUARANTINE}-{time.time_ns()}")
+        aside = self._path.with_name(f"{self._path.name}{QUARANTINE}-{time.time_ns()}")
         try:
             self._path.rename(aside)
         except OSError as error:

@@ -22,7 +22,15 @@ import structlog
 from dra_driver.errors import StateError
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import MigPhase, OwnedInstance
-from dra_driver.state.files import clear_abandoned, make_directory, state_error, write_atomically
+from dra_driver.state.files import (
+    Stamp,
+    clear_abandoned,
+    make_directory,
+    set_aside,
+    stamp_of,
+    state_error,
+    write_atomically,
+)
 from dra_driver.state.stepcodec import (
     decode_placement,
     encode_placement,
@@ -36,14 +44,12 @@ _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
-Stamp = tuple[int, int, int]
 Slot = tuple[str, int, int]
 """GPU UUID, profile ID and start: where a GPU instance is or was."""
 
 FORMAT_VERSION = 1
 _SUFFIX = ".json"
 _MODE_PREFIX = "mode-"
-_QUARANTINE = ".unreadable"
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 _NO_STAMP: Stamp = (0, 0, 0)
@@ -234,7 +240,7 @@ class MigLedger:
     def _kept(self, device: str) -> _Kept | None:
         path = self._entry_path(device)
         try:
-            stamp = _stamp(path.stat())
+            stamp = stamp_of(path.stat())
         except FileNotFoundError:
             self._forget(device)
             return None
@@ -264,7 +270,7 @@ class MigLedger:
         """What a file holds, None if it is not there or had to be set aside."""
         stamp: Stamp | None = None
         try:
-            stamp = _stamp(path.stat())
+            stamp = stamp_of(path.stat())
             return decode(_document(path.read_bytes()))
         except FileNotFoundError:
             return None
@@ -280,16 +286,10 @@ class MigLedger:
         return None
 
     def _set_aside(self, path: Path, stamp: Stamp | None, reason: str) -> None:
-        aside = path.with_name(f"{path.name}{_QUARANTINE}-{time.time_ns()}")
-        try:
-            with self._lock:
-                if _stamp(path.stat()) != stamp:
-                    return  # it was written anew meanwhile
-                path.rename(aside)
-        except FileNotFoundError:
-            return  # somebody else was quicker
-        except OSError as error:
-            raise state_error("set aside the unreadable file", path, error) from error
+        with self._lock:
+            aside = set_aside(path, "file", stamp)
+        if aside is None:
+            return
         _log.error(
             "mig_ledger_unreadable",
             subject=path.name.removesuffix(_SUFFIX),
@@ -304,10 +304,6 @@ class MigLedger:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise state_error("remove", path, error) from error
-
-
-def _stamp(status: os.stat_result) -> Stamp:
-    return (status.st_ino, status.st_size, status.st_ctime_ns)
 
 
 def _json(document: JsonObject) -> bytes:

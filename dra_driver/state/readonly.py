@@ -11,12 +11,11 @@ from typing import TypeVar
 from dra_driver.errors import StateError
 from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.record import ClaimRecord
-from dra_driver.state.files import state_error
+from dra_driver.state.files import Stamp, state_error
 from dra_driver.state.migledger import MigLedger
 from dra_driver.state.records import RecordStore
 
 Value = TypeVar("Value")
-Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,12 @@ from dra_driver.errors import StateError
 from dra_driver.model.record import ClaimRecord
 from dra_driver.state.codec import decode, encode
 from dra_driver.state.files import (
+    QUARANTINE,
+    Stamp,
     clear_abandoned,
     make_directory,
+    set_aside,
+    stamp_of,
     state_error,
     sync_directory,
     write_atomically,
@@ -27,12 +30,9 @@ from dra_driver.state.files import (
 _log = structlog.get_logger(__name__)
 
 _SUFFIX = ".json"
-_QUARANTINE = ".unreadable"
 _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
 # What no later try would read either; other errors, such as too many open files, pass.
 _UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
-
-Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RecordStore:
             return None
         except OSError as error:
             raise state_error("read the claim record", path, error) from error
-        return self._load(path, uid, _stamp(status))
+        return self._load(path, uid, stamp_of(status))
 
     def all(self) -> Mapping[str, ClaimRecord]:
         """Every readable record by claim UID. Raises: StateError if the directory cannot be listed."""
@@ -95,7 +95,7 @@ class RecordStore:
 
     def quarantined(self) -> list[Path]:
         """Files that were set aside because they could not be read."""
-        return sorted(self._directory.glob(f"*{_SUFFIX}{_QUARANTINE}*"))
+        return sorted(self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"))
 
     def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
         """Write the record; `durable` makes it survive a power cut. Raises: StateError."""
@@ -146,16 +146,10 @@ class RecordStore:
 
     def _set_aside(self, path: Path, uid: str, stamp: Stamp, reason: str) -> None:
         """Keep the unreadable file for a person to look at, out of the way of the claim's next record."""
-        aside = path.with_name(f"{path.name}{_QUARANTINE}-{time.time_ns()}")
-        try:
-            with self._lock:
-                if _stamp(path.stat()) != stamp:
-                    return  # the claim was prepared anew meanwhile
-                path.rename(aside)
-        except FileNotFoundError:
-            return  # somebody else was quicker
-        except OSError as error:
-            raise state_error("set aside the unreadable claim record", path, error) from error
+        with self._lock:
+            aside = set_aside(path, "claim record", stamp)
+        if aside is None:
+            return
         _log.error(
             "record_unreadable",
             claim_uid=uid,
@@ -163,7 +157,3 @@ class RecordStore:
             kept_as=str(aside),
             remedy="the claim can be prepared and unprepared anew; remove the file when it was looked at",
         )
-
-
-def _stamp(status: os.stat_result) -> Stamp:
-    return (status.st_ino, status.st_size, status.st_ctime_ns)

@@ -202,7 +202,7 @@ def test_mode_is_ours_for_a_while_after_it_was_given_up(ledger: MigLedger, clock
 def test_own_writes_are_seen_whatever_the_clock_of_the_file_system_says(
     ledger: MigLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_stamp", lambda _status: (1, 2, 3))
+    monkeypatch.setattr(module, "stamp_of", lambda _status: (1, 2, 3))
     for entry in (ONE, MADE, ONE):
         ledger.save(entry)
         assert (ledger.get(ONE.device), ledger.all()) == (entry, {ONE.device: entry})
