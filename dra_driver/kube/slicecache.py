@@ -110,6 +110,8 @@ class SliceCache:
         with self._lock:
             self._store.put(stored)
             self._own.add(_version_of(stored))
+            if not self._store.has(stored):  # a list made meanwhile was without it, and no event will come
+                self._held_back.append((_version_of(stored)[0], ""))
 
     @contextmanager
     def _own_write(self) -> Iterator[None]:
@@ -131,6 +133,7 @@ class SliceCache:
             foreign = any(
                 seen not in self._own and seen[0] not in self._own_deleted for seen in self._held_back
             )
+            self._store.all_answered()
             self._held_back.clear()
             self._own.clear()
             self._own_deleted.clear()
@@ -219,6 +222,8 @@ class SliceCache:
             if self._writing and changed:
                 self._held_back.append(_version_of(event.object))
                 return
+            if not self._writing:
+                self._store.all_answered()
         if changed:
             self._on_change()
 

@@ -16,12 +16,19 @@ class SliceStore:
     def __init__(self) -> None:
         self._objects: dict[str, Object] = {}
         self._newest = 0
+        self._listed_at = 0  # the version of the last list
         self._gone: set[str] = set()  # UIDs that we deleted and whose events may still be on the way
+        self._ended: set[str] = set()  # UIDs whose deletion was seen and whose creation we may yet be told
 
     @property
     def newest(self) -> int:
         """The highest resource version that was seen."""
         return self._newest
+
+    def has(self, obj: Object) -> bool:
+        """Whether this object, of any version, is there."""
+        known = self._objects.get(_name(obj))
+        return known is not None and _uid(known) == _uid(obj)
 
     def objects(self) -> list[Object]:
         """Sorted by name; not copies."""
@@ -31,26 +38,39 @@ class SliceStore:
         """Store an object unless a newer one, or its deletion, is known; whether anything changed."""
         self._newest = max(self._newest, _number(obj))
         name, uid = _name(obj), _uid(obj)
-        if uid in self._gone:
+        if uid in self._gone or uid in self._ended:
             return False
         known = self._objects.get(name)
+        if known is None and 0 < _number(obj) <= self._listed_at:
+            return False  # the list would have it if it were still there
         if known is not None and not _newer(obj, known):
             return False
         self._objects[name] = obj
         return True
 
     def remove(self, obj: Object) -> bool:
-        """Apply a deletion event; False if it is the echo of ours or about an earlier object."""
+        """Apply a deletion event; False if it is the echo of ours or about an earlier object.
+
+        True also for an object that is not known: the deletion by others of one that we are just making can
+        arrive before the answer that tells us its UID, and that answer must not bring it back.
+        """
         self._newest = max(self._newest, _number(obj))
         name, uid = _name(obj), _uid(obj)
         if uid in self._gone:
             self._gone.discard(uid)
             return False
+        self._ended.add(uid)
         known = self._objects.get(name)
-        if known is None or _uid(known) != uid:
+        if known is None:
+            return True
+        if _uid(known) != uid:
             return False
         del self._objects[name]
         return True
+
+    def all_answered(self) -> None:
+        """No write is under way: what a late answer would bring back need not be remembered any more."""
+        self._ended.clear()
 
     def deleted_by_us(self, name: str, uid: str) -> None:
         """Forget an object now and expect its events later."""
@@ -76,6 +96,7 @@ class SliceStore:
             self._objects = self._merged(items, number)
             self._gone &= {_uid(obj) for obj in items}
             self._newest = max(self._newest, number)
+        self._listed_at = number
         return before != {name: _identity(obj) for name, obj in self._objects.items()}
 
     def _merged(self, items: list[Object], version: int) -> dict[str, Object]:

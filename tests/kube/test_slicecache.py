@@ -141,6 +141,43 @@ def test_foreign_change_during_own_write_is_told_after_it(
     assert len(cache.snapshot()) == 2
 
 
+@pytest.mark.parametrize("write", ["create", "update"])
+def test_foreign_delete_that_overtakes_the_answer_to_a_write_is_not_forgotten(
+    server, cache, changes, connect, client, monkeypatch, write
+):
+    """A kubelet that starts wipes the slices that are just being written: its event may come first."""
+    stored = cache.create(make_slice("n")) if write == "update" else None
+    other, real, seen = foreign(server, connect), getattr(client, write), []
+
+    def overtaken(obj):
+        answer = real(obj)
+        other.delete(answer["metadata"]["name"], answer["metadata"]["uid"])
+        settle(server, cache)
+        seen.append(changes.count)
+        return answer
+
+    monkeypatch.setattr(client, write, overtaken)
+    getattr(cache, write)(bump(stored) if stored else make_slice("n"))
+    wait_until(lambda: changes.count == 2)
+    assert cache.snapshot() == []
+    assert seen == [1]
+
+
+def test_foreign_delete_that_only_a_list_shows_during_a_write_is_told(client, changes, monkeypatch):
+    cache, real = SliceCache(client, changes), client.create
+
+    def listed_meanwhile(obj):
+        answer = real(obj)
+        client.delete(answer["metadata"]["name"], answer["metadata"]["uid"])
+        cache._relist()
+        return answer
+
+    monkeypatch.setattr(client, "create", listed_meanwhile)
+    cache.create(make_slice("n"))
+    assert changes.count == 2, "the first list, and what it showed"
+    assert cache.snapshot() == []
+
+
 def test_wipe_is_told_within_a_second(server, cache, changes):
     for index in range(3):
         cache.create(make_slice("n", index=index))
@@ -326,6 +363,22 @@ def test_late_event_does_not_revive_a_deleted_slice():
     assert store.objects() == []
     assert not store.remove(_obj(3))
     assert store.put(_obj(4, uid="new"))
+
+
+def test_deletion_that_comes_before_the_creation_is_remembered_while_writes_are_under_way():
+    store = SliceStore()
+    assert store.remove(_obj(3))
+    assert not store.put(_obj(2))
+    assert store.objects() == []
+    store.all_answered()
+    assert store.put(_obj(4)), "nothing is remembered for ever"
+
+
+def test_what_a_list_no_longer_shows_is_not_stored():
+    store = SliceStore()
+    store.replace([], "7")
+    assert not store.put(_obj(6))
+    assert store.put(_obj(8))
 
 
 def test_own_write_outlives_an_older_list():
