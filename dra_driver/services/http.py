@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ from dra_driver.errors import FatalError, InvalidConfigError
 _log = structlog.get_logger(__name__)
 
 Page = Callable[[], "Response"]
+
+_MOST_CONNECTIONS = 64
 
 
 class Response(NamedTuple):
@@ -73,7 +77,34 @@ class HttpEndpoint:
 
 
 class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are few: who opens more cuts off the oldest one.
+
+    Refusing the newest instead would let one client that sends a byte now and then keep the probes out.
+    """
+
     daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: dict[Any, None] = {}  # in the order of their arrival
+        self._open_lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own."""
+        with self._open_lock:
+            if len(self._open) >= _MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection, whoever ended it."""
+        with self._open_lock:
+            self._open.pop(request, None)
+        super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that hang up are not worth a traceback."""

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import http.client
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -77,6 +80,22 @@ def test_client_that_hangs_up_leaves_no_traceback(
         endpoint._server.handle_error(None, ("10.0.0.9", 4711))
     assert [line["event"] for line in lines] == ["http_client_lost"]
     assert capfd.readouterr().err == ""
+
+
+def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_keep_nobody_out(
+    endpoint: HttpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.services.http._MOST_CONNECTIONS", 4)
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(12)]
+    assert [one.recv(1) for one in silent[:8]] == [b""] * 8, "the oldest are cut off"
+    assert get(endpoint, "/metrics")[0] == 200
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before + 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for one in silent:
+        one.close()
 
 
 def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:
