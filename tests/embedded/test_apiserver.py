@@ -27,7 +27,7 @@ def server():
 
 def call(server, method, path, body=None, content_type="application/json"):
     """(status, decoded body)"""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     try:
         data = None if body is None else json.dumps(body)
         connection.request(method, path, data, {"Content-Type": content_type})
@@ -42,7 +42,7 @@ def call(server, method, path, body=None, content_type="application/json"):
 
 def watch(server, path, count):
     """The first `count` events of a watch."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request("GET", path)
     response = connection.getresponse()
     events = [json.loads(response.readline()) for _ in range(count)]
@@ -80,15 +80,14 @@ def test_stop_leaves_no_thread_and_frees_the_port(server):
     follower = threading.Thread(target=lambda: _swallow(watch, other, f"{NODES}?watch=true", 1))
     follower.start()
     other.stop()
-    follower.join(2)
+    follower.join(20)
     other.start()
     assert call(other, "GET", NODES)[0] == 200
     other.stop()
-    for _ in range(200):
-        if threading.active_count() <= before:
-            break
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert threading.active_count() <= before
 
 
 def _swallow(function, *args):

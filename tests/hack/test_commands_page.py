@@ -15,7 +15,7 @@ def test_page_is_what_the_commands_print_now() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=100,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

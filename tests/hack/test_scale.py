@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"hack/{script}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_scale_measures_a_few_nodes_and_a_restart_writes_nothing() -> None:

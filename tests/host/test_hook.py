@@ -110,7 +110,7 @@ def test_a_hook_that_does_not_answer_gets_the_base_verbs_and_a_note(
     put_program(driver, USUAL, script)
     started = time.monotonic()
     hook = found(finder(driver))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert hook.verbs == BASE_HOOK_VERBS
     assert [reason in note and "create-symlinks and update-ldcache" in note for note in hook.notes] == [True]
 

@@ -91,9 +91,9 @@ def test_one_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
     began = time.monotonic()
     with pytest.raises(RetryableError, match="did not answer within"):
         smi("exec sleep 60").set_time_slice("GPU-1", 2)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20
     kill(children[0])
     while any(thread.name == "nvidia-smi-reaper" for thread in threading.enumerate()):
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 40
         time.sleep(0.01)
     assert children[0].returncode == -9

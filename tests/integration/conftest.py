@@ -26,7 +26,7 @@ NODE = "node-a"
 Json = dict[str, Any]
 
 
-def eventually(check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
     """The first true value of `check`."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):

@@ -190,11 +190,11 @@ def test_api_server_slow(node: Node, bystander: ClaimRef, monkeypatch: pytest.Mo
     known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
     for ref in known[1:]:
         assert isinstance(node.prepare(ref)[ref.uid], Prepared)
-    node.server.faults.slow("resourceclaims", 5)
+    node.server.faults.slow("resourceclaims", 8)
     started = time.monotonic()
     outcomes = node.prepare(*known)
     assert all(isinstance(outcomes[ref.uid], Prepared) for ref in known)
-    assert time.monotonic() - started < 4, "the claims of a call share one wait"
+    assert time.monotonic() - started < 7, "the claims of a call share one wait"
     node.server.faults.clear()
 
 

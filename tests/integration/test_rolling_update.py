@@ -111,8 +111,11 @@ OLD, NEW = inventory(h100(0), h100(1)), inventory(h100(0), replace(h100(1), arch
 
 
 def attributes(world: World) -> list[str]:
-    [entry] = world.server.objects("resourceslices")
-    return [device["attributes"]["architecture"]["string"] for device in entry["spec"]["devices"]]
+    return [
+        device["attributes"]["architecture"]["string"]
+        for entry in world.server.objects("resourceslices")
+        for device in entry["spec"]["devices"]
+    ]
 
 
 def test_newer_instance_publishes_and_the_older_takes_over_again(world: World) -> None:
@@ -131,7 +134,7 @@ def test_newer_instance_publishes_and_the_older_takes_over_again(world: World) -
     assert world.writes() == writes == 2, "nobody answers the other"
 
     world.wipe()
-    eventually(lambda: world.devices() == new.names, 1.0)
+    eventually(lambda: world.devices() == new.names)
     assert attributes(world) == [before, "Other"]
     assert world.writes() == 3, "the wipe is put right by one of them"
 
@@ -143,10 +146,10 @@ def test_newer_instance_publishes_and_the_older_takes_over_again(world: World) -
 
 def test_same_content_is_handed_over_without_a_write(world: World) -> None:
     old = world.start("old", OLD).register()
-    assert old.publisher.wait_published(5)
+    assert old.publisher.wait_published(20)
     [before] = world.server.objects("resourceslices")
     new = world.start("new", OLD).register()
-    assert new.publisher.wait_published(5)
+    assert new.publisher.wait_published(20)
     old.stop()
     time.sleep(0.3)
     assert world.server.objects("resourceslices") == [before]
@@ -157,7 +160,8 @@ def test_instance_that_was_started_earlier_stays_behind_when_it_registers_later(
     """A restarted kubelet registers the sockets in any order."""
     old, new = world.start("old", OLD), world.start("new", NEW)
     new.register()
-    eventually(lambda: new.publisher.wait_published(5) and "Other" in attributes(world))
+    # Two that start in the same moment may both publish once; the one whose turn it is removes the other's.
+    eventually(lambda: attributes(world)[1:] == ["Other"])
     old.register()
     time.sleep(0.4)
     assert "Other" in attributes(world)
@@ -173,13 +177,13 @@ def test_restart_writes_nothing_on_a_server_with_gates_off(
     monkeypatch.setattr("dra_driver.core.slices.wire_device", tainted)
     world = make_world(gates={"DRADeviceTaints": False})
     first = world.start("first", OLD).register()
-    assert first.publisher.wait_published(5)
+    assert first.publisher.wait_published(20)
     before = world.server.objects("resourceslices")
     writes = world.writes()
     assert all("taints" not in device for entry in before for device in entry["spec"]["devices"])
     first.stop()
     second = world.start("second", OLD).register()
-    assert second.publisher.wait_published(5)
+    assert second.publisher.wait_published(20)
     time.sleep(0.3)
     assert world.server.objects("resourceslices") == before
     assert world.writes() == writes
@@ -187,7 +191,7 @@ def test_restart_writes_nothing_on_a_server_with_gates_off(
 
     world.server.operations.gates = {}
     third = world.start("third", OLD).register()
-    assert third.publisher.wait_published(5)
+    assert third.publisher.wait_published(20)
     after = world.server.objects("resourceslices")
     assert all("taints" in device for entry in after for device in entry["spec"]["devices"])
 

@@ -43,7 +43,7 @@ def bump(obj: dict[str, Any]) -> dict[str, Any]:
     return obj | {"spec": obj["spec"] | {"pool": pool | {"generation": pool["generation"] + 1}}}
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     """Poll every 5 ms."""
     pause = threading.Event()
     for _ in range(int(timeout_s / 0.005)):

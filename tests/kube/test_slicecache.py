@@ -40,7 +40,7 @@ def client(server, connect):
 def cache(client, changes):
     cache = SliceCache(client, changes, backoff_s=(0.01, 0.05))
     cache.start()
-    assert cache.synced.wait(5)
+    assert cache.synced.wait(20)
     wait_until(lambda: changes.count == 1)
     yield cache
     cache.stop()
@@ -63,7 +63,7 @@ def test_first_list_is_told_and_shown(server, client, changes):
     stored = client.create(make_slice("n"))
     cache = SliceCache(client, changes)
     cache.start()
-    assert cache.synced.wait(5)
+    assert cache.synced.wait(20)
     assert cache.snapshot() == [stored]
     wait_until(lambda: changes.count == 1)
     cache.stop()
@@ -292,7 +292,7 @@ def test_cache_survives_a_callback_that_raises(client, server, connect):
 
     cache = SliceCache(client, explode, backoff_s=(0.01, 0.02))
     cache.start()
-    assert cache.synced.wait(5)
+    assert cache.synced.wait(20)
     stored = foreign(server, connect).create(make_slice("n"))
     wait_until(lambda: cache.snapshot() == [stored])
     cache.stop()
@@ -305,7 +305,7 @@ def test_cache_starts_when_server_comes_later(server, client, changes):
     assert not cache.synced.wait(0.05)
     assert not cache.healthy
     server.start()
-    assert cache.synced.wait(5)
+    assert cache.synced.wait(20)
     cache.stop()
 
 

@@ -56,7 +56,7 @@ def test_dry_run_through_the_cache_changes_nothing_in_it(server, connect):
     told = []
     cache = SliceCache(client, lambda: told.append(1))
     cache.start()
-    assert cache.synced.wait(5)
+    assert cache.synced.wait(20)
     cache.dry_run(bump(stored))
     assert cache.snapshot() == [stored]
     assert server.writes("resourceslices") == [

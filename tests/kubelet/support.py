@@ -140,7 +140,7 @@ def unprepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
     )
 
 
-def eventually(condition: Callable[[], object], timeout_s=5.0):
+def eventually(condition: Callable[[], object], timeout_s=20.0):
     """The first true value of the condition."""
     until = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -46,8 +46,8 @@ def test_standard_client_library_understands_us(node):
     port = node.plugin(settings=ON).health_port
     with channel(f"127.0.0.1:{port}") as opened:
         stub = health_pb2_grpc.HealthStub(opened)
-        assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=5).status == 1
-        assert set(stub.List(health_pb2.HealthListRequest(), timeout=5).statuses) == set(SERVICES)
+        assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=20).status == 1
+        assert set(stub.List(health_pb2.HealthListRequest(), timeout=20).statuses) == set(SERVICES)
 
 
 def test_unknown_service_is_not_found(served):
@@ -252,7 +252,7 @@ def test_device_health_is_unimplemented_without_a_stream_and_takes_no_worker(nod
         call = opened.unary_stream(f"/{version}.DRAResourceHealth/NodeWatchResources")
         for _ in range(5):
             with pytest.raises(grpc.RpcError) as caught:
-                list(call(b"", timeout=5))
+                list(call(b"", timeout=20))
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert not [thread for thread in threading.enumerate() if thread.name == "dra"]
     assert prepare(plugin.sockets.dra, claim()).claims
@@ -282,6 +282,6 @@ def test_device_health_stream_plugs_in_for_both_generations(node, version, api):
             api.NodeWatchResourcesRequest.SerializeToString,
             api.NodeWatchResourcesResponse.FromString,
         )
-        (received,) = call(api.NodeWatchResourcesRequest(), timeout=5)
+        (received,) = call(api.NodeWatchResourcesRequest(), timeout=20)
     assert received.SerializeToString() == sent.SerializeToString()
     assert received.devices[0].health == api.UNHEALTHY

@@ -105,7 +105,7 @@ def test_stop_of_the_plugin_lets_the_kubelets_call_finish(node, kubelet):
     kubelet.wait_registered(DRIVER)
     with futures.ThreadPoolExecutor(2) as pool:
         call = pool.submit(kubelet.prepare, DRIVER, [claim()])
-        assert gate.entered.wait(5)
+        assert gate.entered.wait(20)
         stop = pool.submit(plugin.stop)
         eventually(lambda: plugin.stopping)
         gate.opened.set()
@@ -258,7 +258,7 @@ def test_reported_health_arrives_while_calls_go_on(node, kubelets, mode):
     change.set()
     eventually(lambda: kubelet.health(DRIVER).get(key) == ("UNHEALTHY", "XID 79"))
     kubelet.stop()
-    assert ended.wait(5)
+    assert ended.wait(20)
     plugin.stop(0)
 
 

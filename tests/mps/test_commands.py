@@ -34,7 +34,7 @@ def unkillable(monkeypatch):
     yield children
     for child in children:
         kill(child)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(thread.name == "mps-reaper" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -49,15 +49,15 @@ def test_a_program_that_does_not_end_is_killed():
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s"):
         run("exec sleep 60", 0.1)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 15
     assert run("exit 0") == (0, "")
 
 
 def test_a_grandchild_that_keeps_the_output_open_does_not_count():
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        run("sleep 2 & exec sleep 60", 0.1)
-    assert time.monotonic() - began < 1
+        run("sleep 20 & exec sleep 60", 0.1)
+    assert time.monotonic() - began < 15
 
 
 def test_what_even_kill_does_not_end_is_left_behind(unkillable):
@@ -67,7 +67,7 @@ def test_what_even_kill_does_not_end_is_left_behind(unkillable):
     with pytest.raises(TimeoutError, match=f"process {unkillable[0].pid} of an earlier try still hangs"):
         run("exit 0")
     assert run("exit 0", lane="another") == (0, "")
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 15
 
 
 def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
@@ -85,5 +85,5 @@ def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
     directories = MpsLayout(tmp_path).directories("gpu-1")
     with pytest.raises(RetryableError, match="did not answer 'quit' within"):
         ControlProgram(lambda: programs).ask(directories, "quit", timeout_s=0.1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15
     assert control.CONTROL_PROGRAM in str(sorted(commands._stuck))

@@ -36,7 +36,7 @@ def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
 
 
 def get(endpoint: HttpEndpoint, path: str, method: str = "GET") -> tuple[int, str | None, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
     connection.request(method, path)
     answer = connection.getresponse()
     result = answer.status, answer.getheader("Content-Type"), answer.read()

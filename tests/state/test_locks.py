@@ -84,7 +84,7 @@ def test_busy_gpu_is_named_after_the_timeout(locks: GpuLocks) -> None:
         started = time.monotonic()
         with pytest.raises(RetryableError) as caught, locks.hold([A, B], 0.05):
             pass
-        assert 0.04 < time.monotonic() - started < 1
+        assert 0.04 < time.monotonic() - started < 20
     assert str(caught.value) == (
         "GPU GPU-b is busy with another claim's prepare or unprepare; it will be retried"
     )
