@@ -320,8 +320,7 @@ class EmbeddedKubelet:
     def _deregister(self, path: Path, instance: Instance) -> None:
         with self._changed:
             del self._instances[path]
-            # Also one that left before it was ever seen connected is missed from now on.
-            self._lost_since.setdefault(instance.driver, None)
+            self._lost_since.setdefault(instance.driver, None)  # it may never have been seen connected
             self._changed.notify_all()
         instance.close()
 

@@ -75,7 +75,8 @@ def test_plugin_started_after_the_kubelet_is_registered(node, kubelet):
     plugin = node.plugin()
     kubelet.wait_registered(DRIVER)
     assert eventually(lambda: plugin.status) == RegistrationStatus(True)
-    assert methods(kubelet, "GetInfo", "NotifyRegistrationStatus") == ["GetInfo", "NotifyRegistrationStatus"]
+    calls = ["GetInfo", "NotifyRegistrationStatus"]  # noted when they are answered
+    eventually(lambda: methods(kubelet, *calls) == calls)
 
 
 def test_socket_in_a_subdirectory_is_found_and_hidden_ones_and_files_are_not(node, kubelet):

@@ -595,7 +595,9 @@ def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
     dropping.start()
     assert dropping.publisher.wait_published(20)
     assert [verb for verb, _ in dropping.slices.writes] == ["create", "update"]
-    assert all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
+    eventually(
+        lambda: all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
+    )
     dropping.publisher.stop()
 
 
@@ -634,7 +636,9 @@ def test_gate_that_is_enabled_later_is_noticed(dropping: Bench, monkeypatch: pyt
     dropping.slices.dry_run_error = None
     dropping.slices.store = lambda obj: obj
     eventually(lambda: len(dropping.slices.writes) == 2)
-    assert all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
+    eventually(
+        lambda: all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
+    )
     asked = len(dropping.slices.dry_runs)
     time.sleep(0.15)
     assert len(dropping.slices.dry_runs) == asked, "nothing is left to ask about"
