@@ -321,7 +321,7 @@ def test_fault_and_clients_are_seen(host, eventually, logs):
 
 
 def test_a_daemon_that_hangs_is_told_and_not_killed(host, eventually):
-    supervisor = host.supervisor(answer=0.1)
+    supervisor = host.supervisor(answer=1.0)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, signal.SIGSTOP)
     eventually(lambda: supervisor.status()[0].state == "fault")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
+import random
 import socket
 import socketserver
 import ssl
@@ -26,6 +28,8 @@ from dra_driver.embedded.apiserver.store import Store
 
 __all__ = ["EmbeddedApiServer", "Identity", "RecordedRequest"]
 
+_random = random.SystemRandom()  # tests that seed the common one would all choose the same port
+_LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
@@ -96,7 +100,7 @@ class EmbeddedApiServer:
         """Listen and serve. Raises: OSError if the port is taken."""
         self._stopping.clear()
         handler = type("BoundHandler", (Handler,), {"api": self})
-        self._http = _Http(("127.0.0.1", self._port), handler)
+        self._http = _Http(("127.0.0.1", self._port), handler) if self._port else _on_a_lasting_port(handler)
         self._http.tls = _tls_context(self._tls)
         self._port = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.accept_loop, name="embedded-apiserver", daemon=True)
@@ -187,6 +191,7 @@ class _Http(ThreadingHTTPServer):
         super().__init__(address, handler)
         self.tls: ssl.SSLContext | None = None
         self._open: set[socket.socket] = set()
+        self._closing = False
         self._open_lock = threading.Lock()
 
     def accept_loop(self) -> None:
@@ -198,6 +203,8 @@ class _Http(ThreadingHTTPServer):
                 break
             with self._open_lock:
                 self._open.add(connection)
+                if self._closing:
+                    _shut(connection)
             self.process_request(connection, address)
         self.server_close()
 
@@ -205,6 +212,7 @@ class _Http(ThreadingHTTPServer):
         """End the accept loop and break every connection."""
         _shut(self.socket)
         with self._open_lock:
+            self._closing = True
             for connection in self._open:
                 _shut(connection)
 
@@ -237,6 +245,16 @@ class _Http(ThreadingHTTPServer):
         """A client that went away is nothing to report."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
+
+
+def _on_a_lasting_port(handler: Any) -> _Http:
+    """On a port that no outgoing connection can take while the server is stopped, unlike those of port 0."""
+    while True:
+        try:
+            return _Http(("127.0.0.1", _random.randrange(*_LASTING_PORTS)), handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
 
 
 def _shut(connection: socket.socket) -> None:
