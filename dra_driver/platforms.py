@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +140,13 @@ class NvmlReader:
         from dra_driver.nvml.partitions import read_what_exists
 
         return read_what_exists(gpu)
+
+    def processes(self, uuid: str) -> Mapping[int, str]:
+        """As `read_processes`; NvmlUnavailableError too while NVML is not initialised."""
+        from dra_driver.nvml.processes import read_processes
+
+        with self._session.kept_open():
+            return read_processes(uuid)
 
     def health_source(self) -> Any:
         """Events and signals of health, through the same session."""

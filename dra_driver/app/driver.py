@@ -76,7 +76,7 @@ class Driver:
         self._boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
         self._settings_keeper = SettingsKeeper(self.records, self._gpu_locks, self._smi)
         self._may_tell = telling_turn(self._turn)
-        nvml = NvmlReader(self._platform.load_nvml, settings.on_demand, self._not_ours)
+        nvml = self._nvml = NvmlReader(self._platform.load_nvml, settings.on_demand, self._not_ours)
         self.mig = MigParts(
             settings,
             paths,
@@ -221,7 +221,7 @@ class Driver:
             watch_device_health=self.health.stream.watch,
         )
         self._plugin.start()
-        release.start(preparer)
+        release.start(preparer, self._nvml, self.mig, self._boot_id, self._platform.paths.proc)
         self._stops.append(("reconciler", release.stop))
 
     def _start_reporting(self, api: Any) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from dra_driver.app.migparts import MigParts
+from dra_driver.errors import DraDriverError
+from dra_driver.host.fingerprint import driver_fingerprint
+from dra_driver.host.processes import is_of_the_host
 from dra_driver.kube.nodes import node_uid
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
+from dra_driver.platforms import NvmlReader
 from dra_driver.services.claimreader import ClaimReader
+from dra_driver.services.deviceusers import DeviceUsers
 from dra_driver.services.reconciler import Observer, Reconciler, Taker
 from dra_driver.services.waiting import Releases
 from dra_driver.settings import Settings
@@ -33,12 +39,23 @@ class ReleaseParts:
         self._specs = specs
         self._observer = observer
         self._reconciler: Reconciler | None = None
+        self._users: DeviceUsers | None = None
         self.claims = ClaimReader(api)
-        self.releases = Releases(self.claims, records, settings.driver_name, on_wait=self._look_soon)
+        self.releases = Releases(
+            self.claims, records, settings.driver_name, on_wait=self._look_soon, users=self._users_of
+        )
 
-    def start(self, taker: Taker) -> None:
-        """Begin to compare records with the API server."""
+    def start(self, taker: Taker, nvml: NvmlReader, mig: MigParts, boot_id: str, proc: str) -> None:
+        """Begin to compare records with the API server, and with what NVML shows."""
         settings = self._settings
+        self._users = DeviceUsers(
+            nvml.processes,
+            mig.uuid_of,
+            self._records.all,
+            boot_id,
+            is_of_the_host=lambda pid: is_of_the_host(proc, pid),
+            driver_is_gone=lambda: not driver_fingerprint(proc),
+        )
         self._reconciler = Reconciler(
             self._records,
             self.claims,
@@ -46,6 +63,7 @@ class ReleaseParts:
             settings.driver_name,
             self._observer,
             unrecorded=self._unrecorded,
+            in_use=self._users.of,
             make_sure=lambda: node_uid(self._client, settings.node_name),
         )
         self._reconciler.start()
@@ -58,6 +76,14 @@ class ReleaseParts:
     def _look_soon(self, holder: ClaimRef) -> None:
         if self._reconciler is not None:
             self._reconciler.look_soon(holder)
+
+    def _users_of(self, holder: ClaimRecord) -> str | None:
+        """For people: what still computes on the devices of a claim that somebody waits for."""
+        try:
+            found = None if self._users is None else self._users.of(holder)
+        except DraDriverError:
+            return None
+        return None if found is None else found.text
 
     def _unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
         """Claims that have a CDI spec but no record, nor one that was set aside."""

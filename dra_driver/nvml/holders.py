@@ -8,24 +8,18 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import DeviceBusyError
+from dra_driver.nvml.processes import PROCESS_LISTS, process_name, process_text
 
 Handle = Any
 
-# Newest first; a driver has the first of each kind, or the second.
-_LISTS = (
-    ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
-    ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
-    ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
-)
 _MOST_NAMED = 8
-_LONGEST_NAME = 80
 
 
 def holders_of(handles: Iterable[Handle]) -> list[str]:
     """The processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` in the order of their
     IDs; those that it cannot tell are missing."""
     pids = {int(process.pid) for handle in handles for process in _processes(handle)}
-    return [_named(pid) for pid in sorted(pids)]
+    return [process_text(pid, process_name(pid)) for pid in sorted(pids)]
 
 
 def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) -> DeviceBusyError:
@@ -46,7 +40,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
 def _processes(handle: Handle) -> list[Any]:
     """The processes that NVML shows; a list that it does not give is none, for this only explains an error."""
     found: list[Any] = []
-    for versions in _LISTS:
+    for versions in PROCESS_LISTS:
         for name in versions:
             try:
                 found += getattr(pynvml, name)(handle)
@@ -56,12 +50,3 @@ def _processes(handle: Handle) -> list[Any]:
                 pass
             break
     return found
-
-
-def _named(pid: int) -> str:
-    try:
-        name = pynvml.nvmlSystemGetProcessName(pid)
-    except (pynvml.NVMLError, ValueError):
-        return f"process {pid}"  # of another PID namespace, or gone meanwhile
-    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-    return f"process {pid} ({' '.join(text.split())[:_LONGEST_NAME]})"

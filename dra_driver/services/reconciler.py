@@ -6,7 +6,7 @@ ten minutes, and when somebody waits for a holder.
 
     kept ──stale in a look──▶ stale ──still, a grace time later──▶ taken back, as by the kubelet's Unprepare
       ▲                         │  │
-      └──not stale in a look────┘  └── the API server is not sure, the device is in use: stays, nothing is done
+      └──not stale in a look────┘  └── the API server is not sure, a process computes on a device: stays
 
 | A crash … | leaves | and then |
 |---|---|---|
@@ -22,6 +22,9 @@ ten minutes, and when somebody waits for a holder.
   has lost its data.
 - A claim that is prepared meanwhile, here or by the other instance of a rolling update, is left alone: `reclaim` looks
   at that under the claim's lock. The kubelet's own Unprepare before, after or meanwhile does no harm.
+- What still computes on a claim's devices (`services.deviceusers`) keeps them from the next one, however long: it is
+  told with its process IDs, once, and looked at again each half minute, and when somebody waits for the device. While
+  NVML cannot tell, the same.
 - Records with steps of a newer release are told and not touched: only that release can undo them.
 - A CDI spec without a record is removed likewise if the claim's name is known, from a record that was there
   before; else it is told, because the API server cannot be asked by UID. Containers of a former driver may stand on it.
@@ -29,6 +32,7 @@ ten minutes, and when somebody waits for a holder.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -43,6 +47,7 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.model.claim import ClaimNow, ClaimRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import UnknownStep
+from dra_driver.services.deviceusers import InUse
 
 _log = structlog.get_logger(__name__)
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
@@ -76,6 +81,10 @@ class Observer(Protocol):
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         """A claim was unprepared that nobody would have unprepared."""
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        """A stale claim keeps its devices; `text` goes on after the claim: why it is stale, what computes on them, and
+        what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +132,8 @@ def _no_specs(_records: Mapping[str, ClaimRecord]) -> Collection[str]:
     return ()
 
 
-def _not_in_use(_record: ClaimRecord) -> str | None:
-    return None
+def _not_in_use(_record: ClaimRecord) -> None:
+    pass
 
 
 def _sure() -> None:
@@ -143,14 +152,14 @@ class Reconciler:
         observer: Observer,
         *,
         unrecorded: Callable[[Mapping[str, ClaimRecord]], Collection[str]] = _no_specs,
-        in_use: Callable[[ClaimRecord], str | None] = _not_in_use,
+        in_use: Callable[[ClaimRecord], InUse | None] = _not_in_use,
         make_sure: Callable[[], object] = _sure,
         rhythm: Rhythm = Rhythm(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`unrecorded` answers the UIDs of claims that have a CDI spec but neither a record nor one that was set aside;
-        `in_use` says what computes on a claim's devices, None if nothing is known to; `make_sure` raises a
-        DraDriverError unless the API server knows this node."""
+        `in_use` says what computes on a claim's devices, None if nothing is known to, and raises a DraDriverError if
+        that cannot be told now; `make_sure` raises one unless the API server knows this node."""
         self._records = records
         self._claims = claims
         self._taker = taker
@@ -163,6 +172,7 @@ class Reconciler:
         self._clock = clock
         self._names: dict[str, ClaimRef] = {}
         self._stale: dict[str, _Stale] = {}
+        self._kept: set[str] = set()
         self._told: set[tuple[str, str]] = set()
         self._failures = 0
         self._asked: set[str] = set()
@@ -185,7 +195,7 @@ class Reconciler:
     def look_soon(self, ref: ClaimRef) -> None:
         """Somebody waits for what the claim holds."""
         with self._changed:
-            if ref.uid not in self._stale:
+            if ref.uid not in self._stale or ref.uid in self._kept:
                 self._asked.add(ref.uid)
                 self._changed.notify_all()
 
@@ -198,23 +208,27 @@ class Reconciler:
     def _run(self) -> None:
         every = self._rhythm.every_s
         next_full = self._clock() + self._rhythm.first_s * _jitter.uniform(1.0, 1.2)
+        again = math.inf
         while True:
-            asked = self._wait_until(self._due(next_full))
+            asked = self._wait_until(min(self._due(next_full), again))
             if self._stopping.is_set():
                 return
             is_full = self._clock() >= next_full
             try:
                 pause = self.look(None if is_full else {*asked, *self._stale})
+                is_unsure = self._failures > 0
             except Exception:  # noqa: BLE001  a surprise must not end the thread
                 _log.exception("reconciler_failed")
-                pause = self._rhythm.retry_s
+                pause, is_unsure = self._rhythm.retry_s, True
             if is_full:
                 next_full = self._clock() + every * _jitter.uniform(0.8, 1.2)
-            if pause is not None:
-                next_full = min(next_full, self._clock() + pause * _jitter.uniform(1.0, 1.2))
+            # What could only not be taken back is tried again alone, as a process may never end.
+            again = math.inf if pause is None else self._clock() + pause * _jitter.uniform(1.0, 1.2)
+            if is_unsure:
+                next_full = min(next_full, again)
 
     def _due(self, next_full: float) -> float:
-        """When the next look is. A stale claim that could not be taken back waits for the next full one."""
+        """When the next look is, but for the stale claims that could not be taken back."""
         grace = self._rhythm.grace_s
         soon = [entry.since + grace for entry in self._stale.values() if entry.since + grace > self._clock()]
         return min([next_full, *soon])
@@ -288,6 +302,7 @@ class Reconciler:
             elif before is None or before.subject != subjects[uid]:
                 self._stale[uid] = _Stale(subjects[uid], now)
                 _log.info("claim_stale", claim=str(subjects[uid].ref), reason=verdict.why.why)
+        self._kept &= self._stale.keys()
         return {uid: verdict for uid, verdict in verdicts.items() if verdict.why is not None}
 
     def _judge(self, subject: _Subject) -> _Verdict:
@@ -318,10 +333,10 @@ class Reconciler:
     def _taken_back(self, subject: _Subject, verdict: _Verdict) -> bool:
         """Whether the claim is no matter any more."""
         ref, why = subject.ref, verdict.why.why if verdict.why else ""
-        user = None if subject.record is None else self._in_use(subject.record)
-        if user is not None:
-            self._tell_once(ref.uid, f"it {why}, but its device is in use by {user}; it is tried again")
+        if subject.record is not None and self._is_kept(subject.record, why):
+            self._kept.add(ref.uid)
             return False
+        self._kept.discard(ref.uid)
         try:
             done = self._taker.reclaim(ref, subject.record, verdict.looked_ns)
         except Exception as error:  # noqa: BLE001  one claim's failure must not keep the others
@@ -332,6 +347,29 @@ class Reconciler:
         if done:
             _log.warning("claim_recovered", claim=str(ref), claim_uid=ref.uid, reason=why)
             self._observer.recovered(ref, why)
+        return True
+
+    def _is_kept(self, record: ClaimRecord, why: str) -> bool:
+        """Whether something computes on the claim's devices, or that cannot be told now."""
+        ref = record.ref
+        try:
+            use = self._in_use(record)
+        except DraDriverError as error:
+            self._tell_once(
+                ref.uid, f"it {why}; whether its devices are still in use cannot be told: {error}"
+            )
+            return True
+        if use is None:
+            return False
+        news = {(ref.uid, f"process {pid}") for pid in use.pids} - self._told
+        if news:
+            self._told |= news
+            text = (
+                f"{why}, but {use.text}; end that on the node (kill -9), or if it does not end, reset the GPU or "
+                "reboot the node; then the claim's devices are taken back"
+            )
+            _log.warning("claim_still_in_use", claim=str(ref), claim_uid=ref.uid, reason=f"it {text}")
+            self._observer.still_in_use(ref, text)
         return True
 
     def _tell_once(self, uid: str, text: str) -> None:

@@ -12,6 +12,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.notices import (
     CLAIM_RECOVERED,
+    CLAIM_STILL_IN_USE,
     MIG_DESTROY_DELAYED,
     MIG_DEVICE_CREATED,
     MIG_DEVICE_DESTROYED,
@@ -110,6 +111,10 @@ class Reporter:
         """A claim that nobody would have unprepared any more was unprepared."""
         text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
         self._announcer.node_event(CLAIM_RECOVERED, text, warning=False)
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        """A claim that is gone keeps its devices, because processes compute on them."""
+        self._announcer.node_event(CLAIM_STILL_IN_USE, f"Claim {ref} {text}", warning=True)
 
     def failed(
         self,

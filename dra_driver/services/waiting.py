@@ -69,7 +69,8 @@ class Records(Protocol):
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long is waited for what, in seconds. `busy_s` bounds the waiting for a device that no claim holds: what uses
-    it may be a monitor, which never lets go; `stop_s` is how long a driver that is being stopped still waits."""
+    it may be a monitor, which never lets go; `users_s` must be left for looking what computes on a device; `stop_s` is
+    how long a driver that is being stopped still waits."""
 
     poll_s: float = 0.1
     ask_again_s: float = 3.0
@@ -77,10 +78,15 @@ class Patience:
     doubt_s: float = 10.0
     busy_s: float = 10.0
     busy_pause_s: float = 0.5
+    users_s: float = 2.0
     stop_s: float = 5.0
 
 
 def _nobody(_holder: ClaimRef) -> None:
+    pass
+
+
+def _nothing(_holder: ClaimRecord) -> None:
     pass
 
 
@@ -97,6 +103,8 @@ class Place:
     withdrawn: bool = False
     leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By the UID of a holder: why it lets go, and until when (the clock's time) that holds without asking."""
+    users: str | None = None
+    """What computed on the first holder's devices when that was asked last."""
 
 
 class Releases:
@@ -109,14 +117,18 @@ class Releases:
         driver: str,
         *,
         on_wait: Callable[[ClaimRef], None] = _nobody,
+        users: Callable[[ClaimRecord], str | None] = _nothing,
         patience: Patience = Patience(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_wait` hears of a holder for whose release somebody begins to wait; it must neither block nor raise."""
+        """`on_wait` hears of a holder for whose release somebody begins to wait; it must neither block nor raise.
+        `users` answers what still computes on a holder's devices, None if nothing is known to; it must not raise, and
+        take two seconds at most."""
         self._holders = holders
         self._records = records
         self._driver = driver
         self._on_wait = on_wait
+        self._users = users
         self._patience = patience
         self._clock = clock
         self._changed = threading.Condition()
@@ -239,6 +251,10 @@ class Releases:
         reasons = [self._why_leaving(place, conflict) for conflict in error.conflicts]
         if place.began is None:
             self._begin(place, str(error.conflicts[0].holder.ref), reasons[0])
+        elif self._end(place) - self._clock() > self._patience.users_s:
+            # Not in the first round: most holders are gone by now, and nobody has to wait for NVML.
+            holder = error.conflicts[0].holder
+            place.users = None if _is_in_line(holder) else self._users(holder)
         until = self._clock() + self._patience.ask_again_s
         while True:
             with self._changed:
@@ -341,9 +357,10 @@ class Releases:
                 f"device {conflict.held.device} is still being torn down and claim {conflict.holder.ref} waits for it "
                 f"for longer; waited {waited:.0f} s, it is tried again"
             )
+        users = "" if place.users is None else f", but {place.users}: end that on the node"
         return RetryableError(
-            f"device {conflict.held.device} is still being torn down for claim {conflict.holder.ref}, which {why}; "
-            f"waited {waited:.0f} s, it is tried again"
+            f"device {conflict.held.device} is still being torn down for claim {conflict.holder.ref}, which {why}"
+            f"{users}; waited {waited:.0f} s, it is tried again"
         )
 
 

@@ -184,9 +184,11 @@ class Node:
             self.records,
             DRIVER,
             on_wait=lambda ref: self.waited_for.append(ref.uid),
+            users=lambda holder: self.users.get(holder.ref.uid),
             patience=patience,
         )
         self.waited_for: list[str] = []
+        self.users: dict[str, str] = {}
         self.preparer = Preparer(
             Identity(DRIVER, NODE, metadata=metadata),
             self.claims,

@@ -20,6 +20,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.services.claimreader import ClaimReader
 from dra_driver.services.reconciler import Reconciler, Rhythm
+from dra_driver.services.waiting import Patience
 from tests.core.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE
 from tests.core.samples import result as allocated
 from tests.fakes.preparing import Node as SmallNode
@@ -141,6 +142,9 @@ class Told:
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         self.recovered_claims.append(f"{ref.name} {why}")
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        raise AssertionError(text)
 
 
 class Stage:
@@ -294,3 +298,71 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
         f"Took the devices of claim default/old (UID {old.uid}) back: it was "
     )
     driver.stop()
+
+
+# --- processes that outlive their claim ------------------------------------------------------------
+
+
+def events(node: Node, reason: str) -> list[dict[str, Any]]:
+    return [one for one in node.server.objects("events", group="") if one["reason"] == reason]
+
+
+@pytest.mark.parametrize("kind", ["gpu", "mig", "mig on demand"])
+def test_stale_claim_stays_while_a_process_computes_on_its_device(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    fast = partial(Reconciler, rhythm=Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1))
+    monkeypatch.setattr(releaseparts, "Reconciler", fast)
+    node = make_node()
+    if kind == "mig":
+        node.machine.set_mig_mode(0, on=True)
+        node.machine.create_mig(0, "1g.10gb", 0)
+    node.start_driver(dynamic_mig=kind == "mig on demand")
+    wanted = {
+        "gpu": lambda device: device["attributes"]["index"]["int"] == 0,
+        "mig": lambda device: device["attributes"]["type"]["string"] == "mig",
+        "mig on demand": lambda device: device["name"].endswith("-mig-1g10gb-19-0"),
+    }[kind]
+    eventually(lambda: len(node.devices()) >= 8)
+    device = next(device["name"] for device in node.devices() if wanted(device))
+    old = node.allocated_by_hand("old", device)
+    assert isinstance(node.prepare(old)[old.uid], Prepared)
+    gpu = next(gpu for gpu in node.machine.current().gpus if device.startswith(f"gpu-{gpu.uuid[4:12]}"))
+    instance = gpu.instances[0].id if kind != "gpu" else None
+    node.machine.hold_gpu(gpu.uuid, 4711, "python3", gpu_instance=instance)
+    delete(node, old)
+    [told] = eventually(lambda: events(node, "ClaimStillInUse"))
+    assert told["message"].startswith(
+        f"Claim default/old (UID {old.uid}) was deleted, but process 4711 (python3) still computes on {device} "
+        f"(GPU {gpu.uuid}); end that on the node"
+    )
+    assert (node.records(), len(node.specs())) == ([f"{old.uid}.json"], 1)
+    assert events(node, "ClaimRecovered") == []
+    node.machine.release_gpu(gpu.uuid)
+    eventually(lambda: node.records() == [])
+    assert (node.specs(), len(events(node, "ClaimStillInUse"))) == ([], 1)
+    if kind == "mig on demand":
+        assert not node.machine.gpu(gpu.uuid).instances
+
+
+def test_who_waits_for_a_stale_claim_hears_of_the_process(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node.driver is not None
+    releases = node.driver._release.releases
+    monkeypatch.setattr(releases, "_patience", Patience(ask_again_s=0.05, stop_s=0))
+    [device] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 0]
+    old, new = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
+    assert isinstance(node.prepare(old)[old.uid], Prepared)
+    node.machine.hold_gpu(0, 4711, "python3")
+    delete(node, old)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = begin(pool, node, new)
+        eventually(lambda: any(place.users for place in releases._line) or waiting.done())
+        releases.stop()  # as at the end of the kubelet's deadline
+        failed = waiting.result(20)
+    assert isinstance(failed, Failed)
+    assert (
+        f"device {device} is still being torn down for claim default/old (UID {old.uid}), which was deleted, but "
+        f"process 4711 (python3) still computes on {device} (GPU {node.machine.gpu(0).uuid}): end that on the node"
+    ) in failed.error

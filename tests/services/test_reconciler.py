@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError, StateError
+from dra_driver.errors import (
+    ApiRejectedError,
+    ApiUnavailableError,
+    DraDriverError,
+    RetryableError,
+    StateError,
+)
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, Prepared
 from dra_driver.model.record import ClaimRecord
+from dra_driver.services.deviceusers import InUse
 from dra_driver.services.reconciler import Reconciler, Rhythm
 from tests.core.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, claim
 from tests.fakes.preparing import Crash, Node, in_threads
@@ -25,9 +32,13 @@ class Told:
     """What users get to hear."""
 
     recovered_claims: list[tuple[str, str]] = field(default_factory=list)
+    kept_claims: list[tuple[str, str]] = field(default_factory=list)
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         self.recovered_claims.append((ref.uid, why))
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        self.kept_claims.append((ref.uid, text))
 
 
 class Bench:
@@ -218,17 +229,74 @@ def test_nothing_is_taken_back_while_the_api_server_does_not_know_the_node(node:
     assert bench.held == []
 
 
+def in_use(*pids: int) -> InUse | None:
+    return InUse(frozenset(pids), f"{list(pids)} still compute on {GPU_0}") if pids else None
+
+
 def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: list[dict[str, str]]) -> None:
-    users: list[str | None] = ["process 4711 (python3)"]
-    bench = Bench(node, in_use=lambda record: users[-1])
+    uses = [in_use(4711), in_use(4711), in_use(4711, 4712), in_use(4712), None]
+    bench = Bench(node, in_use=lambda record: uses.pop(0))
     bench.node.prepare(ONE)
     forget(bench, "uid-1")
     bench.look()
-    assert (bench.later(), bench.later(), bench.held) == (30, 30, ["uid-1"])
-    [line] = [line for line in logs if line["event"] == "claim_not_reconciled"]
-    assert line["reason"].startswith("it was deleted, but its device is in use by process 4711 (python3)")
-    users.append(None)
-    assert (bench.later(), bench.held) == (None, [])
+    assert len(uses) == 5, "nobody is asked before the grace time is over"
+    assert [bench.later(), *(bench.later(30) for _ in range(3))] == [30] * 4
+    assert (bench.held, bench.told.recovered_claims) == (["uid-1"], [])
+    told = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
+    assert [f"it {text}" for _, text in bench.told.kept_claims] == told
+    assert told == [
+        f"it was deleted, but {pids} still compute on {GPU_0}; end that on the node (kill -9), or if it does not end, "
+        "reset the GPU or reboot the node; then the claim's devices are taken back"
+        for pids in ("[4711]", "[4711, 4712]")
+    ], "each process is told once"
+    assert (bench.later(30), bench.held) == (None, [])
+    assert bench.told.recovered_claims == [("uid-1", "was deleted")]
+
+
+def test_other_claims_do_not_wait_for_a_process(node: Node) -> None:
+    bench = Bench(node, in_use=lambda record: in_use(4711) if record.ref.uid == "uid-1" else None)
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    forget(bench, "uid-1", "uid-2")
+    bench.look()
+    assert (bench.later(), bench.held, bench.told.recovered_claims) == (
+        30,
+        ["uid-1"],
+        [("uid-2", "was deleted")],
+    )
+
+
+def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
+    node: Node, logs: list[dict[str, str]]
+) -> None:
+    hangs = [True]
+
+    def ask(record: ClaimRecord) -> None:
+        if hangs[-1]:
+            raise RetryableError("NVML does not answer")
+
+    bench = Bench(node, in_use=ask)
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
+    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert told == [
+        "it was deleted; whether its devices are still in use cannot be told: NVML does not answer"
+    ]
+    hangs.append(False)
+    assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])
+
+
+def test_claim_that_is_wanted_again_is_not_asked_about(node: Node) -> None:
+    uses = [in_use(4711)]
+    bench = Bench(node, in_use=lambda record: uses.pop(0))
+    bench.node.prepare(ONE)
+    deallocate(bench)
+    bench.look()
+    bench.later()
+    bench.node.claims.deallocated.clear()
+    assert (bench.later(), bench.reconciler.stale(), uses) == (None, [], [])
 
 
 def test_record_of_a_newer_release_is_told_and_not_touched(bench: Bench, logs: list[dict[str, str]]) -> None:
@@ -516,3 +584,42 @@ def test_first_look_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> N
     assert done.wait(10)
     reconciler.stop()
     assert (told.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
+
+
+def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(node: Node) -> None:
+    uses: list[InUse | None] = [in_use(4711)]
+    seen, done = threading.Semaphore(0), threading.Event()
+
+    class Waker(Told):
+        def recovered(self, ref: ClaimRef, why: str) -> None:
+            super().recovered(ref, why)
+            done.set()
+
+    def ask(record: ClaimRecord) -> InUse | None:
+        seen.release()
+        return uses[-1]
+
+    def start(retry_s: float) -> Reconciler:
+        rhythm = Rhythm(first_s=0, every_s=3600, grace_s=0.01, retry_s=retry_s, between_requests_s=0)
+        made = Reconciler(node.records, node.claims, node.preparer, DRIVER, told, in_use=ask, rhythm=rhythm)
+        made.start()
+        return made
+
+    told = Waker()
+    node.prepare(ONE)
+    node.prepare(TWO)
+    forget_one = node.claims.allocated.pop("uid-1")
+    reconciler = start(retry_s=0.01)
+    for _ in range(4):
+        assert seen.acquire(timeout=10)
+    reconciler.stop()
+    assert node.claims.looks.count("uid-2") == 1, "the others are left in peace"
+    seen = threading.Semaphore(0)
+    reconciler = start(retry_s=3600)
+    assert seen.acquire(timeout=10)
+    uses.append(None)
+    while not done.is_set():
+        reconciler.look_soon(forget_one.ref)  # again, for the first may come while it still looks
+        done.wait(0.01)
+    reconciler.stop()
+    assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])

@@ -171,3 +171,10 @@ def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
     records["uid-1"] = OTHER
     states.renew("uid-1", until_written=False)
     assert len(heard.states) == 3
+
+
+def test_claim_that_a_process_keeps_is_told_of_on_the_node(reporter, heard):
+    reporter.still_in_use(REF, "was deleted, but process 4711 still computes on gpu-0")
+    [(kind, reason, message, warning)] = heard.told
+    assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
+    assert message == f"Claim {REF} was deleted, but process 4711 still computes on gpu-0"

@@ -205,6 +205,34 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
+def test_who_waits_in_vain_hears_what_still_computes_on_the_device(tmp_path: Path, calls: Calls) -> None:
+    node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.01, stop_s=0))
+    node.users["holder"] = "process 4711 (python3) still computes on it"
+    node.prepare(HOLDER)
+    delete(node)
+    for uid in ("uid-1", "uid-2"):
+        calls.prepare(node, claim(GPU_0, uid=uid))
+    eventually(lambda: len(node.releases.waiting) == 2)
+    eventually(lambda: all(place.users for place in node.releases._line))
+    node.releases.stop()
+    for uid in ("uid-1", "uid-2"):
+        assert (
+            "device gpu-00000000 is still being torn down for claim default/claim-holder (UID holder), which was "
+            "deleted, but process 4711 (python3) still computes on it: end that on the node; waited "
+        ) in error_of(calls.answer(uid))
+
+
+def test_nobody_asks_what_computes_when_there_is_no_time_for_it(tmp_path: Path, calls: Calls) -> None:
+    node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.01, stop_s=0, users_s=3600))
+    node.users["holder"] = "process 4711 (python3) still computes on it"
+    node.prepare(HOLDER)
+    delete(node)
+    calls.prepare(node, claim(GPU_0))
+    eventually(lambda: len(node.claims.looks) > 3)
+    node.releases.stop()
+    assert "which was deleted; waited " in error_of(calls.answer("uid-1"))
+
+
 def test_those_who_wait_are_served_in_order_and_the_next_is_told_who_has_it(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
     delete(node)

@@ -1,0 +1,75 @@
+"""Which processes use a GPU or a MIG device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import pynvml
+
+from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.nvml.failures import nvml_errors
+from dra_driver.nvml.health import find_gpu
+
+Handle = Any
+
+# Compute, compute through MPS, graphics. Newest first; a driver has the first of each kind, or the second.
+PROCESS_LISTS = (
+    ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
+    ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
+    ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
+)
+# It is there as long as its daemon, whoever computes through it; its clients are listed themselves.
+_MPS_SERVER = "nvidia-cuda-mps-server"
+_LONGEST_NAME = 80
+# It does not tell, now or ever, as where it is asked without the privilege or for a kind that the device has not.
+_REFUSALS = frozenset({pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_INVALID_ARGUMENT})
+
+
+def read_processes(uuid: str) -> Mapping[int, str]:
+    """The processes on a GPU or MIG device: ID → `process 4711 (python3)`. Servers of MPS are left out.
+
+    Only those in this process's PID namespace or below it are shown; a list that NVML refuses has none.
+    Raises: DeviceLostError if the device does not answer or is not there; NvmlUnavailableError; RetryableError if a
+    list fails for another reason.
+    """
+    handle = find_gpu(uuid)
+    pids = {int(process.pid) for versions in PROCESS_LISTS for process in _listed(handle, uuid, versions)}
+    names = {pid: process_name(pid) for pid in sorted(pids)}
+    return {
+        pid: process_text(pid, name)
+        for pid, name in names.items()
+        if PurePosixPath(name.partition(" ")[0]).name != _MPS_SERVER
+    }
+
+
+def process_name(pid: int) -> str:
+    """A process's name as NVML knows it, in one short line; empty where it does not."""
+    try:
+        name = pynvml.nvmlSystemGetProcessName(pid)
+    except (pynvml.NVMLError, ValueError):
+        return ""  # of another PID namespace, or gone meanwhile
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return " ".join(text.split())[:_LONGEST_NAME]
+
+
+def process_text(pid: int, name: str) -> str:
+    """`process 4711 (python3)`, without the name where that is empty."""
+    return f"process {pid} ({name})" if name else f"process {pid}"
+
+
+def _listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
+    """One kind of processes, by the first of the functions that the driver has."""
+    for name in versions:
+        try:
+            with nvml_errors(f"list the processes on {uuid}"):
+                found: Sequence[Any] = getattr(pynvml, name)(handle)
+                return found
+        except NotSupportedError:
+            continue
+        except RetryableError as error:
+            if getattr(error.__cause__, "value", None) in _REFUSALS:
+                return ()
+            raise
+    return ()

@@ -1,0 +1,118 @@
+"""Which processes use a GPU or a MIG device, through the real binding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
+from dra_driver.model.mig import Placement
+from dra_driver.nvml.instances import MigHardware
+from dra_driver.nvml.processes import read_processes
+from dra_driver.platforms import NvmlReader
+from dra_driver.simulator import nvml_library
+from tests.fakes.machines import SimulatedNode
+
+Make = Callable[[str], SimulatedNode]
+TWO = {4711: "process 4711 (python3)", 4712: "process 4712 (/usr/bin/train)"}
+
+
+@pytest.fixture
+def node(machine: Make) -> SimulatedNode:
+    """Two processes on GPU 0, none on GPU 1."""
+    made = machine("hgx-h100-4")
+    made.session.open()
+    made.machine.hold_gpu(0, 4712, "/usr/bin/train", mps=True)
+    made.machine.hold_gpu(0, 4711, "python3")
+    return made
+
+
+def on(node: SimulatedNode, index: int) -> Mapping[int, str]:
+    return read_processes(node.machine.gpu(index).uuid)
+
+
+def test_processes_are_told_of_their_gpu_until_they_end(node: SimulatedNode) -> None:
+    assert (on(node, 0), on(node, 1)) == (TWO, {})
+    node.machine.release_gpu(0, 4711)
+    assert on(node, 0) == {4712: TWO[4712]}
+
+
+@pytest.mark.parametrize("name", ["nvidia-cuda-mps-server", "/usr/bin/nvidia-cuda-mps-server -force-tegra"])
+@pytest.mark.parametrize("mps", [False, True])
+def test_server_of_mps_is_no_user(node: SimulatedNode, name: str, mps: bool) -> None:
+    node.machine.hold_gpu(1, 99, name, mps=mps)
+    node.machine.hold_gpu(1, 98, "python3 nvidia-cuda-mps-server")
+    assert on(node, 1) == {98: "process 98 (python3 nvidia-cuda-mps-server)"}
+
+
+def test_mig_device_has_its_own_processes(node: SimulatedNode) -> None:
+    hardware, gpu = MigHardware(), node.machine.gpu(2)
+    where = (gpu.uuid, gpu.bus_id)
+    hardware.set_mode(*where, on=True)
+    made = [hardware.create(*where, 19, Placement(start, 1)) for start in (0, 1)]
+    (compute, used), (_, idle) = [hardware.create_compute(*where, instance) for instance in made]
+    node.machine.hold_gpu(2, 4713, "python3", gpu_instance=made[0], compute_instance=compute)
+    assert (read_processes(used), read_processes(idle)) == ({4713: "process 4713 (python3)"}, {})
+    node.machine.release_gpu(2)
+    hardware.destroy_compute(*where, made[0], compute)
+    with pytest.raises(DeviceLostError, match=used):
+        read_processes(used)
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "shown"),
+    [
+        ("nvmlDeviceGetComputeRunningProcesses_v3", "FUNCTION_NOT_FOUND", {4711, 4712}),
+        ("nvmlDeviceGetComputeRunningProcesses*", "FUNCTION_NOT_FOUND", {4712}),
+        ("nvmlDeviceGetComputeRunningProcesses*", "NOT_SUPPORTED", {4712}),
+        ("nvmlDeviceGetMPSComputeRunningProcesses*", "NO_PERMISSION", {4711}),
+        ("nvmlDeviceGetGraphicsRunningProcesses*", "INVALID_ARGUMENT", {4711, 4712}),
+        ("nvmlSystemGetProcessName", "NOT_FOUND", {4711, 4712}),
+    ],
+)
+def test_list_that_is_not_told_has_none(
+    node: SimulatedNode, function: str, code: str, shown: set[int]
+) -> None:
+    node.machine.set_fault(function, code=code)
+    assert set(on(node, 0)) == shown
+
+
+def test_process_without_a_name_is_told_by_its_number(node: SimulatedNode) -> None:
+    node.machine.set_fault("nvmlSystemGetProcessName", code="NO_PERMISSION")
+    assert on(node, 0) == {4711: "process 4711", 4712: "process 4712"}
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("UNKNOWN", RetryableError),
+        ("TIMEOUT", RetryableError),
+        ("GPU_IS_LOST", DeviceLostError),
+        ("UNINITIALIZED", NvmlUnavailableError),
+        ("DRIVER_NOT_LOADED", NvmlUnavailableError),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Compute", "MPSCompute", "Graphics"])
+def test_failure_is_no_empty_list(
+    node: SimulatedNode, kind: str, code: str, error: type[RetryableError]
+) -> None:
+    node.machine.set_fault(f"nvmlDeviceGet{kind}RunningProcesses*", code=code)
+    with pytest.raises(RetryableError) as caught:
+        on(node, 0)
+    assert type(caught.value) in (error, *error.__subclasses__())
+
+
+def test_lost_gpu_is_lost_and_a_closed_session_says_so(node: SimulatedNode) -> None:
+    uuid = node.machine.gpu(0).uuid
+    reader = NvmlReader(lambda: nvml_library(node.machine))
+    with pytest.raises(NvmlUnavailableError):
+        reader.processes(uuid)
+    reader.reopen()
+    assert reader.processes(uuid) == TWO
+    node.machine.lose_gpu(0)
+    with pytest.raises(DeviceLostError):
+        reader.processes(uuid)
+    reader.close()
+    with pytest.raises(NvmlUnavailableError):
+        reader.processes(uuid)
