@@ -102,7 +102,7 @@ class Host:
 
 @pytest.fixture
 def eventually():
-    def wait(check, timeout_s=5.0):
+    def wait(check, timeout_s=20.0):
         deadline = time.monotonic() + timeout_s
         while not (value := check()):
             assert time.monotonic() < deadline, "it did not happen"

@@ -555,12 +555,13 @@ def test_refused_deletions_are_tried_again_ever_more_rarely(
         "zz",
         {"metadata": {}, "spec": {"pool": {"name": "another", "generation": 1, "resourceSliceCount": 1}}},
     )
+    began = time.monotonic()
     bench.start()
-    assert bench.publisher.wait_published(20)
-    for _ in range(100):
+    while time.monotonic() < began + 1 or bench.slices.refusals < 3:
         bench.publisher.mark_dirty()
         time.sleep(0.01)
-    assert 3 <= bench.slices.refusals <= 5, "at 0, 0.1, 0.3, 0.7 and perhaps 1.1 s"
+    most = 3 + (time.monotonic() - began) / 0.4
+    assert bench.slices.refusals <= most, "at 0, 0.1, 0.3, 0.7, 1.1, 1.5 s"
 
 
 # --- a server that drops fields, over a restart --------------------------------------------------
