@@ -21,6 +21,7 @@ from dra_driver.services.migports import Observe
 from dra_driver.services.migsteps import MigSteps
 from dra_driver.services.migusers import MigUsers
 from dra_driver.settings import Settings
+from dra_driver.state.formats import NewerFormatError
 from dra_driver.state.locks import GpuLocks
 from dra_driver.state.migledger import MigLedger
 from dra_driver.state.records import RecordStore
@@ -118,12 +119,14 @@ class MigParts:
         return self.ledger.mode_owned_lately(gpu_uuid, self._boot_id)
 
     def realised(self, device: str) -> OwnedInstance | None:
-        """The instance that stands for a device now."""
-        return self.devices.realised(device)
+        """The instance that stands for a device now; None also where only a newer release can tell."""
+        with suppress(NewerFormatError):
+            return self.devices.realised(device)
+        return None
 
     def uuid_of(self, device: str) -> str | None:
         """The UUID that a device has now."""
-        made = self.devices.realised(device)
+        made = self.realised(device)
         return None if made is None else made.uuid
 
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:

@@ -39,7 +39,8 @@ class ClaimRecord:
 
     `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are
     those that may have had an effect, in the order in which they run. `boot_id` is the boot in which they
-    ran: kernel state of an older one is gone. `extra` keeps the fields that a newer release wrote.
+    ran: kernel state of an older one is gone. `extra` keeps the fields that a newer release wrote, at
+    whatever level.
     """
 
     claim: AllocatedClaim

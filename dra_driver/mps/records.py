@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dra_driver.core.unknownfields import unknown_fields, with_unknown_fields
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.layout import SUFFIX, MpsLayout
@@ -18,6 +20,8 @@ from dra_driver.mps.protocol import decode_spec
 FORMAT = 1
 UNREADABLE = ".unreadable"
 
+_SPEC_FIELDS = frozenset(entry.name for entry in fields(MpsDaemonSpec))
+
 Wanted = Literal["running", "stopped"]
 
 
@@ -25,7 +29,8 @@ Wanted = Literal["running", "stopped"]
 class DaemonRecord:
     """`wanted` is where the daemon is on its way to; `process` is the last one that was started, in boot `boot_id`.
 
-    `compute_mode_before` is set if this daemon's start changes the GPU's compute mode: what to put back.
+    `compute_mode_before` is set if this daemon's start changes the GPU's compute mode: what to put back. `extra` keeps
+    the fields that a newer release wrote, at whatever level.
     """
 
     spec: MpsDaemonSpec
@@ -33,6 +38,7 @@ class DaemonRecord:
     boot_id: str
     process: ProcessId | None = None
     compute_mode_before: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DaemonRecords:
@@ -76,13 +82,14 @@ class DaemonRecords:
                 file.flush()
                 os.fsync(file.fileno())
             new.replace(path)
+            self._sync()
         except OSError as error:
             with suppress(OSError):
                 new.unlink()
             raise _failed("write", path, error) from error
 
     def remove(self, device: str) -> None:
-        """Forget the daemon, also what could not be read of it; nothing happens where nothing is.
+        """Forget the daemon for good, also what could not be read of it; nothing happens where nothing is.
 
         Raises: StateError.
         """
@@ -90,8 +97,19 @@ class DaemonRecords:
         try:
             for each in (path, _aside(path), _new(path)):
                 each.unlink(missing_ok=True)
+            # A record that came back after a power cut would start a daemon that no claim asked for.
+            with suppress(FileNotFoundError):
+                self._sync()
         except OSError as error:
             raise _failed("remove", path, error) from error
+
+    def _sync(self) -> None:
+        """Make the directory's own entries durable."""
+        descriptor = os.open(self._layout.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def has_any(self, device: str) -> bool:
         """Whether there is a record, readable or not."""
@@ -114,18 +132,28 @@ def _failed(action: str, path: Path, error: OSError) -> StateError:
 
 
 def _encode(record: DaemonRecord) -> bytes:
-    return json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode()
+    return json.dumps(with_unknown_fields(_encode_known(record), record.extra), indent=1).encode()
+
+
+def _encode_known(record: DaemonRecord) -> dict[str, Any]:
+    known = asdict(record)
+    del known["extra"]
+    return {"format": FORMAT, **known}
 
 
 def _decode(raw: bytes) -> DaemonRecord:
     body: Any = json.loads(raw)
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    # One of a newer release is read as far as it can be.
+    version = body.get("format") if isinstance(body, dict) else None
+    if not isinstance(version, int) or version < FORMAT:
         raise StateError(f"it is no record of format {FORMAT}")
     wanted, process, before = body.get("wanted"), body.get("process"), body.get("compute_mode_before")
     if wanted not in ("running", "stopped") or not isinstance(before, int | None):
         raise StateError("it has values that this version does not know")
     try:
         identity = None if process is None else ProcessId(int(process["pid"]), int(process["start_time"]))
-        return DaemonRecord(decode_spec(body["spec"]), wanted, str(body["boot_id"]), identity, before)
-    except (KeyError, TypeError) as error:
+        spec = decode_spec({key: value for key, value in body["spec"].items() if key in _SPEC_FIELDS})
+        record = DaemonRecord(spec, wanted, str(body["boot_id"]), identity, before)
+        return replace(record, extra=unknown_fields(body, _encode_known(record)))
+    except (KeyError, TypeError, AttributeError) as error:
         raise StateError(f"it is not complete: {error}") from error

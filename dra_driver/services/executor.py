@@ -14,8 +14,11 @@ from dra_driver.core.planning import Plan
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.usage import UnknownUsage
 
 _log = structlog.get_logger(__name__)
+
+_DEVICE_KINDS = frozenset({"gpu", "mig"})
 
 
 class StepRunner(Protocol):
@@ -46,6 +49,27 @@ class Records(Protocol):
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def unknown_step(kind: str) -> StateError:
+    """The error for a step that this release does not know."""
+    return StateError(
+        f"the claim was prepared by a newer release of the driver, whose step {kind} this one cannot undo; "
+        "install that release again to take the claim back"
+    )
+
+
+def refuse_newer(record: ClaimRecord) -> None:
+    """Raises: StateError if only a newer release knows a step, a device or how it is used. To prepare the claim anew
+    would lose that, and take away what its pod may be using."""
+    kinds = [step.kind for step in record.steps if isinstance(step, UnknownStep)]
+    kinds += [held.usage.kind for held in record.devices if isinstance(held.usage, UnknownUsage)]
+    kinds += [held.kind for held in record.devices if held.kind not in _DEVICE_KINDS]
+    if kinds:
+        raise StateError(
+            f"the claim was prepared by a newer release of the driver, whose {', '.join(dict.fromkeys(kinds))} "
+            "this one does not know; install that release again"
+        )
 
 
 def changes_more_than_the_spec(plan: Plan) -> bool:
@@ -85,10 +109,8 @@ class Executor:
         A claim that was prepared before keeps what it has when a step fails now: its pod may be running.
         Raises: what the step raised.
         """
-        if known is not None and any(isinstance(step, UnknownStep) for step in known.steps):
-            raise StateError(
-                "the claim was prepared by a newer release of the driver; install that release again, or delete the pod"
-            )
+        if known is not None:
+            refuse_newer(known)
         record = self._intended(plan, known)
         if record != known:
             self._records.save(record, durable=self._must_last(plan))
@@ -107,7 +129,11 @@ class Executor:
         return done
 
     def take_back(self, record: ClaimRecord) -> None:
-        """Undo every step, last first, then forget the claim. Raises: what an undo raised; the record stays."""
+        """Undo every step, last first, then forget the claim. Raises: what an undo raised; the record stays. StateError
+        before anything is undone if there is a step that this release does not know."""
+        for step in record.steps:
+            if isinstance(step, UnknownStep):
+                raise unknown_step(step.kind)
         for step in reversed(record.steps):
             self._runner.undo(step, record)
         self._records.delete(record.ref.uid)

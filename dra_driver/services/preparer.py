@@ -36,7 +36,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.services.claimcalls import Action, Call, CalledClaims, Read, Records, told_as
 from dra_driver.services.claimcalls import ClaimReader as CalledReader
 from dra_driver.services.deadlines import until
-from dra_driver.services.executor import Executor
+from dra_driver.services.executor import Executor, refuse_newer
 from dra_driver.services.waiting import Holders, Place, Releases
 
 _log = structlog.get_logger(__name__)
@@ -311,6 +311,7 @@ class Preparer:
 
     def _carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         if known is not None and known.devices != plan.held_devices():
+            refuse_newer(known)
             self._executor.take_back(known)
             known = None
         return self._executor.carry_out(plan, known) if plan.devices else None

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from dra_driver.core.planning import Plan
-from dra_driver.errors import StateError
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, UnknownStep
-from dra_driver.services.executor import StepRunner
+from dra_driver.services.executor import StepRunner, unknown_step
 
 
 class StepDispatcher:
@@ -41,10 +40,7 @@ class StepDispatcher:
         runner = self._runners.get(type(step))
         if runner is None:
             kind = step.kind if isinstance(step, UnknownStep) else type(step).__name__
-            raise StateError(
-                f"the claim was prepared by a newer release of the driver, whose step {kind} this one cannot undo; "
-                "install that release again to take the claim back"
-            )
+            raise unknown_step(kind)
         return runner
 
 

@@ -11,7 +11,13 @@ from typing import Any
 from dra_driver.core.cdi import encode, file_stem
 from dra_driver.core.cdi_rules import faults
 from dra_driver.errors import StateError
-from dra_driver.state.files import TEMPORARY_SUFFIX, make_directory, state_error, write_atomically
+from dra_driver.state.files import (
+    TEMPORARY_SUFFIX,
+    make_directory,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
 
 _SUFFIX = ".json"
 # Drivers of the same name before this one wrote YAML. Both are found and removed.
@@ -26,7 +32,8 @@ class CdiDirectory:
     """One spec file per claim. Writing is a rename inside the directory, which runtimes notice."""
 
     def __init__(self, path: str | Path, driver_name: str, *, durable: bool = False) -> None:
-        """`durable` syncs to disk; not needed as every Prepare looks whether the file is right."""
+        """`durable` has what is written survive a power cut; not needed as every Prepare looks whether the file is
+        right."""
         self._path = Path(path)
         self._driver_name = driver_name
         self._durable = durable
@@ -85,10 +92,13 @@ class CdiDirectory:
         return self._read(self.file(claim_uid)) == encode(spec)
 
     def remove(self, claim_uid: str) -> bool:
-        """Remove the claim's spec; returns whether there was one. Raises: StateError."""
+        """Remove the claim's spec for good; returns whether there was one. Raises: StateError."""
         stem = file_stem(self._driver_name, claim_uid)
-        removed = [self._remove(self._path / f"{stem}{suffix}") for suffix in _SUFFIXES]
-        return any(removed)
+        was_there = any([self._remove(self._path / f"{stem}{suffix}") for suffix in _SUFFIXES])
+        if was_there:
+            # One that came back after a power cut, without a record, would stay for ever, and look like a claim's.
+            sync_removals(self._path)
+        return was_there
 
     def list(self) -> dict[str, tuple[str, ...]]:
         """Claim UIDs with the device names in their specs; no names where a file is not readable.

@@ -80,8 +80,9 @@ class ClaimTurn:
         """What happened to which claim, and when; empty where the file is not readable as that."""
         try:
             entries = json.loads(os.pread(self.descriptor, _MOST_BYTES, 0) or b"[]")
-            return [(str(key), int(at)) for key, at in entries]
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+            # A newer release may note more of each.
+            return [(str(entry[0]), int(entry[1])) for entry in entries]
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
             return []
 
 

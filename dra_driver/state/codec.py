@@ -1,26 +1,70 @@
-"""Claim records as versioned JSON. Unknown fields are kept, so that a downgrade loses nothing."""
+"""Claim records as versioned JSON. Unknown fields are kept at every level, so that a downgrade loses nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from dra_driver.core.unknownfields import unknown_fields, with_unknown_fields
 from dra_driver.errors import StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
 from dra_driver.model.record import ClaimRecord
+from dra_driver.state.formats import check_version, is_newer, of_newer_release
 from dra_driver.state.stepcodec import decode_held, decode_step, encode_held, encode_step, optional_text, text
 
 JsonObject = dict[str, Any]
 
 FORMAT_VERSION = 1
-_KNOWN = frozenset({"version", "claim", "phase", "bootID", "devices", "steps", "preparedAt"})
 
 
 def encode(record: ClaimRecord) -> bytes:
     """The record as one JSON document."""
+    document = with_unknown_fields(_encode_known(record), record.extra)
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode(content: bytes) -> ClaimRecord:
+    """The record in a JSON document.
+
+    Raises: NewerFormatError, and StateError that says what is wrong with it.
+    """
+    document: Any = None
+    try:
+        document = json.loads(content)
+        return _decode(document)
+    except KeyError as error:
+        reason = f"field {error.args[0]!r} is missing"
+    except StateError as error:
+        reason = str(error)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"not a claim record: {error}"
+    if is_newer(document, FORMAT_VERSION):
+        raise of_newer_release("the claim's record", document["version"], reason)
+    raise StateError(reason)
+
+
+def _decode(document: Any) -> ClaimRecord:
+    """Raises: StateError, KeyError, ValueError, TypeError, AttributeError."""
+    if not isinstance(document, dict):
+        raise StateError("not a JSON object")
+    check_version(document)
+    if document["phase"] not in ("preparing", "prepared"):
+        raise StateError(f"phase {document['phase']!r} is unknown")
+    record = ClaimRecord(
+        claim=_decode_claim(document["claim"]),
+        phase=document["phase"],
+        boot_id=text(document, "bootID"),
+        devices=tuple(decode_held(entry) for entry in document["devices"]),
+        steps=tuple(decode_step(entry) for entry in document["steps"]),
+        prepared_at=optional_text(document, "preparedAt"),
+    )
+    return replace(record, extra=unknown_fields(document, _encode_known(record)))
+
+
+def _encode_known(record: ClaimRecord) -> JsonObject:
     document = {
-        **record.extra,
         "version": FORMAT_VERSION,
         "claim": _encode_claim(record.claim),
         "phase": record.phase,
@@ -30,33 +74,7 @@ def encode(record: ClaimRecord) -> bytes:
     }
     if record.prepared_at is not None:
         document["preparedAt"] = record.prepared_at
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
-
-
-def decode(content: bytes) -> ClaimRecord:
-    """The record in a JSON document. Raises: StateError that says what is wrong with it."""
-    try:
-        document = json.loads(content)
-        if not isinstance(document, dict):
-            raise StateError("not a JSON object")
-        version = document.get("version")
-        if not isinstance(version, int) or version < 1:
-            raise StateError(f"format version {version!r} is unknown")
-        if document["phase"] not in ("preparing", "prepared"):
-            raise StateError(f"phase {document['phase']!r} is unknown")
-        return ClaimRecord(
-            claim=_decode_claim(document["claim"]),
-            phase=document["phase"],
-            boot_id=text(document, "bootID"),
-            devices=tuple(decode_held(entry) for entry in document["devices"]),
-            steps=tuple(decode_step(entry) for entry in document["steps"]),
-            prepared_at=optional_text(document, "preparedAt"),
-            extra={key: value for key, value in document.items() if key not in _KNOWN},
-        )
-    except KeyError as error:
-        raise StateError(f"field {error.args[0]!r} is missing") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"not a claim record: {error}") from error
+    return document
 
 
 def _encode_claim(claim: AllocatedClaim) -> JsonObject:

@@ -43,7 +43,8 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: 
     """Replace `path` by `content`.
 
     The temporary file lies in the same directory, because a rename from elsewhere is no rename, and because
-    a watcher of the directory sees it. `durable` also syncs file and directory.
+    a watcher of the directory sees it. The content is on disk before it gets the name, or a power cut could leave the
+    name with an empty file. `durable` also syncs the directory; else a power cut may bring the old content back.
     Raises: StateError.
     """
     name = path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
@@ -56,8 +57,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: 
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         name.replace(path)
         if durable:
             sync_directory(path.parent)
@@ -76,17 +76,32 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_directory(path: Path, mode: int) -> None:
+def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
     """Create the directory and its parents where missing, whatever the umask would allow.
 
-    Parents can be looked into by root's group as well, as the kubelet's own. Raises: StateError.
+    Parents can be looked into by root's group as well, as the kubelet's own. `durable` has it survive a power cut,
+    without which no file in it does. Raises: StateError.
     """
     try:
-        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+        missing = [parent for parent in path.parents if not parent.exists()]
+        for parent in reversed(missing):
             parent.mkdir(mode=mode | 0o050, exist_ok=True)
         path.mkdir(mode=mode, exist_ok=True)
+        if durable:
+            for made in (*missing, path):
+                sync_directory(made.parent)
     except OSError as error:
         raise state_error("create the directory", path, error) from error
+
+
+def sync_removals(directory: Path) -> None:
+    """Have what was removed from the directory stay removed after a power cut. Raises: StateError."""
+    try:
+        sync_directory(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise state_error("sync", directory, error) from error
 
 
 def clear_abandoned(directory: Path, prefix: str = "") -> None:
@@ -94,14 +109,18 @@ def clear_abandoned(directory: Path, prefix: str = "") -> None:
 
     Raises: StateError.
     """
-    limit = time.time() - _ABANDONED_AFTER_S
     try:
         for path in directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"):
             with suppress(FileNotFoundError):  # the other instance of a rolling update is at work
-                if path.stat().st_mtime < limit:
+                if is_abandoned(path):
                     path.unlink()
     except OSError as error:
         raise state_error("clear up", directory, error) from error
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a temporary file or an empty directory is so old that whoever made it is dead. Raises: OSError."""
+    return path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S
 
 
 def stamp_of(status: os.stat_result) -> Stamp:

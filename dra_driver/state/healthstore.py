@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from dra_driver.core.unknownfields import unknown_fields, with_unknown_fields
 from dra_driver.errors import StateError
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
 from dra_driver.state.files import QUARANTINE, state_error, write_atomically
+from dra_driver.state.formats import check_version
 from dra_driver.state.stepcodec import number, optional_number, optional_text, text
 
 _log = structlog.get_logger(__name__)
@@ -33,12 +35,17 @@ class KeptHealth:
 
 
 class HealthStore:
-    """One JSON file, written when its content differs. It is not synced: a power cut ends the boot, and with it
-    most of what there is to remember."""
+    """One JSON file, written when its content differs. A power cut may bring the content before back: it ends the
+    boot, and with it most of what there is to remember.
+
+    Fields that a newer release wrote are kept as long as what they belong to is there. What cannot be read is set
+    aside even if it is of a newer release: health is observed anew, and must be kept from now on.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: bytes | None = None
+        self._unknown: Mapping[str, Any] = {}
 
     def load(self) -> KeptHealth | None:
         """What was kept, None if nothing was. A file that cannot be read is set aside and told.
@@ -48,7 +55,7 @@ class HealthStore:
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
-            self._written = None
+            self._written, self._unknown = None, {}
             return None
         except OSError as error:
             raise state_error("read the kept health", self._path, error) from error
@@ -56,13 +63,14 @@ class HealthStore:
             kept = decode(content)
         except StateError as error:
             self._set_aside(str(error))
+            self._unknown = {}
             return None
-        self._written = content
+        self._written, self._unknown = content, _unknown_in(content, kept)
         return kept
 
     def save(self, kept: KeptHealth) -> None:
         """Write the file if it would be another. Raises: StateError."""
-        content = encode(kept)
+        content = encode(kept, self._unknown)
         if content != self._written:
             write_atomically(self._path, content, durable=False)
             self._written = content
@@ -81,16 +89,22 @@ class HealthStore:
         )
 
 
-def encode(kept: KeptHealth) -> bytes:
-    """The file's content. States in which nothing is remembered are left out."""
+def encode(kept: KeptHealth, unknown: Mapping[str, Any] | None = None) -> bytes:
+    """The file's content, with the fields that only a newer release knows. States in which nothing is remembered
+    are left out."""
+    document = with_unknown_fields(_encode(kept, _ordered(kept.states)), unknown or {})
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _encode(kept: KeptHealth, states: Iterable[HealthState]) -> JsonObject:
     document: JsonObject = {
         "version": FORMAT_VERSION,
         "bootID": kept.boot_id,
-        "states": [_encode_state(state) for state in _ordered(kept.states)],
+        "states": [_encode_state(state) for state in states],
     }
     if kept.driver_version is not None:
         document["driverVersion"] = kept.driver_version
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+    return document
 
 
 def decode(content: bytes) -> KeptHealth:
@@ -99,8 +113,7 @@ def decode(content: bytes) -> KeptHealth:
         document = json.loads(content)
         if not isinstance(document, dict):
             raise StateError("not a JSON object")
-        if document.get("version") != FORMAT_VERSION:
-            raise StateError(f"format version {document.get('version')!r} is unknown")
+        check_version(document)
         return KeptHealth(
             text(document, "bootID"),
             optional_text(document, "driverVersion"),
@@ -110,6 +123,11 @@ def decode(content: bytes) -> KeptHealth:
         raise StateError(f"field {error.args[0]!r} is missing") from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"not the health of GPUs: {error}") from error
+
+
+def _unknown_in(content: bytes, kept: KeptHealth) -> JsonObject:
+    """What else is in the document that `kept` was read from."""
+    return unknown_fields(json.loads(content), _encode(kept, kept.states))
 
 
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:

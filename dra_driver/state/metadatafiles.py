@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.core.cdi import checked_claim_uid
@@ -28,7 +29,14 @@ from dra_driver.core.devicemetadata import (
 )
 from dra_driver.errors import StateError
 from dra_driver.model.claim import AllocatedClaim
-from dra_driver.state.files import clear_abandoned, make_directory, state_error, write_atomically
+from dra_driver.state.files import (
+    clear_abandoned,
+    is_abandoned,
+    make_directory,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
 
 DIRECTORY = "dra-device-metadata"
 _FILE = "metadata.json"
@@ -38,8 +46,8 @@ _DIRECTORY_MODE = 0o755
 
 
 class MetadataFiles:
-    """Metadata files and their CDI specs. Writing either is a rename. Nothing is synced: every Prepare looks whether
-    the files are right."""
+    """Metadata files and their CDI specs. Writing either is a rename. A power cut may take both away, since every
+    Prepare looks whether they are right; what is removed stays removed, since nobody would look for it."""
 
     def __init__(self, plugin_directory: str | Path, cdi_root: str | Path, driver_name: str) -> None:
         self._directory = Path(plugin_directory) / DIRECTORY
@@ -47,9 +55,16 @@ class MetadataFiles:
         self._driver_name = driver_name
 
     def create(self) -> None:
-        """Clear up after writers that were killed; directories are made with the first file. Raises: StateError."""
-        for directory in self._request_directories():
-            clear_abandoned(directory)
+        """Clear up after writers that were killed, and after a power cut that took files but not their directories;
+        directories are made with the first file. Raises: StateError."""
+        for claim in _entries(self._directory):
+            # Before the first is removed, which makes the claim's own young.
+            abandoned = {path: _is_abandoned(path) for path in (*_entries(claim), claim)}
+            for directory, is_old in abandoned.items():
+                clear_abandoned(directory)
+                if is_old:
+                    with suppress(OSError):  # most are not empty
+                        directory.rmdir()
         clear_abandoned(self._cdi, f".{cdi_file_prefix(self._driver_name)}")
 
     def file(self, claim: AllocatedClaim, request: str) -> Path:
@@ -125,10 +140,17 @@ class MetadataFiles:
     def _remove_specs(self, claim_uid: str) -> None:
         """The claim's requests are in the names of the files, and in no name of a request is an underscore."""
         prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
-        for path in _entries(self._cdi):
-            is_ours = path.name.startswith(prefix) and path.suffix == _SPEC_SUFFIX
-            if is_ours and path.stem.rpartition("_")[0] == prefix:
-                _unlink(path)
+        found = [
+            path
+            for path in _entries(self._cdi)
+            if path.name.startswith(prefix)
+            and path.suffix == _SPEC_SUFFIX
+            and path.stem.rpartition("_")[0] == prefix
+        ]
+        for path in found:
+            _unlink(path)
+        if found:
+            sync_removals(self._cdi)
 
     def _request_directories(self) -> Iterator[Path]:
         for claim in _entries(self._directory):
@@ -179,6 +201,7 @@ def _remove_directory(directory: Path) -> None:
 
 
 def _remove_if_empty(directory: Path) -> None:
+    """Remove the directory if nothing is in it (any more), for good."""
     try:
         directory.rmdir()
     except FileNotFoundError:
@@ -186,3 +209,13 @@ def _remove_if_empty(directory: Path) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise state_error("remove", directory, error) from error
+        sync_removals(directory)
+    else:
+        sync_removals(directory.parent)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    try:
+        return is_abandoned(directory)
+    except OSError:
+        return False

@@ -1,7 +1,8 @@
 """The ledger of the GPU instances that this driver makes: one file a device, shared with a second instance
 of the plugin during a rolling update.
 
-Nothing is synced: a power cut destroys every GPU instance, and with it what the ledger speaks of.
+The directory is not synced: a power cut may lose an entry or bring one back, but it destroys every GPU instance, and
+with it what the ledger speaks of.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.mig import MigPhase, OwnedInstance
+from dra_driver.model.mig import OwnedInstance
 from dra_driver.state.files import (
     Stamp,
     clear_abandoned,
@@ -31,13 +32,16 @@ from dra_driver.state.files import (
     state_error,
     write_atomically,
 )
-from dra_driver.state.stepcodec import (
-    decode_placement,
-    encode_placement,
-    number,
-    optional_number,
-    optional_text,
-    text,
+from dra_driver.state.formats import NewerFormatError, check_version, is_newer, of_newer_release
+from dra_driver.state.migcodec import (
+    FORMAT_VERSION,
+    KeptEntry,
+    OwnedMode,
+    as_json,
+    decode_entry,
+    decode_mode,
+    encode_entry,
+    encode_mode,
 )
 
 _log = structlog.get_logger(__name__)
@@ -47,7 +51,6 @@ JsonObject = dict[str, Any]
 Slot = tuple[str, int, int]
 """GPU UUID, profile ID and start: where a GPU instance is or was."""
 
-FORMAT_VERSION = 1
 _SUFFIX = ".json"
 _MODE_PREFIX = "mode-"
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
@@ -55,45 +58,24 @@ _REMEMBERED_S = 30.0
 _NO_STAMP: Stamp = (0, 0, 0)
 # What no later try would read either; other errors, such as too many open files, pass.
 _UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
-_PHASES: Mapping[str, MigPhase] = {"creating": "creating", "created": "created", "orphan": "orphan"}
-_KNOWN = frozenset({
-    "version", "device", "gpuUUID", "pciBusID", "profileID", "profile", "placement", "bootID", "phase",
-    "gpuInstanceID", "computeInstanceID", "uuid", "gpuMinor", "leaving",
-})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedMode:
-    """MIG mode of a GPU that this driver switched on in boot `boot_id`."""
-
-    gpu_uuid: str
-    pci_bus_id: str | None
-    boot_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """An entry as its file has it; `extra` are the fields that a newer release wrote."""
-
-    entry: OwnedInstance
-    leaving: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MigLedger:
     """Entries in `directory`, named by device, and a file for each GPU whose MIG mode we switched on.
 
     The disk is the truth, since a second instance may write it. A file that cannot be read is set aside under
-    another name and reported once; what it spoke of is from then on somebody else's.
+    another name and reported once; what it spoke of is from then on somebody else's. One that only a newer release
+    can read stays, and so does what it speaks of.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        self._cache: dict[str, tuple[Stamp, _Kept]] = {}
+        self._cache: dict[str, tuple[Stamp, KeptEntry]] = {}
         self._removed: dict[tuple[str, Slot], float] = {}
         self._modes: dict[str, str] = {}
         self._disowned: dict[tuple[str, str], float] = {}
+        self._newer: dict[Path, Stamp | None] = {}
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -102,7 +84,10 @@ class MigLedger:
         clear_abandoned(self._directory)
 
     def get(self, device: str) -> OwnedInstance | None:
-        """The entry of a device, None if there is none that can be read. Raises: StateError."""
+        """The entry of a device, None if there is none that can be read.
+
+        Raises: NewerFormatError if only a newer release can read it; StateError.
+        """
         kept = self._kept(device)
         return None if kept is None else kept.entry
 
@@ -111,14 +96,16 @@ class MigLedger:
         entries: dict[str, OwnedInstance] = {}
         for name in self._names():
             if not name.startswith(_MODE_PREFIX) and is_dns_label(name):
-                entry = self.get(name)
-                if entry is not None:
-                    entries[name] = entry
+                with suppress(NewerFormatError):
+                    entry = self.get(name)
+                    if entry is not None:
+                        entries[name] = entry
         with self._lock:
             known = list(self._cache)
         for device in known:
             if device not in entries:
-                self._kept(device)  # which remembers where it was, unless it has come meanwhile
+                with suppress(NewerFormatError):
+                    self._kept(device)  # which remembers where it was, unless it has come meanwhile
         return entries
 
     def save(self, entry: OwnedInstance, *, leaving: bool = False) -> None:
@@ -126,8 +113,8 @@ class MigLedger:
         record is still there. Raises: StateError."""
         path = self._entry_path(entry.device)
         before = self._kept(entry.device)
-        kept = _Kept(entry, leaving, {} if before is None else before.extra)
-        write_atomically(path, _encode(kept), durable=False)
+        kept = KeptEntry(entry, leaving, {} if before is None else before.extra)
+        write_atomically(path, as_json(encode_entry(kept), kept.extra), durable=False)
         with self._lock:
             # Read again: two writes of one size within a tick of the clock may end with the same stamp.
             self._cache[entry.device] = (_NO_STAMP, kept)
@@ -165,8 +152,10 @@ class MigLedger:
 
     def own_mode(self, gpu_uuid: str, pci_bus_id: str | None, boot_id: str) -> None:
         """Remember that we switch the GPU's MIG mode on. Raises: StateError."""
-        document = {"version": FORMAT_VERSION, "gpuUUID": gpu_uuid, "pciBusID": pci_bus_id, "bootID": boot_id}
-        write_atomically(self._mode_path(gpu_uuid), _json(document), durable=False)
+        before = self._mode(gpu_uuid)
+        extra = before.extra if before is not None and before.boot_id == boot_id else {}
+        mode = OwnedMode(gpu_uuid, pci_bus_id, boot_id, extra)
+        write_atomically(self._mode_path(gpu_uuid), as_json(encode_mode(mode), extra), durable=False)
         self._mode_seen(gpu_uuid, boot_id)
 
     def disown_mode(self, gpu_uuid: str) -> None:
@@ -178,8 +167,9 @@ class MigLedger:
     def mode_owned_lately(self, gpu_uuid: str, boot_id: str) -> bool:
         """As `mode_owned`; also where it was given up, or was seen to be gone through the other instance, less than
         30 s ago, for a look at the hardware that began before that. Raises: StateError."""
-        if self.mode_owned(gpu_uuid, boot_id):
-            return True
+        with suppress(NewerFormatError):
+            if self.mode_owned(gpu_uuid, boot_id):
+                return True
         limit = self._clock() - _REMEMBERED_S
         with self._lock:
             self._disowned = {key: moment for key, moment in self._disowned.items() if moment > limit}
@@ -191,17 +181,19 @@ class MigLedger:
         for name in self._names():
             gpu_uuid = name.removeprefix(_MODE_PREFIX)
             if gpu_uuid != name and _SAFE_GPU_UUID.fullmatch(gpu_uuid):
-                mode = self._mode(gpu_uuid)
-                if mode is not None:
-                    found[gpu_uuid] = mode
+                with suppress(NewerFormatError):
+                    mode = self._mode(gpu_uuid)
+                    if mode is not None:
+                        found[gpu_uuid] = mode
         with self._lock:
             gone = self._modes.keys() - found.keys()
         for gpu_uuid in gone:
-            self._mode(gpu_uuid)  # which remembers whose it was, unless it has come meanwhile
+            with suppress(NewerFormatError):
+                self._mode(gpu_uuid)  # which remembers whose it was, unless it has come meanwhile
         return found
 
     def _mode(self, gpu_uuid: str) -> OwnedMode | None:
-        mode = self._load(self._mode_path(gpu_uuid), _decode_mode)
+        mode = self._load(self._mode_path(gpu_uuid), decode_mode)
         self._mode_seen(gpu_uuid, None if mode is None else mode.boot_id)
         return mode
 
@@ -237,7 +229,7 @@ class MigLedger:
             raise StateError(f"GPU UUID {gpu_uuid!r} is not usable as a file name; the GPU is refused")
         return self._directory / f"{_MODE_PREFIX}{gpu_uuid}{_SUFFIX}"
 
-    def _kept(self, device: str) -> _Kept | None:
+    def _kept(self, device: str) -> KeptEntry | None:
         path = self._entry_path(device)
         try:
             stamp = stamp_of(path.stat())
@@ -250,7 +242,7 @@ class MigLedger:
             cached = self._cache.get(device)
         if cached is not None and cached[0] == stamp:
             return cached[1]
-        kept = self._load(path, lambda document: _decode(document, device))
+        kept = self._load(path, lambda document: decode_entry(document, device))
         if kept is None:
             self._forget(device)
             return None
@@ -269,9 +261,14 @@ class MigLedger:
     def _load(self, path: Path, decode: Callable[[JsonObject], T]) -> T | None:
         """What a file holds, None if it is not there or had to be set aside."""
         stamp: Stamp | None = None
+        document: Any = None
         try:
             stamp = stamp_of(path.stat())
-            return decode(_document(path.read_bytes()))
+            document = json.loads(path.read_bytes())
+            if not isinstance(document, dict):
+                raise StateError("not a JSON object")
+            check_version(document)
+            return decode(document)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -282,8 +279,25 @@ class MigLedger:
             reason = f"field {error.args[0]!r} is missing"
         except (StateError, ValueError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error)
+        if is_newer(document, FORMAT_VERSION):
+            newer = of_newer_release(f"the MIG ledger's file {path}", document["version"], reason)
+            with self._lock:
+                is_news, self._newer[path] = self._newer.get(path) != stamp, stamp
+            if is_news:
+                self._tell_newer(path, str(newer))
+            raise newer
         self._set_aside(path, stamp, reason)
         return None
+
+    def _tell_newer(self, path: Path, reason: str) -> None:
+        _log.error(
+            "mig_ledger_unreadable",
+            subject=path.name.removesuffix(_SUFFIX),
+            reason=reason,
+            kept_as=str(path),
+            remedy="the GPU instance or MIG mode that it speaks of is left alone until that release is installed "
+            "again; to give it up for good, undo it by hand (nvidia-smi mig) and remove the file",
+        )
 
     def _set_aside(self, path: Path, stamp: Stamp | None, reason: str) -> None:
         with self._lock:
@@ -304,68 +318,3 @@ class MigLedger:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise state_error("remove", path, error) from error
-
-
-def _json(document: JsonObject) -> bytes:
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
-
-
-def _document(content: bytes) -> JsonObject:
-    document = json.loads(content)
-    if not isinstance(document, dict):
-        raise StateError("not a JSON object")
-    version = document.get("version")
-    if not isinstance(version, int) or version < 1:
-        raise StateError(f"format version {version!r} is unknown")
-    return document
-
-
-def _encode(kept: _Kept) -> bytes:
-    entry = kept.entry
-    document: JsonObject = {
-        **kept.extra,
-        "version": FORMAT_VERSION,
-        "device": entry.device,
-        "gpuUUID": entry.gpu_uuid,
-        "pciBusID": entry.pci_bus_id,
-        "profileID": entry.profile_id,
-        "profile": entry.profile_name,
-        "placement": encode_placement(entry.placement),
-        "bootID": entry.boot_id,
-        "phase": entry.phase,
-        "gpuInstanceID": entry.gpu_instance_id,
-        "computeInstanceID": entry.compute_instance_id,
-        "uuid": entry.uuid,
-        "gpuMinor": entry.gpu_minor,
-    }
-    if kept.leaving:
-        document["leaving"] = True
-    return _json(document)
-
-
-def _decode(document: JsonObject, device: str) -> _Kept:
-    """Raises: KeyError, TypeError, StateError."""
-    if text(document, "device") != device:
-        raise StateError(f"it is the entry of device {document['device']}")
-    entry = OwnedInstance(
-        device=device,
-        gpu_uuid=text(document, "gpuUUID"),
-        pci_bus_id=optional_text(document, "pciBusID"),
-        profile_id=number(document, "profileID"),
-        profile_name=text(document, "profile"),
-        placement=decode_placement(document["placement"]),
-        boot_id=text(document, "bootID"),
-        # A phase of a newer release says as little as a creation that was cut off: the hardware is looked at.
-        phase=_PHASES.get(text(document, "phase"), "creating"),
-        gpu_instance_id=optional_number(document, "gpuInstanceID"),
-        compute_instance_id=optional_number(document, "computeInstanceID"),
-        uuid=optional_text(document, "uuid"),
-        gpu_minor=optional_number(document, "gpuMinor"),
-    )
-    extra = {key: value for key, value in document.items() if key not in _KNOWN}
-    return _Kept(entry, bool(document.get("leaving", False)), extra)
-
-
-def _decode_mode(document: JsonObject) -> OwnedMode:
-    """Raises: KeyError, StateError."""
-    return OwnedMode(text(document, "gpuUUID"), optional_text(document, "pciBusID"), text(document, "bootID"))

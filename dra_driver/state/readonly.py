@@ -71,6 +71,9 @@ class _Records(RecordStore):
         self._faults = faults
 
     def _set_aside(self, path: Path, uid: str, stamp: Stamp, reason: str) -> None:
+        self._tell_newer(path, uid, reason)
+
+    def _tell_newer(self, path: Path, uid: str, reason: str) -> None:
         self._faults.append(f"the claim record {path} cannot be read: {reason}")
 
 
@@ -82,6 +85,9 @@ class _Ledger(MigLedger):
         self._faults = faults
 
     def _set_aside(self, path: Path, stamp: Stamp | None, reason: str) -> None:
+        self._tell_newer(path, reason)
+
+    def _tell_newer(self, path: Path, reason: str) -> None:
         self._faults.append(f"the MIG ledger's file {path} cannot be read: {reason}")
 
 

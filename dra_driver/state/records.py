@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from dra_driver.state.files import (
     sync_directory,
     write_atomically,
 )
+from dra_driver.state.formats import NewerFormatError
 
 _log = structlog.get_logger(__name__)
 
@@ -46,12 +48,13 @@ class RecordStore:
 
     The disk is the truth, since a second instance may write it; a file is parsed again only when its stamp
     (inode, size, change time) differs. A file that cannot be read is set aside under another name and
-    reported once; it never keeps the others from being served.
+    reported once; it never keeps the others from being served. One that only a newer release can read stays.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._cache: dict[str, _Cached] = {}
+        self._newer: dict[str, Stamp] = {}
         self._lock = threading.Lock()
 
     @property
@@ -61,11 +64,14 @@ class RecordStore:
 
     def open(self) -> None:
         """Create the directory, and clear away what a killed writer left. Raises: StateError."""
-        make_directory(self._directory, 0o700)
+        make_directory(self._directory, 0o700, durable=True)
         clear_abandoned(self._directory)
 
     def get(self, uid: str) -> ClaimRecord | None:
-        """The record of a claim, None if there is none that can be read. Raises: StateError."""
+        """The record of a claim, None if there is none that can be read.
+
+        Raises: NewerFormatError if only a newer release can read it; StateError.
+        """
         path = self._path(uid)
         try:
             status = path.stat()
@@ -85,17 +91,23 @@ class RecordStore:
             raise state_error("list the claim records in", self._directory, error) from error
         for entry in sorted(found, key=lambda item: item.name):
             uid = entry.name.removesuffix(_SUFFIX)
-            record = self.get(uid) if _SAFE_UID.fullmatch(uid) else None
+            record = None
+            with suppress(NewerFormatError):
+                record = self.get(uid) if _SAFE_UID.fullmatch(uid) else None
             if record is not None:
                 records[uid] = record
+        there = {entry.name.removesuffix(_SUFFIX) for entry in found}
         with self._lock:
             for uid in self._cache.keys() - records.keys():
                 del self._cache[uid]
+            self._newer = {uid: stamp for uid, stamp in self._newer.items() if uid in there - records.keys()}
         return records
 
     def quarantined(self) -> list[Path]:
-        """Files that were set aside because they could not be read."""
-        return sorted(self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"))
+        """Files that could not be read: those that were set aside, and those that only a newer release can read."""
+        with self._lock:
+            newer = [self._path(uid) for uid in self._newer]
+        return sorted([*self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"), *newer])
 
     def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
         """Write the record; `durable` makes it survive a power cut. Raises: StateError."""
@@ -137,12 +149,28 @@ class RecordStore:
                 raise state_error("read the claim record", path, error) from error
             self._set_aside(path, uid, stamp, error.strerror or str(error))
             return None
+        except NewerFormatError as error:
+            with self._lock:
+                is_news, self._newer[uid] = self._newer.get(uid) != stamp, stamp
+            if is_news:
+                self._tell_newer(path, uid, str(error))
+            raise
         except StateError as error:
             self._set_aside(path, uid, stamp, str(error))
             return None
         with self._lock:
             self._cache[uid] = _Cached(stamp, record)
         return record
+
+    def _tell_newer(self, path: Path, uid: str, reason: str) -> None:
+        _log.error(
+            "record_unreadable",
+            claim_uid=uid,
+            reason=reason,
+            kept_as=str(path),
+            remedy="the claim is refused and its devices are kept until that release is installed again; to give "
+            "them up for good, remove the file",
+        )
 
     def _set_aside(self, path: Path, uid: str, stamp: Stamp, reason: str) -> None:
         """Keep the unreadable file for a person to look at, out of the way of the claim's next record."""

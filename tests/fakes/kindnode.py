@@ -1,0 +1,520 @@
+"""An instance of the plugin with every kind of step, on a simulated machine: real records, ledger, locks, CDI specs,
+metadata files and NVML binding. `restarted` is the next instance over the same directory and machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.core.mpsclient import uses_mps
+from dra_driver.core.planning import device_of_cdi_name
+from dra_driver.errors import PermanentError
+from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.mig_caps import MigCaps
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory, PossibleMig
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
+from dra_driver.model.steps import (
+    CreateMig,
+    LeaveMigMode,
+    RunMps,
+    SetTimeSlice,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
+from dra_driver.mps.computemode import DEFAULT, EXCLUSIVE_PROCESS
+from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.processes import ProcessId
+from dra_driver.mps.records import DaemonRecord, DaemonRecords
+from dra_driver.nvml.discovery import read_inventory
+from dra_driver.nvml.instances import MigHardware
+from dra_driver.services.cdisteps import CdiSteps
+from dra_driver.services.discovery import Discovery
+from dra_driver.services.executor import Executor
+from dra_driver.services.hostview import HostView
+from dra_driver.services.metadatasteps import MetadataSteps
+from dra_driver.services.migdevices import MigDevices
+from dra_driver.services.migkeeper import MigKeeper
+from dra_driver.services.migsteps import MigSteps
+from dra_driver.services.migusers import MigUsers
+from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.services.sharingsteps import MpsSteps, TimeSliceSteps
+from dra_driver.services.steps import StepDispatcher
+from dra_driver.simulator import device_node_reader
+from dra_driver.simulator.policy import TIMESLICE, Policies
+from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.claimlocks import ClaimLocks
+from dra_driver.state.files import TEMPORARY_SUFFIX
+from dra_driver.state.formats import NewerFormatError
+from dra_driver.state.locks import GpuLocks
+from dra_driver.state.metadatafiles import MetadataFiles
+from dra_driver.state.migledger import MigLedger
+from dra_driver.state.records import RecordStore
+from tests.core.samples import DRIVER, NODE, claim, result
+from tests.fakes.machines import SessionNvml, SimulatedNode
+from tests.fakes.mignode import Clock
+from tests.fakes.preparing import Claims, Crash, Devices, Outcomes
+
+MACHINE = "h100-mig-static"
+ON_DEMAND = (6, 7)
+"""Indices of the GPUs on which MIG devices are made on demand; those of 0 and 1 were made by hand."""
+EFFECTS = frozenset({
+    "set_mode", "create", "create_compute", "destroy_compute", "destroy",
+    "set_time_slice", "ensure", "stop",
+})  # fmt: skip
+"""What changes silicon, settings and daemons."""
+_SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4")
+
+
+@dataclass
+class _OnDemandNvml(SessionNvml):
+    def read_inventory(self) -> Inventory:
+        return read_inventory(lambda gpu: gpu.index in ON_DEMAND)
+
+
+class Site:
+    """What outlives the plugin: the machine, and the MPS host, whose daemons here are records and nothing else."""
+
+    def __init__(self, directory: Path) -> None:
+        self.simulated = SimulatedNode(MACHINE, directory)
+        self.machine = self.simulated.machine
+        self.policies = Policies(self.machine.host_root)
+        self.nodes = device_node_reader(self.machine)
+        self.driver_root = DriverRoot(self.simulated.paths, nodes=self.nodes)
+        nvml = _OnDemandNvml(self.simulated.session)
+        discovery = Discovery(nvml, HostView(self.simulated.paths), lambda: None)
+        discovery.scan_now(5)
+        assert discovery.inventory is not None
+        self.inventory = discovery.inventory
+        self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
+        self._at_first = self.settings()
+
+    def gpu(self, index: int) -> Gpu:
+        return self._gpus[index]
+
+    def whole(self, index: int) -> str:
+        return self._name(index, lambda offered: offered.uuid == self.gpu(index).uuid)
+
+    def static(self, index: int, profile: str, start: int) -> str:
+        return self._name(
+            index,
+            lambda offered: (
+                not isinstance(offered, PossibleMig)
+                and hasattr(offered, "mig")
+                and (offered.mig.profile.name, offered.mig.placement.start) == (profile, start)
+            ),
+        )
+
+    def possible(self, index: int, profile: str, start: int) -> str:
+        return self._name(
+            index,
+            lambda offered: (
+                isinstance(offered, PossibleMig)
+                and (offered.profile.name, offered.placement.start) == (profile, start)
+            ),
+        )
+
+    def _name(self, index: int, suits: Callable[[Any], bool]) -> str:
+        [name] = [
+            name
+            for name, offered in self.inventory.by_name.items()
+            if offered.gpu.index == index and suits(offered)
+        ]
+        return name
+
+    def settings(self) -> list[tuple[object, ...]]:
+        """Of each GPU: MIG mode, instances with compute instances, compute mode, length of time slices."""
+        state = self.machine.current()
+        return [
+            (
+                bool(gpu.mig_mode),
+                sorted((item.id, item.profile_id, item.start, len(item.compute)) for item in gpu.instances),
+                self.machine.compute_mode(gpu.uuid),
+                self.policies.get(TIMESLICE, gpu.uuid),
+            )
+            for gpu in state.present
+        ]
+
+    def made_uuids(self) -> dict[str, str]:
+        """The UUIDs of devices made on demand, which are others each time, with a name for each place."""
+        return {
+            compute.uuid: f"MIG-at-{index}-{instance.start}"
+            for index in ON_DEMAND
+            for instance in self.machine.gpu(index).instances
+            for compute in instance.compute
+        }
+
+    def reset(self) -> None:
+        """As after a boot: only what was made by hand at the start is there."""
+        if self.settings() == self._at_first:
+            return
+        for index in ON_DEMAND:
+            for instance in list(self.machine.gpu(index).instances):
+                self.machine.destroy_mig(index, instance.id)
+            if self.machine.gpu(index).mig_mode:
+                self.machine.set_mig_mode(index, False)
+        self.policies.reset()
+
+    def close(self) -> None:
+        self.simulated.close()
+
+
+@dataclass
+class TimeSliceSettings:
+    """nvidia-smi's part, without a process for each call."""
+
+    site: Site
+
+    def set_time_slice(self, gpu_uuid: str, level: int) -> None:
+        self.site.policies.set(TIMESLICE, gpu_uuid, level)
+
+
+class RecordedMpsHost:
+    """The MPS host as the plugin sees it: a daemon is its record file, and a GPU's compute mode."""
+
+    def __init__(self, site: Site, plugin_directory: Path, boot_id: str) -> None:
+        self._site = site
+        self._layout = mps_layout(plugin_directory)
+        self._layout.root.mkdir(parents=True, exist_ok=True)
+        self._records = DaemonRecords(self._layout)
+        self._boot_id = boot_id
+
+    def daemons(self) -> Mapping[str, DaemonRecord]:
+        found, faults = self._records.load()
+        assert faults == ()
+        return found
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
+        known = self.daemons().get(spec.device)
+        if known is not None and known.spec.uuid == spec.uuid and known.spec != spec:
+            raise PermanentError(f"the MPS daemon of {spec.device} runs with other settings")
+        if known is None or known.spec != spec or known.boot_id != self._boot_id:
+            before = DEFAULT if spec.kind == "gpu" else None
+            process = ProcessId(4242, 99)
+            fresh = DaemonRecord(spec, "running", self._boot_id, process, before)
+            self._records.write(fresh if known is None else replace(fresh, extra=known.extra))
+        if spec.kind == "gpu":
+            self._site.machine.set_compute_mode(spec.gpu_uuid, EXCLUSIVE_PROCESS)
+        return MpsDaemonStatus(spec.device, "ready", spec)
+
+    def stop(
+        self, device: str, timeout_s: float, *, gpu_uuid: str | None = None, kind: str | None = None
+    ) -> None:
+        known = self.daemons().get(device)
+        if known is not None and known.spec.kind == "gpu":
+            self._site.machine.set_compute_mode(known.spec.gpu_uuid, known.compute_mode_before or DEFAULT)
+        self._records.remove(device)
+
+
+class Deaths:
+    """Counts what lasts: effects, and changes of directories, files and disk below a directory. Dies right after the
+    one that `at` says."""
+
+    FILES = ("replace", "rename", "unlink", "rmdir", "mkdir", "link")
+    DESCRIPTORS = ("fsync", "ftruncate", "pwrite")
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.done: list[str] = []
+        self._within = 0
+
+    def note(self, name: str) -> None:
+        self.done.append(name)
+        if len(self.done) == self.at:
+            raise Crash
+
+    def effects_of(self, subject: Any) -> Any:
+        return _Effects(subject, self)
+
+    @contextmanager
+    def effect(self, name: str) -> Iterator[None]:
+        """What the machine writes for it is no change of ours."""
+        self._within += 1
+        try:
+            yield
+        finally:
+            self._within -= 1
+        self.note(name)
+
+    @contextmanager
+    def watching(self, directory: Path, at: int | None = None) -> Iterator[list[str]]:
+        self.at, self.done = at, []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in (*self.FILES, *self.DESCRIPTORS):
+                patch.setattr(os, name, partial(self._called, name, getattr(os, name), str(directory)))
+            yield self.done
+
+    def _called(self, name: str, function: Any, top: str, *args: Any, **options: Any) -> Any:
+        answer = function(*args, **options)
+        subject = args[0]
+        # Names relative to a descriptor are those of a tree that is being removed.
+        is_ours = not isinstance(subject, str | os.PathLike) or str(subject).startswith(top) or options
+        if not self._within and is_ours:
+            self.note(name)
+        return answer
+
+
+class _Effects:
+    def __init__(self, subject: Any, deaths: Deaths) -> None:
+        self._subject = subject
+        self._deaths = deaths
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._subject, name)
+        if name not in EFFECTS:
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            with self._deaths.effect(name):
+                return found(*args, **options)
+
+        return call
+
+
+class KindNode:
+    """One instance of the plugin below `directory`."""
+
+    def __init__(
+        self, site: Site, directory: Path, *, boot_id: str = "boot-1", metadata: tuple[str, ...] = ()
+    ) -> None:
+        self.site = site
+        self.directory = directory
+        self.boot_id = boot_id
+        self.metadata = metadata
+        self.deaths = Deaths()
+        self.claims = Claims()
+        plugin = self.plugin = directory / "plugin"
+        self.records = RecordStore(plugin / "claims")
+        self.records.open()
+        self.locks = GpuLocks(plugin / "locks")
+        self.locks.open()
+        self.claim_locks = ClaimLocks(plugin / "locks")
+        self.specs = CdiDirectory(directory / "cdi", DRIVER)
+        self.specs.create()
+        self.metadata_files = MetadataFiles(plugin, directory / "cdi", DRIVER)
+        self.metadata_files.create()
+        self.clock = Clock()
+        self.ledger = MigLedger(plugin / "mig", self.clock)
+        self.ledger.open()
+        self.mps = RecordedMpsHost(site, plugin, boot_id)
+        hardware = self.deaths.effects_of(MigHardware())
+        users = MigUsers(self.records, self._lost_devices)
+        self.mig = MigDevices(hardware, self.ledger, users, boot_id, clock=self.clock, pause=self.clock.pause)
+        self.keeper = MigKeeper(
+            self.mig, hardware, self.ledger, users, self.locks, boot_id, adopt="leave",
+            on_change=lambda: None, clock=self.clock,
+        )  # fmt: skip
+        self.executor = Executor(
+            self.records,
+            StepDispatcher(self._runners(users)),
+            boot_id,
+            now=lambda: "2026-08-07T12:00:00.000+00:00",
+        )
+        self.preparer = Preparer(
+            Identity(DRIVER, NODE, sharing(site), metadata),
+            self.claims,
+            Devices(site.inventory),
+            self.records,
+            self._orphans,
+            self.claim_locks,
+            self.locks,
+            self.executor,
+            Outcomes(),
+        )
+
+    def restarted(self, **options: Any) -> KindNode:
+        """The next instance, after the look that each start begins with."""
+        node = KindNode(
+            self.site, self.directory, **{"boot_id": self.boot_id, "metadata": self.metadata, **options}
+        )
+        node.claims.allocated |= self.claims.allocated
+        node.keeper.look()
+        return node
+
+    def prepare(self, wanted: AllocatedClaim) -> Any:
+        self.claims.add(wanted)
+        return self.preparer.prepare([wanted.ref], None)[wanted.ref.uid]
+
+    def unprepare(self, wanted: AllocatedClaim) -> Any:
+        return self.preparer.unprepare([wanted.ref], None)[wanted.ref.uid]
+
+    @contextmanager
+    def dying(self, at: int | None) -> Iterator[list[str]]:
+        with self.deaths.watching(self.directory, at) as done:
+            yield done
+
+    def state(self) -> dict[str, object]:
+        """All that a claim may leave: files and directories without locks and what killed writers left, and the
+        GPUs. What is only called otherwise each time has the same name here."""
+        names = {str(self.directory): "", **self.site.made_uuids()}
+        kept = [path for path in self.directory.rglob("*") if "locks" not in path.parts]
+        files = {
+            str(path.relative_to(self.directory)): _renamed(path, names)
+            for path in sorted(kept)
+            if not path.name.endswith(TEMPORARY_SUFFIX) and not _is_fixed(path.relative_to(self.directory))
+        }
+        return {**files, "GPUs": self.site.settings()}
+
+    def _runners(self, users: MigUsers) -> dict[type, Any]:
+        site, paths = self.site, self.site.simulated.paths
+        mig = MigSteps(self.mig, users, MigCaps(paths.proc).exist)
+        settings = self.deaths.effects_of(TimeSliceSettings(site))
+        mps = self.deaths.effects_of(self.mps)
+        return {
+            CreateMig: mig,
+            LeaveMigMode: mig,
+            SetTimeSlice: TimeSliceSteps(settings, self.records),
+            RunMps: MpsSteps(mps, self.records, self._lost_mps_users, self._uuid_of),
+            WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: site.inventory, self.realised),
+            WriteCdiSpec: CdiSteps(
+                DRIVER,
+                self.specs,
+                site.driver_root,
+                GpuNodes(paths, nodes=site.nodes),
+                lambda: site.inventory.versions.driver,
+                mps_layout(self.plugin).directories,
+                self,
+            ),
+        }
+
+    def realised(self, device: str) -> Any:
+        with suppress(NewerFormatError):
+            return self.mig.realised(device)
+        return None
+
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
+        return MigHardware().minor(gpu_uuid, pci_bus_id)
+
+    def _uuid_of(self, device: str) -> str | None:
+        made = self.realised(device)
+        return None if made is None else made.uuid
+
+    def _orphans(self, records: Mapping[str, ClaimRecord]) -> Sequence[tuple[str, Sequence[str]]]:
+        if not self.records.quarantined():
+            return ()
+        return [(uid, names) for uid, names in self.specs.list().items() if uid not in records]
+
+    def _lost_devices(self) -> set[str]:
+        return {device_of_cdi_name(name) for _, names in self._orphans(self.records.all()) for name in names}
+
+    def _lost_mps_users(self) -> dict[str, list[str]]:
+        records = self.records.all()
+        return {
+            uid: [device_of_cdi_name(name) for name in names]
+            for uid, names in self.specs.list().items()
+            if uid not in records and uses_mps(self.specs.read(uid))
+        }
+
+
+def _is_fixed(path: Path) -> bool:
+    """Directories that the plugin makes once."""
+    return path.parent in (Path(), Path("plugin")) and path.suffix != ".json"
+
+
+def _renamed(path: Path, names: Mapping[str, str]) -> str:
+    if path.is_dir():
+        return "directory"
+    text = path.read_text()
+    for name, shown in names.items():
+        text = text.replace(name, shown)
+    return text
+
+
+# --- kinds of claims -------------------------------------------------------------------------------
+
+
+def sharing(site: Site) -> SharingPolicy:
+    """GPU 5 is given out by memory, held to it by MPS; the others belong to one claim each."""
+    by_memory = SharingRule("memory", enforce="mps")
+    return SharingPolicy((SharingEntry(GpuSelector(uuids=frozenset({site.gpu(5).uuid})), by_memory),))
+
+
+def parameters(kind: str = "GpuConfig", *requests: str, **shared: Any) -> DeviceConfig:
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, "sharing": shared}
+    return DeviceConfig("FromClaim", requests, DRIVER, body)
+
+
+MPS = {
+    "strategy": "MPS",
+    "mpsConfig": {"defaultActiveThreadPercentage": 50, "defaultPinnedDeviceMemoryLimit": "4Gi"},
+}
+TIME_SLICING = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
+
+
+def share(site: Site, number: int) -> DeviceResult:
+    return result(site.whole(5), share_id=_SHARE_IDS[number], consumed_capacity={"memory": "10Gi"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A claim, those of others that are prepared before and stay, and whether containers are told of devices."""
+
+    wanted: Callable[[Site], AllocatedClaim]
+    beside: Callable[[Site], tuple[AllocatedClaim, ...]] = lambda _site: ()
+    metadata: tuple[str, ...] = ()
+
+
+_BOTH = ("v1beta1", "v1alpha1")
+
+
+def _several(site: Site) -> AllocatedClaim:
+    return claim(
+        result(site.whole(2), "first"),
+        result(site.static(1, "1g.10gb", 0), "second/small"),
+        result(site.whole(3), "third"),
+        configs=(parameters("GpuConfig", "third", **TIME_SLICING),),
+    )
+
+
+def _small(site: Site, **changes: Any) -> DeviceResult:
+    return result(site.possible(7, "1g.10gb", 3), **changes)
+
+
+KINDS: Mapping[str, Kind] = {
+    "plain": Kind(lambda site: claim(site.whole(2))),
+    "several requests": Kind(_several),
+    "static MIG": Kind(lambda site: claim(site.static(0, "3g.40gb", 4))),
+    "admin access": Kind(
+        lambda site: claim(
+            result(site.whole(2), admin_access=True),
+            result(site.possible(7, "1g.10gb", 3), admin_access=True),
+        )
+    ),
+    "time-slicing": Kind(lambda site: claim(site.whole(2), configs=(parameters(**TIME_SLICING),))),
+    "MPS settings": Kind(lambda site: claim(site.whole(3), configs=(parameters(**MPS),))),
+    "share": Kind(lambda site: claim(share(site, 0))),
+    "share beside another": Kind(
+        lambda site: claim(share(site, 0)), lambda site: (claim(share(site, 1), uid="uid-beside"),)
+    ),
+    "MIG on demand": Kind(lambda site: claim(_small(site))),
+    "MIG on demand beside another": Kind(
+        lambda site: claim(_small(site)),
+        lambda site: (claim(site.possible(7, "2g.20gb", 0), uid="uid-beside"),),
+    ),
+    "whole GPU that may be cut": Kind(lambda site: claim(site.whole(6))),
+    "metadata": Kind(_several, metadata=_BOTH),
+    "MIG on demand with MPS and metadata": Kind(
+        lambda site: claim(_small(site), configs=(parameters("MigDeviceConfig", **MPS),)), metadata=_BOTH
+    ),
+}
+"""Every kind of claim that has steps, or a record, of its own."""
+
+
+def documents(directory: Path) -> dict[str, Any]:
+    """Every JSON file below a directory."""
+    return {
+        str(path.relative_to(directory)): json.loads(path.read_text())
+        for path in sorted(directory.rglob("*.json"))
+    }

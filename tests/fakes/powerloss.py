@@ -1,0 +1,259 @@
+"""A directory on a disk with a cache that a power loss empties: everything that may be there afterwards.
+
+What is recorded are the calls that change directories and the syncs; contents are read from the files themselves.
+The model is more hostile than any journaling file system, and contains what ext4 and XFS may leave:
+
+- A name shows any of the entries that it had since its directory was synced last, whatever other names show. So
+  changes of one directory may be lost in any combination, a rename may be half there, and a sync of a file does not
+  save its name, nor a sync of a directory the name of that directory.
+- A file that changed since it was synced last is empty, cut in the middle, whole, or as it was synced.
+
+Temporary files, whose names begin with a dot, are either all gone or all there and empty, since nobody reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Tree = tuple[tuple[str, bytes | None], ...]
+"""Paths below the disk's directory in order, each with its content; None is a directory."""
+
+_MOST_BYTES = 1 << 20
+_LONG_AGO = (1.0, 1.0)
+
+
+@dataclass(eq=False)
+class _File:
+    descriptor: int
+    synced: bytes | None = None
+
+    def now(self) -> bytes:
+        return os.pread(self.descriptor, _MOST_BYTES, 0)
+
+    def after_loss(self) -> set[bytes]:
+        now = self.now()
+        if now == self.synced:
+            return {now}
+        return {b"", now[: len(now) // 2], now} | (set() if self.synced is None else {self.synced})
+
+
+@dataclass(eq=False)
+class _Directory:
+    entries: dict[str, list[_Entry]] = field(default_factory=dict)
+
+    def now(self, name: str) -> _Entry:
+        return self.entries.get(name, [None])[-1]
+
+    def change(self, name: str, entry: _Entry) -> None:
+        self.entries.setdefault(name, [None]).append(entry)
+
+    def sync(self) -> None:
+        self.entries = {name: [past[-1]] for name, past in self.entries.items() if past[-1] is not None}
+
+
+_Entry = _File | _Directory | None
+
+
+class Disk:
+    """The disk below `directory`. `volatile` are directories right below it that are in memory (a tmpfs is empty after
+    a boot), or whose content is of no matter. `losses` has what a power loss may leave, by what was promised until
+    then."""
+
+    def __init__(self, directory: Path, volatile: Collection[str] = ()) -> None:
+        self._directory = directory
+        self._volatile = volatile
+        self._root = _Directory()
+        self._descriptors: list[int] = []
+        self._promise = "nothing"
+        self.losses: dict[str, set[Tree]] = {"nothing": set()}
+
+    def promise(self, what: str) -> None:
+        """From here on a power loss must leave what this says."""
+        self._promise = what
+        self._note()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watch what is done to the disk, and note after each change what a power loss would leave."""
+        assert not list(self._directory.iterdir()), "what is there already would not be known"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, noted in self._watched().items():
+                patch.setattr(os, name, noted)
+            yield
+        seen = {(path.relative_to(self._directory), path.is_dir()) for path in self._directory.rglob("*")}
+        assert set(_current(self._root, Path())) == seen, "a change was made in a way that is not watched"
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def restore(self, tree: Tree) -> None:
+        """The first boot after the power loss."""
+        for path in self._directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name, content in tree:
+            path = self._directory / name
+            if content is None:
+                path.mkdir()
+            else:
+                path.write_bytes(content)
+                os.utime(path, _LONG_AGO)
+        for name, content in tree:
+            if content is None:
+                os.utime(self._directory / name, _LONG_AGO)
+
+    # --- what is done --------------------------------------------------------------------------
+
+    def _watched(self) -> Mapping[str, Callable[..., Any]]:
+        real = {name: getattr(os, name) for name in _CHANGES}
+
+        def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            descriptor: int = real["open"](path, flags, mode, dir_fd=dir_fd)
+            place = self._place(path, dir_fd) if flags & os.O_CREAT else None
+            if place is not None and place[0].now(place[1]) is None:
+                reader = real["open"](path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd)
+                self._descriptors.append(reader)
+                place[0].change(place[1], _File(reader))
+                self._note()
+            return descriptor
+
+        def renamed(source: Any, target: Any) -> None:
+            real["replace"](source, target)
+            self._move(source, target)
+
+        def linked(source: Any, target: Any) -> None:
+            real["link"](source, target)
+            before, after = self._place(source), self._place(target)
+            if before is not None and after is not None:
+                after[0].change(after[1], before[0].now(before[1]))
+                self._note()
+
+        def removed(path: Any, *, dir_fd: int | None = None) -> None:
+            real["unlink"](path, dir_fd=dir_fd)
+            self._change(path, dir_fd, None)
+
+        def removed_directory(path: Any, *, dir_fd: int | None = None) -> None:
+            place = self._place(path, dir_fd)
+            real["rmdir"](path, dir_fd=dir_fd)
+            if place is not None:
+                place[0].change(place[1], None)
+                self._note()
+
+        def made_directory(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+            real["mkdir"](path, mode, dir_fd=dir_fd)
+            self._change(path, dir_fd, _Directory())
+
+        def synced(descriptor: int) -> None:
+            real["fsync"](descriptor)
+            place = self._place(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+            entry = self._root if place is None else place[0].now(place[1])
+            if isinstance(entry, _File):
+                entry.synced = entry.now()
+            elif isinstance(entry, _Directory):
+                entry.sync()
+            self._note()
+
+        return {
+            "open": opened, "replace": renamed, "rename": renamed, "link": linked, "unlink": removed,
+            "remove": removed, "rmdir": removed_directory, "mkdir": made_directory, "fsync": synced,
+        }  # fmt: skip
+
+    def _move(self, source: Any, target: Any) -> None:
+        before, after = self._place(source), self._place(target)
+        if before is None or after is None:
+            return
+        after[0].change(after[1], before[0].now(before[1]))
+        before[0].change(before[1], None)
+        self._note()
+
+    def _change(self, path: Any, dir_fd: int | None, entry: _Entry) -> None:
+        place = self._place(path, dir_fd)
+        if place is not None:
+            place[0].change(place[1], entry)
+            self._note()
+
+    def _place(self, path: Any, dir_fd: int | None = None) -> tuple[_Directory, str] | None:
+        """The directory and the name in it; None for what is elsewhere."""
+        full = Path(path)
+        if dir_fd is not None:
+            full = Path(os.readlink(f"/proc/self/fd/{dir_fd}")) / full  # noqa: PTH115
+        if full == self._directory or not full.is_relative_to(self._directory):
+            return None
+        *above, name = full.relative_to(self._directory).parts
+        directory = self._root
+        for part in above:
+            below = directory.now(part)
+            assert isinstance(below, _Directory), full
+            directory = below
+        return directory, name
+
+    # --- what may be left ----------------------------------------------------------------------
+
+    def _note(self) -> None:
+        kept = _Directory({
+            name: past for name, past in self._root.entries.items() if name not in self._volatile
+        })  # fmt: skip
+        self.losses.setdefault(self._promise, set()).update(_trees(kept, ""))
+
+
+def covering(trees: Collection[Tree], enough: int) -> list[Tree]:
+    """All trees if there are not more than `enough`. Else a few, always the same, which show every two entries together
+    that any of them shows together; that something is not there counts as an entry."""
+    names = sorted({name for tree in trees for name, _ in tree})
+    ordered = sorted(trees, key=lambda tree: [(name, content or b"") for name, content in tree])
+    if len(ordered) <= enough:
+        return ordered
+    random.Random(0).shuffle(ordered)
+    seen: set[tuple[object, object]] = set()
+    chosen = []
+    for tree in ordered:
+        shown = dict(tree)
+        entries = [(name, shown.get(name, "gone")) for name in names]
+        pairs = set(combinations(entries, 2))
+        if not pairs <= seen:
+            seen |= pairs
+            chosen.append(tree)
+    return chosen
+
+
+_CHANGES = ("open", "replace", "link", "unlink", "rmdir", "mkdir", "fsync")
+
+
+def _current(directory: _Directory, path: Path) -> Iterator[tuple[Path, bool]]:
+    for name in directory.entries:
+        entry = directory.now(name)
+        if entry is not None:
+            yield path / name, isinstance(entry, _Directory)
+        if isinstance(entry, _Directory):
+            yield from _current(entry, path / name)
+
+
+def _trees(directory: _Directory, above: str) -> set[Tree]:
+    """Everything that a power loss may leave of a directory."""
+    temporary: Tree = ()
+    names: list[set[Tree]] = []
+    for name, past in directory.entries.items():
+        path = f"{above}{name}"
+        if name.startswith("."):
+            temporary += ((path, b""),) if any(past) else ()
+        else:
+            names.append({tree for entry in past for tree in _shown(entry, path)})
+    names.append({(), temporary})
+    return {tuple(sorted(sum(chosen, ()), key=lambda item: item[0])) for chosen in product(*names)}
+
+
+def _shown(entry: _Entry, path: str) -> set[Tree]:
+    """Everything that a name may show of one entry."""
+    if entry is None:
+        return {()}
+    if isinstance(entry, _File):
+        return {((path, content),) for content in entry.after_loss()}
+    return {((path, None), *tree) for tree in _trees(entry, f"{path}/")}
