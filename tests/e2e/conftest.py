@@ -21,6 +21,7 @@ SIMULATOR_DIR = Path("/var/lib/gpu-dra-simulator")
 CDI_DIR = Path("/var/run/cdi")
 PLUGIN_DIR = Path("/var/lib/kubelet/plugins/gpu.nvidia.com")
 NAMESPACE = "gpu-dra-driver"
+DAEMONSET = "daemonset/gpu-dra-driver"
 
 Json = dict[str, Any]
 
@@ -136,13 +137,56 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["items"]
 
-    def simulate(self, *arguments: str) -> str:
+    def simulate(self, *arguments: str, directory: Path = SIMULATOR_DIR) -> str:
         """Change the simulated machine under the running driver."""
         program = Path(sys.executable).parent / "gpu-dra-driver"
-        command = [str(program), "simulate", *arguments, "--simulator-dir", str(SIMULATOR_DIR)]
+        command = [str(program), "simulate", *arguments, "--simulator-dir", str(directory)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+
+def install(cluster: Cluster, overlay: str) -> None:
+    """Apply an overlay of `daemonset/overlays` over what is installed, and see it rolled out."""
+    cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
+
+
+def claim_and_pod(
+    name: str,
+    device_class: str = "gpu.nvidia.com",
+    *,
+    selector: str = "",
+    parameters: str = "",
+    command: str = "nvidia-smi -L; exec sleep 3600",
+) -> str:
+    """A pod and a claim of its own, both of this name; `selector` is CEL, `parameters` are the driver's, as JSON."""
+    more = f", selectors: [{{cel: {{expression: '{selector}'}}}}]" if selector else ""
+    opaque = (
+        f"config: [{{opaque: {{driver: gpu.nvidia.com, parameters: {parameters}}}}}]" if parameters else ""
+    )
+    return f"""apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {{name: {name}, namespace: default}}
+spec:
+  devices:
+    requests: [{{name: device, exactly: {{deviceClassName: {device_class}{more}}}}}]
+    {opaque}
+---
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: default}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: local/workload:e2e
+      command: [sh, -c, "{command}"]
+      resources: {{claims: [{{name: device}}]}}
+  resourceClaims: [{{name: device, resourceClaimName: {name}}}]
+---
+"""
 
 
 def _is_running(pod: Json) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, claim_and_pod, wait_for
 
 # Some waits are the kubelet's, which tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -19,34 +19,6 @@ XID, LOST, RESTART = 5, 4, 3
 PARAMETERS_OF_ANOTHER = (
     '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "Guessing"}}'
 )
-
-
-def pod(name: str, selector: str = "", config: str = "") -> str:
-    more = f", selectors: [{{cel: {{expression: '{selector}'}}}}]" if selector else ""
-    parameters = (
-        f"\n    config: [{{opaque: {{driver: gpu.nvidia.com, parameters: {config}}}}}]" if config else ""
-    )
-    return f"""apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {{name: {name}, namespace: default}}
-spec:
-  devices:
-    requests: [{{name: gpu, exactly: {{deviceClassName: gpu.nvidia.com{more}}}}}]{parameters}
----
-apiVersion: v1
-kind: Pod
-metadata: {{name: {name}, namespace: default}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: local/workload:e2e
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {{claims: [{{name: gpu}}]}}
-  resourceClaims: [{{name: gpu, resourceClaimName: {name}}}]
----
-"""
 
 
 def only(index: int) -> str:
@@ -110,7 +82,7 @@ def healthy(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
-    healthy.apply(pod("victim", only(XID)))
+    healthy.apply(claim_and_pod("victim", selector=only(XID)))
     healthy.wait_running("victim")
     wait_for("the pod's device to be healthy", lambda: pod_health(healthy, "victim") == {"Healthy"}, 60)
     healthy.simulate("recovery-action", str(XID), "1")
@@ -130,7 +102,10 @@ def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
     assert any('xid="79"' in labels for labels in metric(healthy, "nvidia_dra_gpu_xids_total"))
     assert healthy.pod("victim")["status"]["phase"] == "Running"
 
-    healthy.apply("".join(pod(f"other-{number}") for number in range(7)) + pod("wants-it", only(XID)))
+    healthy.apply(
+        "".join(claim_and_pod(f"other-{number}") for number in range(7))
+        + claim_and_pod("wants-it", selector=only(XID))
+    )
     healthy.wait_running(*(f"other-{number}" for number in range(7)))
     wait_for(
         "the pod that wants the bad GPU to be unschedulable",
@@ -150,7 +125,7 @@ def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
 
 
 def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
-    cluster.apply(pod("told"))
+    cluster.apply(claim_and_pod("told"))
     cluster.wait_running("told")
 
     def status() -> list[dict[str, Any]]:
@@ -165,7 +140,7 @@ def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
 
 
 def test_cause_of_a_failure_is_in_the_claims_description(cluster: Cluster) -> None:
-    cluster.apply(pod("wrong", config=PARAMETERS_OF_ANOTHER))
+    cluster.apply(claim_and_pod("wrong", parameters=PARAMETERS_OF_ANOTHER))
 
     def events() -> str:
         return cluster.kubectl("describe", "resourceclaim", "wrong").partition("Events:")[2]
@@ -187,7 +162,7 @@ def test_lost_gpu_stays_published_and_is_avoided(cluster: Cluster) -> None:
             20,
         )
         assert len(cluster.devices()) == 8
-        cluster.apply(pod("elsewhere", only(LOST)))
+        cluster.apply(claim_and_pod("elsewhere", selector=only(LOST)))
         wait_for(
             "the pod to be unschedulable",
             lambda: any(
@@ -206,8 +181,8 @@ def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:
     cluster.simulate("xid", str(RESTART), "79")
     wait_for("both taints", lambda: len(taints(cluster, RESTART)) == 2, 20)
     before = device(cluster, RESTART)["taints"]
-    cluster.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
-    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
     wait_for("the driver to be ready", cluster.driver_is_ready)
     assert device(cluster, RESTART)["taints"] == before
     cluster.simulate("reset", str(RESTART))

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, wait_for
+from tests.e2e.conftest import (
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    SIMULATOR_DIR,
+    Cluster,
+    claim_and_pod,
+    install,
+    wait_for,
+)
 
 # Some waits are the kubelet's, which tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -19,11 +28,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 GPUS = 8
 ONE_GPU = "0000:1b:00.0"
 CHURN_S = float(os.environ.get("MIG_CHURN_S", "300"))
-
-
-def install(cluster: Cluster, overlay: str) -> None:
-    cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
-    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
 
 
 @pytest.fixture(scope="module")
@@ -79,32 +83,6 @@ def fingerprint(cluster: Cluster) -> list[tuple[str, int]]:
     )
 
 
-def pod(name: str, claim: str, selectors: str = "", command: str = "nvidia-smi -L; exec sleep 3600") -> str:
-    """A pod with a claim of its own of a class; `selectors` is CEL."""
-    more = f", selectors: [{{cel: {{expression: '{selectors}'}}}}]" if selectors else ""
-    return f"""apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {{name: {name}, namespace: default}}
-spec:
-  devices:
-    requests: [{{name: device, exactly: {{deviceClassName: {claim}{more}}}}}]
----
-apiVersion: v1
-kind: Pod
-metadata: {{name: {name}, namespace: default}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: local/workload:e2e
-      command: [sh, -c, "{command}"]
-      resources: {{claims: [{{name: device}}]}}
-  resourceClaims: [{{name: device, resourceClaimName: {name}}}]
----
-"""
-
-
 ON_ONE_GPU = f'device.attributes["resource.kubernetes.io"].pciBusID == "{ONE_GPU}"'
 
 
@@ -119,7 +97,7 @@ def events_of(cluster: Cluster, name: str) -> list[tuple[str, str]]:
 
 def test_seven_small_devices_on_one_gpu_at_once(mig: Cluster) -> None:
     names = [f"small-{number}" for number in range(7)]
-    mig.apply("".join(pod(name, "mig-1g.10gb.nvidia.com", ON_ONE_GPU) for name in names))
+    mig.apply("".join(claim_and_pod(name, "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU) for name in names))
     mig.wait_running(*names)
     seen = [mig.seen_by(name) for name in names]
     assert all(len(uuids) == 1 for uuids in seen)
@@ -147,9 +125,9 @@ def test_four_devices_of_one_gpu_in_one_claim(mig: Cluster, example: Callable[[s
 
 
 def test_whole_gpu_waits_for_its_slices_and_starts_after(mig: Cluster) -> None:
-    mig.apply(pod("small", "mig-1g.10gb.nvidia.com", ON_ONE_GPU))
+    mig.apply(claim_and_pod("small", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
     mig.wait_running("small")
-    mig.apply(pod("whole", "gpu.nvidia.com", ON_ONE_GPU))
+    mig.apply(claim_and_pod("whole", "gpu.nvidia.com", selector=ON_ONE_GPU))
     wait_for(
         "the pod to be unschedulable",
         lambda: any(
@@ -190,7 +168,7 @@ def test_refused_creation_is_told_and_leaves_nothing_and_succeeds_later(mig: Clu
     mig.simulate(
         "fault", "nvmlGpuInstanceCreateComputeInstance", "--error", "insufficient-resources", "--count", "1"
     )
-    mig.apply(pod("late", "mig-1g.10gb.nvidia.com", ON_ONE_GPU))
+    mig.apply(claim_and_pod("late", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
     wait_for(
         "the cause in the claim's events",
         lambda: any(
@@ -203,7 +181,7 @@ def test_refused_creation_is_told_and_leaves_nothing_and_succeeds_later(mig: Clu
 
 
 def test_a_device_in_use_is_destroyed_when_its_process_ends(mig: Cluster) -> None:
-    mig.apply(pod("held", "mig-1g.10gb.nvidia.com", ON_ONE_GPU))
+    mig.apply(claim_and_pod("held", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
     mig.wait_running("held")
     [(uuid, _, _)] = instances()
     [index] = [number for number, gpu in enumerate(machine()) if gpu["uuid"] == uuid]
@@ -237,11 +215,11 @@ def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:
 
 
 def test_update_and_kubelet_restart_keep_running_devices(clean: Cluster) -> None:
-    clean.apply(pod("stays", "mig-2g.20gb.nvidia.com"))
+    clean.apply(claim_and_pod("stays", "mig-2g.20gb.nvidia.com"))
     clean.wait_running("stays")
     before, uuid = instances(), clean.seen_by("stays")
-    clean.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
-    clean.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    clean.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+    clean.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
     clean.local.restart("kubelet")
     wait_for("the driver to be ready", clean.driver_is_ready)
     wait_for("the slices to be back", lambda: len(clean.devices()) > GPUS)
@@ -268,7 +246,7 @@ def test_churn_of_whole_gpus_and_slices_leaks_nothing(mig: Cluster) -> None:
     while time.monotonic() < until:
         fresh = [f"churn-{number + extra}" for extra in range(choose.randint(1, 4))]
         number += len(fresh)
-        mig.apply("".join(pod(name, choose.choice(classes)) for name in fresh))
+        mig.apply("".join(claim_and_pod(name, choose.choice(classes)) for name in fresh))
         alive += fresh
         mig.wait_running(*fresh, timeout_s=120)
         ran += len(fresh)

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import NAMESPACE, SIMULATOR_DIR, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, Cluster, wait_for
 from tests.e2e.test_pods import TEMPLATE
 
 pytestmark = pytest.mark.cluster
 
-DAEMONSET = "daemonset/gpu-dra-driver"
 WORKERS = 4
 GPUS = 8
 SETTLE_S = 240.0

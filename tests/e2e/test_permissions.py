@@ -1,18 +1,26 @@
-"""The driver's token can change its own node's slices and nothing else, in every served API version."""
+"""The driver's token can change its own node's slices and the status of its devices, in every served API version."""
 
 from __future__ import annotations
 
+import base64
 import json
+import ssl
 import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import NAMESPACE, Cluster
+from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
 
 pytestmark = pytest.mark.cluster
 
 VERSIONS = ("v1", "v1beta2", "v1beta1")
+SPACE = "permissions"
+OLDER = "e2e-older-server"
 Json = dict[str, Any]
 
 
@@ -81,22 +89,283 @@ def test_what_is_not_its_own_is_refused(cluster: Cluster, token: str, version: s
     assert denied(cluster, token, a_slice(version, "permission-test", **foreign))
 
 
-def test_deleting_another_nodes_slice_is_refused(cluster: Cluster, token: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_deleting_another_nodes_slice_is_refused(cluster: Cluster, token: str, version: str) -> None:
     other = a_slice("v1", "other-nodes-slice", pool="other-node", where={"nodeName": "other-node"})
     cluster.kubectl("create", "-f", "-", stdin=json.dumps(other))
     try:
-        assert denied(cluster, token, other, action="delete")
+        there = {**other, "apiVersion": f"resource.k8s.io/{version}"}
+        assert denied(cluster, token, there, action="delete")
     finally:
         cluster.kubectl("delete", "resourceslice", "other-nodes-slice")
 
 
-def test_token_reads_no_secrets_and_writes_no_claims(cluster: Cluster) -> None:
-    account = f"system:serviceaccount:{NAMESPACE}:gpu-dra-driver"
-    for verb, resource in (
-        ("get", "secrets"),
-        ("list", "pods"),
-        ("update", "resourceclaims"),
-        ("patch", "nodes"),
-    ):
-        answer = cluster.kubectl("auth", "can-i", verb, resource, "--as", account, "-A", check=False)
-        assert answer.strip() == "no", (verb, resource)
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: Json
+
+    def refused_by(self, words: str) -> bool:
+        """Whether the server understood it and said no, for this reason."""
+        return self.status in (403, 422) and words in self.body["message"]
+
+
+class Api:
+    """The API server as the holder of a token asks it."""
+
+    def __init__(self, cluster: Cluster, token: str) -> None:
+        config = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))
+        server = config["clusters"][0]["cluster"]
+        self._url = server["server"]
+        authority = base64.b64decode(server["certificate-authority-data"]).decode()
+        self._tls = ssl.create_default_context(cadata=authority)
+        self._token = token
+
+    def ask(self, method: str, path: str, body: Json | None = None, kind: str = "application/json") -> Answer:
+        """Writes are dry runs."""
+        extra = "" if method == "GET" else ("&" if "?" in path else "?") + "dryRun=All"
+        request = urllib.request.Request(
+            f"{self._url}{path}{extra}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self._token}", "Content-Type": kind},
+        )
+        try:
+            with urllib.request.urlopen(request, context=self._tls, timeout=30) as answer:
+                return Answer(answer.status, json.load(answer))
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, json.load(error))
+
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+POLICY = "'gpu-dra-driver-own-devices' denied request"
+
+
+@pytest.fixture(scope="module")
+def claims(_cluster: Cluster) -> Iterator[dict[str, tuple[str, str]]]:
+    """(driver, pool) of the device that each claim has: ours, one of another node, one of another driver."""
+    found = {
+        "mine": ("gpu.nvidia.com", _cluster.node),
+        "of-another-node": ("gpu.nvidia.com", "other-node"),
+        "of-another-driver": ("nic.example.com", _cluster.node),
+    }
+    _cluster.kubectl("create", "namespace", SPACE)
+    for name, (driver, pool) in found.items():
+        request = {"name": "any", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
+        claim = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": name, "namespace": SPACE},
+            "spec": {"devices": {"requests": [request]}},
+        }
+        _cluster.apply(json.dumps(claim))
+        device = {"request": "any", "driver": driver, "pool": pool, "device": "one"}
+        node = {"key": "metadata.name", "operator": "In", "values": [pool]}
+        allocation = {
+            "devices": {"results": [device]},
+            "nodeSelector": {"nodeSelectorTerms": [{"matchFields": [node]}]},
+        }
+        status: Json = {"allocation": allocation}
+        if name == "of-another-driver":
+            status["devices"] = [entry(driver, pool)]
+        patch = ("--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
+        _cluster.kubectl("patch", "resourceclaim", name, "-n", SPACE, *patch)
+    yield found
+    _cluster.kubectl("delete", "namespace", SPACE, "--timeout=60s")
+
+
+def entry(driver: str, pool: str) -> Json:
+    return {"driver": driver, "pool": pool, "device": "one", "data": {"seen": "by a test"}}
+
+
+def path_of(version: str, name: str) -> str:
+    return f"/apis/resource.k8s.io/{version}/namespaces/{SPACE}/resourceclaims/{name}"
+
+
+def apply_status(api: Api, version: str, name: str, devices: list[Json]) -> Answer:
+    """Server-side apply of the status of devices, as the driver does it."""
+    body = {
+        "apiVersion": f"resource.k8s.io/{version}",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "status": {"devices": devices},
+    }
+    return api.ask("PATCH", f"{path_of(version, name)}/status?fieldManager=test&force=true", body, APPLY)
+
+
+def harmful(api: Api, version: str, node: str) -> dict[str, Answer]:
+    """What a broken node might try with the status of claims."""
+    merge = {
+        "taking a device from a claim": ("mine", {"allocation": None}),
+        "taking a claim for a pod": (
+            "mine",
+            {"reservedFor": [{"resource": "pods", "name": "x", "uid": "y"}]},
+        ),
+        "taking another node's device from a claim": ("of-another-node", {"allocation": None}),
+        "forgetting another driver's device": ("of-another-driver", {"devices": None}),
+    }
+    answers = {
+        what: api.ask("PATCH", f"{path_of(version, name)}/status", {"status": status}, MERGE)
+        for what, (name, status) in merge.items()
+    }
+    answers["telling another node's device"] = apply_status(
+        api, version, "of-another-node", [entry("gpu.nvidia.com", "other-node")]
+    )
+    answers["telling another driver's device"] = apply_status(
+        api,
+        version,
+        "of-another-driver",
+        [{**entry("nic.example.com", node), "data": {"seen": "by a thief"}}],
+    )
+    return answers
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_status_of_own_devices_and_nothing_else_of_a_claim(
+    cluster: Cluster, token: str, claims: dict[str, tuple[str, str]], version: str
+) -> None:
+    api = Api(cluster, token)
+    driver, pool = claims["mine"]
+    told = apply_status(api, version, "mine", [entry(driver, pool)])
+    assert told.status == 200, told
+    assert [one["data"] for one in told.body["status"]["devices"]] == [{"seen": "by a test"}]
+    for what, answer in harmful(api, version, cluster.node).items():
+        assert answer.status in (403, 422), (what, answer)
+    # What is not of the status does not change with it.
+    for name in claims:
+        metadata = {"labels": {"a": "b"}, "finalizers": ["a.example.com/b"]}
+        answer = api.ask("PATCH", f"{path_of(version, name)}/status", {"metadata": metadata}, MERGE)
+        assert not {"labels", "finalizers"} & answer.body["metadata"].keys(), answer
+        assert api.ask("PATCH", path_of(version, name), {"metadata": metadata}, MERGE).status == 403
+
+
+@pytest.fixture
+def older_server(cluster: Cluster) -> Iterator[None]:
+    """Grants what Kubernetes before 1.36 does not ask for, so that the policy stands alone."""
+    rules = [
+        {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims/binding"], "verbs": ["patch"]},
+        {
+            "apiGroups": ["resource.k8s.io"],
+            "resources": ["resourceclaims/driver"],
+            "verbs": ["associated-node:patch", "arbitrary-node:patch"],
+        },
+    ]
+    rbac = "rbac.authorization.k8s.io"
+    role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": OLDER}, "rules": rules}
+    account = {"kind": "ServiceAccount", "name": "gpu-dra-driver", "namespace": NAMESPACE}
+    binding = {
+        "apiVersion": f"{rbac}/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": OLDER},
+        "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": OLDER},
+        "subjects": [account],
+    }
+    cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": [role, binding]}))
+    yield
+    cluster.kubectl("delete", "clusterrolebinding,clusterrole", OLDER)
+
+
+@pytest.mark.usefixtures("older_server")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_policy_alone_confines_the_status_as_well(
+    cluster: Cluster, token: str, claims: dict[str, tuple[str, str]], version: str
+) -> None:
+    api = Api(cluster, token)
+    driver, pool = claims["mine"]
+    wait_for(
+        "the policy to be what refuses",
+        lambda: all(answer.refused_by(POLICY) for answer in harmful(api, version, cluster.node).values()),
+        30,
+    )
+    assert apply_status(api, version, "mine", [entry(driver, pool)]).status == 200
+    nobody = Api(cluster, cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE).strip())
+    assert apply_status(nobody, version, "mine", [entry(driver, pool)]).refused_by(POLICY)
+
+
+def test_rights_are_the_contract_and_nothing_more(cluster: Cluster, token: str) -> None:
+    """What the API server itself says that the token may do, beyond asking about itself."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": "default"},
+    }
+    answer = Api(cluster, token).ask("POST", "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review)
+    found = {
+        (group, resource, verb, *rule.get("resourceNames", ()))
+        for rule in answer.body["status"]["resourceRules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        if not resource.startswith("selfsubject")
+    }
+    dra = "resource.k8s.io"
+    every = ("get", "list", "watch", "create", "update", "patch", "delete")
+    assert found == {
+        (dra, "resourceclaims", "get"),
+        (dra, "resourceclaims/status", "patch"),
+        (dra, "resourceclaims/driver", "associated-node:patch", "gpu.nvidia.com"),
+        *((dra, "resourceslices", verb) for verb in every),
+        ("", "nodes", "get"),
+        ("", "events", "create"),
+        ("", "events", "patch"),
+    }
+    urls = {verb for rule in answer.body["status"]["nonResourceRules"] for verb in rule["verbs"]}
+    assert urls <= {"get"}
+
+
+def test_what_a_stolen_token_might_try_is_refused(
+    cluster: Cluster, token: str, claims: dict[str, tuple[str, str]]
+) -> None:
+    api = Api(cluster, token)
+    pod = cluster.driver_pods()[0]["metadata"]["name"]
+    label = {"metadata": {"labels": {"a": "b"}}}
+    pods, core = f"/api/v1/namespaces/{NAMESPACE}/pods", "/api/v1"
+    policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+    attempts: list[tuple[str, str, Json | None]] = [
+        ("DELETE", f"{pods}/{pod}", None),
+        ("GET", pods, None),
+        ("POST", f"{pods}/{pod}/eviction", {"apiVersion": "policy/v1", "kind": "Eviction"}),
+        ("DELETE", path_of("v1", "mine"), None),
+        ("DELETE", path_of("v1", "of-another-node"), None),
+        ("GET", "/apis/resource.k8s.io/v1/resourceclaims", None),
+        ("DELETE", "/apis/resource.k8s.io/v1/resourceslices", None),
+        ("GET", f"{core}/secrets", None),
+        ("GET", f"{core}/namespaces/{NAMESPACE}/secrets", None),
+        ("GET", f"{core}/namespaces/{NAMESPACE}/configmaps", None),
+        ("GET", f"{core}/nodes", None),
+        ("PATCH", f"{core}/nodes/{cluster.node}", label),
+        ("PATCH", f"{core}/nodes/{cluster.node}/status", {"status": {"capacity": {"example.com/x": "1"}}}),
+        ("DELETE", f"{core}/nodes/{cluster.node}", None),
+        ("GET", f"{core}/events", None),
+        ("DELETE", f"{core}/namespaces/default/events", None),
+        ("POST", f"{core}/namespaces/{NAMESPACE}/serviceaccounts/gpu-dra-driver/token", {}),
+        ("PATCH", "/apis/resource.k8s.io/v1/deviceclasses/gpu.nvidia.com", label),
+        ("PATCH", f"{policies}/gpu-dra-driver-own-node", label),
+        ("PATCH", "/apis/rbac.authorization.k8s.io/v1/clusterroles/gpu-dra-driver", label),
+        ("PATCH", f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets/gpu-dra-driver", label),
+    ]
+    for method, path, body in attempts:
+        answer = api.ask(method, path, body, MERGE if method == "PATCH" else "application/json")
+        assert answer.refused_by("cannot"), (method, path, answer)
+
+
+def test_the_token_ends_with_its_pod(cluster: Cluster) -> None:
+    """Whoever copied it has nothing left once the pod is gone."""
+    manifest = f"""apiVersion: v1
+kind: Pod
+metadata: {{name: short-lived, namespace: {NAMESPACE}}}
+spec:
+  serviceAccountName: gpu-dra-driver
+  terminationGracePeriodSeconds: 0
+  containers:
+    - {{name: main, image: "local/workload:e2e", command: [sleep, "3600"]}}
+"""
+    cluster.apply(manifest)
+    wait_for("the pod to be bound", lambda: cluster.pod("short-lived", NAMESPACE)["spec"].get("nodeName"))
+    bound = ["--bound-object-kind", "Pod", "--bound-object-name", "short-lived"]
+    api = Api(cluster, cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE, *bound).strip())
+    slices = "/apis/resource.k8s.io/v1/resourceslices"
+    assert api.ask("GET", slices).status == 200
+    cluster.kubectl("delete", "pod", "short-lived", "-n", NAMESPACE, "--timeout=60s")
+    wait_for("the token to be refused", lambda: api.ask("GET", slices).status == 401)

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, install, wait_for
 
 pytestmark = pytest.mark.cluster
 
 BY_MEMORY = "0000:1b:00.0"
 SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
-
-
-def install(cluster: Cluster, overlay: str) -> None:
-    cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
-    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +210,8 @@ def test_update_of_the_plugin_restarts_no_daemon(sharing: Cluster, example: Call
     before = daemons()
     assert len(before) == 1
     plugin = {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
-    sharing.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
-    sharing.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    sharing.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+    sharing.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
     assert daemons() == before
     assert plugin != {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
     assert all(alive(int(pid)) for pid in before.values())

@@ -8,7 +8,7 @@ import pytest
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -109,9 +109,9 @@ def test_plugin_restart_writes_nothing_and_leaves_the_pod_alone(cluster: Cluster
 
 def test_rolling_update_serves_throughout_and_writes_nothing(cluster: Cluster) -> None:
     before = versions(cluster)
-    cluster.kubectl("rollout", "restart", "daemonset/gpu-dra-driver", "-n", NAMESPACE)
+    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
     cluster.kubectl("apply", "-f", "examples/one-gpu")
     cluster.wait_running("one-gpu")
-    cluster.kubectl("rollout", "status", "daemonset/gpu-dra-driver", "-n", NAMESPACE, "--timeout=120s")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
     assert versions(cluster) == before
     cluster.kubectl("delete", "-f", "examples/one-gpu")

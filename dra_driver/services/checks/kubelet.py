@@ -45,9 +45,13 @@ class KubeletChecks:
 
     def directories(self) -> Finding:
         """Are the kubelet's directories there, and writable?"""
+        # A pod without privileges has its own directory mounted, and not those of other plugins.
+        plugins = self.plugins
+        if self.state.is_dir() and not os.access(plugins, os.W_OK | os.X_OK):
+            plugins = self.state
         for path, flag in (
             (self.registry, "--kubelet-registrar-directory-path"),
-            (self.plugins, "--kubelet-plugins-directory-path"),
+            (plugins, "--kubelet-plugins-directory-path"),
         ):
             if not path.is_dir():
                 return fail(
@@ -59,7 +63,7 @@ class KubeletChecks:
                     f"{path} is not writable",
                     "mount it writable into the driver's pod; it has to run as root",
                 )
-        return ok(f"{self.registry} and {self.plugins} are writable")
+        return ok(f"{self.registry} and {plugins} are writable")
 
     def sockets(self) -> Finding:
         """Who is registered under the driver's name: nobody, one, or two?"""

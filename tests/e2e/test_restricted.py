@@ -1,0 +1,291 @@
+"""The driver without privileges does its work, and nothing that it has left can be taken from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import (
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    SIMULATOR_DIR,
+    Cluster,
+    claim_and_pod,
+    install,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+Json = dict[str, Any]
+
+GPUS = 8
+MACHINE = SIMULATOR_DIR / "restricted"
+CAP_SYS_ADMIN = 21
+HOST_NODE = Path("/dev/gpu-dra-driver-e2e")
+NVIDIA_MAJOR = 195
+"""Of the nodes of GPUs; without NVIDIA's module in the kernel nobody answers at it."""
+LONG_SLICES = json.dumps(
+    {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "GpuConfig",
+        "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
+    """The driver without privileges; afterwards the plain one again."""
+    # Nodes of devices are made by the host's kernel, and the simulated one runs in the driver's process.
+    shutil.rmtree(MACHINE, ignore_errors=True)
+    _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
+    install(_cluster, "e2e-restricted")
+    wait_for("the driver and its MPS host to be ready", _cluster.driver_is_ready)
+    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS)
+    yield _cluster
+    _cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE)
+    install(_cluster, "e2e")
+    _cluster.kubectl("delete", "runtimeclass", "nvidia")
+    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS)
+    shutil.rmtree(MACHINE)
+
+
+@pytest.fixture
+def restricted(_restricted: Cluster, cluster: Cluster) -> Cluster:
+    return cluster
+
+
+def process_of(pod: Json) -> Path:
+    """The directory in /proc of the daemon of a pod."""
+    wanted = f"POD_UID={pod['metadata']['uid']}".encode()
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted in (directory / "environ").read_bytes().split(b"\0"):
+                return directory
+    raise AssertionError(f"pod {pod['metadata']['name']} has no process")
+
+
+def test_the_kernel_grants_it_nothing(restricted: Cluster) -> None:
+    """No capability and no way to one, filtered system calls, and a root file system that is read-only."""
+    [driver] = [
+        pod
+        for pod in restricted.driver_pods()
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "node"
+        and "deletionTimestamp" not in pod["metadata"]
+    ]
+    process = process_of(driver)
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+    sets = {name: int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")}
+    assert sets == dict.fromkeys(sets, 0)
+    assert status["NoNewPrivs"] == "1"
+    assert status["Seccomp"] == "2"
+    mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    [root] = [mount for mount in mounts if mount[4] == "/"]
+    assert "ro" in root[5].split(",")
+    host_directories = {mount[4] for mount in mounts if mount[3].startswith(("/var/lib/gpu-dra", "/run"))}
+    assert str(PLUGIN_DIR) in host_directories
+    assert str(PLUGIN_DIR.parent) not in host_directories
+
+
+def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -> None:
+    """A GPU, time slices, a MIG device on demand and MPS: what is the driver's own needs no capability."""
+    restricted.apply(
+        claim_and_pod("whole")
+        + claim_and_pod("turns", parameters=LONG_SLICES)
+        + claim_and_pod("slice", "mig-1g.10gb.nvidia.com")
+        + claim_and_pod(
+            "together", "mps.gpu.nvidia.com", command="nvidia-smi -L; mps-client; exec sleep 3600"
+        )
+    )
+    names = ("whole", "turns", "slice", "together")
+    restricted.wait_running(*names, timeout_s=90)
+    seen = {name: restricted.seen_by(name) for name in names}
+    assert all(len(uuids) == 1 for uuids in seen.values())
+    assert seen["slice"][0].startswith("MIG-")
+    interval = MACHINE / "root/var/lib/nvidia-simulator/timeslice" / seen["turns"][0]
+    assert interval.read_text().strip() == "3"
+    wait_for(
+        "the MPS client to be connected",
+        lambda: "mps=connected" in restricted.kubectl("logs", "together", check=False),
+    )
+    restricted.kubectl("delete", "pod", *names)
+    wait_for("the claims to be unprepared", lambda: not restricted.leftovers(), 70)
+    wait_for("the time slice to be as before", lambda: interval.read_text().strip() in ("", "0"))
+    wait_for(
+        "the MIG device to be destroyed",
+        lambda: (
+            not any(gpu["instances"] for gpu in json.loads((MACHINE / "machine.json").read_text())["gpus"])
+        ),
+    )
+
+
+def test_doctor_finds_no_fault(restricted: Cluster) -> None:
+    """It looks at what the pod may reach, and that is enough."""
+    command = ("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor")
+    said = restricted.kubectl(*command, check=False)
+    assert "OK    kubelet directories" in said
+    assert " 0 FAIL" in said, said
+
+
+WITHOUT: dict[str, tuple[str, str]] = {
+    "plugins-registry": ("terminated", "kubelet registry directory /var/lib/kubelet/plugins_registry"),
+    "plugins": ("terminated", "cannot create the directory /var/lib/kubelet/plugins/"),
+    "cdi": ("terminated", "cannot create the directory /var/run/cdi"),
+    "api-token": ("terminated", "ca.crt is missing or unreadable"),
+    "driver-root": ("gpu-dra-driver doctor", "libnvidia-ml.so.1 is not below the driver root"),
+    "tmp": ("gpu-dra-driver inspect", "No usable temporary directory"),
+}
+"""By volume: how the daemon ends without it, or which command tells what is missing, and its words."""
+
+
+def without(pod: Json, volume: str) -> Json:
+    """A pod without a volume and without what restarts it, under a driver's name of its own."""
+    made = copy.deepcopy(pod)
+    spec = made["spec"]
+    [container] = spec["containers"]
+    container["volumeMounts"] = [one for one in container["volumeMounts"] if one["name"] != volume]
+    spec["volumes"] = [one for one in spec["volumes"] if one["name"] != volume]
+    made["metadata"]["name"] = f"without-{volume}"
+    return json.loads(json.dumps(made).replace("gpu.nvidia.com", driver_name(volume)))
+
+
+def driver_name(volume: str) -> str:
+    return f"{volume}.e2e.example.com"
+
+
+@pytest.fixture
+def as_installed(cluster: Cluster) -> Iterator[Json]:
+    """A pod as `daemonset/base` makes it, with the simulated driver root as the host's; nothing of it stays."""
+    text = cluster.kubectl("kustomize", "daemonset/base", "-o", "/dev/stdout")
+    made = cluster.kubectl("create", "--dry-run=client", "-o", "json", "-f", "-", stdin=text)
+    decoder, rest, documents = json.JSONDecoder(), made.lstrip(), []
+    while rest:
+        document, end = decoder.raw_decode(rest)
+        documents.append(document)
+        rest = rest[end:].lstrip()
+    documents = [one for entry in documents for one in entry.get("items", [entry])]
+    [daemonset] = [entry for entry in documents if entry["kind"] == "DaemonSet"]
+    spec = daemonset["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        del container[probe]
+    container |= {"image": "localhost/gpu-dra-driver:dev", "imagePullPolicy": "Never"}
+    root = str(SIMULATOR_DIR / "root")
+    for variable in container["env"]:
+        if variable["name"] == "NVIDIA_DRIVER_ROOT":
+            variable["value"] = root
+    for volume in spec["volumes"]:
+        if volume["name"] == "driver-root":
+            volume["hostPath"]["path"] = root
+    spec |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
+    metadata = {"namespace": NAMESPACE, "labels": {"test": "mounts"}}
+    yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    cluster.kubectl("delete", "pods", "-n", NAMESPACE, "-l", "test=mounts", "--timeout=60s")
+    for volume in ("nothing", *WITHOUT):
+        shutil.rmtree(PLUGIN_DIR.parent / driver_name(volume), ignore_errors=True)
+        for socket in PLUGIN_DIR.parent.with_name("plugins_registry").glob(f"{driver_name(volume)}*"):
+            socket.unlink()
+
+
+def tells(cluster: Cluster, volume: str, command: str, words: str) -> bool:
+    """Whether the daemon ended with these words, or a command in its pod says them."""
+    name = f"without-{volume}"
+    if command == "terminated":
+        statuses = cluster.pod(name, NAMESPACE)["status"].get("containerStatuses", [])
+        ended = any("terminated" in status["state"] for status in statuses)
+        return ended and words in cluster.kubectl("logs", name, "-n", NAMESPACE)
+    run = ("--", "sh", "-c", f"{command} 2>&1 || true")
+    return words in cluster.kubectl("exec", name, "-n", NAMESPACE, *run, check=False)
+
+
+def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
+    """The daemon of `daemonset/base` runs; without any one of its mounts it does not, or a command does not."""
+    assert {one["name"] for one in as_installed["spec"]["volumes"]} == {*WITHOUT, "dev"}, "dev is below"
+    pods = [without(as_installed, volume) for volume in ("nothing", *WITHOUT)]
+    cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": pods}))
+    for volume, (command, words) in WITHOUT.items():
+        wait_for(
+            f"{words!r} without {volume}", partial(tells, cluster, volume, command, words), 90, every_s=1.0
+        )
+        if command != "terminated":
+            assert not tells(cluster, "nothing", command, words)
+    assert "plugin_registered" in cluster.kubectl("logs", "without-nothing", "-n", NAMESPACE)
+
+
+OPENERS = """apiVersion: v1
+kind: Pod
+metadata: {name: openers}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: as-in-base
+      image: local/workload:e2e
+      command: [sleep, "3600"]
+      securityContext: {privileged: true}
+      volumeMounts: [{name: dev, mountPath: /dev, mountPropagation: HostToContainer}]
+    - name: without-mount
+      image: local/workload:e2e
+      command: [sleep, "3600"]
+      securityContext: {privileged: true, capabilities: {drop: [ALL]}}
+    - name: without-privileges
+      image: local/workload:e2e
+      command: [sleep, "3600"]
+      securityContext: {capabilities: {add: [ALL]}}
+      volumeMounts: [{name: dev, mountPath: /dev, mountPropagation: HostToContainer}]
+  volumes:
+    - {name: dev, hostPath: {path: /dev}}
+"""
+
+
+def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: Cluster) -> None:
+    """Neither the mount nor all capabilities are enough: the device group lets nobody else open the host's devices."""
+    cluster.apply(OPENERS)
+    cluster.wait_running("openers")
+    os.mknod(HOST_NODE, stat.S_IFCHR | 0o666, os.makedev(NVIDIA_MAJOR, 0))
+    try:
+
+        def opened(container: str) -> str:
+            read = ("--", "sh", "-c", f"cat {HOST_NODE} 2>&1 || true")
+            return cluster.kubectl("exec", "openers", "-c", container, *read)
+
+        # The kernel looked for the driver of the device, which this machine does not have.
+        assert "No such device or address" in opened("as-in-base")
+        assert "No such file or directory" in opened("without-mount")
+        assert "Operation not permitted" in opened("without-privileges")
+    finally:
+        HOST_NODE.unlink()
+    # A privileged container has its capabilities whatever the manifest drops.
+    read = ("--", "grep", "CapEff", "/proc/self/status")
+    effective = cluster.kubectl("exec", "openers", "-c", "without-mount", *read).split()[1]
+    assert int(effective, 16) >> CAP_SYS_ADMIN & 1
+
+
+def test_the_mps_host_may_not_mount_for_the_node_without_privileges(cluster: Cluster) -> None:
+    """Its tmpfs has to reach the host, which the API server allows to privileged containers only."""
+    made = cluster.kubectl("kustomize", "daemonset/overlays/e2e-sharing")
+    [daemonset] = [text for text in made.split("---\n") if "mountPropagation: Bidirectional" in text]
+    assert daemonset.count("privileged: true") == 1
+    daemonset = daemonset.replace("name: gpu-dra-driver-mps\n", "name: dry-run\n")
+
+    def refusal(manifest: str) -> str:
+        command = [str(cluster.local.kubectl()), "--kubeconfig", str(cluster.local.kubeconfig())]
+        command += ["create", "--dry-run=server", "-f", "-"]
+        return subprocess.run(command, input=manifest, capture_output=True, text=True, check=False).stderr
+
+    assert not refusal(daemonset)
+    unprivileged = daemonset.replace("privileged: true", "privileged: false")
+    assert "available only to privileged containers" in refusal(unprivileged)

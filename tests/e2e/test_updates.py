@@ -1,0 +1,239 @@
+"""Updates that go wrong, that change what is published, and that a kubelet's restart comes into."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, wait_for
+from tests.e2e.test_pods import TEMPLATE
+from tests.e2e.test_slices import versions
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+Json = dict[str, Any]
+REGISTRY = Path("/var/lib/kubelet/plugins_registry")
+
+POD = """apiVersion: v1
+kind: Pod
+metadata: {{name: {name}}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: local/workload:e2e
+      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
+      resources: {{claims: [{{name: gpu}}]}}
+  resourceClaims:
+    - {{name: gpu, resourceClaimTemplateName: burst}}
+"""
+
+
+def start_pods(cluster: Cluster, *names: str) -> None:
+    """One after the other; each of them runs and has its GPU."""
+    for name in names:
+        cluster.apply(POD.format(name=name))
+        cluster.wait_running(name, timeout_s=150)
+        assert len(cluster.seen_by(name)) == 1
+
+
+def change(cluster: Cluster, **container: Any) -> None:
+    """Roll out another version: the driver's container with these fields."""
+    patch = {"spec": {"template": {"spec": {"containers": [{"name": "driver", **container}]}}}}
+    cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps(patch))
+
+
+def rolled_out(cluster: Cluster) -> None:
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=150s")
+    wait_for("one ready pod of the driver", lambda: len(staying(cluster)) == 1 and cluster.driver_is_ready())
+
+
+def staying(cluster: Cluster) -> list[Json]:
+    """The driver's pods that are not on their way out, the oldest first."""
+    pods = [pod for pod in cluster.driver_pods() if "deletionTimestamp" not in pod["metadata"]]
+    return sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"])
+
+
+def state_of(pod: Json) -> Json:
+    """Of its only container; nothing while the kubelet has not told of it."""
+    statuses = pod["status"].get("containerStatuses", [])
+    return statuses[0] if statuses else {"state": {}, "lastState": {}, "restartCount": 0}
+
+
+def runs(pod: Json) -> bool:
+    return "running" in state_of(pod)["state"]
+
+
+def crashed(pod: Json) -> bool:
+    return state_of(pod)["restartCount"] > 0
+
+
+def serves_nobody(pod: Json) -> bool:
+    """Its own socket for the kubelet is there, where no kubelet looks."""
+    return runs(pod) and state_of(pod).get("started", False)
+
+
+@pytest.fixture
+def updating(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster with a claim template; afterwards it has the version of before, whatever the test rolled out."""
+    rolled_out(cluster)
+    template = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]
+    cluster.apply(TEMPLATE)
+    yield cluster
+    back = [
+        {"op": "replace", "path": "/spec/template", "value": template},
+        {"op": "replace", "path": "/spec/minReadySeconds", "value": 0},
+    ]
+    cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "--type=json", "-p", json.dumps(back))
+    rolled_out(cluster)
+
+
+@pytest.mark.parametrize(
+    ("broken", "is_there"),
+    [
+        pytest.param({"command": ["sleep", "3600"]}, runs, id="hangs"),
+        pytest.param({"args": ["run", "--no-such-flag"]}, crashed, id="crashes"),
+        pytest.param(
+            {"env": [{"name": "KUBELET_REGISTRAR_DIRECTORY_PATH", "value": "/tmp"}]},
+            serves_nobody,
+            id="is never registered",
+        ),
+    ],
+)
+def test_a_version_that_never_registers_changes_nothing(
+    updating: Cluster, broken: Json, is_there: Callable[[Json], bool]
+) -> None:
+    """The old one serves all the time, the slices are not touched, and the update can be undone."""
+    [old] = staying(updating)
+    published = versions(updating)
+    start_pods(updating, "before")
+    change(updating, **broken)
+    wait_for(
+        "the broken version to be there",
+        lambda: len(staying(updating)) == 2 and is_there(staying(updating)[1]),
+        90,
+    )
+    start_pods(updating, "during-1", "during-2", "during-3")
+    updating.kubectl("delete", "pod", "before")
+    wait_for("its claim to be unprepared", lambda: len(updating.leftovers()) == 6, 70)
+    assert versions(updating) == published
+    updating.kubectl("rollout", "undo", DAEMONSET, "-n", NAMESPACE)
+    rolled_out(updating)
+    start_pods(updating, "after")
+    assert versions(updating) == published
+    [left] = staying(updating)
+    assert left["metadata"]["uid"] == old["metadata"]["uid"], "the one that served all the time"
+    assert state_of(left)["restartCount"] == 0
+
+
+@contextmanager
+def watched(cluster: Cluster, file: Path) -> Iterator[Callable[[], list[Json]]]:
+    """The changes of slices from now on, each with its `type` and `object`."""
+    local = cluster.local
+    command = [str(local.kubectl()), "--kubeconfig", str(local.kubeconfig()), "get", "resourceslices"]
+    command += ["--watch-only", "--output-watch-events", "-o", "json"]
+    with file.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output)
+
+    def changes() -> list[Json]:
+        decoder, text, found = json.JSONDecoder(), file.read_text().lstrip(), []
+        while text:
+            try:
+                value, end = decoder.raw_decode(text)
+            except json.JSONDecodeError:
+                break  # half of it is written
+            found.append(value)
+            text = text[end:].lstrip()
+        return found
+
+    try:
+        # The watch is open when it tells of a change that is none of the driver's.
+        mark = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceSlice",
+            "metadata": {"name": "mark"},
+            "spec": {
+                "driver": "e2e.example.com",
+                "nodeName": cluster.node,
+                "pool": {"name": "mark", "generation": 1, "resourceSliceCount": 1},
+            },
+        }
+
+        def told() -> bool:
+            cluster.kubectl("delete", "resourceslice", "mark", "--ignore-not-found")
+            cluster.apply(json.dumps(mark))
+            return bool(changes())
+
+        wait_for("the watch of slices", told)
+        cluster.kubectl("delete", "resourceslice", "mark")
+        yield lambda: [one for one in changes() if one["object"]["spec"]["driver"] == "gpu.nvidia.com"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_shared(entry: Json) -> bool:
+    """Whether a slice has the content of the version that shares devices."""
+    return all(device.get("allowMultipleAllocations", False) for device in entry["spec"]["devices"])
+
+
+def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluster, tmp_path: Path) -> None:
+    """While both run, and the new one is not even ready, the slices are those of the new one and stay so."""
+    slices = len(updating.slices())
+    assert not any(is_shared(entry) for entry in updating.slices())
+    start_pods(updating, "before")
+    # Never ready, so that the old one is not told to go.
+    probe = {"exec": {"command": ["false"]}, "grpc": None}
+    with watched(updating, tmp_path / "forth") as changes:
+        change(updating, env=[{"name": "CONSUMABLE_SHARES", "value": "4"}], readinessProbe=probe)
+        wait_for("the new content", lambda: all(is_shared(entry) for entry in updating.slices()), 90)
+        assert len(staying(updating)) == 2
+        start_pods(updating, "during-1", "during-2", "during-3")
+        assert len(staying(updating)) == 2
+        made = changes()
+    assert [one["type"] for one in made] == ["MODIFIED"] * slices, "each slice is written once"
+    assert all(is_shared(one["object"]) for one in made)
+    settled = versions(updating)
+    # The scheduler hands a device out again whose sharing ends while claims have parts of it.
+    updating.kubectl("delete", "pod", "during-1", "during-2", "during-3")
+    wait_for("the shared devices to be free", lambda: len(updating.leftovers()) == 2, 70)
+
+    with watched(updating, tmp_path / "back") as changes:
+        updating.kubectl("rollout", "undo", DAEMONSET, "-n", NAMESPACE)
+        wait_for("the old content", lambda: not any(is_shared(entry) for entry in updating.slices()), 90)
+        rolled_out(updating)
+        start_pods(updating, "after")
+        made = changes()
+    assert [one["type"] for one in made] == ["MODIFIED"] * slices
+    assert versions(updating).keys() == settled.keys()
+
+
+def test_restarts_of_the_kubelet_in_the_middle_of_an_update(updating: Cluster) -> None:
+    """It finds the instances that are there, before the new one is registered and while both are."""
+    devices, slices = updating.devices(), len(updating.slices())
+    start_pods(updating, "before")
+    # Both are there for a while, as on a node whose new version takes long to come up.
+    both = json.dumps({"spec": {"minReadySeconds": 60}})
+    updating.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", both)
+    updating.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+    wait_for("the new version's pod", lambda: len(staying(updating)) == 2)
+    updating.local.restart("kubelet")
+    start_pods(updating, "during-1")
+    wait_for("both versions to be ready", lambda: len(staying(updating)) == 2 and updating.driver_is_ready())
+    updating.local.restart("kubelet")
+    start_pods(updating, "during-2", "during-3")
+    updating.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps({"spec": {"minReadySeconds": 0}}))
+    rolled_out(updating)
+    start_pods(updating, "after")
+    assert state_of(updating.pod("before"))["restartCount"] == 0
+    assert (updating.devices(), len(updating.slices())) == (devices, slices)
+    [left] = staying(updating)
+    sockets = [file.name for file in REGISTRY.glob("gpu.nvidia.com-*")]
+    assert sockets == [f"gpu.nvidia.com-{left['metadata']['uid']}-reg.sock"]
