@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dra_driver.cli.scratch import scratch_directory
 
 JsonObject = dict[str, Any]
 
@@ -30,7 +31,7 @@ def demo(
     from dra_driver.logs import configure_logs
 
     configure_logs("critical", "console")
-    with tempfile.TemporaryDirectory(prefix="gpu-dra-demo-") as scratch:
+    with scratch_directory("demo") as scratch:
         root = keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot
+from dra_driver.cli.scratch import scratch_directory
 
 JsonObject = dict[str, Any]
 
@@ -57,7 +57,7 @@ def device_classes(
     driver = ""
     machines: list[str | None] = [*simulate] if simulate else [None]
     for machine in machines:
-        with tempfile.TemporaryDirectory(prefix="gpu-dra-classes-") as scratch:
+        with scratch_directory("classes") as scratch:
             settings = resolve(
                 {
                     "driver_name": driver_name,

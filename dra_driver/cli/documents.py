@@ -12,6 +12,9 @@ from dra_driver.errors import InvalidConfigError
 
 JsonObject = dict[str, Any]
 
+_MOST_VALUES = 1_000_000
+"""Of one document with each alias written out; an object of the API server has 3 MiB at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -83,6 +86,9 @@ def _documents(file: str, text: str) -> Iterator[Document]:
             if twice is not None:
                 yield Document(file, line, problem=f"{twice} is written twice")
                 continue
+            if _values(node, {}) > _MOST_VALUES:
+                yield Document(file, line, problem="its aliases stand for too much")
+                continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -98,6 +104,21 @@ def _taken_apart(document: Document) -> Iterator[Document]:
         yield from (Document(document.file, document.line, item) for item in content["items"])
     elif content is not None:
         yield document
+
+
+def _values(node: Any, known: dict[int, int]) -> int:
+    """How many values there are with each alias written out; one within itself counts once."""
+    import yaml
+
+    if id(node) not in known:
+        known[id(node)] = 1
+        inner: list[Any] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] += sum(_values(item, known) for item in inner)
+    return known[id(node)]
 
 
 def _twice(node: Any, path: str, seen: set[int]) -> str | None:

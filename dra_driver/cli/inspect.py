@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 from contextlib import ExitStack, nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +21,7 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
+from dra_driver.cli.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from dra_driver.core.migmap import GpuMap
@@ -72,7 +72,7 @@ def inspect(
     if mig and output is not Output.table:
         raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
     configure_logs("error", "console")
-    with tempfile.TemporaryDirectory(prefix="gpu-dra-inspect-") as scratch, ExitStack() as session:
+    with scratch_directory("inspect") as scratch, ExitStack() as session:
         settings = resolve(
             {
                 "node_name": node_name,

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -33,6 +32,7 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
+from dra_driver.cli.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from dra_driver.core.topview import NodeView
@@ -77,7 +77,7 @@ def top(
     from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
-    with tempfile.TemporaryDirectory(prefix="gpu-dra-top-") as scratch, ExitStack() as stack:
+    with scratch_directory("top") as scratch, ExitStack() as stack:
         settings = resolve(
             {
                 "node_name": node_name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
+from dra_driver.cli.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from dra_driver.cli.documents import Document
@@ -88,7 +88,7 @@ def _reports(
     for document, report in zip(documents, reports, strict=True):
         values |= _configuration(document, report)
     given = {key: value for key, value in given.items() if value is not None}
-    with tempfile.TemporaryDirectory(prefix="gpu-dra-validate-") as scratch:
+    with scratch_directory("validate") as scratch:
         defaults = {
             "node_name": socket.gethostname().lower(),
             "simulator_dir": str(Path(scratch) / "machine"),

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dra_driver.cli.scratch import scratch_directory
+from dra_driver.errors import FatalError
+
+
+def test_directory_is_there_and_then_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_directory("look") as path:
+        assert [Path(path)] == list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_read_only_root_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with (
+        pytest.raises(
+            FatalError, match=r"no temporary directory can be made .*; set TMPDIR to one that is writable"
+        ),
+        scratch_directory("look"),
+    ):
+        pass
