@@ -19,20 +19,23 @@ _log = structlog.get_logger(__name__)
 
 _HIDDEN = "[hidden]"
 _MOST_DEPTH = 12  # the frames of a nested exception are at seven
-_BREAKS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
+_MOST_CHARACTERS = 16 * 1024  # of a value, whose end tells as much as its beginning
+_CUT = " […] "
+_BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _SECRET_FIELDS = re.compile(r"(?i)authorization|password|^token$|_token$|key.data$")
+# Texts may come from anybody: each pattern takes time in proportion to the text, whatever is in it.
 _SECRETS = (
     # A complaint about a header shows it, whatever is in it.
     re.compile(r"(?P<kept>Invalid header value ).*", re.DOTALL),
-    re.compile(r"(?i)(?P<kept>authorization['\"]?\s*[:=]\s*)(?:b?['\"][^'\"]*['\"]?|[^,;}\]]+)"),
-    re.compile(r"(?i)(?P<kept>\bbearer\s+)[^\s'\",;]{8,}"),
+    re.compile(r"(?i)(?P<kept>authorization['\"]?\s*+[:=]\s*+)(?:b?['\"][^'\"]*['\"]?|[^,;}\]]+)"),
+    re.compile(r"(?i)(?P<kept>\bbearer\s++)[^\s'\",;]{8,}"),
     re.compile(
-        r"(?i)(?P<kept>\b(?:[a-z]+-)?(?:token|password|(?:key|certificate|authority)-data)['\"]?\s*[:=]\s*)['\"]?[^\s'\"]{6,}"
+        r"(?i)(?P<kept>\b(?:[a-z]+-)?(?:token|password|(?:key|certificate|authority)-data)['\"]?\s*+[:=]\s*+)['\"]?[^\s'\"]{6,}"
     ),
-    re.compile(r"(?P<kept>)\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"),
+    re.compile(r"(?P<kept>)(?<![\w-])eyJ[\w-]{8,}+\.[\w-]++\.[\w-]+"),
     re.compile(r"(?P<kept>)-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL),
     re.compile(r"(?P<kept>)\bLS0tLS1CRUdJTi[\w+/=]+"),  # the same in base64, as in a kubeconfig
-    re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]*://)[^/\s@]+(?=@)"),
+    re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,30}://)[^/\s@]+(?=@)"),
 )
 
 Event = MutableMapping[str, Any]
@@ -136,12 +139,17 @@ def _one_line(value: Any) -> str:
         text = str(value)
     except Exception as error:  # noqa: BLE001  a line of the log must not fail the work it tells of
         text = f"<{type(value).__name__}, which cannot be shown: {type(error).__name__}>"
-    return _BREAKS.sub(" ", _without_secrets(text)).strip()
+    lines = (line.strip() for line in _BREAKS.split(_without_secrets(text)))
+    return " ".join(line for line in lines if line)
 
 
 def _without_secrets(text: str) -> str:
     for pattern in _SECRETS:
         text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)
+    # Not before: half a token matches no pattern.
+    if len(text) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2
+        text = f"{text[:half]}{_CUT}{text[-half:]}"
     return text
 
 

@@ -163,6 +163,41 @@ def test_every_event_is_one_line_whatever_is_in_it(written: Callable[[], list[di
     assert [frame["name"] for frame in shown["frames"]] == ["test_every_event_is_one_line_whatever_is_in_it"]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        " ",
+        "\n",
+        "a.",
+        "eyJ-",
+        "eyJaaaaaaaa.",
+        "bearer ",
+        "authorization:",
+        "token: ",
+        "a://",
+        "-----BEGIN A",
+        "LS0tLS1CRUdJTi",
+    ],
+)
+def test_long_text_of_anybody_costs_little_time_and_a_short_line(
+    part: str, written: Callable[[], list[dict]]
+) -> None:
+    """A pattern that tries again at every character would take hours, in which no other thread runs."""
+    configure_logs("info", "json")
+    text = part * (1_000_000 // len(part)) + "x"
+    log.info("plain", text=text, other=f"authorization:{text},")
+    (event,) = written()
+    assert all(len(event[field]) < 17_000 for field in ("text", "other"))
+
+
+def test_secret_in_the_middle_of_a_long_text_is_hidden(written: Callable[[], list[dict]]) -> None:
+    """Also where the text is cut."""
+    configure_logs("info", "json")
+    for before in range(0, 20_000, 500):
+        log.info("plain", text="x" * before + f" Bearer {SECRET * 100} " + "y" * 20_000)
+    assert not any(SECRET in event["text"] for event in written())
+
+
 def test_crashes_and_warnings_become_events(written: Callable[[], list[dict]]) -> None:
     configure_logs("info", "json").take_crashes()
 

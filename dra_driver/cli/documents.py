@@ -13,7 +13,8 @@ from dra_driver.errors import InvalidConfigError
 JsonObject = dict[str, Any]
 
 _MOST_VALUES = 1_000_000
-"""Of one document with each alias written out; an object of the API server has 3 MiB at most."""
+"""Of one document with each alias written out, a long text counting as several; an object of the API server has
+3 MiB at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,10 @@ def _files(path: Path) -> list[Path]:
 def _documents(file: str, text: str) -> Iterator[Document]:
     import yaml
 
-    loader = yaml.SafeLoader(text)
     line = 1
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)  # looks at the characters
         while loader.check_node():
             node: Any = loader.get_node()
             line = node.start_mark.line + 1
@@ -95,7 +97,8 @@ def _documents(file: str, text: str) -> Iterator[Document]:
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         yield Document(file, mark.line + 1 if mark else line, problem=f"is no YAML: {reason}")
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _taken_apart(document: Document) -> Iterator[Document]:
@@ -113,6 +116,8 @@ def _values(node: Any, known: dict[int, int]) -> int:
     if id(node) not in known:
         known[id(node)] = 1
         inner: list[Any] = []
+        if isinstance(node, yaml.ScalarNode):
+            known[id(node)] += len(node.value) // 64
         if isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dra_driver.core.celpatterns import search
 from dra_driver.core.celsyntax import Call, Expression, Field, Index, ListOf, Literal, MapOf, Name
 from dra_driver.core.celvalues import CelError, Optional, Quantity, Semver, quantity, semver, type_name
 
 Variables = Mapping[str, Any]
 
 _MOST_STEPS = 200_000
+_CHARACTERS_A_STEP = 16
+_INTEGERS = range(-(2**63), 2**64)
 
 
 def evaluate(tree: Expression, variables: Variables) -> Any:
@@ -23,15 +26,13 @@ def evaluate(tree: Expression, variables: Variables) -> Any:
 
 
 class _Evaluation:
-    """One evaluation; counts its steps, since macros can nest."""
+    """One evaluation; counts its steps, since macros can nest, and the size of what it makes as steps."""
 
     def __init__(self) -> None:
         self._steps = 0
 
     def value(self, tree: Expression, variables: Variables) -> Any:
-        self._steps += 1
-        if self._steps > _MOST_STEPS:
-            raise CelError("the expression is too expensive")
+        self._spend(1)
         match tree:
             case Literal(value=value):
                 return value
@@ -44,11 +45,35 @@ class _Evaluation:
             case Index(operand=operand, index=index, optional=optional):
                 return _lookup(self.value(operand, variables), self.value(index, variables), optional)
             case ListOf(items=items):
-                return [self.value(item, variables) for item in items]
+                return self._made([self.value(item, variables) for item in items])
             case MapOf(entries=entries):
-                return {self.value(key, variables): self.value(item, variables) for key, item in entries}
+                return self._made(self._map(entries, variables))
             case Call():
                 return self._call(tree, variables)
+
+    def _spend(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MOST_STEPS:
+            raise CelError("the expression is too expensive")
+
+    def _made(self, value: Any) -> Any:
+        """The value, paid for with everything in it: what stands in it twice counts twice."""
+        match value:
+            case str():
+                self._spend(len(value) // _CHARACTERS_A_STEP)
+            case int() if value not in _INTEGERS:
+                raise CelError("integer overflow")
+            case list() | dict():
+                self._spend(len(value))
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._made(item)
+        return value
+
+    def _map(self, entries: Sequence[tuple[Expression, Expression]], variables: Variables) -> dict[Any, Any]:
+        try:
+            return {self.value(key, variables): self.value(item, variables) for key, item in entries}
+        except TypeError as error:
+            raise CelError("a list or a map is no key") from error
 
     def _call(self, call: Call, variables: Variables) -> Any:
         match call.function:
@@ -61,7 +86,7 @@ class _Evaluation:
             case "has":
                 return self._has(call, variables)
             case "all" | "exists" | "exists_one" | "map" | "filter" if _is_macro(call):
-                return self._macro(call, variables)
+                return self._made(self._macro(call, variables))
             case "bind" if isinstance(call.target, Name) and call.target.name == "cel":
                 inner = {**variables, _name_of(call): self.value(call.arguments[1], variables)}
                 return self.value(call.arguments[2], inner)
@@ -74,7 +99,7 @@ class _Evaluation:
         if function is None:
             raise CelError(f"undeclared function {call.function!r}")
         try:
-            return function(*arguments)
+            return self._made(function(*arguments))
         except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, re.error) as error:
             shown = ", ".join(type_name(argument) for argument in arguments)
             raise CelError(f"{_shown_function(call.function)} does not take ({shown})") from error
@@ -244,6 +269,12 @@ def _text(method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _replaced(text: str, old: str, new: str, *count: int) -> str:
+    if len(text) + (text.count(old) + 1) * len(new) > _MOST_STEPS * _CHARACTERS_A_STEP:
+        raise CelError("the expression is too expensive")
+    return text.replace(old, new, *count)
+
+
 def _can(convert: Callable[[Any], Any]) -> Callable[[Any], bool]:
     def test(text: Any) -> bool:
         try:
@@ -312,15 +343,15 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "contains": _text(lambda text, part: str(part) in text),
     "startsWith": _text(lambda text, part: text.startswith(part)),
     "endsWith": _text(lambda text, part: text.endswith(part)),
-    "matches": _text(lambda text, pattern: re.search(pattern, text) is not None),
+    "matches": _text(lambda text, pattern: search(pattern, text) is not None),
     "lowerAscii": _text(lambda text: text.lower()),
     "upperAscii": _text(lambda text: text.upper()),
     "trim": _text(lambda text: text.strip()),
-    "replace": _text(lambda text, old, new, *count: text.replace(old, new, *count)),
+    "replace": _text(_replaced),
     "split": _text(lambda text, part: text.split(part)),
     "substring": _text(lambda text, start, *end: text[start : end[0] if end else None]),
     "indexOf": _text(lambda text, part: text.find(part)),
-    "find": _text(lambda text, pattern: found[0] if (found := re.search(pattern, text)) else ""),
+    "find": _text(lambda text, pattern: found[0] if (found := search(pattern, text)) else ""),
     "size": _size,
     "compareTo": _compared,
     "isGreaterThan": lambda one, other: _compared(one, other) > 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -24,6 +24,8 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 
 RETRYABLE_STATUS = frozenset({408, 429})
 _MAX_TEXT = 600
+_LONGEST_ASKED_S = 300.0
+"""A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
 
 
 class PathNotFoundError(ApiRejectedError):
@@ -44,7 +46,8 @@ def api_errors(action: str) -> Iterator[None]:
         yield
     except HTTPError as error:
         raise ApiUnavailableError(f"{action}: {_transport_text(error)}") from error
-    except (OSError, ValueError) as error:  # certificates being rotated; a body that is no JSON
+    # Certificates being rotated; a body that is no JSON, or is nested deeper than can be read.
+    except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
 
 
@@ -70,7 +73,7 @@ def rejection(text: str, code: int, status: dict[str, Any]) -> ApiRejectedError:
     reason = str(status.get("reason") or "")
     if code == 410:
         return WatchExpiredError(text, status=code, reason=reason or "Expired")
-    if code == 404 and not (status.get("details") or {}).get("name"):
+    if code == 404 and not _details(status).get("name"):
         return PathNotFoundError(text, status=code, reason=reason or "NotFound")
     return ApiRejectedError(text, status=code, reason=reason)
 
@@ -85,7 +88,7 @@ def _decode_status(body: bytes) -> dict[str, Any]:
     """A Status object, or the plain text that proxies and unknown paths answer with."""
     try:
         decoded = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"message": body.decode("utf-8", "replace")}
     return decoded if isinstance(decoded, dict) else {}
 
@@ -93,16 +96,22 @@ def _decode_status(body: bytes) -> dict[str, Any]:
 def _retry_after(response: urllib3.BaseHTTPResponse, status: dict[str, Any]) -> float | None:
     """Seconds to wait: header as a number or a date, else the Status' own hint; None if neither."""
     header = response.headers.get("Retry-After", "").strip()
-    if header.isdigit():
-        return float(header)
-    if header:
-        try:
+    asked: float | None = None
+    if header.isdecimal():
+        asked = float(header)
+    elif header:
+        with suppress(ValueError, OverflowError):
             when = parsedate_to_datetime(header)
-        except ValueError:
-            return None
-        return max(0.0, (when - datetime.now(UTC)).total_seconds()) if when.tzinfo else None
-    hint = (status.get("details") or {}).get("retryAfterSeconds")
-    return float(hint) if isinstance(hint, int) and hint > 0 else None
+            asked = (when - datetime.now(UTC)).total_seconds() if when.tzinfo else None
+    else:
+        hint = _details(status).get("retryAfterSeconds")
+        asked = min(hint, _LONGEST_ASKED_S) if isinstance(hint, int) and hint > 0 else None
+    return None if asked is None else min(max(asked, 0.0), _LONGEST_ASKED_S)
+
+
+def _details(status: dict[str, Any]) -> dict[str, Any]:
+    details = status.get("details")
+    return details if isinstance(details, dict) else {}
 
 
 def _transport_text(error: HTTPError) -> str:

@@ -138,13 +138,16 @@ class ApiClient:
                 self._pool = None
 
     def _send(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
+        token = self.endpoint.token
+        used = token.header()
         try:
             response = self._send_once(wanted)
         except ProtocolError:
             if wanted.method != "GET":  # a write may have arrived: the caller looks at the server first
                 raise
             response = self._send_once(wanted)  # an idle connection was closed just when we used it
-        if response.status == 401 and self.endpoint.token.refresh():
+        # Another thread may have been told before us, and have read the new token.
+        if response.status == 401 and (token.refresh() or token.header() != used):
             response.drain_conn()
             response = self._send_once(wanted)
         return response

@@ -138,7 +138,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"kubeconfig {path} cannot be read: {error.strerror};"
             " check --kubeconfig and the file's permissions"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that cannot be is a ValueError
         # Without the excerpt that the parser shows: there may be a token in it.
         raise InvalidConfigError(
             f"kubeconfig {path} is not valid YAML{_where(error)}; repair the file"

@@ -171,10 +171,10 @@ class SliceCache:
 
     def _relist(self) -> str:
         with self._lock:
-            newest = self._store.newest
+            newest, gone = self._store.newest, self._store.gone
         items, version = self._client.list()
         with self._lock:
-            changed = self._store.replace(items, version, newest)
+            changed = self._store.replace(items, version, newest, gone)
         first = not self.synced.is_set()
         self.synced.set()
         self._healthy = True
@@ -238,7 +238,7 @@ class _Backoff:
     def next(self, at_least_s: float | None) -> float:
         step, self._step_s = self._step_s, min(self._step_s * 2, self._most_s)
         wait_s = step * _jitter.uniform(0.5, 1.0)
-        return max(wait_s, at_least_s or 0.0)
+        return max(wait_s, (at_least_s or 0.0) * _jitter.uniform(1.0, 1.2))
 
     def reset(self) -> None:
         self._step_s = self._first_s

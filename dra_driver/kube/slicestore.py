@@ -25,6 +25,11 @@ class SliceStore:
         """The highest resource version that was seen."""
         return self._newest
 
+    @property
+    def gone(self) -> frozenset[str]:
+        """UIDs that we deleted and whose events may still be on the way."""
+        return frozenset(self._gone)
+
     def has(self, obj: Object) -> bool:
         """Whether this object, of any version, is there."""
         known = self._objects.get(_name(obj))
@@ -79,14 +84,22 @@ class SliceStore:
             del self._objects[name]
             self._gone.add(uid)
 
-    def replace(self, items: list[Object], version: str, newest_before: int = 0) -> bool:
-        """Take over a list made at `version`, keeping own writes that are newer; whether anything changed.
+    def replace(
+        self,
+        items: list[Object],
+        version: str,
+        newest_before: int = 0,
+        gone_before: frozenset[str] = frozenset(),
+    ) -> bool:
+        """Take over a list made at `version`, keeping own writes from after it; whether anything changed.
 
-        `newest_before` is `newest` from before the list was asked for. A list that is older than that comes
-        from a store that was set back, as when etcd is restored from a snapshot: our own writes are void,
-        and what we deleted is there again.
+        `newest_before` and `gone_before` are `newest` and `gone` from before the list was asked for. A list that is
+        older than that comes from a store that was set back, as when etcd is restored from a snapshot: our own
+        writes are void, and what we deleted is there again. What a list shows that was asked for after we deleted it
+        is there again too, or still.
         """
         number = _as_number(version)
+        self._gone -= gone_before
         before = {name: _identity(obj) for name, obj in self._objects.items()}
         if number < newest_before:
             self._gone.clear()
@@ -102,9 +115,8 @@ class SliceStore:
     def _merged(self, items: list[Object], version: int) -> dict[str, Object]:
         listed = {_name(obj): obj for obj in items if _uid(obj) not in self._gone}
         for name, known in self._objects.items():
-            present = listed.get(name)
-            newer_than_list = _number(known) > version
-            if (present is not None and _newer(known, present)) or (present is None and newer_than_list):
+            # What is older than the list but newer than what it shows is of a history that was set back since.
+            if _number(known) > version:
                 listed[name] = known
         return listed
 

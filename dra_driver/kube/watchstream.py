@@ -71,11 +71,15 @@ class WatchStream:
             raise HTTPError("the watch ended in the middle of an event")
 
     def _event(self, line: bytes) -> dict[str, Any]:
-        event: dict[str, Any] = json.loads(line)
+        event = json.loads(line)
+        if not isinstance(event, dict):
+            raise ApiUnavailableError(f"{self._action}: an event of the watch is no object")
         if event.get("type") != "ERROR":
             return event
-        status = event.get("object") or {}
-        code = int(status.get("code") or 500)
+        status = event.get("object")
+        status = status if isinstance(status, dict) else {}
+        code = status.get("code")
+        code = code if isinstance(code, int) else 500
         text = f"{self._action}: {one_line(str(status.get('message') or 'watch failed'))} (HTTP {code})"
         if code >= 500 or code == 429:
             raise ApiUnavailableError(text)

@@ -39,6 +39,9 @@ _MAX_WATCHERS = 4
 _MAX_WORKERS = 8
 _MAX_CALLS = 64
 """This port is open to the pod network; whoever floods it fills no queue."""
+_REQUEST_BYTES = "grpc.max_receive_message_length"
+_MAX_REQUEST_BYTES = 1024
+"""The name of a service."""
 _STOP_WAIT_S = 1.0
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new connection for every check
@@ -165,7 +168,7 @@ class HealthServer:
         self._server = grpc.server(
             self._workers,
             handlers=(self._handlers(),),
-            options=SERVER_OPTIONS,
+            options=tuple((dict(SERVER_OPTIONS) | {_REQUEST_BYTES: _MAX_REQUEST_BYTES}).items()),
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
         self.port = 0

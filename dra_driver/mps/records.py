@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from dra_driver.mps.protocol import decode_spec
 
 FORMAT = 1
 UNREADABLE = ".unreadable"
+# What no later try would read either; other errors pass.
+_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 
 _SPEC_FIELDS = frozenset(entry.name for entry in fields(MpsDaemonSpec))
 
@@ -51,7 +54,7 @@ class DaemonRecords:
         """Records by device, and the files that could not be read; those are set aside until the
         device's daemon is stopped.
 
-        Raises: StateError if the directory cannot be read.
+        Raises: StateError if the directory cannot be read, or a record cannot be now, as with too many open files.
         """
         found: dict[str, DaemonRecord] = {}
         faults: list[str] = []
@@ -65,7 +68,11 @@ class DaemonRecords:
                 if self._layout.record(record.spec.device) != path:
                     raise StateError(f"it is the record of {record.spec.device}")
                 found[record.spec.device] = record
+            except FileNotFoundError:
+                continue
             except (OSError, ValueError, OverflowError, RecursionError, DraDriverError) as error:
+                if isinstance(error, OSError) and error.errno not in _UNREADABLE:
+                    raise _failed("read", path, error) from error
                 faults.append(f"{path}: {error}")
                 with suppress(OSError):
                     path.replace(_aside(path))

@@ -23,6 +23,7 @@ _MOST_CONNECTIONS = 128
 _IDLE_S = 30.0
 _LINGER_S = 0.2
 _CLOSE_S = 5.0
+_ACCEPT_AGAIN_S = 0.5
 
 
 class Server:
@@ -35,7 +36,7 @@ class Server:
         self._acceptor: threading.Thread | None = None
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._guard = threading.Lock()
-        self._stopping = False
+        self._stopping = threading.Event()
 
     def start(self) -> None:
         """Raises: StateError."""
@@ -57,7 +58,7 @@ class Server:
 
     def stop(self) -> None:
         """Take no more requests, give those in progress some seconds, remove the socket."""
-        self._stopping = True
+        self._stopping.set()
         with suppress(OSError):
             self._path.unlink()
         if self._socket is not None:
@@ -74,26 +75,36 @@ class Server:
             thread.join(_CLOSE_S)
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                # Out of file descriptors, for one: who asks meanwhile waits in the listener's queue.
+                if not self._stopping.wait(_ACCEPT_AGAIN_S):
+                    _log.warning("mps_connection_refused", reason=str(error))
+                continue
             if not _may_ask(connection) or len(self._connections) >= _MOST_CONNECTIONS:
                 connection.close()
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="mps-connection", daemon=True
-            )
-            with self._guard:
-                self._connections[connection] = thread
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(target=self._serve, args=(connection,), name="mps-connection", daemon=True)
+        with self._guard:
+            self._connections[connection] = thread
+        try:
             thread.start()
+        except RuntimeError as error:  # out of threads
+            with self._guard:
+                del self._connections[connection]
+            connection.close()
+            _log.warning("mps_connection_refused", reason=str(error))
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(_IDLE_S)
             buffer = bytearray()
-            while not self._stopping:
+            while not self._stopping.is_set():
                 line = read_line(connection, buffer)
                 if line is None:
                     return

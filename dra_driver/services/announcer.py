@@ -217,7 +217,7 @@ class Announcer:
 
     def _try_later(self, waiting: Waiting, error: ApiUnavailableError) -> None:
         asked = min(error.retry_after_s or 0.0, _LONGEST_ASKED_S)
-        delay = max(self._backoff_s * _jitter.uniform(0.8, 1.2), asked)
+        delay = max(self._backoff_s * _jitter.uniform(0.8, 1.2), asked * _jitter.uniform(1.0, 1.2))
         self._backoff_s = min(self._backoff_s * 2, self._pace.backoff_most_s)
         with self._changed:
             now = self._clock()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any, NamedTuple
 
 import structlog
@@ -18,6 +19,8 @@ _log = structlog.get_logger(__name__)
 Page = Callable[[], "Response"]
 
 _MOST_CONNECTIONS = 64
+_MOST_THREADS = 2 * _MOST_CONNECTIONS
+"""Those of connections that were cut off while their page was made count until it is."""
 
 
 class Response(NamedTuple):
@@ -79,26 +82,54 @@ class HttpEndpoint:
 class _Server(ThreadingHTTPServer):
     """A thread for each connection, of which there are few: who opens more cuts off the oldest one.
 
-    Refusing the newest instead would let one client that sends a byte now and then keep the probes out.
+    Refusing the newest instead would let one client that sends a byte now and then keep the probes out. It is refused
+    only while pages take so long that threads of connections that are gone still make theirs.
     """
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._open: dict[Any, None] = {}  # in the order of their arrival
+        self._at_work = 0
         self._open_lock = threading.Lock()
         super().__init__(address, handler)
 
+    def server_bind(self) -> None:
+        """Bind, without asking DNS for the name of this host: it may be away, and nobody needs the name."""
+        TCPServer.server_bind(self)
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread of its own."""
+        if not self._take_in(request):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # out of threads; the caller closes the connection
+            with self._open_lock:
+                self._at_work -= 1
+            raise
+
+    def _take_in(self, request: Any) -> bool:
         with self._open_lock:
+            if self._at_work >= _MOST_THREADS:
+                return False
+            self._at_work += 1
             if len(self._open) >= _MOST_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
             self._open[request] = None
-        super().process_request(request, client_address)
+            return True
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """What such a thread does."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._open_lock:
+                self._at_work -= 1
 
     def close_request(self, request: Any) -> None:
         """Close a connection, whoever ended it."""
@@ -114,7 +145,7 @@ class _Server(ThreadingHTTPServer):
 def split_address(address: str) -> tuple[str, int]:
     """`(host, port)` of `host:port`; an empty host means all addresses. Raises: InvalidConfigError."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
+    if not port.isdecimal() or int(port) > 65535:
         raise InvalidConfigError(f"{address!r} is no address; expected host:port or :port, for example :8080")
     return host.strip("[]"), int(port)
 

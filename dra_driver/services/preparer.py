@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -20,7 +20,6 @@ from dra_driver.errors import (
     DraDriverError,
     NvmlUnavailableError,
     RetryableError,
-    StateError,
 )
 from dra_driver.model.claim import (
     AllocatedClaim,
@@ -78,7 +77,7 @@ class ClaimTurn(Protocol):
         """Whether an Unprepare of the claim ended after the moment."""
 
     def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded after the moment."""
+        """Whether a Prepare of the claim succeeded after the moment, or may have."""
 
     def note_prepared(self) -> None:
         """Remember that the claim was prepared now."""
@@ -202,6 +201,7 @@ class Preparer:
             prepared, record = self._prepare_patiently(ref, read.claim_or_raise(), call)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return self._failed("prepare", ref, time.monotonic() - started, error)
+        self._releases.note_prepared(ref.uid)
         duration = time.monotonic() - started
         self._observer.prepared(ref, duration, record)
         _log.info(
@@ -295,18 +295,23 @@ class Preparer:
                 except NvmlUnavailableError:
                     # The pod may be running while the driver is replaced; it keeps what it has.
                     if known is not None and known.claim == claim and self._executor.in_place(known):
-                        _note_prepared(turn)
+                        turn.note_prepared()
                         return answer(claim, self._identity.driver, known.steps), known
                     raise
                 gpus |= known.gpu_uuids if known else frozenset()
                 with self._gpu_locks.hold(gpus, call.left()):
-                    plan = self._plan(claim, known, place)
+                    try:
+                        plan = self._plan(claim, known, place)
+                    except DeviceHeldError:
+                        if known is not None and place.number is not None:
+                            self._give_back(known, claim)
+                        raise
                     if not plan.gpu_uuids <= gpus:
                         continue
                     call.left()
                     prepared = answer(claim, self._identity.driver, plan.steps)
                     record = self._carry_out(plan, known)
-                    _note_prepared(turn)
+                    turn.note_prepared()
                     return prepared, record
 
     def _carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
@@ -315,6 +320,13 @@ class Preparer:
             self._executor.take_back(known)
             known = None
         return self._executor.carry_out(plan, known) if plan.devices else None
+
+    def _give_back(self, known: ClaimRecord, claim: AllocatedClaim) -> None:
+        """Who waits keeps no devices of an allocation before: two claims that swapped would wait for each other."""
+        allocated = {result.device for result in claim.results}
+        if any(held.device not in allocated for held in known.devices):
+            refuse_newer(known)
+            self._executor.take_back(known)
 
     def _unprepare(self, ref: ClaimRef, call: Call) -> ClaimRecord | None:
         with self._claim_locks.hold(ref.uid, call.left()) as turn:
@@ -384,9 +396,3 @@ def _refuse_unprepared(turn: ClaimTurn, call: Call) -> None:
         raise RetryableError(
             "it was unprepared while this call was under way; it is retried if a pod still wants it"
         )
-
-
-def _note_prepared(turn: ClaimTurn) -> None:
-    """A full disk must not keep a claim from being prepared that needs nothing written."""
-    with suppress(StateError):
-        turn.note_prepared()

@@ -240,7 +240,8 @@ class Publisher:
         self._problem = str(error)
         self._tell_failed(error)
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
-        delay = max(backoff * _jitter.uniform(0.8, 1.2), asked or 0.0)
+        # Also what the server asks for is spread, or all nodes that it asked would be back at once.
+        delay = max(backoff * _jitter.uniform(0.8, 1.2), (asked or 0.0) * _jitter.uniform(1.0, 1.2))
         _log.warning("publish_retried", reason=str(error), retry_in_s=round(delay, 2))
         self._pause(delay)
 
@@ -278,7 +279,8 @@ class Publisher:
             return
         else:
             self._write(changes, pool, owner)
-        self._settle()
+        if not self._standing_by:
+            self._settle()
 
     def _is_our_turn(self) -> bool:
         ours = self._may_publish()
@@ -339,6 +341,8 @@ class Publisher:
         for entry in changes.updates:
             self._memory.stored(entry, self._slices.update(entry))
         for entry in changes.creates:
+            if not self._is_our_turn():
+                return
             self._memory.stored(entry, self._slices.create(entry))
         written = (*changes.updates, *changes.creates)
         if not written and not deleted:

@@ -33,6 +33,7 @@ record, ten times a second, only while somebody waits.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -179,6 +180,11 @@ class Releases:
             if unfinished_since_ns is not None:
                 self._unfinished[uid] = unfinished_since_ns
 
+    def note_prepared(self, uid: str) -> None:
+        """The kubelet's Prepare of a claim succeeded: an Unprepare before it is not to be finished any more."""
+        with self._changed:
+            self._unfinished.pop(uid, None)
+
     def unfinished(self, uid: str) -> int | None:
         """When the Unprepare of a claim began that could not be finished; None if there is none."""
         with self._changed:
@@ -248,7 +254,11 @@ class Releases:
         self._join(place, error)
         if self._is_released(error.conflicts):
             return
-        reasons = [self._why_leaving(place, conflict) for conflict in error.conflicts]
+        reasons: list[str] = []
+        for conflict in error.conflicts:
+            reasons.append(self._why_leaving(place, conflict))
+            if self._is_released(error.conflicts):  # an API server that hangs makes the asking long
+                return
         if place.began is None:
             self._begin(place, str(error.conflicts[0].holder.ref), reasons[0])
         elif self._end(place) - self._clock() > self._patience.users_s:
@@ -330,6 +340,8 @@ class Releases:
         if _is_lost(holder):
             raise ClaimRefusedError(conflict.text)
         told, holds_until = place.leaving.get(holder.ref.uid, ("", 0.0))
+        if holds_until == math.inf:
+            return told
         seconds = min(self._patience.ask_s, place.deadline - self._clock())
         try:
             now = self._holders.look(holder.ref, max(0.05, seconds))
@@ -346,7 +358,7 @@ class Releases:
             self._on_wait(holder.ref)
         place.leaving[holder.ref.uid] = (
             found.why,
-            place.deadline if found.is_final else self._clock() + self._patience.doubt_s,
+            math.inf if found.is_final else self._clock() + self._patience.doubt_s,
         )
         return found.why
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from dra_driver.state.files import (
 _SUFFIX = ".json"
 # Drivers of the same name before this one wrote YAML. Both are found and removed.
 _SUFFIXES = (_SUFFIX, ".yaml")
+_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 # A younger temporary file may belong to the other instance of a rolling update.
@@ -85,7 +87,7 @@ class CdiDirectory:
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
         """The claim's spec; None if there is none or it is not readable as one. Raises: StateError."""
-        return _decoded(self._read(self.file(claim_uid)))
+        return _decoded(self._read(self.file(claim_uid), unreadable=b""))
 
     def verify(self, claim_uid: str, spec: dict[str, Any]) -> bool:
         """Whether the claim's file holds exactly this spec. Raises: StateError."""
@@ -109,7 +111,8 @@ class CdiDirectory:
         for file in self._files():
             if file.name.startswith(self._prefix) and file.suffix in _SUFFIXES:
                 uid = file.stem.removeprefix(self._prefix)
-                found[uid] = (*found.get(uid, ()), *_device_names(uid, self._read(file), file.suffix))
+                content = self._read(file, unreadable=b"")
+                found[uid] = (*found.get(uid, ()), *_device_names(uid, content, file.suffix))
         return found
 
     @property
@@ -124,12 +127,15 @@ class CdiDirectory:
         except OSError as error:
             raise state_error("list", self._path, error) from error
 
-    def _read(self, file: Path) -> bytes | None:
+    def _read(self, file: Path, unreadable: bytes | None = None) -> bytes | None:
+        """The file's content, None if it is not there; `unreadable` for what no later try would read either."""
         try:
             return file.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
+            if unreadable is not None and error.errno in _UNREADABLE:
+                return unreadable
             raise state_error("read", file, error) from error
 
     def _remove(self, file: Path) -> bool:

@@ -25,8 +25,19 @@ LOCK_LAYOUT = "hhqqi4x"
 WHOLE_FILE_WRITE_LOCK = struct.pack(LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
+def byte_lock(offset: int, kind: int = fcntl.F_WRLCK) -> bytes:
+    """The lock on one byte, which need not be there, or with F_UNLCK its end."""
+    return struct.pack(LOCK_LAYOUT, kind, os.SEEK_SET, offset, 1, 0)
+
+
 @contextmanager
-def hold_file(path: Path, among_threads: threading.Lock, deadline: float, what: str) -> Iterator[int]:
+def hold_file(
+    path: Path,
+    among_threads: threading.Lock,
+    deadline: float,
+    what: str,
+    lock: bytes = WHOLE_FILE_WRITE_LOCK,
+) -> Iterator[int]:
     """Hold the lock and yield the file's descriptor, open for reading and writing.
 
     The file is created where missing and must never be removed: a lock file that is unlinked while another
@@ -38,7 +49,7 @@ def hold_file(path: Path, among_threads: threading.Lock, deadline: float, what: 
     try:
         descriptor = _open(path)
         try:
-            _lock(descriptor, path, deadline, what)
+            _lock(descriptor, path, deadline, what, lock)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -53,10 +64,10 @@ def _open(path: Path) -> int:
         raise state_error("open the lock file", path, error) from error
 
 
-def _lock(descriptor: int, path: Path, deadline: float, what: str) -> None:
+def _lock(descriptor: int, path: Path, deadline: float, what: str, lock: bytes) -> None:
     while True:
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise state_error("lock", path, error) from error

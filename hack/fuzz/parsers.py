@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 
 from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
-from dra_driver.core import celsyntax
 from dra_driver.core.cdi import file_stem
 from dra_driver.core.cdi_rules import faults
 from dra_driver.core.devicemetadata import cdi_file, check_names, container_path, directory_name, requests_of
@@ -48,7 +47,7 @@ from dra_driver.state.claimlocks import ClaimLocks
 from dra_driver.state.metadatafiles import MetadataFiles
 from dra_driver.state.migledger import MigLedger
 from dra_driver.state.records import RecordStore
-from fuzz import samples
+from fuzz import answers, samples
 from fuzz.loop import Target
 from fuzz.samples import DEVICE, DRIVER, GPU, UID
 
@@ -80,8 +79,8 @@ def targets(scratch: Path) -> tuple[Target, ...]:
         "proc": proc(_made(scratch / "proc")),
         "runtime-config": runtime_config(_made(scratch / "host")),
         "config-file": config_file(_made(scratch / "settings")),
-        "selector": selector,
         "quantity": quantity,
+        **answers.parsers(scratch),
     }
     return tuple(Target(name, samples.seeds(name), parser) for name, parser in parsers.items())
 
@@ -358,12 +357,6 @@ def config_file(directory: Path) -> Parser:
             read_config_file(path)
 
     return parse
-
-
-def selector(content: bytes) -> None:
-    """CEL of selectors."""
-    with suppress(celsyntax.CelSyntaxError):
-        celsyntax.parse(content.decode(errors="replace")[:10_240])
 
 
 def quantity(content: bytes) -> None:

@@ -135,6 +135,35 @@ def _seeds() -> dict[str, tuple[bytes | str | Json | list[Any], ...]]:
             'device.driver == "a" && device.attributes["a"].type in ["gpu", 1.5]',
             "a.b(c)[0] ? 1 : {1: 2}",
         ),
+        "api-refusal": (
+            '503 7\n{"kind": "Status", "message": "busy", "reason": "a", "details": {"retryAfterSeconds": 3}}',
+            "429 Wed, 21 Oct 2026 07:28:00 GMT\n<html>maintenance</html>",
+            '404 \n{"kind": "Status", "details": {"name": "claim"}}',
+        ),
+        "api-claim": (
+            {
+                "metadata": {"uid": UID, "deletionTimestamp": "2026-08-07T12:00:00Z"},
+                "status": {"reservedFor": [{"uid": UID}], "allocation": {"devices": claim}},
+            },
+        ),
+        "api-watch": (
+            '{"type": "ADDED", "object": {"apiVersion": "resource.k8s.io/v1beta1", "kind": "ResourceSlice", '
+            '"metadata": {"resourceVersion": "7"}, "spec": {"devices": [{"name": "a", "basic": {}}]}}}\n',
+            '{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "8"}}}\n'
+            '{"type": "ERROR", "object": {"code": 410, "message": "too old"}}\n',
+        ),
+        "kubeconfig": (
+            "current-context: x\ncontexts: [{name: x, context: {cluster: c, user: u}}]\n"
+            "clusters: [{name: c, cluster: {server: 'http://a:1', certificate-authority-data: eA==}}]\n"
+            "users: [{name: u, user: {token: t}}]\n",
+        ),
+        "documents": (
+            "kind: List\nitems: [{kind: Pod, metadata: {name: x, namespace: y}}, 3]\n---\na: &a {b: [1]}\nc: *a\n",
+        ),
+        "log-text": (
+            "Bearer abcdefghijk\npassword=abcdefgh",
+            "https://me:secret@host/ eyJhbGciOiJSUzI1.aaaa.bbbb",
+        ),
         "quantity": ("81559Mi", "-1.5e3", "500m", "00000000:1B:00.0", "1000000:1b:00.f"),
     }
 

@@ -261,13 +261,22 @@ def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
 def test_c20_versions_of_the_api(make_node: MakeNode, served: tuple[str, ...]) -> None:
     """Every served version of the API gives the same slices and the same answers."""
     node = make_node()
-    node.server.served = served
-    node.start_driver()
-    node.wait_devices(8)
+    driver = node.start_driver()
+    devices = node.wait_devices(8)
     ref = node.claim("one")
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Prepared)
-    used = {request.path.split("/")[3] for request in node.server.writes("resource.k8s.io")}
+    answer = node.prepare(ref)
+    assert isinstance(answer[ref.uid], Prepared)
+    node.unprepare(ref)
+    driver.stop()
+
+    node.delete_slices()
+    node.server.served = served
+    before = len(node.server.requests)
+    node.start_driver()
+    assert node.wait_devices(8) == devices
+    assert node.prepare(ref) == answer
+    asked = [request for request in node.server.requests[before:] if "/resource.k8s.io/v" in request.path]
+    used = {request.path.split("/")[3] for request in asked if request.method != "GET"}
     assert used
     assert used <= set(served)
 
@@ -362,7 +371,13 @@ def test_c21_taints(node: ConformanceNode) -> None:
     everything = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
     with pytest.raises(AllocationError):
         node.claim("all", everything)
+    everything["requests"][0]["exactly"]["tolerations"] = [{"operator": "Exists"}]
+    ref = node.claim("tolerant", everything)
+    results = node.stored_claim("tolerant")["status"]["allocation"]["devices"]["results"]
+    assert device["name"] in [result["device"] for result in results]
+    assert isinstance(node.prepare(ref)[ref.uid], Failed), "what is lost cannot be used all the same"
     node.machine.restore_gpu(0)
+    eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
     eventually(lambda: not any(device.get("taints") for device in node.devices()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +68,12 @@ def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytes
     node.kubelet.inject("NodePrepareResources", "deadline exceeded", after=True)
     with pytest.raises(KubeletError):
         node.prepare(ref)
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared), "the answer was lost, so the kubelet asks again"
+    node.kubelet.inject("NodeUnprepareResources", "deadline exceeded", after=True)
+    with pytest.raises(KubeletError):
+        node.unprepare(ref)
     assert node.unprepare(ref) == {ref.uid: None}
+    assert node.is_clean()
     node.server.faults.fail(20, 403, reason="Forbidden", path="resourceclaims")
     assert isinstance(node.prepare(ref)[ref.uid], Failed)
     node.server.faults.clear()
@@ -261,11 +265,13 @@ def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
 def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Health turns bad and good again with a message, is unknown when nobody looks, and is told to one stream only."""
     streams: list[int] = []
+    ended: list[int] = []
     watch = HealthStream.watch
 
     def counted(self: HealthStream, request: Any, context: Any) -> Iterator[Any]:
         streams.append(1)
         yield from watch(self, request, context)
+        ended.append(1)
 
     monkeypatch.setattr(HealthStream, "watch", counted)
     monkeypatch.setattr("dra_driver.services.monitor._LOOK_EVERY_S", 0.05)
@@ -294,10 +300,10 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
     monkeypatch.setattr(driver.health.monitor, "is_fresh", lambda uuid: False)
     driver.health.stream.changed()
     eventually(lambda: shown()[0] == "UNKNOWN")
-    assert streams == [1]
-    ended = threading.active_count()
+    assert (streams, ended) == ([1], [])
     driver.stop()
-    assert threading.active_count() < ended, "the stream ends with the driver"
+    eventually(lambda: ended == [1])
+    assert streams == [1], "the stream ends with the driver"
 
 
 @pytest.mark.parametrize("shares", [0, 1, 2])

@@ -254,3 +254,65 @@ def test_ordinary_selectors_get_no_hint() -> None:
     for expression in (f'{A}.type == "gpu"', f'{A}.profile == "1g.10gb"', f"{C}.memory.sign() == 1"):
         assert hints(compiled(expression), DRIVER, [DEVICE]) == []
         assert hints(compiled(expression), DRIVER, []) == []
+
+
+def bound(first: str, step: str, times: int, last: str = "size(a) > 0") -> str:
+    """`a` is made anew from itself so many times."""
+    return f"cel.bind(a, {first}, " + f"cel.bind(a, {step}, " * times + last + ")" * (times + 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bound("'xxxxxxxxxx'", "a+a+a+a+a+a+a+a+a+a", 12),
+        bound("'xxxxxxxxxx'", "a.replace('x', a)", 6),
+        bound("'x'", "a.replace('', a + a)", 20),
+        bound("[1]", "[a, a]", 50),
+        bound("[1]", "[a, a]", 50, "string(a) == ''"),
+        bound("[1]", "a + a", 50),
+        bound("{1: 1}", "{1: a, 2: a}", 50, "a == {}"),
+        bound("[1, 2]", "a.map(x, a)", 40),
+        bound("99999999999", "a * a", 50, "a > 0"),
+        bound("1", "a + a", 57, "cel.bind(b, a * 64, b * 64 > 0)"),
+    ],
+)
+def test_values_that_grow_end_in_an_error_and_not_in_the_memory(text: str) -> None:
+    with pytest.raises(CelError, match=r"too expensive|integer overflow"):
+        evaluate(parse(text), {})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a|a)*$",
+        "((a)|b*)+c",
+        "(?:a*)*b",
+        "(a?){50}b",
+        "(.*)*",
+        "a*a*a*a*a*a*a*b",
+        "([a-z]+)*$",
+        r"(\\w+)+$",
+    ],
+)
+def test_patterns_that_python_would_try_for_ever_are_not_tried(pattern: str) -> None:
+    for method in ("matches", "find"):
+        with pytest.raises(CelError, match=r"not tried here|too expensive"):
+            evaluate(parse(f"'{'a' * 64}!'.{method}('{pattern}')"), {})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^NVIDIA .*H100.*$",
+        "A100|H100",
+        "(A|H)100",
+        "(?i)h1[0-9]+",
+        "H[^]]+0",
+        "[(+*]?H",
+        r"\\(*H100",
+        "(NVIDIA )?H?100{0}",
+    ],
+)
+def test_usual_patterns_are_tried(pattern: str) -> None:
+    assert evaluate(parse(f"'NVIDIA H100 80GB HBM3'.matches('{pattern}')"), {}) is True

@@ -190,7 +190,7 @@ def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluste
     assert not any(is_shared(entry) for entry in updating.slices())
     start_pods(updating, "before")
     # Never ready, so that the old one is not told to go.
-    probe = {"exec": {"command": ["false"]}, "grpc": None}
+    probe = {"exec": {"command": ["false"]}, "httpGet": None}
     with watched(updating, tmp_path / "forth") as changes:
         change(updating, env=[{"name": "CONSUMABLE_SHARES", "value": "4"}], readinessProbe=probe)
         wait_for("the new content", lambda: all(is_shared(entry) for entry in updating.slices()), 90)

@@ -113,10 +113,15 @@ def test_probes_ask_services_that_are_there_and_wait_for_a_dial_to_fail() -> Non
     (container,) = pod["containers"]
     probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    ports = {str(probe["grpc"]["port"]) for probe in probes.values()}
-    assert ports == {env["HEALTHCHECK_PORT"]}
-    assert {name: probe["grpc"]["service"] for name, probe in probes.items()} == {
-        name: name for name in probes
+    (port,) = {probe["httpGet"]["port"] for probe in probes.values()}
+    assert [f":{one['containerPort']}" for one in container["ports"] if one["name"] == port] == [
+        env["HTTP_ENDPOINT"]
+    ]
+    assert "HEALTHCHECK_PORT" not in env, "one port less that others can reach"
+    assert {name: probe["httpGet"]["path"] for name, probe in probes.items()} == {
+        "startup": "/startupz",
+        "readiness": "/readyz",
+        "liveness": "/healthz",
     }
     slowest = DIALS * DIAL_TIMEOUT_S + (DIALS - 1) * DIAL_PAUSE_S
     assert all(probes[name]["timeoutSeconds"] > slowest for name in ("startup", "liveness"))

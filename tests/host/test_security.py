@@ -170,6 +170,7 @@ def test_limits_are_those_of_the_table() -> None:
         v1.MAX_CLAIMS,
         listener.MAX_CALLS,
         health._MAX_CALLS,
+        health._MAX_REQUEST_BYTES,
         MAX_BYTES,
         LARGEST_MESSAGE,
     ]

@@ -92,6 +92,36 @@ def test_retry_after_is_none_when_header_is_nonsense(server, client):
     assert caught.value.retry_after_s is None
 
 
+@pytest.mark.parametrize(
+    "header", ["86400", "9" * 400, timedelta(days=3000), "Fri, 31 Dec 9999 23:59:59 GMT"], ids=str
+)
+def test_retry_after_is_cut_when_nobody_could_wait_that_long(server, client, header):
+    if isinstance(header, timedelta):
+        header = format_datetime(datetime.now(UTC) + header, usegmt=True)
+    server.faults.fail(1, 503, retry_after=header)
+    with pytest.raises(ApiUnavailableError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.retry_after_s == 300
+
+
+@pytest.mark.parametrize(
+    ("details", "expected"),
+    [({"retryAfterSeconds": 10**400}, 300), ([1], None), ({"retryAfterSeconds": -1}, None)],
+)
+def test_odd_details_of_a_status_are_no_surprise(server, client, details, expected):
+    server.faults.fail(1, 503, body=json.dumps({"message": "busy", "details": details}).encode())
+    with pytest.raises(ApiUnavailableError, match="busy") as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.retry_after_s == expected
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_error_is_retryable_when_answer_is_nested_deeper_than_can_be_read(server, client, status):
+    server.faults.fail(1, status, body=b'{"a":' * 5000 + b"1" + b"}" * 5000)
+    with pytest.raises(ApiUnavailableError, match="list nodes: "):
+        client.request("GET", NODES, action="list nodes")
+
+
 def test_retry_after_comes_from_status_when_header_is_missing(server, client):
     body = json.dumps({"kind": "Status", "message": "busy", "details": {"retryAfterSeconds": 3}}).encode()
     server.faults.fail(1, 429, body=body)
@@ -235,6 +265,30 @@ def test_token_file_is_read_again_when_it_is_replaced(tmp_path):
         fresh.rename(token)
         client.request("GET", NODES, action="list nodes")
         assert [r.status for r in server.requests] == [200, 200], "no request went out with the old token"
+        client.close()
+
+
+def test_request_is_repeated_when_another_thread_read_the_new_token_first(connect):
+    """Both were sent with the old token, and only one of them finds the file changed."""
+
+    class Rotated:
+        def __init__(self):
+            self.tokens = ["old", "new"]
+
+        def header(self):
+            return f"Bearer {self.tokens[0]}"
+
+        def refresh(self):
+            return False
+
+    with EmbeddedApiServer(tokens={"new": Identity("driver")}) as server:
+        source = Rotated()
+        url = connect(server).endpoint.server
+        client = ApiClient(
+            Endpoint(url, "test", token=source), observe=lambda _method, _status: source.tokens.reverse()
+        )
+        assert client.request("GET", NODES, action="list nodes")["items"] == []
+        assert [request.status for request in server.requests] == [401, 200]
         client.close()
 
 

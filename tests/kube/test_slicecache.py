@@ -178,6 +178,16 @@ def test_foreign_delete_that_only_a_list_shows_during_a_write_is_told(client, ch
     assert cache.snapshot() == []
 
 
+def test_what_we_deleted_and_a_later_list_shows_is_there_again(client, changes, monkeypatch):
+    cache = SliceCache(client, changes)
+    stored = cache.create(make_slice("n"))
+    cache.delete(stored["metadata"]["name"], stored["metadata"]["uid"])
+    assert cache.snapshot() == []
+    monkeypatch.setattr(client, "list", lambda: ([stored], str(cache._store.newest + 100)))
+    cache._relist()
+    assert cache.snapshot() == [stored]
+
+
 def test_wipe_is_told_within_a_second(server, cache, changes):
     for index in range(3):
         cache.create(make_slice("n", index=index))
@@ -410,6 +420,28 @@ def test_list_from_before_what_was_known_is_taken_as_it_is():
     assert store.newest == 60
     assert store.put(_obj(61, uid="a", name="rolled-back")), "versions count from the list on"
     assert store.put(_obj(62, uid="c", name="deleted"))
+
+
+def test_list_that_shows_an_older_version_of_what_it_should_have_is_believed():
+    """The store was set back and wrote so much since that its version is not below what was known."""
+    store = SliceStore()
+    store.put(_obj(8, uid="a", name="rolled-back"))
+    store.put(_obj(9, uid="b", name="void"))
+    assert store.replace([_obj(4, uid="a", name="rolled-back")], "9", store.newest)
+    assert store.objects() == [_obj(4, uid="a", name="rolled-back")]
+
+
+def test_what_we_deleted_before_the_list_and_it_shows_is_there():
+    store = SliceStore()
+    for version, uid in enumerate(("before", "during"), 1):
+        store.put(_obj(version, uid=uid, name=uid))
+    store.deleted_by_us("before", "before")
+    known = store.gone
+    store.deleted_by_us("during", "during")
+    store.replace([_obj(1, uid="before", name="before"), _obj(2, uid="during", name="during")], "7", 2, known)
+    assert store.objects() == [_obj(1, uid="before", name="before")]
+    assert not store.put(_obj(6, uid="during", name="during"))
+    assert store.put(_obj(8, uid="before", name="before"))
 
 
 def test_own_write_during_a_list_outlives_it():

@@ -77,6 +77,22 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
         assert [call.result().status for call in waiting] == [grpc_health_pb2.HealthCheckResponse.SERVING] * 2
 
 
+def test_the_health_port_takes_no_more_bytes_than_a_name_has(node, quiet_logs):
+    """Anybody in the network of pods may send them, and they would be held in memory and in the log."""
+    plugin = node.plugin(settings={"health_address": "127.0.0.1:0"})
+    address, method = f"127.0.0.1:{plugin.health_port}", "/grpc.health.v1.Health/Check"
+
+    def code(service):
+        request = grpc_health_pb2.HealthCheckRequest(service=service)
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(address, method, request, grpc_health_pb2.HealthCheckResponse)
+        return caught.value.code()
+
+    assert code("x" * 100) is grpc.StatusCode.NOT_FOUND
+    assert code(" " * 2000) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert all(sum(len(str(value)) for value in line.values()) < 2000 for line in quiet_logs)
+
+
 def test_a_uid_of_any_length_makes_no_long_log_line(node, quiet_logs):
     dra = node.plugin().sockets.dra
     answer = prepare(dra, claim("u" * 1_000_000))

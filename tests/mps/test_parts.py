@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -201,6 +202,38 @@ def test_an_unreadable_record_is_set_aside(tmp_path, text):
     found, faults = DaemonRecords(MpsLayout(tmp_path)).load()
     assert found == {}
     assert len(faults) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
+
+
+def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    )
+    records = DaemonRecords(MpsLayout(tmp_path))
+    records.write(DaemonRecord(SPEC, "running", "boot"))
+    assert synced == [".gpu-1.json.new", tmp_path.name]
+    synced.clear()
+    records.remove("gpu-1")
+    assert synced == [tmp_path.name]
+
+
+def test_a_record_that_cannot_be_read_now_stays_as_it_is(tmp_path, monkeypatch):
+    records = DaemonRecords(MpsLayout(tmp_path))
+    records.write(DaemonRecord(SPEC, "running", "boot"))
+    real, number = Path.read_bytes, errno.EMFILE
+
+    def read_bytes(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(StateError, match=r"cannot read .*gpu-1\.json: Too many open files"):
+        records.load()
+    number = errno.ENOENT
+    assert records.load() == ({}, ()), "it was removed since the directory was listed"
+    number = errno.EIO
+    assert len(records.load()[1]) == 1
+    monkeypatch.setattr(Path, "read_bytes", real)
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
 
 

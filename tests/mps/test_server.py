@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -149,6 +150,53 @@ def test_nonsense_never_stops_the_host(served, chunks):
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):
             pass
+    MpsClient(served).ping()
+
+
+class Exhausted:
+    """A listening socket that has no descriptor left for the first connections."""
+
+    def __init__(self, listener, times):
+        self._listener = listener
+        self.left = times
+
+    def accept(self):
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+
+def test_host_without_descriptors_answers_when_it_has_some_again(layout, supervisor, monkeypatch):
+    accept, listeners = Server._accept, []
+    monkeypatch.setattr(server, "_ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(
+        Server,
+        "_accept",
+        lambda self, listener: accept(self, listeners.append(Exhausted(listener, 3)) or listeners[0]),
+    )
+    one = Server(layout.socket, supervisor)
+    one.start()
+    MpsClient(layout).ping()
+    assert listeners[0].left == 0
+    one.stop()
+
+
+def test_host_without_threads_refuses_one_and_serves_the_next(served, monkeypatch):
+    with monkeypatch.context() as patched:
+        started = threading.Thread.start
+        refused = []
+
+        def start(self):
+            if self.name == "mps-connection" and not refused:
+                refused.append(self)
+                raise RuntimeError("can't start new thread")
+            started(self)
+
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RetryableError):
+            MpsClient(served).ping()
+    assert refused
     MpsClient(served).ping()
 
 

@@ -21,8 +21,18 @@ FOUND = {
     "mps-answer": [b"9" * 5000],
     "proc": [b"DeviceFileMinor: 1\nDeviceFileMode: " + b"9" * 5000, b"9" * 5000 + b" nvidia-caps\n"],
     "config-file": [b"[" * 600, b"nodeName: 2024-13-45"],
-    "selector": [b"9" * 5000, b"0x" + b"f" * 5000, rb'"\UFFFFFFFF"', b"(" * 5000, b"!" * 5000, b"a." * 5000],
+    "selector": [b"9" * 5000, b"0x" + b"f" * 5000, rb'"\UFFFFFFFF"', b"(" * 5000, b"!" * 5000, b"a." * 5000,
+                 b"'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!'.matches('(a+)+$')",
+                 b"cel.bind(a, 'xxxxxxxx', " + b"cel.bind(a, a+a+a+a+a+a+a+a, " * 9 + b"a" + b")" * 10],
     "record": [b"[" * 5000, b'{"version": 1, "phase": []}'],
+    "api-refusal": [b"503 " + b"9" * 400, b'429 \n{"details": {"retryAfterSeconds": 1' + b"0" * 400 + b"}}",
+                    b'503 \n{"details": [1]}', b"500 \n" + b"[" * 5000],
+    "api-watch": [b'""\n', b'{"type":"ERROR","object":[1]}\n', b'{"type":"ERROR","object":{"code":[]}}\n'],
+    "kubeconfig": [b"clusters: " + b"[" * 1000, b"clusters: 2024-13-45"],
+    "api-claim": [b'{"a":' * 2000],
+    "log-text": [b" " * 60_000 + b"x", b"a." * 30_000, b"eyJ-" * 15_000],
+    "documents": [b"\0", b"a: &x0 [1]\n" + b"".join(b"b%d: &x%d [%s]\n" % (n, n, b", ".join([b"*x%d" % (n - 1)] * 9))
+                                            for n in range(1, 9))],
 }  # fmt: skip
 
 

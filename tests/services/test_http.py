@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import structlog
@@ -96,6 +97,50 @@ def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_k
         time.sleep(0.01)
     for one in silent:
         one.close()
+
+
+def test_pages_that_hang_cost_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is cut off does not wait any more, but the thread that makes his page still does."""
+    monkeypatch.setattr("dra_driver.services.http._MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("dra_driver.services.http._MOST_THREADS", 8)
+    let = threading.Event()
+
+    def slow() -> Response:
+        assert let.wait(60)
+        return Response(200, "text/x", b"late\n")
+
+    one = HttpEndpoint("127.0.0.1:0", {"/slow": slow, "/fast": lambda: Response(200, "text/x", b"now\n")})
+    one.start()
+    before = threading.active_count()
+    callers = []
+    try:
+        for _ in range(20):
+            callers.append(socket.create_connection(("127.0.0.1", one.port), timeout=20))
+            callers[-1].sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+        for caller in callers[8:]:
+            with suppress(ConnectionError):
+                assert caller.recv(1) == b"", "refused at once"
+        assert threading.active_count() - before <= 8
+    finally:
+        let.set()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert get(one, "/fast")[0] == 200
+    one.stop()
+    for caller in callers:
+        caller.close()
+
+
+def test_start_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("DNS was asked")
+
+    monkeypatch.setattr(socket, "getfqdn", asked)
+    one = HttpEndpoint("127.0.0.1:0", {})
+    assert one.port
+    one.stop()
 
 
 def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:

@@ -6,13 +6,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, StateError
-from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
+from dra_driver.model.usage import UnknownUsage
 from dra_driver.services.waiting import Patience
+from dra_driver.state import claimlocks
+from dra_driver.state.claimlocks import ClaimLocks
 from tests.core.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, h100, inventory, result
 from tests.fakes.preparing import Node, in_threads
 
@@ -166,6 +170,21 @@ def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, ca
     unprepare.join(10)
 
 
+def test_unprepare_that_has_no_lock_yet_is_waited_for_without_the_api_server(
+    node: Node, calls: Calls
+) -> None:
+    node.prepare(HOLDER)
+    node.claims.look = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
+    with ClaimLocks(node.directory / "locks").hold("holder", 10):
+        unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
+        unprepare.start()
+        eventually(lambda: node.releases._unpreparing["holder"])
+        calls.prepare(node, claim(GPU_0))
+        waits(node, "uid-1")
+    assert isinstance(calls.answer("uid-1"), Prepared)
+    unprepare.join(10)
+
+
 def test_unprepare_in_the_other_instance_is_noticed(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
     delete(node)
@@ -226,11 +245,11 @@ def test_nobody_asks_what_computes_when_there_is_no_time_for_it(tmp_path: Path, 
     node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.01, stop_s=0, users_s=3600))
     node.users["holder"] = "process 4711 (python3) still computes on it"
     node.prepare(HOLDER)
-    delete(node)
+    deallocate(node)
     calls.prepare(node, claim(GPU_0))
     eventually(lambda: len(node.claims.looks) > 3)
     node.releases.stop()
-    assert "which was deleted; waited " in error_of(calls.answer("uid-1"))
+    assert "which is not allocated any more; waited " in error_of(calls.answer("uid-1"))
 
 
 def test_those_who_wait_are_served_in_order_and_the_next_is_told_who_has_it(node: Node, calls: Calls) -> None:
@@ -331,7 +350,7 @@ def test_holder_that_stays_after_all_is_named(tmp_path: Path, calls: Calls) -> N
 def test_silence_after_the_answer_does_not_end_the_waiting(tmp_path: Path, calls: Calls) -> None:
     node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.01))
     node.prepare(HOLDER)
-    delete(node)
+    deallocate(node)
     calls.prepare(node, claim(GPU_0))
     waits(node, "uid-1")
     node.claims.down = True
@@ -436,6 +455,122 @@ def test_unprepare_that_failed_is_not_finished_once_the_claim_is_prepared_again(
     assert isinstance(node.prepare(HOLDER), Prepared), "its next pod"
     assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
     assert list(node.records.all()) == ["holder"]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in-the-other-instance"])
+def test_unprepare_that_failed_long_ago_takes_no_device_from_the_next_pod(
+    node: Node, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """What was prepared is remembered for ten minutes only, what could not be unprepared for longer."""
+    node.prepare(HOLDER)
+
+    def busy(_record: object) -> None:
+        raise DeviceBusyError("MIG device x is in use by process 4711")
+
+    node.steps.on_undo = busy
+    assert "in use by" in error_of(node.unprepare(HOLDER))
+    node.steps.on_undo = lambda record: None
+    assert isinstance((node.restarted() if elsewhere else node).prepare(HOLDER), Prepared)
+    assert (node.releases.unfinished("holder") is not None) is elsewhere
+    now_ns = time.monotonic_ns
+    monkeypatch.setattr(claimlocks.time, "monotonic_ns", lambda: now_ns() + 11 * 60 * 10**9)
+    with node.claim_locks.hold("holder", 1) as turn:
+        type(turn)("of-the-same-file", turn.path, turn.descriptor).note_prepared()
+    assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
+    assert list(node.records.all()) == ["holder"]
+
+
+def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Their Unprepare was forgotten with the kubelet's own state, and they were allocated anew."""
+    node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.05))
+    node.prepare(claim(GPU_0, uid="x"))
+    node.prepare(claim(GPU_1, uid="y"))
+    swapped = [claim(GPU_1, uid="x"), claim(GPU_0, uid="y")]
+    for each in swapped:
+        node.claims.add(each)
+    both = threading.Barrier(2)
+
+    def prepare(wanted: AllocatedClaim) -> object:
+        both.wait(10)
+        return node.prepare(wanted)
+
+    answers = in_threads(lambda: prepare(swapped[0]), lambda: prepare(swapped[1]))
+    assert all(isinstance(answer, Prepared) for answer in answers), answers
+    assert {uid: record.claim for uid, record in node.records.all().items()} == {
+        each.ref.uid: each for each in swapped
+    }
+
+
+def test_devices_of_an_allocation_before_are_kept_where_only_a_newer_release_knows_them(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.01))
+    node.prepare(claim(GPU_1))
+    node.prepare(HOLDER)
+    delete(node)
+    record = node.records.get("uid-1")
+    assert record is not None
+    [held] = record.devices
+    node.records.save(replace(record, devices=(replace(held, usage=UnknownUsage("sliced", {})),)))
+    files = node.files()
+    assert "was prepared by a newer release of the driver, whose sliced" in error_of(
+        node.prepare(claim(GPU_0))
+    )
+    assert node.files() == files
+
+
+def test_who_waits_keeps_what_it_has_while_that_is_still_allocated_to_it(node: Node, calls: Calls) -> None:
+    node.prepare(claim(GPU_1))
+    node.prepare(HOLDER)
+    delete(node)
+    files = node.files()
+    calls.prepare(node, claim(GPU_0, GPU_1))
+    waits(node, "uid-1")
+    with node.releases._changed:
+        node.releases._line[0].withdrawn = True  # has it try again
+        node.releases._notify()
+    eventually(lambda: not any(place.withdrawn for place in node.releases._line))
+    node.releases.stop()
+    assert node.files() == files
+    assert node.unprepare(HOLDER) is None
+    assert isinstance(calls.answer("uid-1"), Prepared)
+
+
+def test_release_is_seen_although_the_api_server_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for several holders does not ask for all of them where one has let go meanwhile."""
+    node = Node(tmp_path, MIXED)
+    holders = [claim(GPU_0, uid="holder"), claim(GPU_1, uid="other")]
+    for each in holders:
+        node.prepare(each)
+        node.claims.deallocated.add(each.ref.uid)
+    asked: list[str] = []
+    look = node.claims.look
+
+    def slow(ref: ClaimRef, timeout_s: float) -> object:
+        asked.append(ref.uid)
+        for each in holders:
+            node.unprepare(each)
+        return look(ref, timeout_s)
+
+    monkeypatch.setattr(node.claims, "look", slow)
+    assert isinstance(node.prepare(claim(GPU_0, GPU_1)), Prepared)
+    assert len(asked) == 1
+
+
+def test_what_is_for_good_is_asked_once(tmp_path: Path, calls: Calls) -> None:
+    node = Node(tmp_path, MIXED, patience=Patience(poll_s=0.01, ask_again_s=0.01))
+    node.prepare(HOLDER)
+    delete(node)
+    tries: list[int] = []
+    ahead = node.releases.ahead_of
+    node.releases.ahead_of = lambda place: tries.append(1) or ahead(place)  # type: ignore[func-returns-value, method-assign]
+    calls.prepare(node, claim(GPU_0))
+    eventually(lambda: len(tries) > 3)
+    assert node.unprepare(HOLDER) is None
+    assert isinstance(calls.answer("uid-1"), Prepared)
+    assert node.claims.looks == ["holder"]
 
 
 def test_crash_while_it_waits_leaves_nothing(node: Node, calls: Calls) -> None:

@@ -89,6 +89,23 @@ def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDire
     }
 
 
+def test_what_cannot_be_read_hides_no_other_claim(
+    tmp_path: Path, directory: CdiDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write(UID, spec())
+    directory.file("uid-2").mkdir()
+    assert directory.list() == {UID: (gpu(0).name,), "uid-2": ()}
+    assert directory.read("uid-2") is None
+
+    def refuse(_path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for call in (directory.list, lambda: directory.read(UID)):
+        with pytest.raises(StateError, match="cannot read"):
+            call()
+
+
 def test_a_file_that_an_earlier_driver_wrote_goes_with_its_claim(
     tmp_path: Path, directory: CdiDirectory
 ) -> None:

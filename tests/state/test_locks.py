@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
+from dra_driver.state import locks as module
 from dra_driver.state.locks import GpuLocks
 from tests.fakes.directories import names
 
@@ -117,6 +118,22 @@ def test_lock_is_released_when_the_work_fails(locks: GpuLocks) -> None:
 def test_name_of_a_lock_file_stays_in_the_directory(locks: GpuLocks, tmp_path: Path) -> None:
     with locks.hold(["../../etc/x", "GPU-ä"], 1):
         assert names(tmp_path / "locks") == ["GPU-_.lock", "______etc_x.lock"]
+
+
+def test_every_process_takes_the_gpus_in_the_order_of_their_uuids(
+    locks: GpuLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    hold_file = module.hold_file
+
+    def noted(path: Path, among_threads: threading.Lock, deadline: float, what: str) -> object:
+        taken.append(what)
+        return hold_file(path, among_threads, deadline, what)
+
+    monkeypatch.setattr(module, "hold_file", noted)
+    uuids = [f"GPU-{number:02}" for number in range(16)]
+    with locks.hold(random.Random(7).sample(uuids, 16), 1):
+        assert taken == [f"GPU {uuid}" for uuid in uuids]
 
 
 def test_order_of_the_gpus_never_leads_to_a_deadlock(locks: GpuLocks, tmp_path: Path) -> None:
