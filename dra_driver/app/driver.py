@@ -142,7 +142,7 @@ class Driver:
         client = ApiClient(endpoint, limiter=limiter, observe=self._metrics.api_answered)
         self._stops.append(("api_client", client.close))
         api = ResourceApi(client)
-        self.records.open()
+        self.records.open(self._boot_id)
         self._gpu_locks.open()
         self._claim_locks.open()
         self._specs.create()

@@ -144,7 +144,7 @@ class _Demo:
             _expect(outcome is None, f"unprepare of {name} failed: {outcome}")
             typer.echo(f"  unprepared {_NAMESPACE}/{name}")
         self._driver.stop()
-        left = [*(self._root / "cdi").glob("*"), *(self._root / "plugins" / _DRIVER / "claims").glob("*")]
+        left = [*(self._root / "cdi").glob("*"), *(self._root / "plugins" / _DRIVER / "claims").glob("[!.]*")]
         left += [path for path in self._root.rglob("*.sock") if self._simulator_dir not in path.parents]
         _expect(not left, f"something is left: {left}")
         typer.echo("  CDI specs: 0   claim records: 0   sockets after the driver's stop: 0")

@@ -40,8 +40,8 @@ class StepRunner(Protocol):
 class Records(Protocol):
     """Where records are kept."""
 
-    def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
-        """Write, and have it survive a power cut if `durable`."""
+    def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
+        """Write, and have it survive a power cut if `durable`; if only `whole`, this version or the one before."""
 
     def delete(self, uid: str) -> None:
         """Remove, if there."""
@@ -112,8 +112,9 @@ class Executor:
         if known is not None:
             refuse_newer(known)
         record = self._intended(plan, known)
+        lasts = self._must_last(plan)
         if record != known:
-            self._records.save(record, durable=self._must_last(plan))
+            self._records.save(record, durable=lasts, whole=lasts)
         try:
             for step in plan.steps:
                 self._runner.do(step, plan)
@@ -124,8 +125,8 @@ class Executor:
         if record.phase == "prepared":
             return record
         done = replace(record, phase="prepared", prepared_at=record.prepared_at or self._now())
-        # Not synced: a power cut ends the boot, and with it everything that the steps made.
-        self._records.save(done, durable=False)
+        # May be lost: a power cut ends the boot, and with it everything that the steps made.
+        self._records.save(done, durable=False, whole=lasts)
         return done
 
     def take_back(self, record: ClaimRecord) -> None:

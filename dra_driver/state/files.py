@@ -39,13 +39,15 @@ def state_error(action: str, path: Path, error: OSError) -> StateError:
     return StateError(f"cannot {action} {path}: {remedy}")
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True, whole: bool = True
+) -> None:
     """Replace `path` by `content`.
 
     The temporary file lies in the same directory, because a rename from elsewhere is no rename, and because
-    a watcher of the directory sees it. The content is on disk before it gets the name, or a power cut could leave the
-    name with an empty file. `durable` also syncs the directory; else a power cut may bring the old content back.
-    Raises: StateError.
+    a watcher of the directory sees it. `whole` has the content on disk before it gets the name, or a power cut could
+    leave the name with an empty file. `durable` also syncs the directory; else a power cut may bring the old content
+    back. Raises: StateError.
     """
     name = path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
     try:
@@ -57,7 +59,8 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: 
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
+            if durable or whole:
+                os.fsync(file.fileno())
         name.replace(path)
         if durable:
             sync_directory(path.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import threading
@@ -32,9 +33,21 @@ from dra_driver.state.formats import NewerFormatError
 _log = structlog.get_logger(__name__)
 
 _SUFFIX = ".json"
+_BOOT = ".boot"
+"""The boot in which records were written last."""
 _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
 # What no later try would read either; other errors, such as too many open files, pass.
 _UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
+
+
+def _text_of(path: Path) -> str | None:
+    """What a small file says, None if there is none. Raises: StateError."""
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise state_error("read", path, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +75,19 @@ class RecordStore:
         """Where the records lie."""
         return self._directory
 
-    def open(self) -> None:
-        """Create the directory, and clear away what a killed writer left. Raises: StateError."""
+    def open(self, boot_id: str) -> None:
+        """Create the directory, and clear away what a killed writer left, and what a power cut left of records that
+        were not synced. Raises: StateError."""
         make_directory(self._directory, 0o700, durable=True)
         clear_abandoned(self._directory)
+        marker = self._directory / _BOOT
+        before = _text_of(marker)
+        if before == boot_id:
+            return
+        if before is not None:
+            self._clear_torn()
+        with suppress(StateError):  # a disk that is full or read-only must not keep the driver from serving
+            write_atomically(marker, boot_id.encode())
 
     def get(self, uid: str) -> ClaimRecord | None:
         """The record of a claim, None if there is none that can be read.
@@ -109,9 +131,11 @@ class RecordStore:
             newer = [self._path(uid) for uid in self._newer]
         return sorted([*self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"), *newer])
 
-    def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
-        """Write the record; `durable` makes it survive a power cut. Raises: StateError."""
-        write_atomically(self._path(record.ref.uid), encode(record), durable=durable)
+    def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
+        """Write the record; `durable` makes it survive a power cut, `whole` has one leave this version or the one
+        before; with neither there may be a torn file, which the first `open` of the next boot removes. Raises:
+        StateError."""
+        write_atomically(self._path(record.ref.uid), encode(record), durable=durable, whole=whole)
 
     def delete(self, uid: str) -> None:
         """Remove a claim's record; nothing happens if there is none. Raises: StateError."""
@@ -126,6 +150,19 @@ class RecordStore:
             return
         except OSError as error:
             raise state_error("remove the claim record", path, error) from error
+
+    def _clear_torn(self) -> None:
+        """Remove files that are no JSON: a power cut came before their content was on disk. All that such a claim had
+        has ended with the boot. Raises: StateError."""
+        for path in sorted(self._directory.glob(f"*{_SUFFIX}")):
+            try:
+                json.loads(path.read_bytes())
+            except ValueError:
+                _log.info("record_torn", claim_uid=path.name.removesuffix(_SUFFIX))
+                with suppress(FileNotFoundError):
+                    path.unlink()
+            except (OSError, RecursionError):
+                continue  # told when it is looked for
 
     def _path(self, uid: str) -> Path:
         """Raises: StateError for a UID that could lead out of the directory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,11 +42,21 @@ class Growth:
     threads: int
 
 
+def cdi_root(root: Path) -> Path:
+    """A directory in memory, as /var/run is on a node, for the CDI specs of what lies at `root`; on its disk where
+    there is none. Who asks for it removes it."""
+    memory = Path("/dev/shm")
+    chosen = (memory if os.access(memory, os.W_OK | os.X_OK) else root) / f"{root.name}-cdi"
+    chosen.mkdir()
+    return chosen
+
+
 class Node:
     """API server, kubelet and the daemon as a process; `registered_s` and `published_s` count from its start."""
 
     def __init__(self, root: Path, machine: str = "dgx-h100", config: str | None = None) -> None:
         self.root = root
+        self.cdi = cdi_root(root)
         self._config = config
         self._machine = machine
         self.server = EmbeddedApiServer()
@@ -78,12 +89,13 @@ class Node:
         self.process.wait(_WAIT_S)
         self.kubelet.stop()
         self.server.stop()
+        shutil.rmtree(self.cdi)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         program = Path(sys.executable).parent / "gpu-dra-driver"
         command = [str(program), "run", "--node-name", NODE, "--kubeconfig", str(self.root / "kubeconfig")]
         command += ["--simulate", self._machine, "--simulator-dir", str(self.root / "machine")]
-        command += ["--cdi-root", str(self.root / "cdi"), "--log-level", "warning"]
+        command += ["--cdi-root", str(self.cdi), "--log-level", "warning"]
         command += ["--kubelet-registrar-directory-path", str(self.root / "plugins_registry")]
         command += ["--kubelet-plugins-directory-path", str(self.root / "plugins")]
         command += ["--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0", "--mps-host", "child"]
@@ -163,7 +175,7 @@ class Node:
 
     def files(self) -> set[str]:
         """Files of claims on disk."""
-        places = (self.root / "cdi", self.root / "plugins" / DRIVER / "claims")
+        places = (self.cdi, self.root / "plugins" / DRIVER / "claims")
         return {str(path) for place in places for path in place.glob("*")}
 
 

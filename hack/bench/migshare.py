@@ -5,6 +5,7 @@ The daemon runs in this process, so that the time of every NVML call can be take
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measurements import DRIVER, NODE, wait_for
+from measurements import DRIVER, NODE, cdi_root, wait_for
 
 from dra_driver.app.driver import Driver
 from dra_driver.embedded.apiserver.server import EmbeddedApiServer
@@ -69,9 +70,10 @@ def own_shares(root: Path, count: int) -> list[float]:
     registry.mkdir()
     kubelet = EmbeddedKubelet(registry, KubeletSettings(poll_s=0.002))
     kubelet.start()
+    cdi = cdi_root(root)
     settings = Settings(
         node_name=NODE,
-        cdi_root=str(root / "cdi"),
+        cdi_root=str(cdi),
         kubelet_registrar_directory_path=str(registry),
         kubelet_plugins_directory_path=str(root / "plugins"),
         kubeconfig=str(root / "kubeconfig"),
@@ -98,6 +100,7 @@ def own_shares(root: Path, count: int) -> list[float]:
         driver.stop()
         kubelet.stop()
         server.stop()
+        shutil.rmtree(cdi)
 
 
 def _devices(server: EmbeddedApiServer) -> list[str]:

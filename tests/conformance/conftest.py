@@ -15,12 +15,20 @@ from typing import Any
 import pytest
 
 from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
+from dra_driver.embedded.kubelet_client import KubeletError
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.model.claim import ClaimRef
 from tests.e2e.conftest import _cluster, cluster, example
-from tests.integration.conftest import Json, Node, eventually
+from tests.integration.conftest import DRIVER, Json, Node, eventually
+from tests.kubelet.support import FakeClaims
 
 __all__ = ["_cluster", "cluster", "example"]
 
 Process = subprocess.Popen[bytes]
+
+OTHER_DRIVER = "nic.example.com"
+SLOW_S = 60.0
+"""For what takes a moment, on any machine."""
 
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
@@ -56,6 +64,18 @@ class ConformanceNode(Node):
 
     def slice_writes(self) -> list[str]:
         return [request.method for request in self.server.writes("resourceslices")]
+
+    def specs(self) -> list[str]:
+        # As for records: what a writer that was killed leaves is hidden, and cleared away later.
+        return [name for name in super().specs() if not name.startswith(".")]
+
+    def lock_file(self, index: int) -> Path:
+        """Of the GPU with this index."""
+        return self.plugin_dir / "locks" / f"{self.machine.gpu(index).uuid}.lock"
+
+    def was_read(self, name: str) -> bool:
+        """Whether somebody asked the API server for this claim, as each Prepare begins."""
+        return any(request.path.endswith(f"/resourceclaims/{name}") for request in list(self.server.requests))
 
     def is_clean(self) -> bool:
         return (self.specs(), self.records()) == ([], [])
@@ -97,10 +117,13 @@ def node(make_node: Callable[..., ConformanceNode]) -> ConformanceNode:
 
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., Process]]:
-    """Starts the daemon as a process, as an update needs it: NVML is one for all of a process."""
+    """Starts the daemon as a process, as an update needs it: NVML is one for all of a process.
+
+    `before` is Python that runs before the daemon, in its process.
+    """
     started: list[Process] = []
 
-    def start(node: Node, **environment: str) -> Process:
+    def start(node: Node, *, before: str = "", **environment: str) -> Process:
         settings = node.settings
         variables = {
             "NODE_NAME": settings.node_name,
@@ -113,6 +136,8 @@ def spawn() -> Iterator[Callable[..., Process]]:
             "LOG_LEVEL": "warning",
         }
         command = [sys.executable, "-m", "dra_driver.cli.main", "run"]
+        if before:
+            command[1:3] = ["-c", f"{before}\nfrom dra_driver.cli.main import main\nmain()"]
         kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         started.append(subprocess.Popen(command, env=kept | variables | environment))
         return started[-1]
@@ -121,6 +146,59 @@ def spawn() -> Iterator[Callable[..., Process]]:
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def other_driver() -> Iterator[Callable[[ConformanceNode, FakeClaims], KubeletPlugin]]:
+    """Starts a second driver of data on a node and has it registered."""
+    started: list[KubeletPlugin] = []
+
+    def start(node: ConformanceNode, claims: FakeClaims) -> KubeletPlugin:
+        settings = PluginSettings(
+            driver=OTHER_DRIVER, registry_dir=node.registry, plugins_dir=node.root / "plugins", grace_s=1.0
+        )
+        plugin = KubeletPlugin(settings, claims)
+        started.append(plugin)
+        plugin.start()
+        node.kubelet.wait_registered(OTHER_DRIVER, timeout_s=SLOW_S)
+        return plugin
+
+    yield start
+    for plugin in started:
+        plugin.stop()
+
+
+HOLD_LOCK = """
+import fcntl, os, sys
+sys.path.insert(0, sys.argv[2])
+from dra_driver.state.filelock import WHOLE_FILE_WRITE_LOCK
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, WHOLE_FILE_WRITE_LOCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class LockHolder:
+    """Another process with the lock of a GPU, as the second instance of an update."""
+
+    def __init__(self, file: Path) -> None:
+        command = [sys.executable, "-c", HOLD_LOCK, str(file), str(Path(__file__).parents[2])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "held\n"
+
+    def release(self) -> None:
+        """Also after it was let go."""
+        self._process.communicate()
+
+
+def quietly(node: ConformanceNode, ref: ClaimRef, timeout_s: float = 8.0) -> Any:
+    """What a Prepare answers, None if the connection breaks."""
+    try:
+        return node.kubelet.prepare(DRIVER, [ref], timeout_s=timeout_s)[ref.uid]
+    except KubeletError:
+        return None
 
 
 def end(process: Process) -> None:

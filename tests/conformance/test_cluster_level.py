@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
+from dra_driver.core.limits import (
+    MAX_ATTRIBUTES_AND_CAPACITIES,
+    MAX_COUNTER_SETS_PER_SLICE,
+    MAX_COUNTERS_PER_SET,
+    MAX_DEVICES_PER_SLICE,
+    MAX_TAINTS,
+    MAX_VALID_VALUES,
+    device_faults,
+)
 from dra_driver.core.slicediff import Owner
-from dra_driver.core.slices import build_pool
+from dra_driver.core.slices import Pool, SliceContent, build_pool
 from dra_driver.embedded.allocator import AllocationError
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
 from dra_driver.embedded.kubelet_client import KubeletError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.dropped import dropped_fields
@@ -255,6 +264,38 @@ def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
     assert told()["nic.example.com"] == foreign
 
 
+def test_c19_slices_of_others(make_node: MakeNode) -> None:
+    """A token that may write the own node's slices alone is enough, and slices of others are never written."""
+    node = make_node()
+    others = (
+        ("other-node", DRIVER, {"nodeName": "other-node"}),
+        ("everybody", DRIVER, {"allNodes": True}),
+        ("neighbour", "nic.example.com", {"nodeName": NODE}),
+    )
+    for name, driver_name, where in others:
+        pool = {"name": name, "generation": 7, "resourceSliceCount": 1}
+        spec = {"driver": driver_name, "pool": pool, "devices": [], **where}
+        body = {"metadata": {"name": name}, "spec": spec}
+        node.server.add("resourceslices", body, group="resource.k8s.io")
+    foreign = node.slices()
+    node.server.tokens = {"secret": Identity("driver", node=NODE)}
+    node.server.write_kubeconfig(node.root / "kubeconfig", token="secret")
+
+    driver = node.start_driver()
+    node.wait_devices(8)
+    node.machine.remove_gpu(3)
+    node.wait_devices(7)
+    [own] = [one for one in node.slices() if one not in foreign]
+    resource = node.server.resource("resourceslices")
+    node.server.operations.delete(resource, ("", own["metadata"]["name"]), {})
+    node.wait_devices(7)
+    eventually(lambda: not driver.problems())
+    assert [one for one in node.slices() if one in foreign] == foreign
+    writes = node.server.writes("resourceslices")
+    assert {request.status for request in writes} <= {200, 201}
+    assert not {request.path.rpartition("/")[2] for request in writes} & {name for name, *_ in others}
+
+
 @pytest.mark.parametrize(
     "served", [("v1",), ("v1beta2",), ("v1beta1",), ("v1beta1", "v1beta2")], ids="+".join
 )
@@ -404,10 +445,74 @@ class Publishing:
         self.publisher.mark_dirty()
 
 
-def test_c22_many_full_slices(tmp_path: Any) -> None:
-    """As many creates as there are full slices, nothing else, and what is stored is what was meant."""
-    count = 8
-    content = inventory(*(h100(number) for number in range(64 * count)))
+def plain_pool() -> tuple[Inventory, Pool]:
+    """Eight slices of whole GPUs."""
+    content = inventory(*(h100(number) for number in range(8 * MAX_DEVICES_PER_SLICE)))
+    return content, build_pool(content, NODE)
+
+
+def longest(start: str, size: int = 63) -> str:
+    """A name as long as it may be."""
+    return start + "x" * (size - len(start))
+
+
+def maximal_device(number: int, sets: list[Json]) -> Json:
+    """A device with as much of everything as the API takes beside the rest."""
+    kinds: tuple[Json, ...] = (
+        {"string": longest("", 64)},
+        {"version": longest("1.2.3-", 64)},
+        {"int": 2**63 - 1},
+        {"bool": True},
+    )
+    amounts = [f"{amount}Gi" for amount in range(1, MAX_VALID_VALUES + 1)]
+    policy = {"default": amounts[-1], "validValues": amounts}
+    half = MAX_ATTRIBUTES_AND_CAPACITIES // 2
+    used = (sets[number % len(sets)], sets[(number + 1) % len(sets)])
+    return {
+        "name": longest(f"device-{number}-"),
+        "attributes": {
+            f"{longest('a.')}/{longest(f'a{index}', 32)}": kinds[index % len(kinds)] for index in range(half)
+        },
+        "capacity": {
+            f"{longest('c.')}/{longest(f'c{index}', 32)}": {"value": amounts[-1], "requestPolicy": policy}
+            for index in range(half)
+        },
+        "allowMultipleAllocations": True,
+        "consumesCounters": [{"counterSet": one["name"], "counters": one["counters"]} for one in used],
+        "taints": [
+            {
+                "key": f"{longest('t.')}/{longest(f't{index}')}",
+                "value": longest("v"),
+                "effect": "NoSchedule",
+                "timeAdded": "2026-08-07T12:00:00Z",
+            }
+            for index in range(MAX_TAINTS)
+        ],
+    }
+
+
+def maximal_pool() -> tuple[Inventory, Pool]:
+    """A slice of counter sets and two of devices, each as full as the API takes."""
+    counters = {longest(f"counter-{index}-"): {"value": "1Gi"} for index in range(MAX_COUNTERS_PER_SET)}
+    sets = [
+        {"name": longest(f"set-{index}-"), "counters": counters}
+        for index in range(MAX_COUNTER_SETS_PER_SLICE)
+    ]
+    devices = [maximal_device(number, sets) for number in range(2 * MAX_DEVICES_PER_SLICE)]
+    assert not [fault for device in devices for fault in device_faults(device)]
+    chunks = (devices[:MAX_DEVICES_PER_SLICE], devices[MAX_DEVICES_PER_SLICE:])
+    slices = (SliceContent(shared_counters=tuple(sets)), *(SliceContent(tuple(chunk)) for chunk in chunks))
+    return inventory(h100(0)), Pool(NODE, slices)
+
+
+@pytest.mark.parametrize("full", [plain_pool, maximal_pool])
+def test_c22_many_full_slices(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, full: Callable[[], tuple[Inventory, Pool]]
+) -> None:
+    """As many creates as there are slices, full of plain or of the largest devices, no other write, and all stored."""
+    content, pool = full()
+    count = len(pool.slices)
+    monkeypatch.setattr("dra_driver.services.publisher.build_pool", lambda *_: pool)
     with EmbeddedApiServer() as server:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(tmp_path / "kubeconfig")
@@ -417,7 +522,11 @@ def test_c22_many_full_slices(tmp_path: Any) -> None:
             assert [request.method for request in server.writes("resourceslices")] == ["POST"] * count
         client.close()
         stored = server.objects("resourceslices")
-    pool = build_pool(content, NODE)
-    assert [entry["spec"]["devices"] for entry in stored] == [list(one.devices) for one in pool.slices]
+    assert [entry["spec"].get("devices", []) for entry in stored] == [
+        list(one.devices) for one in pool.slices
+    ]
+    assert [entry["spec"].get("sharedCounters", []) for entry in stored] == [
+        list(one.shared_counters) for one in pool.slices
+    ]
     assert {entry["spec"]["pool"]["generation"] for entry in stored} == {1}
     assert {entry["spec"]["pool"]["resourceSliceCount"] for entry in stored} == {count}

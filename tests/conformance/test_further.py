@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.app.driver import Driver
+from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
+from dra_driver.errors import InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.conformance.conftest import ConformanceNode, Process, in_background
+from tests.conformance.conftest import ConformanceNode, LockHolder, Process, in_background, quietly
 from tests.conformance.test_cluster_level import Publishing
 from tests.core.samples import NODE, h100, inventory
 from tests.integration.conftest import DRIVER, Json, eventually
@@ -24,39 +26,11 @@ from tests.kubelet.support import claim, prepare
 
 MakeNode = Callable[..., ConformanceNode]
 
-HOLD_LOCK = """
-import fcntl, os, sys
-sys.path.insert(0, sys.argv[2])
-from dra_driver.state.filelock import WHOLE_FILE_WRITE_LOCK
-descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
-fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, WHOLE_FILE_WRITE_LOCK)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-class LockHolder:
-    """Another process with the lock of a GPU, as the second instance of an update."""
-
-    def __init__(self, file: Path) -> None:
-        command = [sys.executable, "-c", HOLD_LOCK, str(file), str(Path(__file__).parents[2])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "held\n"
-
-    def release(self) -> None:
-        """Also after it was let go."""
-        self._process.communicate()
-
-
-def lock_file(node: ConformanceNode, index: int) -> Path:
-    return node.plugin_dir / "locks" / f"{node.machine.gpu(index).uuid}.lock"
-
 
 def test_c23_retry_beside_a_call_that_still_runs(node: ConformanceNode) -> None:
     """The deadline passes while a Prepare waits; the retry may come beside it, and both end with one answer."""
     ref = node.allocated_by_hand("slow", node.devices()[0]["name"])
-    holder = LockHolder(lock_file(node, 0))
+    holder = LockHolder(node.lock_file(0))
     try:
         late = node.kubelet.prepare(DRIVER, [ref], timeout_s=2.2)[ref.uid]
         assert isinstance(late, Failed)
@@ -78,7 +52,7 @@ def test_c23_killed_daemon(make_node: MakeNode, spawn: Callable[..., Process]) -
     process = spawn(node)
     node.kubelet.wait_registered(DRIVER)
     refs = [node.allocated_by_hand(device["name"], device["name"]) for device in node.wait_devices(8)]
-    calls = [in_background(lambda ref=ref: _quietly(node, ref)) for ref in refs]
+    calls = [in_background(lambda ref=ref: quietly(node, ref)) for ref in refs]
     eventually(node.records)
     process.kill()
     process.wait()
@@ -86,17 +60,10 @@ def test_c23_killed_daemon(make_node: MakeNode, spawn: Callable[..., Process]) -
         thread.join(30)
     spawn(node)
     for ref in refs:
-        assert isinstance(eventually(lambda ref=ref: _quietly(node, ref)), Prepared)
+        assert isinstance(eventually(lambda ref=ref: quietly(node, ref)), Prepared)
     assert len(node.records()) == len(node.specs()) == 8
     assert node.unprepare(*refs) == dict.fromkeys(ref.uid for ref in refs)
     assert node.is_clean()
-
-
-def _quietly(node: ConformanceNode, ref: ClaimRef) -> Any:
-    try:
-        return node.kubelet.prepare(DRIVER, [ref], timeout_s=8)[ref.uid]
-    except Exception:  # the connection broke, as it does
-        return None
 
 
 def test_c23_reboot(node: ConformanceNode) -> None:
@@ -119,7 +86,7 @@ def test_c24_lock_of_another_process(node: ConformanceNode) -> None:
     """A GPU that another process works on is waited for; the other GPUs are served meanwhile."""
     first, second = (device["name"] for device in node.devices()[:2])
     waiting, free = node.allocated_by_hand("waiting", first), node.allocated_by_hand("free", second)
-    holder = LockHolder(lock_file(node, 0))
+    holder = LockHolder(node.lock_file(0))
     try:
         thread, answers = in_background(lambda: node.prepare(waiting)[waiting.uid])
         assert isinstance(node.prepare(free)[free.uid], Prepared)
@@ -154,6 +121,32 @@ def test_c24_sockets(node: ConformanceNode) -> None:
         instance.endpoint, unknown, options=[("grpc.default_authority", "%2Fvar%2Flib%2Fkubelet")]
     )
     assert answer.claims["0-unknown"].error
+
+
+@pytest.mark.parametrize("length", [107, 108])
+def test_c24_longest_socket_paths(make_node: MakeNode, length: int) -> None:
+    """Sockets with paths of 107 bytes are served; where one byte more is needed, the driver says what is too long."""
+    node = make_node()
+    socket = f"{DRIVER}-reg.sock"
+    node.registry = node.root / ("r" * (length - len(f"{node.root}//{socket}")))
+    node.registry.mkdir()
+    plugins = node.root / ("p" * (length - len(f"{node.root}//{DRIVER}/dra.sock")))
+    node.plugin_dir = plugins / DRIVER
+    registry = {"kubelet_registrar_directory_path": str(node.registry)}
+    plugin = {"kubelet_plugins_directory_path": str(plugins)}
+    if length > 107:
+        for change, name in ((registry, node.registry.name), (plugin, plugins.name)):
+            with pytest.raises(InvalidConfigError, match=f"{name}.* too long"):
+                Driver(replace(node.settings, **change)).start()
+        return
+    node.use_kubelet_quietly()
+    node.start_driver(**registry, **plugin)
+    [instance] = node.kubelet.instances(DRIVER)
+    assert {len(str(path)) for path in (instance.socket, instance.endpoint)} == {length}
+    node.wait_devices(8)
+    ref = node.claim("one")
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    assert node.unprepare(ref) == {ref.uid: None}
 
 
 A, B, C = h100(0), h100(1), h100(2)
@@ -222,3 +215,43 @@ def test_c25_expired_watch(node: ConformanceNode) -> None:
     node.server.store.forget()
     node.delete_slices()
     node.wait_devices(8)
+
+
+def test_c25_token_rotation(make_node: MakeNode) -> None:
+    """A token that is replaced in its volume is used from then on, also when the old one was refused before."""
+    node = make_node()
+    volume = node.root / "token-volume"
+
+    def write(token: str) -> None:
+        """As the kubelet does it: a directory of its own, and a link that moves to it at once."""
+        (volume / token).mkdir(parents=True)
+        (volume / token / "token").write_text(token)
+        link = volume / "..data_tmp"
+        link.symlink_to(token)
+        link.rename(volume / "..data")
+
+    def accept(*tokens: str) -> None:
+        node.server.tokens = {token: Identity("driver", node=NODE) for token in tokens}
+        node.server.faults.cut_watches()
+
+    write("first")
+    accept("first")
+    node.server.write_kubeconfig(node.root / "kubeconfig", token_file=volume / "..data" / "token")
+    node.start_driver()
+    node.wait_devices(8)
+    accept("first", "second")
+    write("second")
+    accept("second")
+    node.delete_slices()
+    node.wait_devices(8)
+    ref = node.claim("one")
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+
+    accept("third")
+    node.delete_slices()
+    eventually(lambda: any(request.status == 401 for request in list(node.server.requests)))
+    assert node.slices() == []
+    write("third")
+    node.wait_devices(8)
+    other = node.claim("other")
+    assert isinstance(node.prepare(other)[other.uid], Prepared)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dra_driver.embedded.kubelet_client import KubeletError
+from dra_driver.embedded.kubelet_client import Instance, KubeletError
 from dra_driver.errors import FatalError, StateError
 from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.registration import Registrar
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.server import KubeletPlugin
 from dra_driver.kubelet.v1 import DraV1
 from dra_driver.kubelet.workers import Workers
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.services.healthstream import HealthStream
-from tests.conformance.conftest import ConformanceNode
+from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
 from tests.integration.conftest import DRIVER, NODE, Json, eventually
 from tests.kubelet.support import FakeClaims
 
-OTHER_DRIVER = "nic.example.com"
 SHARE_IDS = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(2)]
 
 MakeNode = Callable[..., ConformanceNode]
@@ -190,32 +191,13 @@ def _accepted(socket: Path) -> list[str]:
     ]
 
 
-@pytest.fixture
-def other_driver(node: ConformanceNode) -> Iterator[Callable[[FakeClaims], KubeletPlugin]]:
-    started: list[KubeletPlugin] = []
-
-    def start(claims: FakeClaims) -> KubeletPlugin:
-        settings = PluginSettings(
-            driver=OTHER_DRIVER, registry_dir=node.registry, plugins_dir=node.root / "plugins", grace_s=1.0
-        )
-        plugin = KubeletPlugin(settings, claims)
-        plugin.start()
-        node.kubelet.wait_registered(OTHER_DRIVER)
-        started.append(plugin)
-        return plugin
-
-    yield start
-    for plugin in started:
-        plugin.stop()
-
-
 def test_c07_two_drivers_in_one_claim(
-    node: ConformanceNode, other_driver: Callable[[FakeClaims], KubeletPlugin]
+    node: ConformanceNode, other_driver: Callable[[ConformanceNode, FakeClaims], KubeletPlugin]
 ) -> None:
     """While another driver of the claim fails or restarts, our part stays as it was prepared, and goes when told."""
     claims = FakeClaims()
     claims.on_prepare = lambda refs: {ref.uid: Failed("no link") for ref in refs}
-    plugin = other_driver(claims)
+    plugin = other_driver(node, claims)
     ours = node.devices()[0]["name"]
     results = [
         {"request": "nic", "driver": OTHER_DRIVER, "pool": NODE, "device": "eth1"},
@@ -227,14 +209,18 @@ def test_c07_two_drivers_in_one_claim(
     assert node.kubelet.prepare(OTHER_DRIVER, [ref]) == {ref.uid: Failed("no link")}
     plugin.stop()
     assert node.prepare(ref) == answer, "the kubelet asks all drivers of the claim again"
-    other_driver(FakeClaims())
+    claims = FakeClaims()
+    other_driver(node, claims)
     node.restart_driver()
     assert node.prepare(ref) == answer
     assert isinstance(node.kubelet.prepare(OTHER_DRIVER, [ref])[ref.uid], Prepared)
-    assert node.kubelet.unprepare(OTHER_DRIVER, [ref]) == {ref.uid: None}
     assert node.records() == [f"{ref.uid}.json"]
-    assert node.unprepare(ref) == {ref.uid: None}
-    assert node.is_clean()
+    claims.on_unprepare = lambda refs: {ref.uid: Failed("link is busy") for ref in refs}
+    for outcome in (Failed("link is busy"), None):
+        assert node.kubelet.unprepare(OTHER_DRIVER, [ref]) == {ref.uid: outcome}
+        assert node.unprepare(ref) == {ref.uid: None}, "the kubelet tells all drivers of the claim again"
+        assert node.is_clean()
+        claims.on_unprepare = FakeClaims().on_unprepare
 
 
 def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
@@ -263,7 +249,7 @@ def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
 
 @pytest.mark.parametrize("version", ["v1alpha1", "v1"])
 def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Health turns bad and good again with a message, is unknown when nobody looks, and is told to one stream only."""
+    """Health turns bad and good again with a message, and is told to one stream only, which ends with the driver."""
     streams: list[int] = []
     ended: list[int] = []
     watch = HealthStream.watch
@@ -297,13 +283,49 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
     assert {state for name, (state, _) in kubelet.health(DRIVER).items() if name != key} == {"HEALTHY"}
     node.machine.set_recovery_action(2, 0)
     eventually(lambda: shown()[0] == "HEALTHY")
-    monkeypatch.setattr(driver.health.monitor, "is_fresh", lambda uuid: False)
-    driver.health.stream.changed()
-    eventually(lambda: shown()[0] == "UNKNOWN")
     assert (streams, ended) == ([1], [])
     driver.stop()
     eventually(lambda: ended == [1])
     assert streams == [1], "the stream ends with the driver"
+
+
+def test_c10_health_that_nobody_can_tell(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a look at a GPU hangs it is told as unknown, then healthy again; a driver that ends tells no more."""
+    monkeypatch.setattr("dra_driver.services.monitor._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.services.monitor._FRESH_S", 0.5)
+    monkeypatch.setattr("dra_driver.services.healthstream._RESEND_S", 0.1)
+    node = make_node()
+    driver = node.start_driver()
+    name = node.wait_devices(8)[2]["name"]
+    [instance] = node.kubelet.instances(DRIVER)
+    messages: list[Any] = []
+    thread, _ = in_background(lambda: _listen(instance, messages))
+
+    def told(health: int, since: int) -> list[Any]:
+        devices = [device for message in messages[since:] for device in message.devices]
+        return [one for one in devices if (one.device.device_name, one.health) == (name, health)]
+
+    def told_from_now(health: int) -> list[Any]:
+        since = len(messages)
+        return eventually(lambda: told(health, since))
+
+    told_from_now(dra_health_v1_pb2.HEALTHY)
+    node.machine.set_fault("nvmlDeviceGetTotalEccErrors", delay_s=1.0, gpu=2)
+    unknown = told_from_now(dra_health_v1_pb2.UNKNOWN)
+    assert {"not answered" in device.message for device in unknown} == {True}
+    node.machine.clear_faults()
+    told_from_now(dra_health_v1_pb2.HEALTHY)
+    driver.stop()
+    thread.join(SLOW_S)
+    assert not thread.is_alive(), "the stream ends with the driver, so that what it said becomes stale"
+    assert len(messages[-1].devices) == 8
+    timeouts = {device.health_check_timeout_seconds for message in messages for device in message.devices}
+    assert timeouts == {30}, "what the kubelet waits before it takes devices for unknown"
+
+
+def _listen(instance: Instance, messages: list[Any]) -> None:
+    with suppress(KubeletError):
+        instance.watch_health("v1.DRAResourceHealth", messages.append)
 
 
 @pytest.mark.parametrize("shares", [0, 1, 2])

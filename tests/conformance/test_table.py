@@ -11,6 +11,7 @@ def test_every_number_has_a_test_and_every_test_says_what_it_shows() -> None:
     entries = table.entries()
     assert {entry.number for entry in entries} == set(table.ITEMS)
     assert all(entry.what for entry in entries)
+    assert {entry.number for entry in table.entries_elsewhere()} <= set(table.ITEMS)
 
 
 def test_document_shows_the_tests_as_they_are(update_golden: bool) -> None:

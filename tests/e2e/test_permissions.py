@@ -60,7 +60,7 @@ def denied(cluster: Cluster, token: str, manifest: Json, action: str = "create")
         "-f",
         "-",
     ]
-    if action == "create":
+    if action != "delete":
         command.append("--validate=false")
     done = subprocess.run(command, input=json.dumps(manifest), capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -89,13 +89,17 @@ def test_what_is_not_its_own_is_refused(cluster: Cluster, token: str, version: s
     assert denied(cluster, token, a_slice(version, "permission-test", **foreign))
 
 
+@pytest.mark.parametrize("action", ["replace", "delete"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_deleting_another_nodes_slice_is_refused(cluster: Cluster, token: str, version: str) -> None:
+def test_touching_another_nodes_slice_is_refused(
+    cluster: Cluster, token: str, version: str, action: str
+) -> None:
     other = a_slice("v1", "other-nodes-slice", pool="other-node", where={"nodeName": "other-node"})
     cluster.kubectl("create", "-f", "-", stdin=json.dumps(other))
     try:
         there = {**other, "apiVersion": f"resource.k8s.io/{version}"}
-        assert denied(cluster, token, there, action="delete")
+        there["spec"] = {**there["spec"], "pool": {**there["spec"]["pool"], "generation": 9}}
+        assert denied(cluster, token, there, action=action)
     finally:
         cluster.kubectl("delete", "resourceslice", "other-nodes-slice")
 

@@ -297,7 +297,7 @@ class KindNode:
         self.claims = Claims()
         plugin = self.plugin = directory / "plugin"
         self.records = RecordStore(plugin / "claims")
-        self.records.open()
+        self.records.open(boot_id)
         self.locks = GpuLocks(plugin / "locks")
         self.locks.open()
         self.claim_locks = ClaimLocks(plugin / "locks")
@@ -359,7 +359,7 @@ class KindNode:
         """All that a claim may leave: files and directories without locks and what killed writers left, and the
         GPUs. What is only called otherwise each time has the same name here."""
         names = {str(self.directory): "", **self.site.made_uuids()}
-        kept = [path for path in self.directory.rglob("*") if "locks" not in path.parts]
+        kept = [path for path in self.directory.rglob("*") if not {"locks", ".boot"} & set(path.parts)]
         files = {
             str(path.relative_to(self.directory)): _renamed(path, names)
             for path in sorted(kept)

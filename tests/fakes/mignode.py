@@ -111,7 +111,7 @@ class MigNode:
         self.ledger = MigLedger(directory / "mig", self.clock)
         self.ledger.open()
         self.records = RecordStore(directory / "claims")
-        self.records.open()
+        self.records.open(boot_id)
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
         self.users = MigUsers(self.records, lambda: self.lost)

@@ -242,7 +242,7 @@ def _trees(directory: _Directory, above: str) -> set[Tree]:
     names: list[set[Tree]] = []
     for name, past in directory.entries.items():
         path = f"{above}{name}"
-        if name.startswith("."):
+        if name.startswith(".") and name != ".boot":
             temporary += ((path, b""),) if any(past) else ()
         else:
             names.append({tree for entry in past for tree in _shown(entry, path)})

@@ -160,7 +160,7 @@ class Node:
         self.claims = claims or Claims()
         self.devices = Devices(inventory)
         self.records = RecordStore(directory / "claims")
-        self.records.open()
+        self.records.open(boot_id)
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
         self.claim_locks = ClaimLocks(directory / "locks")
@@ -221,11 +221,11 @@ class Node:
         return self.preparer.unprepare([claim.ref], None)[claim.ref.uid]
 
     def files(self) -> dict[str, bytes]:
-        """Records and specs, which is all that a claim may leave; lock files stay on purpose."""
+        """Records and specs, which is all that a claim may leave; lock files and the boot's name stay on purpose."""
         return {
             str(path.relative_to(self.directory)): path.read_bytes()
             for path in sorted(self.directory.rglob("*"))
-            if path.is_file() and path.parent.name != "locks"
+            if path.is_file() and path.parent.name != "locks" and path.name != ".boot"
         }
 
     def _orphans(self, records: Mapping[str, ClaimRecord]) -> Sequence[tuple[str, Sequence[str]]]:

@@ -122,7 +122,7 @@ def plugin_dir(tmp_path: Path) -> Path:
     """Records of every kind, and a machine's boot ID."""
     directory = tmp_path / "plugins" / DRIVER
     store = RecordStore(directory / "claims")
-    store.open()
+    store.open("boot-1")
     shared = HeldDevice(
         "gpu-1", "gpu", "GPU-1", "GPU-1", share_id="share-9", usage=MpsShared(SPEC, 10240, 50)
     )

@@ -63,7 +63,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     ledger = MigLedger(plugins / DRIVER / "mig")
     ledger.open()
     records = RecordStore(plugins / DRIVER / "claims")
-    records.open()
+    records.open("boot-1")
     claim = AllocatedClaim(ClaimRef("ml", "training", "uid-1"), (), ())
     device = f"{names[first]}-mig-1g10gb-19-0"
     place = Placement(0, 1)

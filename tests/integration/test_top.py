@@ -252,7 +252,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     machine.create_mig(1, "1g.10gb", 0)
     machine.create_mig(1, "1g.10gb", 1)
     records = RecordStore(memory_path / "plugin/claims")
-    records.open()
+    records.open("boot-1")
     for start in (0, 1):
         held = HeldDevice(f"{names[1]}-mig-1g10gb-19-{start}", "mig", f"MIG-{start}", uuids[1])
         claim = AllocatedClaim(ClaimRef("ml", f"claim-{start}", f"uid-{start}"), ())

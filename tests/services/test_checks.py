@@ -510,7 +510,7 @@ def test_room_on_the_disk(
 def test_records(kubelet: KubeletChecks) -> None:
     says(kubelet.records(), "OK", "0 prepared claims")
     store = RecordStore(kubelet.state / "claims")
-    store.open()
+    store.open("boot-1")
     for number, phase in enumerate(("prepared", "preparing")):
         ref = ClaimRef("ns", f"c{number}", f"uid-{number}")
         store.save(ClaimRecord(AllocatedClaim(ref, ()), phase, "boot", (), ()))  # type: ignore[arg-type]

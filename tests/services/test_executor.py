@@ -25,7 +25,7 @@ class Journal:
         if event in self.failing:
             raise self.failing[event]
 
-    def save(self, record: ClaimRecord, *, durable: bool = True) -> None:
+    def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
         self._note(f"save {record.phase}{'' if durable else ' lightly'}")
         self.kept[record.ref.uid] = record
 

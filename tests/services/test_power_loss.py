@@ -39,7 +39,7 @@ from tests.state.test_healthstore import BAD, PART
 Shape = Mapping[str, bytes | None]
 
 SHARE = "0f9a6a37-30a8-4a9f-8ff0-0d0a4ba10001"
-LASTING = {"claims", "cdi", "plugin", "plugin/dra-device-metadata", "plugin/mps", "locks"}
+LASTING = {"claims", "claims/.boot", "cdi", "plugin", "plugin/dra-device-metadata", "plugin/mps", "locks"}
 VERSIONS = ("v1beta1", "v1alpha1")
 
 

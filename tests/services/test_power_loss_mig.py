@@ -67,7 +67,9 @@ class Powered:
 
     def left(self) -> list[str]:
         return [
-            str(path) for path in self.directory.rglob("*") if path.is_file() and path.parent.name != "locks"
+            str(path)
+            for path in self.directory.rglob("*")
+            if path.is_file() and path.parent.name != "locks" and path.name != ".boot"
         ]
 
 

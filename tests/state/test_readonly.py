@@ -16,7 +16,7 @@ OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Pla
 
 def test_unreadable_files_are_told_and_stay_where_they_are(tmp_path: Path) -> None:
     records, ledger = RecordStore(tmp_path / "claims"), MigLedger(tmp_path / "mig")
-    records.open()
+    records.open("boot-1")
     ledger.open()
     kept = record(hold("gpu-00000000"), uid="uid-1")
     records.save(kept)

@@ -13,7 +13,7 @@ from dra_driver.state import records as module
 from dra_driver.state.codec import encode
 from dra_driver.state.records import RecordStore
 from tests.core.samples import GPU_0, GPU_1, hold, record
-from tests.fakes.directories import names
+from tests.fakes import directories
 
 ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
 CORRUPT = {
@@ -22,10 +22,15 @@ CORRUPT = {
 }  # fmt: skip
 
 
+def names(directory: Path) -> list[str]:
+    """What is in the directory of records but the name of the boot."""
+    return [name for name in directories.names(directory) if name != ".boot"]
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> RecordStore:
     made = RecordStore(tmp_path / "claims")
-    made.open()
+    made.open("boot-1")
     return made
 
 
@@ -53,7 +58,7 @@ def test_directory_and_files_are_private(store: RecordStore) -> None:
 
 def test_other_instance_sees_every_change(store: RecordStore) -> None:
     second = other(store)
-    second.open()
+    second.open("boot-1")
     assert second.all() == {}
     for changed in (ONE, replace(ONE, phase="preparing"), replace(ONE, boot_id="boot-2"), ONE):
         store.save(changed)
@@ -185,7 +190,7 @@ def test_abandoned_temporary_files_are_cleared_away_at_the_start(store: RecordSt
         path.touch()
     hour_ago = time.time() - 3600
     os.utime(old, (hour_ago, hour_ago))
-    other(store).open()
+    other(store).open("boot-1")
     assert names(store.directory) == [".uid-1.json.bbbb.tmp", "uid-1.json"]
 
 
@@ -201,7 +206,7 @@ def test_start_succeeds_when_the_other_instance_is_writing(
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", gone)
-    other(store).open()
+    other(store).open("boot-1")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +240,48 @@ def test_start_fails_with_one_sentence_when_a_file_is_in_the_way(tmp_path: Path)
     with pytest.raises(
         StateError, match=r"cannot create the directory .*/claims: a file is in its place; remove it"
     ):
-        RecordStore(tmp_path / "claims").open()
+        RecordStore(tmp_path / "claims").open("boot-1")
+
+
+def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
+    store: RecordStore, logs: list[dict[str, object]]
+) -> None:
+    store.save(ONE)
+    for name in ("empty", "zeros", "half"):
+        (store.directory / f"{name}.json").write_bytes(CORRUPT[name])
+    (store.directory / "other.json").write_bytes(encode(TWO))
+    again = other(store)
+    again.open("boot-2")
+    assert names(store.directory) == ["other.json", "uid-1.json"], "what can be read stays, right or wrong"
+    assert [(line["event"], line["log_level"]) for line in logs] == [("record_torn", "info")] * 3
+    (store.directory / "uid-9.json").write_bytes(CORRUPT["half"])
+    again.open("boot-2")
+    assert again.all() == {"uid-1": ONE}
+    assert len(again.quarantined()) == 2, "in the same boot nobody knows what it protects"
+
+
+def test_first_start_of_all_removes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "uid-1.json").touch()
+    RecordStore(tmp_path).open("boot-1")
+    assert names(tmp_path) == ["uid-1.json"]
+
+
+def test_disk_that_takes_nothing_keeps_no_driver_from_starting(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+    really = os.open
+
+    def read_only(path: str, flags: int, *more: int, **options: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return really(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    again = other(store)
+    again.open("boot-2")
+    monkeypatch.undo()
+    assert again.all() == {"uid-1": ONE}
 
 
 def test_failed_save_keeps_the_old_record(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
