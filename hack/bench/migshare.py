@@ -22,6 +22,7 @@ from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.platforms import platform_of
 from dra_driver.settings import Settings
+from dra_driver.simulator.hostroot import render
 
 _PROFILE = "1g.10gb"
 
@@ -59,9 +60,23 @@ class TimedLibrary:
         return 0.0 if self.creator is None else self._inside[self.creator]
 
 
+def leave_nvidia_smi_alone() -> None:
+    """The simulated nvidia-smi is written anew with each change of a machine, and the driver's files are then looked
+    through again. A real one stays as it is."""
+    names, first = vars(render), dict[str, Any]()
+    really = names["nvidia_smi"]
+
+    def as_at_first(state: Any) -> Any:
+        first.update(first or really(state))
+        return first
+
+    names["nvidia_smi"] = as_at_first
+
+
 def own_shares(root: Path, count: int) -> list[float]:
     """Milliseconds of each Prepare of a MIG device that has to be made, without NVML's part."""
     configure_logs("warning", "json")
+    leave_nvidia_smi_alone()
     server = EmbeddedApiServer()
     server.start()
     server.add("nodes", {"metadata": {"name": NODE}})
