@@ -128,7 +128,8 @@ class KubeletChecks:
         if state.faults:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
             return fail(
-                state.faults[0] + more, "`gpu-dra-driver claims` lists them; the driver sets such files aside"
+                state.faults[0] + more,
+                "`gpu-dra-driver claims` lists them; the driver sets such files aside, but for those of a newer release",
             )
         aside = [
             path.name
