@@ -129,7 +129,7 @@ class KubeletChecks:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
             return fail(
                 state.faults[0] + more,
-                "`gpu-dra-driver claims` lists them; the driver sets such files aside, but for those of a newer release",
+                "`gpu-dra-driver claims` lists them; the driver sets such files aside, not those of a newer release",
             )
         aside = [
             path.name
