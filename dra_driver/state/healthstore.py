@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import structlog
 from dra_driver.core.unknownfields import unknown_fields, with_unknown_fields
 from dra_driver.errors import StateError
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
-from dra_driver.state.files import QUARANTINE, state_error, write_atomically
+from dra_driver.state.files import Stamp, set_aside, stamp_of, state_error, write_atomically
 from dra_driver.state.formats import check_version
 from dra_driver.state.stepcodec import number, optional_number, optional_text, text
 
@@ -53,6 +52,7 @@ class HealthStore:
         Raises: StateError if the disk does not answer.
         """
         try:
+            stamp = stamp_of(self._path.stat())
             content = self._path.read_bytes()
         except FileNotFoundError:
             self._written, self._unknown = None, {}
@@ -62,7 +62,7 @@ class HealthStore:
         try:
             kept = decode(content)
         except StateError as error:
-            self._set_aside(str(error))
+            self._set_aside(str(error), stamp)
             self._unknown = {}
             return None
         self._written, self._unknown = content, _unknown_in(content, kept)
@@ -75,12 +75,10 @@ class HealthStore:
             write_atomically(self._path, content, durable=False)
             self._written = content
 
-    def _set_aside(self, reason: str) -> None:
-        aside = self._path.with_name(f"{self._path.name}{QUARANTINE}-{time.time_ns()}")
-        try:
-            self._path.rename(aside)
-        except OSError as error:
-            raise state_error("set aside the unreadable health file", self._path, error) from error
+    def _set_aside(self, reason: str, stamp: Stamp) -> None:
+        aside = set_aside(self._path, "health file", stamp)
+        if aside is None:
+            return
         _log.error(
             "health_unreadable",
             reason=reason,
