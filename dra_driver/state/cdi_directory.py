@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dra_driver.core.cdi_rules import faults
 from dra_driver.errors import StateError
 from dra_driver.state.files import (
     TEMPORARY_SUFFIX,
+    UNREADABLE,
     make_directory,
     state_error,
     sync_removals,
@@ -23,7 +23,6 @@ from dra_driver.state.files import (
 _SUFFIX = ".json"
 # Drivers of the same name before this one wrote YAML. Both are found and removed.
 _SUFFIXES = (_SUFFIX, ".yaml")
-_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 # A younger temporary file may belong to the other instance of a rolling update.
@@ -134,7 +133,7 @@ class CdiDirectory:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if unreadable is not None and error.errno in _UNREADABLE:
+            if unreadable is not None and error.errno in UNREADABLE:
                 return unreadable
             raise state_error("read", file, error) from error
 

@@ -13,6 +13,8 @@ from dra_driver.errors import StateError
 
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = ".unreadable"
+# Errors of what no later try would read either; others, such as too many open files, pass.
+UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 
 Stamp = tuple[int, int, int]
 

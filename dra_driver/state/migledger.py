@@ -7,7 +7,6 @@ with it what the ledger speaks of.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from dra_driver.errors import StateError
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.state.files import (
+    UNREADABLE,
     Stamp,
     clear_abandoned,
     make_directory,
@@ -56,8 +56,6 @@ _MODE_PREFIX = "mode-"
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 _NO_STAMP: Stamp = (0, 0, 0)
-# What no later try would read either; other errors, such as too many open files, pass.
-_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 
 
 class MigLedger:
@@ -272,7 +270,7 @@ class MigLedger:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if stamp is None or error.errno not in _UNREADABLE:
+            if stamp is None or error.errno not in UNREADABLE:
                 raise state_error("read", path, error) from error
             reason = error.strerror or str(error)
         except KeyError as error:

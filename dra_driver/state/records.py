@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.state.codec import decode, encode
 from dra_driver.state.files import (
     QUARANTINE,
+    UNREADABLE,
     Stamp,
     clear_abandoned,
     make_directory,
@@ -36,8 +36,6 @@ _SUFFIX = ".json"
 _BOOT = ".boot"
 """The boot in which records were written last."""
 _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
-# What no later try would read either; other errors, such as too many open files, pass.
-_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
 
 
 def _text_of(path: Path) -> str | None:
@@ -182,7 +180,7 @@ class RecordStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno not in _UNREADABLE:
+            if error.errno not in UNREADABLE:
                 raise state_error("read the claim record", path, error) from error
             self._set_aside(path, uid, stamp, error.strerror or str(error))
             return None
