@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "hack" / "cluster"))
@@ -64,6 +65,21 @@ class Cluster:
     def apply(self, manifest: str) -> None:
         self.kubectl("apply", "-f", "-", stdin=manifest)
 
+    def apply_in_turn(self, manifest: str) -> None:
+        """Apply the documents one after the other, and see each pod run before the next.
+
+        For claims that fill a shared device to the brim: while the scheduler stores an allocation, it can count
+        the capacity twice, once as in flight and once as stored, and a pod that would fit is put back for up
+        to five minutes.
+        """
+        for document in yaml.safe_load_all(manifest):
+            if not document:
+                continue
+            self.apply(json.dumps(document))
+            if document["kind"] == "Pod":
+                metadata = document["metadata"]
+                self.wait_running(metadata["name"], namespace=metadata.get("namespace", "default"))
+
     def slices(self) -> list[Json]:
         return self.get("resourceslices")["items"]
 
@@ -82,10 +98,22 @@ class Cluster:
             running = {pod["metadata"]["name"] for pod in pods if _is_running(pod)}
             waiting -= running
             if waiting and time.monotonic() - started > timeout_s:
-                events = self.kubectl("get", "events", "-A", "--sort-by=.lastTimestamp")
-                pytest.fail(f"not running after {timeout_s:.0f} s: {sorted(waiting)}\n{events[-4000:]}")
+                told = "\n".join(self.told_of(name, namespace) for name in sorted(waiting))
+                pytest.fail(f"not running after {timeout_s:.0f} s: {sorted(waiting)}\n{told}")
             time.sleep(0.05)
         return time.monotonic() - started
+
+    def told_of(self, pod: str, namespace: str) -> str:
+        """The conditions and events of a pod, and what the driver's logs say of it."""
+        lines = [f"{namespace}/{pod}:"]
+        found = self.kubectl("get", "pod", pod, "-n", namespace, "-o", "json", check=False)
+        for one in json.loads(found)["status"].get("conditions", []) if found else []:
+            lines.append(f"  {one['type']} {one['status']} {one.get('reason', '')} {one.get('message', '')}")
+        of_pod = f"--field-selector=involvedObject.name={pod}"
+        lines.append(self.kubectl("get", "events", "-n", namespace, of_pod, check=False)[-2000:])
+        logs = self.kubectl("logs", DAEMONSET, "-n", NAMESPACE, "--tail=2000", check=False)
+        lines += [line for line in logs.splitlines() if pod in line][-20:]
+        return "\n".join(lines)
 
     def seen_by(self, pod: str, container: str | None = None, namespace: str = "default") -> list[str]:
         """UUIDs that `nvidia-smi -L` printed in a container: GPUs, or MIG devices where there are any."""
@@ -194,6 +222,24 @@ def _is_running(pod: Json) -> bool:
     return pod["status"].get("phase") == "Running" and all("running" in one["state"] for one in statuses)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test's report ends with the pods, the last events and the end of the driver's log."""
+    report = yield
+    if report.failed:
+        cluster = Cluster()
+        for title, command in (
+            ("pods", ("get", "pods", "-A", "-o", "wide")),
+            ("claims", ("get", "resourceclaims", "-A")),
+            ("events", ("get", "events", "-A", "--sort-by=.metadata.creationTimestamp")),
+            ("driver", ("logs", DAEMONSET, "-n", NAMESPACE, "--tail=60")),
+        ):
+            report.sections.append(
+                (title, "\n".join(cluster.kubectl(*command, check=False).splitlines()[-60:]))
+            )
+    return report
+
+
 @pytest.fixture(scope="session")
 def _cluster() -> Cluster:
     cluster = Cluster()
@@ -213,13 +259,17 @@ def cluster(_cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def example(cluster: Cluster) -> Iterator[Callable[[str], None]]:
+def example(cluster: Cluster) -> Iterator[Callable[..., None]]:
     """Applies a folder of examples/, as its README says, and deletes it afterwards."""
     applied: list[str] = []
 
-    def apply(name: str) -> None:
+    def apply(name: str, *, in_turn: bool = False) -> None:
         applied.append(name)
-        cluster.kubectl("apply", "-f", f"examples/{name}")
+        if in_turn:
+            for file in sorted((ROOT / "examples" / name).glob("*.yaml")):
+                cluster.apply_in_turn(file.read_text(encoding="utf-8"))
+        else:
+            cluster.kubectl("apply", "-f", f"examples/{name}")
 
     yield apply
     for name in applied:
