@@ -13,19 +13,6 @@ Slot = tuple[int, int]
 MODELS = {key: model for key, model in load_models().items() if model.mig}
 """Every product that has MIG, by its key in the catalogue."""
 
-# Media engines, graphics and all of them in one instance: a table that no shipped machine has.
-WORKSTATION = simulated.Model("workstation", 10, [12, 0], 188, 0, 0, resetless_mig=True)
-WORKSTATION.mig = [
-    simulated.MigProfile(0, 14, "1g.24gb", 1, 4, 24192, 46, 1, 1, 1, 1, 0, 1, [0, 1, 2, 3]),
-    simulated.MigProfile(7, 21, "1g.24gb+me", 1, 1, 24192, 46, 1, 1, 1, 1, 1, 1, [0, 1, 2, 3]),
-    simulated.MigProfile(10, 47, "1g.24gb+gfx", 1, 4, 24192, 46, 1, 1, 1, 1, 0, 1, [0, 1, 2, 3]),
-    simulated.MigProfile(15, 65, "1g.24gb+me.all", 1, 1, 24192, 46, 1, 4, 4, 4, 1, 1, [0, 1, 2, 3]),
-    simulated.MigProfile(13, 67, "1g.24gb-me", 1, 4, 24192, 46, 1, 0, 0, 0, 0, 1, [0, 1, 2, 3]),
-    simulated.MigProfile(1, 5, "2g.48gb", 2, 2, 48512, 94, 2, 2, 2, 2, 0, 2, [0, 2]),
-    simulated.MigProfile(16, 66, "2g.48gb+me.all", 2, 1, 48512, 94, 2, 4, 4, 4, 1, 2, [0, 2]),
-    simulated.MigProfile(3, 0, "4g.96gb", 4, 1, 97280, 188, 4, 4, 4, 4, 1, 4, [0]),
-]
-
 
 def table(model: simulated.Model) -> Partitioning:
     """What NVML tells of a product: profiles and placements, nothing that exists."""

@@ -15,11 +15,11 @@ from dra_driver.core.slices import build_pool
 from dra_driver.embedded.apiserver import EmbeddedApiServer
 from dra_driver.embedded.selection import selects, view
 from dra_driver.errors import InvalidConfigError
-from tests.core.migtables import MODELS, WORKSTATION, table
+from tests.core.migtables import MODELS, table
 from tests.core.samples import DRIVER, MIXED, NODE, h100, inventory
 
 FOLDER = Path(__file__).parents[2] / "daemonset/components/mig-classes"
-PROFILES = sorted({row.name for model in (*MODELS.values(), WORKSTATION) for row in model.mig})
+PROFILES = sorted({row.name for model in MODELS.values() for row in model.mig})
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, str | None]] = {
     "hgx-h100": ("hgx-h100-4", None),
     "hgx-h100-beside-3g": ("hgx-h100-4", "3g.40gb"),
     "dgx-b200": ("dgx-b200", None),
+    "rtx-pro-6000": ("rtx-pro-6000-8", None),
 }
 """The machine of each golden file, and the profile of the instance that a person has made on it."""
 

@@ -17,7 +17,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, Step, WriteCdiSpec
-from tests.core.migtables import MODELS, WORKSTATION, Silicon, table
+from tests.core.migtables import MODELS, Silicon, table
 from tests.core.samples import GPU_0, h100, inventory, mig, uuid
 
 H100 = table(MODELS["h100-sxm"])
@@ -105,7 +105,7 @@ def test_whatever_is_drawn_is_narrow_ascii_and_framed(entry: GpuMap) -> None:
         assert all(titles[place] == ids[place] == "|" for place in corners)
 
 
-@pytest.mark.parametrize("model", [*MODELS.values(), WORKSTATION], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
 def test_room_is_what_the_silicon_takes(model: Any) -> None:
     choose = random.Random(3)
     for _ in range(6):

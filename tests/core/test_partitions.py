@@ -17,7 +17,7 @@ from dra_driver.model.inventory import Inventory, PossibleMig
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
 from dra_driver.model.units import parse_quantity
 from dra_driver.simulator.state import Model
-from tests.core.migtables import MODELS, WORKSTATION, Silicon, Slot, table
+from tests.core.migtables import MODELS, Silicon, Slot, table
 from tests.core.samples import GPU_0, NODE, h100, inventory
 
 SEQUENCES = int(os.environ.get("MIG_SEQUENCES", "10000"))
@@ -33,7 +33,6 @@ def altered(model: Model, profile_id: int, **changes: Any) -> Model:
 
 TABLES = {
     **MODELS,
-    "workstation": WORKSTATION,
     "fewer 2g than fit": altered(A100, 14, max_instances=2),
     "one large media part": altered(H100, 20, multiprocessors=60),
     "parts above the whole": altered(
@@ -120,7 +119,7 @@ def test_counters_admit_exactly_what_the_silicon_takes(key: str) -> None:
     assert set(counters.uses) == {*order, WHOLE}
     count = check_every_packing(counters, silicon, order)
     if key in MODELS:
-        assert count == (76 if key == "a30" else 2319)
+        assert count == {"a30": 76, "rtx-pro-6000": 717}.get(key, 2319)
 
 
 @pytest.mark.parametrize("key", sorted(TABLES))
@@ -165,7 +164,7 @@ def test_random_sequences_neither_overlap_nor_block_what_fits(key: str) -> None:
     assert len(used) == sum(sizes[slot] for slot in held)
 
 
-@pytest.mark.parametrize("key", ["a30", "h100-sxm", "workstation", "fewer 2g than fit"])
+@pytest.mark.parametrize("key", ["a30", "h100-sxm", "rtx-pro-6000", "fewer 2g than fit"])
 def test_everything_that_fits_beside_instances_made_by_hand_is_offered(key: str) -> None:
     """Every layout that a person can make; what is on offer beside it is what the silicon still takes."""
     model = TABLES[key]
@@ -285,7 +284,7 @@ def test_what_is_withheld_is_missing_from_the_counters() -> None:
 
 def test_instances_are_counted_only_where_no_engine_runs_out() -> None:
     assert totals(gpu_of(TABLES["fewer 2g than fit"]))["instances-14"] == "2"
-    for key, model in {**MODELS, "workstation": WORKSTATION}.items():
+    for key, model in MODELS.items():
         assert not [name for name in totals(gpu_of(model)) if name.startswith("instances")], key
 
 

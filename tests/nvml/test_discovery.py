@@ -27,7 +27,7 @@ GROUPS = {
     "dgx-1v": [4, 4], "dgx-2": [16], "dgx-a100-40gb": [8], "dgx-a100-80gb": [8], "dgx-b200": [8], "dgx-h100": [8],
     "dgx-h200": [8], "hgx-h100-4": [4], "a100-pcie-pairs": [2, 2], "a30-4": [2, 2], "gb200-nvl72-tray": [4],
     "a100-mig-static": [2], "a30-mig-static": [2], "h100-mig-static": [6], "h100-mig-empty": [7],
-    "a10-8": [], "t4-4": [], "l40s-8": [], "gb10": [], "vm-passthrough": [],
+    "a10-8": [], "t4-4": [], "l40s-8": [], "rtx-pro-6000-8": [], "gb10": [], "vm-passthrough": [],
 }  # fmt: skip
 PROFILE_1G, PROFILE_3G, COMPUTE_PROFILE_1C = 19, 9, 0
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"

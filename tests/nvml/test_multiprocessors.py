@@ -22,6 +22,7 @@ from tests.fakes.machines import SimulatedNode
         ("h100-mig-static", 132),
         ("dgx-b200", 148),
         ("gb200-nvl72-tray", 152),
+        ("rtx-pro-6000-8", 188),
         ("gb10", 48),
     ],
 )

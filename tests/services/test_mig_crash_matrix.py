@@ -39,6 +39,7 @@ CASES = {
     "H100": Case("dgx-h100", False, "1g.10gb", 3),
     "B200": Case("dgx-b200", False, "2g.45gb", 2),
     "A30": Case("a30-4", True, "2g.12gb", 2),
+    "RTX PRO 6000": Case("rtx-pro-6000-8", False, "1g.24gb+gfx", 1),
 }
 EVERY_PREPARE = [(name, changes) for name, case in CASES.items() for changes in range(1, case.prepare + 1)]
 EVERY_UNPREPARE = [

@@ -30,6 +30,15 @@ EXPECTED = {
     "h100-mig-static": ("NVIDIA H100 80GB HBM3", 8, 81559, 9, (9, 0), 0x233010DE, "580.95.05"),
     "hgx-h100-4": ("NVIDIA H100 80GB HBM3", 4, 81559, 9, (9, 0), 0x233010DE, "580.95.05"),
     "l40s-8": ("NVIDIA L40S", 8, 46068, 8, (8, 9), 0x26B910DE, "580.95.05"),
+    "rtx-pro-6000-8": (
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        8,
+        97887,
+        10,
+        (12, 0),
+        0x2BB510DE,
+        "580.95.05",
+    ),
     "t4-4": ("Tesla T4", 4, 15360, 6, (7, 5), 0x1EB810DE, "570.124.06"),
     "vm-passthrough": ("NVIDIA A100-SXM4-80GB", 2, 81920, 7, (8, 0), 0x20B210DE, "580.95.05"),
 }

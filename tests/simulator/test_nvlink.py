@@ -82,7 +82,7 @@ def test_switched_links(name, look, handles):
         assert pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == 0
 
 
-@pytest.mark.parametrize("name", ["t4-4", "a10-8", "l40s-8", "gb10"])
+@pytest.mark.parametrize("name", ["t4-4", "a10-8", "l40s-8", "rtx-pro-6000-8", "gb10"])
 def test_no_links(name, look, handles, refused):
     look(name)
     gpu = handles()[0]
