@@ -7,7 +7,9 @@
     │   │   └── DriverGoneError       the kernel driver is not loaded, or its library is not there
     │   ├── NvmlInUseError        NVML cannot be initialised anew while something is being done with it
     │   ├── DeviceLostError       a GPU does not answer any more
-    │   └── DeviceBusyError       a process holds what would have to go
+    │   ├── DeviceBusyError       a process holds what would have to go
+    │   └── PassingRefusalError   the NVIDIA driver cannot do it now, which passes by itself
+    │       └── UnsureOutcomeError    it may have done it all the same
     ├── PermanentError        somebody must change something first: claim, configuration, node
     │   ├── ClaimRefusedError     this claim cannot be prepared as it stands
     │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file
@@ -57,6 +59,14 @@ class DeviceLostError(RetryableError):
 
 class DeviceBusyError(RetryableError):
     """A GPU, GPU instance or compute instance is in use by a process, so it cannot be changed now."""
+
+
+class PassingRefusalError(RetryableError):
+    """The NVIDIA driver answered that it cannot do it now: memory is being scrubbed, it is busy, it timed out."""
+
+
+class UnsureOutcomeError(PassingRefusalError):
+    """The answer does not tell whether it was done, or what was done could not be undone."""
 
 
 class PermanentError(DraDriverError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,7 @@ class Driver:
         self._plugin: KubeletPlugin | None = None
         self._metrics: Any = None
         self._reporter: Any = None
+        self._pods: Any = None
         self._news: Any = None
         self._claim_news: Any = None
         self._release: Any = None
@@ -153,7 +155,7 @@ class Driver:
         self._start_plugin(api)
         self._start_publisher(client, api)
         self._start_http()
-        _log.info("driver_started", driver=settings.driver_name, node=settings.node_name)
+        _log.info("driver_started", driver=settings.driver_name, node=settings.node_name, pid=os.getpid())
 
     def stop(self) -> None:
         """Stop the kubelet's side first, then the rest in reverse order; harmless twice.
@@ -199,7 +201,9 @@ class Driver:
 
         settings = self.settings
         steps = ObservedSteps(StepDispatcher(self._step_runners()), self._metrics)
-        release = self._release = ReleaseParts(settings, api, self.records, self._specs, self._reporter)
+        release = self._release = ReleaseParts(
+            settings, api, self.records, self._claim_locks, self._specs, self._reporter, self._pods
+        )
         preparer = Preparer(
             Identity(settings.driver_name, settings.node_name, settings.sharing, settings.metadata_versions),
             release.claims,
@@ -238,7 +242,8 @@ class Driver:
             self.mig,
             self._may_tell,
         )
-        self._news, self._claim_news, self._reporter = parts.news, parts.claims, parts.reporter
+        self._news, self._claim_news = parts.news, parts.claims
+        self._reporter, self._pods = parts.reporter, parts.pods
         self._stops += parts.start()
         show_node(
             self._metrics,
@@ -246,7 +251,7 @@ class Driver:
             self.records,
             self.health,
             self.mig,
-            parts.announcer,
+            parts,
             self.probes.readiness,
             self.probes.notes,
         )

@@ -88,7 +88,7 @@ class MigParts:
 
     def open(self) -> None:
         """Make the ledger's directory. Raises: StateError."""
-        self.ledger.open()
+        self.ledger.open(self._boot_id)
 
     def start(self) -> bool:
         """Start looking after the ledger, if anything is or may come into it; whether it was."""

@@ -13,12 +13,14 @@ from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.platforms import NvmlReader
+from dra_driver.services.claimpods import ClaimPods, RecordedPods
 from dra_driver.services.claimreader import ClaimReader
 from dra_driver.services.deviceusers import DeviceUsers
 from dra_driver.services.reconciler import Observer, Reconciler, Taker
 from dra_driver.services.waiting import Releases
 from dra_driver.settings import Settings
 from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.claimlocks import ClaimLocks
 from dra_driver.state.records import RecordStore
 
 
@@ -30,17 +32,20 @@ class ReleaseParts:
         settings: Settings,
         api: ResourceApi,
         records: RecordStore,
+        claim_locks: ClaimLocks,
         specs: CdiDirectory,
         observer: Observer,
+        pods: ClaimPods,
     ) -> None:
         self._settings = settings
         self._client = api.client
         self._records = records
+        self._recorded_pods = RecordedPods(records, claim_locks.hold)
         self._specs = specs
         self._observer = observer
         self._reconciler: Reconciler | None = None
         self._users: DeviceUsers | None = None
-        self.claims = ClaimReader(api)
+        self.claims = ClaimReader(api, pods.note)
         self.releases = Releases(
             self.claims, records, settings.driver_name, on_wait=self._look_soon, users=self._users_of
         )
@@ -65,6 +70,7 @@ class ReleaseParts:
             unrecorded=self._unrecorded,
             in_use=self._users.of,
             make_sure=lambda: node_uid(self._client, settings.node_name),
+            keep_pods=self._recorded_pods.keep,
         )
         self._reconciler.start()
 

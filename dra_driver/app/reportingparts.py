@@ -12,6 +12,7 @@ from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
 from dra_driver.services.announcer import Announcer
 from dra_driver.services.claimnews import ClaimNews
+from dra_driver.services.claimpods import ClaimPods
 from dra_driver.services.claimstates import ClaimStates
 from dra_driver.services.metrics import Metrics
 from dra_driver.services.nodenews import NodeNews
@@ -21,7 +22,7 @@ from dra_driver.state.records import RecordStore
 
 
 class ReportingParts:
-    """Announcer, what claims and the node are told, and the observer of the preparer."""
+    """Announcer, what claims and the node are told, the pods of claims, and the observer of the preparer."""
 
     def __init__(
         self,
@@ -34,10 +35,11 @@ class ReportingParts:
         mig: MigParts,
         may_tell: Callable[[], bool],
     ) -> None:
+        self.pods = ClaimPods()
         self.announcer = Announcer(
             settings.node_name,
             EventWriter(api.client, settings.driver_name, settings.node_name),
-            ClaimStatusClient(api, settings.driver_name, settings.node_name),
+            ClaimStatusClient(api, settings.driver_name, settings.node_name, note_pods=self.pods.note),
         )
         states = ClaimStates(self.announcer, inventory, mig.realised, health.monitor.states, records.get)
         self.news = NodeNews(metrics, self.announcer, may_tell=may_tell)

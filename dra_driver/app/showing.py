@@ -8,10 +8,10 @@ from typing import Any
 from dra_driver.app.healthparts import HealthParts
 from dra_driver.app.migparts import MigParts
 from dra_driver.app.publishing import PublishingParts
+from dra_driver.app.reportingparts import ReportingParts
 from dra_driver.model.inventory import Inventory
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.services.announcer import Announcer
 from dra_driver.services.metrics import Metrics
 from dra_driver.state.records import RecordStore
 
@@ -22,18 +22,18 @@ def show_node(
     records: RecordStore,
     health: HealthParts,
     mig: MigParts,
-    announcer: Announcer,
+    reporting: ReportingParts,
     not_ready: Callable[[], Iterable[str]],
     notes: Callable[[], Iterable[str]],
 ) -> None:
     """Claims, devices, health, MIG devices that do not go away, notices, readiness and other trouble of the node."""
     show = metrics.show
-    show.claims(lambda: records.all().values(), mig.uuid_of)
+    show.claims(lambda: records.all().values(), mig.uuid_of, reporting.pods.of)
     show.devices(inventory, health.monitor, health.instances)
     show.inventory(inventory)
     show.health(inventory, health.monitor)
     show.stuck_mig(mig.keeper.stuck)
-    show.notices(announcer)
+    show.notices(reporting.announcer)
     show.readiness(not_ready)
     show.problem(lambda: [*not_ready(), *notes()])
 

@@ -14,7 +14,10 @@ from dra_driver.cli.inspect import Output
 from dra_driver.cli.options import CdiRoot, Config, DriverName, KubeletPluginsDirectory, SimulatorDir
 
 if TYPE_CHECKING:
+    from dra_driver.model.claim import Pods
     from dra_driver.services.preparedclaims import NodeClaims, PreparedClaim, PreparedDevice
+
+_MOST_PODS = 4
 
 
 def claims(
@@ -25,9 +28,10 @@ def claims(
     config: Config = None,
     simulator_dir: SimulatorDir = None,
 ) -> None:
-    """Print the claims that are prepared on this node, with their devices, from the driver's records alone.
+    """Print the claims that are prepared on this node, with their devices and pods, from the driver's records alone.
 
     Works without API server, NVML and a running driver, and changes nothing. Give the directories as `run` has them.
+    The pods of a claim that several share are written down every ten minutes; json and yaml have all of them.
     """
     from datetime import UTC, datetime
 
@@ -90,7 +94,18 @@ def _head(claim: PreparedClaim) -> tuple[str, ...]:
     boot = {"this": "this boot", "earlier": "EARLIER BOOT"}.get(claim.boot, "boot unknown")
     spec = claim.cdi_spec if claim.cdi_spec != "missing" else "MISSING"
     phase = claim.phase if claim.phase == "prepared" else claim.phase.upper()
-    return f"{claim.namespace}/{claim.name}", phase, since, boot, f"CDI spec {spec}"
+    return f"{claim.namespace}/{claim.name}", phase, since, boot, f"CDI spec {spec}", pods_text(claim.pods)
+
+
+def pods_text(pods: Pods) -> str:
+    """`pod a`, `pods a, b, c, d and 12 more`, `no pod`, or `pods unknown`."""
+    if pods is None:
+        return "pods unknown"
+    if not pods:
+        return "no pod"
+    names = ", ".join(pod.name for pod in pods[:_MOST_PODS])
+    more = f" and {len(pods) - _MOST_PODS} more" if len(pods) > _MOST_PODS else ""
+    return f"{'pod' if len(pods) == 1 else 'pods'} {names}{more}"
 
 
 def _device(device: PreparedDevice) -> tuple[str, ...]:

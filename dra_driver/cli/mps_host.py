@@ -159,7 +159,12 @@ def _serve(
     server = Server(layout.socket, supervisor)
     try:
         server.start()
-        log.info("mps_host_started", socket=str(layout.socket), daemons=len(supervisor.status()))
+        log.info(
+            "mps_host_started",
+            socket=str(layout.socket),
+            daemons=len(supervisor.status()),
+            pid=os.getpid(),
+        )
         stopped.wait()
     finally:
         supervisor.begin_closing()

@@ -12,6 +12,8 @@ from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
 
 CLASS = "claim"
+COMMON = "containerEdits"
+"""The field of a spec with the driver's part: most of a spec, and the same in all."""
 
 _UID = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?\Z")
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
@@ -54,25 +56,39 @@ def file_stem(driver_name: str, claim_uid: str) -> str:
     return f"k8s.{driver_name}-{CLASS}_{checked_claim_uid(claim_uid)}"
 
 
-def encode(spec: dict[str, Any]) -> bytes:
-    """The bytes of a spec file; the same spec gives the same bytes."""
-    return json.dumps(spec, separators=(",", ":")).encode("ascii") + b"\n"
+def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
+    """The bytes of a spec file; the same spec gives the same bytes. `common` is the driver's part of it, where that was
+    encoded before."""
+    parts = (
+        encoded(key) + b":" + (common if common is not None and key == COMMON else encoded(value))
+        for key, value in spec.items()
+    )
+    return b"{" + b",".join(parts) + b"}\n"
+
+
+def encoded(part: Any) -> bytes:
+    """A part of a spec as its file has it."""
+    return json.dumps(part, separators=(",", ":")).encode("ascii")
 
 
 def claim_spec(
-    claim_uid: str, driver_name: str, driver: DriverFiles, devices: Sequence[CdiDevice]
+    claim_uid: str,
+    driver_name: str,
+    driver: DriverFiles,
+    devices: Sequence[CdiDevice],
+    common: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The spec of a claim's devices. A device that occurs twice unchanged is listed once.
+    """The spec of a claim's devices. A device that occurs twice unchanged is listed once. `common` are the
+    `common_edits` of the driver, where they were made before.
 
     Raises: RetryableError where a node is missing without which the containers would have no GPU;
     ClaimRefusedError if there is no device or two different ones have the same name.
     """
     checked_claim_uid(claim_uid)
-    _check_common_nodes(driver)
     spec: dict[str, Any] = {
         "cdiVersion": "",
         "kind": spec_kind(driver_name),
-        "containerEdits": _common_edits(driver),
+        COMMON: common_edits(driver) if common is None else common,
         "devices": [
             {
                 "name": device_name(claim_uid, device.name),
@@ -114,7 +130,10 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
     return [by_name[name] for name in sorted(by_name)]
 
 
-def _common_edits(driver: DriverFiles) -> dict[str, Any]:
+def common_edits(driver: DriverFiles) -> dict[str, Any]:
+    """What a container gets of the driver, whatever its devices. Raises: RetryableError where a node is missing without
+    which it would have no GPU."""
+    _check_common_nodes(driver)
     env = [_NO_SECOND_INJECTION]
     if driver.libcuda_dirs:
         env.append(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(driver.libcuda_dirs)}")

@@ -19,6 +19,8 @@ _GAP = "  "
 _LEAST_COLUMN = 4
 _MIB = 1 << 20
 _SHARE_ID_SHOWN = 8
+_LEAST_PODS, _MOST_PODS = 14, 28
+_POD_TAIL = 8
 
 Age = Callable[[float], str]
 """How to write a number of seconds."""
@@ -42,7 +44,7 @@ class SeenGpu:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A device of a claim; `since_s` is None where nobody wrote down since when. `trouble` is how bad the device is,
-    None if it is well as far as is known."""
+    None if it is well as far as is known. `pods` are the names of those that the claim is for, None if unknown."""
 
     claim: str
     uid: str
@@ -57,6 +59,7 @@ class Holding:
     mig: str | None = None
     boot: str = "this"
     trouble: str | None = None
+    pods: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +183,33 @@ def _domains(view: NodeView, width: int) -> list[str]:
 
 
 def _claims(view: NodeView, age: Age, width: int) -> list[str]:
+    if not view.holdings:
+        return ["CLAIMS", f"{_INDENT}none"]
+    columns = ["CLAIM", "SINCE", "DEVICE", "USE"]
     rows = [
         [held.claim, _since(held.since_s, age), held.device, "; ".join(_how(held)) or "-"]
         for held in view.holdings
     ]
-    return [
-        "CLAIMS",
-        *(_table(["CLAIM", "SINCE", "DEVICE", "USE"], rows, width) if rows else [f"{_INDENT}none"]),
-    ]
+    *others, use = _widths([columns, *rows])
+    # The widest column is folded first, which is to be the use and no name.
+    room = width - _margins(len(columns) + 1) - sum(others) - min(use, max(others))
+    if room >= _LEAST_PODS and any(held.pods is not None for held in view.holdings):
+        columns.insert(1, "PODS")
+        for row, held in zip(rows, view.holdings, strict=True):
+            row.insert(1, _pods(held.pods, min(room, _MOST_PODS)))
+    return ["CLAIMS", *_table(columns, rows, width)]
+
+
+def _pods(names: tuple[str, ...] | None, size: int) -> str:
+    """The first of the pods, and how many more there are, in so many characters; the end of a name tells pods apart."""
+    if not names:
+        return "-" if names is None else "none"
+    more = f" +{len(names) - 1}" if len(names) > 1 else ""
+    name, left = names[0], size - len(more)
+    if len(name) > left:
+        tail = min(_POD_TAIL, left // 2)
+        name = f"{name[: left - tail - 2]}..{name[-tail:]}"
+    return name + more
 
 
 def _how(held: Holding) -> Iterator[str]:

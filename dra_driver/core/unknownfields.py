@@ -12,6 +12,7 @@ _IDENTITY: Final[Mapping[str, tuple[str, ...]]] = {
     "results": ("request", "driver", "pool", "device", "shareID"),
     "configs": ("source", "driver", "requests", "parameters"),
     "devices": ("device", "shareID"),
+    "pods": ("uid",),
     "steps": ("kind", "gpuUUID", "device", "spec.device"),
     "states": ("gpuUUID", "gpuInstance", "computeInstance"),
     "reasons": ("key", "value"),

@@ -7,7 +7,15 @@ from typing import Any, Literal
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
 from dra_driver.kube.apierrors import PathNotFoundError
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimNow,
+    ClaimRef,
+    DeviceConfig,
+    DeviceResult,
+    Pods,
+    pods_from,
+)
 
 _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 _NOT_FOUND = 404
@@ -71,11 +79,26 @@ def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
             metadata.get("deletionTimestamp") is not None,
             bool(status.get("reservedFor")),
             allocated,
+            reserved_pods(obj),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ApiUnavailableError(
             f"retrieve claim {ref.namespace}/{ref.name}: the answer cannot be read as a claim: {error!r}"
         ) from error
+
+
+def reserved_pods(obj: dict[str, Any]) -> Pods:
+    """The pods that a v1 claim is reserved for; None where all that have it reserved are others, such as groups of
+    pods, or what it says cannot be read."""
+    consumers = (obj.get("status") or {}).get("reservedFor") or []
+    if not isinstance(consumers, list):
+        return None
+    entries = [entry for entry in consumers if isinstance(entry, dict) and _is_pod(entry)]
+    return pods_from(entries) if entries or not consumers else None
+
+
+def _is_pod(entry: dict[str, Any]) -> bool:
+    return entry.get("resource") == "pods" and not entry.get("apiGroup")
 
 
 def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
@@ -99,7 +122,7 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
             f"claim {ref.namespace}/{ref.name} has an allocation that cannot be read: {error!r}"
         ) from error
     pod_claim_name = (metadata.get("annotations") or {}).get(_POD_CLAIM_NAME)
-    return AllocatedClaim(ref, results, configs, pod_claim_name)
+    return AllocatedClaim(ref, results, configs, pod_claim_name, reserved_pods(obj))
 
 
 def _result(entry: dict[str, Any]) -> DeviceResult:

@@ -13,10 +13,10 @@ from typing import Any, Final
 import structlog
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.claims import ClaimClient
+from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import is_not_found
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, Pods
 from dra_driver.model.notices import DeviceFacts, DeviceStatus, EventObject
 
 _log = structlog.get_logger(__name__)
@@ -41,6 +41,10 @@ _NAMES = {
 }
 
 
+def _unnoted(_uid: str, _pods: Pods) -> None:
+    pass
+
+
 class ClaimStatusClient:
     """Reads claims and applies the entries of one driver on one node. For one thread.
 
@@ -54,10 +58,13 @@ class ClaimStatusClient:
         driver: str,
         node: str,
         *,
+        note_pods: Callable[[str, Pods], None] = _unnoted,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """`note_pods` hears of the pods of every claim that is read, by its UID."""
         self._api = api
+        self._note_pods = note_pods
         self._claims = ClaimClient(api)
         self._driver = driver
         self._manager = _field_manager(driver, node)
@@ -68,12 +75,8 @@ class ClaimStatusClient:
     def pods_of(self, ref: ClaimRef, *, timeout_s: float | None = None) -> tuple[EventObject, ...]:
         """The pods for which the claim is reserved; none if the claim is gone or another one of that name."""
         obj = self._read(ref, timeout_s)
-        consumers = ((obj or {}).get("status") or {}).get("reservedFor") or ()
-        return tuple(
-            EventObject("Pod", str(entry["name"]), str(entry["uid"]), ref.namespace)
-            for entry in consumers
-            if entry.get("resource") == "pods" and not entry.get("apiGroup")
-        )
+        pods = None if obj is None else reserved_pods(obj)
+        return tuple(EventObject("Pod", pod.name, pod.uid, ref.namespace) for pod in pods or ())
 
     def write(
         self, ref: ClaimRef, devices: Sequence[DeviceStatus], *, timeout_s: float | None = None
@@ -116,7 +119,10 @@ class ClaimStatusClient:
             if is_not_found(error):
                 return None
             raise
-        return obj if obj["metadata"].get("uid") == ref.uid else None
+        if obj["metadata"].get("uid") != ref.uid:
+            return None
+        self._note_pods(ref.uid, reserved_pods(obj))
+        return obj
 
     def _present(self, obj: JsonObject) -> dict[tuple[Any, ...], JsonObject]:
         entries = obj["status"].get("devices") or ()

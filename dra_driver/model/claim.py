@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Final, Literal
+
+_MOST_PODS: Final = 256
+"""For so many the API lets a claim be reserved."""
+_POD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_POD_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,126}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +24,38 @@ class ClaimRef:
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name} (UID {self.uid})"
+
+
+@dataclass(frozen=True, slots=True)
+class PodRef:
+    """A pod that a claim is reserved for; its namespace is the claim's."""
+
+    name: str
+    uid: str
+
+
+Pods = tuple[PodRef, ...] | None
+"""All pods that a claim is reserved for, in the API server's order; None where that is not known."""
+
+
+def pods_from(entries: Iterable[Any]) -> Pods:
+    """The first 256 of the pods in `entries`, which are objects with `name` and `uid`.
+
+    None if one of them is no such object: whom a claim is for is told to people and to nobody's code, so nothing that
+    it says may keep a claim from being served, or reach a terminal.
+    """
+    pods = tuple(_pod_from(entry) for entry in islice(entries, _MOST_PODS))
+    known = tuple(pod for pod in pods if pod is not None)
+    return known if len(known) == len(pods) else None
+
+
+def _pod_from(entry: Any) -> PodRef | None:
+    if not isinstance(entry, Mapping):
+        return None
+    name, uid = entry.get("name"), entry.get("uid")
+    if not isinstance(name, str) or not isinstance(uid, str):
+        return None
+    return PodRef(name, uid) if _POD_NAME.fullmatch(name) and _POD_UID.fullmatch(uid) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +94,15 @@ class DeviceConfig:
 class AllocatedClaim:
     """A claim with its allocation: results and configs of all drivers, in the API server's order.
 
-    `pod_claim_name` is the name in the pod of a claim that was made from a template. It is no part of the
-    allocation: claims are equal without it.
+    `pod_claim_name` is the name in the pod of a claim that was made from a template, `pods` are those that the claim
+    was reserved for when it was looked at. Neither is a part of the allocation: claims are equal without them.
     """
 
     ref: ClaimRef
     results: tuple[DeviceResult, ...]
     configs: tuple[DeviceConfig, ...] = ()
     pod_claim_name: str | None = field(default=None, compare=False)
+    pods: Pods = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +116,7 @@ class ClaimNow:
     is_deleting: bool
     is_reserved: bool
     allocated: frozenset[tuple[str, str, str]] | None
+    pods: Pods = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -103,7 +104,10 @@ class DaemonRecords:
         path = self._layout.record(device)
         try:
             for each in (path, _aside(path), _new(path)):
-                each.unlink(missing_ok=True)
+                try:
+                    each.unlink(missing_ok=True)
+                except IsADirectoryError:  # it was in the place of a record
+                    shutil.rmtree(each)
             # A record that came back after a power cut would start a daemon that no claim asked for.
             with suppress(FileNotFoundError):
                 self._sync()

@@ -15,7 +15,9 @@ from dra_driver.errors import (
     DriverGoneError,
     NotSupportedError,
     NvmlUnavailableError,
+    PassingRefusalError,
     RetryableError,
+    UnsureOutcomeError,
 )
 
 T = TypeVar("T")
@@ -38,6 +40,22 @@ _ABSENT = frozenset(
         getattr(pynvml, "NVML_ERROR_ARGUMENT_VERSION_MISMATCH", 25),
     }
 )
+# What passes by itself within seconds. An answer of the second kind comes also where the call took effect.
+_PASSING = frozenset(
+    {
+        pynvml.NVML_ERROR_MEMORY,
+        pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
+        getattr(pynvml, "NVML_ERROR_NOT_READY", 27),
+        getattr(pynvml, "NVML_ERROR_INVALID_STATE", 29),
+    }
+)
+_UNSURE = frozenset({pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_UNKNOWN})
+_REMEDIES = {
+    pynvml.NVML_ERROR_NO_PERMISSION: "NVML refused access; run as root with access to /dev/nvidiactl",
+    pynvml.NVML_ERROR_RESET_REQUIRED: (
+        "the GPU has to be reset; stop everything that uses it and run `nvidia-smi --gpu-reset`, or reboot the node"
+    ),
+}
 
 
 def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
@@ -52,16 +70,19 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
         return NotSupportedError(f"{action}: {error}")
     if code == pynvml.NVML_ERROR_IN_USE:
         return DeviceBusyError(f"{action}: {error}")
-    if code == pynvml.NVML_ERROR_NO_PERMISSION:
-        return RetryableError(f"{action}: NVML refused access; run as root with access to /dev/nvidiactl")
-    return RetryableError(f"{action}: {error}")
+    if code in _PASSING:
+        return PassingRefusalError(f"{action}: {error}")
+    if code in _UNSURE:
+        return UnsureOutcomeError(f"{action}: {error}")
+    return RetryableError(f"{action}: {_REMEDIES.get(code, error)}")
 
 
 @contextmanager
 def nvml_errors(action: str) -> Iterator[None]:
     """Raise our errors for everything that the binding raises inside.
 
-    Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError, RetryableError.
+    Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError,
+    PassingRefusalError (UnsureOutcomeError), RetryableError.
     """
     try:
         yield

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pynvml
 
-from dra_driver.errors import DeviceBusyError, DraDriverError, NotSupportedError, RetryableError
+from dra_driver.errors import (
+    DeviceBusyError,
+    DeviceLostError,
+    DraDriverError,
+    NotSupportedError,
+    NvmlUnavailableError,
+    PassingRefusalError,
+    RetryableError,
+    UnsureOutcomeError,
+)
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
@@ -57,7 +66,8 @@ class MigHardware:
     that two change one GPU at a time is the caller's to prevent.
 
     Raises, all methods: DeviceLostError where the GPU is gone or another one stands at its address,
-    NvmlUnavailableError, NotSupportedError, RetryableError.
+    NvmlUnavailableError, NotSupportedError, PassingRefusalError where it may work a moment later (UnsureOutcomeError
+    where it may have worked), RetryableError.
     """
 
     def __init__(self, operation: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
@@ -126,26 +136,30 @@ class MigHardware:
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
         """Create a GPU instance at exactly this placement; its ID.
 
-        Raises: RetryableError where the placement is not free, MIG mode is off, or the driver took another.
+        Raises: RetryableError where an instance is in the way, or the driver took another placement;
+        PassingRefusalError also where MIG mode is off, and while nothing is in the way but the driver has no room.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a GPU instance of profile {profile_id} at {_slices(placement)} of GPU {gpu_uuid}"
         wanted = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
         try:
-            with nvml_errors(action):
+            with _making(action):
                 try:
                     made = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement(
                         handle, profile_id, ctypes.byref(wanted)
                     )
                 except pynvml.NVMLError_InsufficientResources as error:
+                    raise self._no_room(action, handle, gpu_uuid, profile_id, placement) from error
+                except pynvml.NVMLError_InvalidArgument as error:
                     raise RetryableError(
-                        f"{action}: the driver has no room there; {self._what_is_there(handle, gpu_uuid)}"
+                        f"{action}: the driver takes no such profile or placement ({error}); delete the pod and its "
+                        "claim so that they are allocated anew"
                     ) from error
         except NotSupportedError as error:
             mode = mig_mode(handle, gpu_uuid)
             if mode is None or mode[0]:
                 raise
-            raise RetryableError(f"{action}: MIG mode is off; it was switched off meanwhile") from error
+            raise PassingRefusalError(f"{action}: MIG mode is off; it was switched off meanwhile") from error
         try:
             with nvml_errors(f"{action}: read it back"):
                 info = pynvml.nvmlGpuInstanceGetInfo(made)
@@ -210,15 +224,15 @@ class MigHardware:
         """Create the compute instance that takes all of a GPU instance, as (ID, UUID of the MIG device).
         Nothing is left behind where it fails.
 
-        Raises: RetryableError if the GPU instance is gone, or has compute instances already.
+        Raises: PassingRefusalError if the GPU instance is gone, or has compute instances already.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
-            raise RetryableError(f"{action}: the GPU instance is gone; somebody destroyed it")
+            raise PassingRefusalError(f"{action}: the GPU instance is gone; somebody destroyed it")
         profiles = self._table(handle, gpu_uuid)
-        with nvml_errors(action):
+        with _making(action):
             profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
             offered = compute_profiles(instance)
             chosen = None if profile is None else whole_compute_profile(offered, profile)
@@ -278,17 +292,49 @@ class MigHardware:
             self._profiles[key] = known
         return known
 
-    def _what_is_there(self, handle: Handle, gpu_uuid: str) -> str:
-        """For people: the GPU instances of a GPU."""
+    def _no_room(
+        self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
+    ) -> RetryableError:
+        """Why the driver has no room: an instance stays where it is, all else passes."""
         try:
             found = self._instances(handle, gpu_uuid)
-        except DraDriverError:
-            return "what is there cannot be read"
-        rows = [
-            f"{item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
-            for item in found
-        ]
-        return f"GPU instances there: {', '.join(rows) or 'none'}"
+            profile = self._table(handle, gpu_uuid).get(profile_id)
+        except DraDriverError as error:
+            return PassingRefusalError(
+                f"{action}: the driver has no room there; why cannot be read ({error})"
+            )
+        in_the_way = [item for item in found if item.placement.overlaps(placement)]
+        if in_the_way:
+            return RetryableError(
+                f"{action}: the driver has no room there; in the way: {_listed(in_the_way)}"
+            )
+        same = [item for item in found if item.profile_id == profile_id]
+        if profile is not None and len(same) >= profile.max_instances:
+            return RetryableError(
+                f"{action}: the GPU has no more of this profile; there are: {_listed(same)}"
+            )
+        return PassingRefusalError(
+            f"{action}: the driver has no room there, though nothing is in the way; the memory of what was there may "
+            f"still be being scrubbed (GPU instances there: {_listed(found) or 'none'})"
+        )
+
+
+@contextmanager
+def _making(action: str) -> Iterator[None]:
+    """`nvml_errors` for what no process can hold, since it is yet to be made: the driver itself is busy then."""
+    try:
+        with nvml_errors(action):
+            yield
+    except DeviceBusyError as error:
+        raise PassingRefusalError(str(error)) from error
+
+
+def _listed(instances: Iterable[GpuInstance]) -> str:
+    """For people: `3 (profile 9) at memory slices 0-3`."""
+    return ", ".join(
+        f"GPU instance {item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
+        for item in instances
+    )
 
 
 def _slices(placement: Placement) -> str:
@@ -296,12 +342,17 @@ def _slices(placement: Placement) -> str:
 
 
 def _take_back(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
-    """Destroy what was made before `error`. Raises: `error` with a text that says so, where that fails."""
+    """Destroy what was made before `error`.
+
+    Raises: UnsureOutcomeError where that fails, or `error` with a text that says so where GPU or driver are gone.
+    """
     try:
         with nvml_errors("destroy it again"):
             destroy(made)
     except DraDriverError as second:
-        raise type(error)(f"{error}; what was made is still there ({second})") from error
+        is_gone = isinstance(error, DeviceLostError | NvmlUnavailableError)
+        kind = type(error) if is_gone else UnsureOutcomeError
+        raise kind(f"{error}; what was made is still there ({second})") from error
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:

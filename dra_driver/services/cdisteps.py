@@ -8,7 +8,7 @@ from typing import Any, Protocol, assert_never
 
 import structlog
 
-from dra_driver.core.cdi import claim_spec
+from dra_driver.core.cdi import claim_spec, common_edits
 from dra_driver.core.mpsclient import with_mps
 from dra_driver.core.planning import Plan, PlannedDevice
 from dra_driver.errors import StateError
@@ -112,6 +112,7 @@ class CdiSteps:
         self._instances = instances or NoInstances()
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
+        self._common: tuple[DriverFiles, dict[str, Any]] | None = None
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
@@ -126,7 +127,17 @@ class CdiSteps:
             self._driver_name,
             files,
             [self._device(device) for device in plan.devices],
+            self._common_edits(files),
         )
+
+    def _common_edits(self, files: DriverFiles) -> dict[str, Any]:
+        """As `common_edits`, the same object as long as the host's files are; nobody may change it."""
+        known = self._common
+        if known is not None and known[0] is files:
+            return known[1]
+        edits = common_edits(files)
+        self._common = (files, edits)
+        return edits
 
     def _tell(self, notes: tuple[str, ...]) -> None:
         """Log what the host lacks, once until it lacks something else."""

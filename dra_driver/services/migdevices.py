@@ -45,6 +45,7 @@ from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
     NvmlUnavailableError,
+    UnsureOutcomeError,
 )
 from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
@@ -124,7 +125,7 @@ class MigDevices:
     def create(self, step: CreateMig) -> OwnedInstance:
         """Have the device of a step exist.
 
-        Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError;
+        Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError; PassingRefusalError;
         RetryableError; StateError. What this call made is undone then.
         """
         began = self._clock()
@@ -197,8 +198,8 @@ class MigDevices:
     def _gpu_instance(self, entry: OwnedInstance) -> int:
         try:
             return self._hardware.create(*_where(entry), entry.profile_id, entry.placement)
-        except (NvmlUnavailableError, DeviceLostError):
-            raise
+        except (NvmlUnavailableError, DeviceLostError, UnsureOutcomeError):
+            raise  # there may be one now, which is taken back with the entry
         except DraDriverError:
             # The driver said no: whatever is there by now is somebody else's.
             self._ledger.delete(entry.device)

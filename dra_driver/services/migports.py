@@ -16,7 +16,8 @@ the error if it failed."""
 
 
 class ModeHardware(Protocol):
-    """MIG mode as the driver has it. Raises, all: NvmlUnavailableError, DeviceLostError, RetryableError."""
+    """MIG mode as the driver has it. Raises, all: NvmlUnavailableError, DeviceLostError, RetryableError;
+    PassingRefusalError where it may work a moment later."""
 
     def mode(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[bool, bool] | None:
         """(on now, on after the next reset); None on a GPU without MIG."""
@@ -32,7 +33,10 @@ class Hardware(ModeHardware, Protocol):
     """GPU instances as the driver has them. Raises as ModeHardware."""
 
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
-        """Make a GPU instance there; its ID. A refusal leaves nothing behind."""
+        """Make a GPU instance there; its ID. A refusal leaves nothing behind.
+
+        Raises: UnsureOutcomeError where there may be one now.
+        """
 
     def compute_instances(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int

@@ -341,6 +341,7 @@ def _holdings(
             mig=device.mig,
             boot=claim.boot,
             trouble=severity.name.lower() if severity >= Severity.DEGRADED else None,
+            pods=None if claim.pods is None else tuple(pod.name for pod in claim.pods),
         )
 
 

@@ -17,7 +17,8 @@ _REMEMBERED = 1024
 class Pace:
     """How much is said, and how soon. Times in seconds; `most` notices wait at a time.
 
-    The same event is said again only after `again_s`, with the number of times it happened until then.
+    The same event is said again only after `again_s`, with the number of times it happened until then. A claim's state
+    is said after `settle_s`: calls of the kubelet that came with the one that made it are answered first.
     """
 
     most: int = 256
@@ -25,6 +26,7 @@ class Pace:
     events_at_once: int = 25
     statuses_per_s: float = 5.0
     statuses_at_once: int = 50
+    settle_s: float = 0.1
     again_s: float = 60.0
     backoff_first_s: float = 1.0
     backoff_most_s: float = 30.0
@@ -102,14 +104,18 @@ class Outbox:
             known.notice = notice
             known.times += 1
             return []
-        said = self._said.get(key)
-        due = now if said is None else max(now, said + self._pace.again_s)
-        self._waiting[key] = Waiting(notice, 1, due)
+        self._waiting[key] = Waiting(notice, 1, self._due(key, now))
         gone: list[Notice] = []
         while len(self._waiting) > self._pace.most:
             least = min(self._waiting, key=lambda key: _weight(self._waiting[key].notice))
             gone.append(self._waiting.pop(least).notice)
         return gone
+
+    def _due(self, key: Hashable, now: float) -> float:
+        if isinstance(key, ClaimRef):
+            return now + self._pace.settle_s
+        said = self._said.get(key)
+        return now if said is None else max(now, said + self._pace.again_s)
 
     def withdraw_state(self, ref: ClaimRef) -> None:
         """Forget the state of a claim that was not said yet."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import DraDriverError
+from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.usage import INTERVALS, MpsShared, TimeSliced, UnknownUsage, Usage
@@ -36,7 +37,8 @@ class PreparedDevice:
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
     """One record. `age_s` is None where the record does not say since when; `boot` is `this`, `earlier` or `unknown`;
-    `undo` names the steps that Unprepare would take back, in its order."""
+    `undo` names the steps that Unprepare would take back, in its order; `pods` are those that the claim is for as far
+    as the driver wrote it down, None where that is unknown."""
 
     namespace: str
     name: str
@@ -48,6 +50,7 @@ class PreparedClaim:
     cdi_spec: str
     devices: tuple[PreparedDevice, ...]
     undo: tuple[str, ...]
+    pods: Pods = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ def _claim(
         "unknown" if specs is None else "present" if record.ref.uid in specs else "missing",
         tuple(_device(held, ledger.get(held.device)) for held in record.devices),
         tuple(str(encode_step(step)["kind"]) for step in reversed(record.steps)),
+        record.claim.pods,
     )
 
 

@@ -15,7 +15,6 @@ from structlog.contextvars import bound_contextvars
 from dra_driver.core.holding import DeviceHeldError
 from dra_driver.core.planning import Plan, answer, device_of_cdi_name, lost_claim, plan_claim
 from dra_driver.errors import (
-    DeviceBusyError,
     DeviceLostError,
     DraDriverError,
     NvmlUnavailableError,
@@ -36,7 +35,7 @@ from dra_driver.services.claimcalls import Action, Call, CalledClaims, Read, Rec
 from dra_driver.services.claimcalls import ClaimReader as CalledReader
 from dra_driver.services.deadlines import until
 from dra_driver.services.executor import Executor, refuse_newer
-from dra_driver.services.waiting import Holders, Place, Releases
+from dra_driver.services.waiting import WAITED_FOR, Holders, Place, Releases
 
 _log = structlog.get_logger(__name__)
 
@@ -251,7 +250,7 @@ class Preparer:
                 while True:
                     try:
                         return self._prepare(ref, claim, call, place)
-                    except (DeviceHeldError, DeviceBusyError) as error:
+                    except WAITED_FOR as error:
                         if not self._finished_one_of(error, call):
                             self._releases.wait(place, error)
                     except (NvmlUnavailableError, DeviceLostError):
@@ -308,6 +307,7 @@ class Preparer:
                         raise
                     if not plan.gpu_uuids <= gpus:
                         continue
+                    place.wanted = plan.held_devices()
                     call.left()
                     prepared = answer(claim, self._identity.driver, plan.steps)
                     record = self._carry_out(plan, known)

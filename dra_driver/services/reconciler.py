@@ -26,6 +26,8 @@ ten minutes, and when somebody waits for a holder.
   told with its process IDs, once, and looked at again each half minute, and when somebody waits for the device. While
   NVML cannot tell, the same.
 - Records with steps of a newer release are told and not touched: only that release can undo them.
+- The pods that a claim is reserved for are written into its record where they are others by now (`services.claimpods`),
+  under the claim's lock too. It is the same record all the same: nothing above begins anew by that.
 - A CDI spec without a record is removed likewise if the claim's name is known, from a record that was there
   before; else it is told, because the API server cannot be asked by UID. Containers of a former driver may stand on it.
 """
@@ -44,7 +46,7 @@ import structlog
 
 from dra_driver.core.staleness import Departure, staleness
 from dra_driver.errors import ApiUnavailableError, DraDriverError
-from dra_driver.model.claim import ClaimNow, ClaimRef
+from dra_driver.model.claim import ClaimNow, ClaimRef, Pods
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import UnknownStep
 from dra_driver.services.deviceusers import InUse
@@ -136,6 +138,10 @@ def _not_in_use(_record: ClaimRecord) -> None:
     pass
 
 
+def _unkept(_record: ClaimRecord, _pods: Pods, _looked_ns: int) -> None:
+    pass
+
+
 def _sure() -> None:
     pass
 
@@ -154,12 +160,14 @@ class Reconciler:
         unrecorded: Callable[[Mapping[str, ClaimRecord]], Collection[str]] = _no_specs,
         in_use: Callable[[ClaimRecord], InUse | None] = _not_in_use,
         make_sure: Callable[[], object] = _sure,
+        keep_pods: Callable[[ClaimRecord, Pods, int], None] = _unkept,
         rhythm: Rhythm = Rhythm(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`unrecorded` answers the UIDs of claims that have a CDI spec but neither a record nor one that was set aside;
         `in_use` says what computes on a claim's devices, None if nothing is known to, and raises a DraDriverError if
-        that cannot be told now; `make_sure` raises one unless the API server knows this node."""
+        that cannot be told now; `make_sure` raises one unless the API server knows this node; `keep_pods` is told of
+        each claim that is as its record says for which pods it is reserved, and when that was asked."""
         self._records = records
         self._claims = claims
         self._taker = taker
@@ -168,6 +176,7 @@ class Reconciler:
         self._unrecorded = unrecorded
         self._in_use = in_use
         self._make_sure = make_sure
+        self._keep_pods = keep_pods
         self._rhythm = rhythm
         self._clock = clock
         self._names: dict[str, ClaimRef] = {}
@@ -312,7 +321,10 @@ class Reconciler:
         except DraDriverError as error:
             raise _UnsureError from error
         if subject.record is not None:
-            return _Verdict(staleness(subject.record, now, self._driver), looked_ns)
+            why = staleness(subject.record, now, self._driver)
+            if why is None and now is not None and now.uid == subject.ref.uid:
+                self._keep_pods(subject.record, now.pods, looked_ns)
+            return _Verdict(why, looked_ns)
         is_there = now is not None and now.uid == subject.ref.uid
         return _Verdict(None if is_there else _GONE, looked_ns)
 

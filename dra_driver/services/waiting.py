@@ -1,13 +1,13 @@
-"""Waiting for devices that other claims are about to let go of.
+"""Waiting for devices that other claims are about to let go of, and for what the NVIDIA driver refuses for now.
 
 A Prepare whose device is held goes through these states; no lock is held in any but the first:
 
     trying ──held──▶ asking ──a holder stays──▶ refused, the holder is named
       ▲  │             │ each is on its way out
-      │  └─busy──┐     ▼
-      │          └▶ waiting ──the call is over──▶ failed for now; the kubelet asks again
+      │  ├─busy────┐   ▼
+      │  └─refused─┴▶ waiting ──the call or the patience is over──▶ failed for now; the kubelet asks again
       └──────────────────┘
-        a holder's record is another one or gone, who was ahead has left, or it is time to ask again
+        a holder's record is another one or gone, who was ahead has left, or it is time to ask or try again
 
 | Where | A crash there leaves | Undo |
 |---|---|---|
@@ -27,6 +27,9 @@ between the two, but a device is still given out once, because records and locks
 finishes it, as the kubelet's next try may be long in coming. If the API server says nothing, a holder is taken to
 stay: nobody waits in doubt. Where it said so a moment ago, or for good, that holds.
 
+*Refused for now*: a try that the driver refuses for a reason that passes by itself has undone what it made, so the next
+is one like any other. The kubelet would make it only after a minute or more.
+
 *Woken* by the end of each Unprepare here. An Unprepare in the other instance is noticed by looking at the holder's
 record, ten times a second, only while somebody waits.
 """
@@ -39,18 +42,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
 from dra_driver.core.holding import Conflict, DeviceHeldError
 from dra_driver.core.staleness import departure
-from dra_driver.errors import ClaimRefusedError, DeviceBusyError, DraDriverError, RetryableError
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DeviceBusyError,
+    DraDriverError,
+    PassingRefusalError,
+    RetryableError,
+)
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
+from dra_driver.services.places import Patience, Place
+
+__all__ = ["WAITED_FOR", "Holders", "Patience", "Place", "Records", "Releases"]
 
 _log = structlog.get_logger(__name__)
+
+WAITED_FOR = (DeviceHeldError, DeviceBusyError, PassingRefusalError)
+"""The errors of a try after which `Releases.wait` is worth calling."""
 
 
 class Holders(Protocol):
@@ -67,45 +81,12 @@ class Records(Protocol):
         """One claim's record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long is waited for what, in seconds. `busy_s` bounds the waiting for a device that no claim holds: what uses
-    it may be a monitor, which never lets go; `users_s` must be left for looking what computes on a device; `stop_s` is
-    how long a driver that is being stopped still waits."""
-
-    poll_s: float = 0.1
-    ask_again_s: float = 3.0
-    ask_s: float = 3.0
-    doubt_s: float = 10.0
-    busy_s: float = 10.0
-    busy_pause_s: float = 0.5
-    users_s: float = 2.0
-    stop_s: float = 5.0
-
-
 def _nobody(_holder: ClaimRef) -> None:
     pass
 
 
 def _nothing(_holder: ClaimRecord) -> None:
     pass
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """One Prepare of one claim; its number is its place in line, None as long as it stands in none."""
-
-    claim: AllocatedClaim
-    deadline: float
-    number: int | None = None
-    wanted: tuple[HeldDevice, ...] = ()
-    began: float | None = None
-    busy_since: float | None = None
-    withdrawn: bool = False
-    leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By the UID of a holder: why it lets go, and until when (the clock's time) that holds without asking."""
-    users: str | None = None
-    """What computed on the first holder's devices when that was asked last."""
 
 
 class Releases:
@@ -119,7 +100,7 @@ class Releases:
         *,
         on_wait: Callable[[ClaimRef], None] = _nobody,
         users: Callable[[ClaimRecord], str | None] = _nothing,
-        patience: Patience = Patience(),
+        patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_wait` hears of a holder for whose release somebody begins to wait; it must neither block nor raise.
@@ -130,7 +111,7 @@ class Releases:
         self._driver = driver
         self._on_wait = on_wait
         self._users = users
-        self._patience = patience
+        self._patience = patience or Patience()
         self._clock = clock
         self._changed = threading.Condition()
         self._changes = 0
@@ -225,6 +206,11 @@ class Releases:
                 if place in self._line:
                     self._line.remove(place)
                     self._notify()
+        if place.refused_since is not None:
+            seconds = round(self._clock() - place.refused_since, 1)
+            _log.info(
+                "nvml_refusal_passed", claim_uid=claim.ref.uid, refusals=place.refusals, duration_s=seconds
+            )
 
     def ahead_of(self, place: Place) -> list[ClaimRecord]:
         """What the claims that wait for longer want, as if they held it."""
@@ -240,18 +226,21 @@ class Releases:
         """How long the Prepare has waited since it first had to; None if it did not."""
         return None if place.began is None else self._clock() - place.began
 
-    def wait(self, place: Place, error: DeviceHeldError | DeviceBusyError) -> None:
+    def wait(self, place: Place, error: DeviceHeldError | DeviceBusyError | PassingRefusalError) -> None:
         """Wait until it is worth trying again.
 
         Raises: ClaimRefusedError if a holder stays; RetryableError, or the error itself, if there is no time left.
         """
         if isinstance(error, DeviceHeldError):
+            place.wanted = error.wanted
             self._wait_for_holders(place, error)
+        elif isinstance(error, PassingRefusalError):
+            self._wait_for_driver(place, error)
         else:
             self._wait_for_idle(place, error)
 
     def _wait_for_holders(self, place: Place, error: DeviceHeldError) -> None:
-        self._join(place, error)
+        self._join(place)
         if self._is_released(error.conflicts):
             return
         reasons: list[str] = []
@@ -267,9 +256,7 @@ class Releases:
             place.users = None if _is_in_line(holder) else self._users(holder)
         until = self._clock() + self._patience.ask_again_s
         while True:
-            with self._changed:
-                seen = self._changes
-                is_withdrawn, place.withdrawn = place.withdrawn, False
+            seen, is_withdrawn = self._seen(place)
             if is_withdrawn or self._is_released(error.conflicts):
                 return
             now, end = self._clock(), self._end(place)
@@ -293,6 +280,29 @@ class Releases:
             raise error
         self._sleep(seen, min(self._patience.busy_pause_s, end - now))
 
+    def _wait_for_driver(self, place: Place, error: PassingRefusalError) -> None:
+        """Nothing tells when the driver would do it, so it is tried again, at growing pauses."""
+        patience, now = self._patience, self._clock()
+        if place.refused_since is None:
+            place.refused_since = now
+            _log.warning("nvml_refuses", claim_uid=place.claim.ref.uid, reason=str(error))
+        self._join(place)
+        due = now + min(patience.refused_pause_s * 2**place.refusals, patience.refused_pause_most_s)
+        place.refusals += 1
+        while True:
+            seen, is_withdrawn = self._seen(place)
+            if is_withdrawn or self._clock() >= due:
+                return
+            if due > min(place.refused_since + patience.refused_s, self._end(place) - patience.try_s):
+                raise place.given_up(error, self._clock())
+            self._sleep(seen, due - self._clock())
+
+    def _seen(self, place: Place) -> tuple[int, bool]:
+        """The changes until now, for `_sleep`, and whether the claim was unprepared since this was asked last."""
+        with self._changed:
+            is_withdrawn, place.withdrawn = place.withdrawn, False
+            return self._changes, is_withdrawn
+
     def _end(self, place: Place) -> float:
         """Until when (the clock's time) a Prepare may wait."""
         with self._changed:
@@ -307,9 +317,8 @@ class Releases:
         with self._changed:
             self._changed.wait_for(lambda: self._changes != seen, timeout=max(0.0, seconds))
 
-    def _join(self, place: Place, error: DeviceHeldError) -> None:
+    def _join(self, place: Place) -> None:
         with self._changed:
-            place.wanted = error.wanted
             if place.number is None:
                 self._numbers += 1
                 place.number = self._numbers
@@ -366,8 +375,8 @@ class Releases:
         waited = self.waited_s(place) or 0.0
         if _is_in_line(conflict.holder):
             return RetryableError(
-                f"device {conflict.held.device} is still being torn down and claim {conflict.holder.ref} waits for it "
-                f"for longer; waited {waited:.0f} s, it is tried again"
+                f"device {conflict.held.device} cannot be had yet, and claim {conflict.holder.ref} waits for it for "
+                f"longer; waited {waited:.0f} s, it is tried again"
             )
         users = "" if place.users is None else f", but {place.users}: end that on the node"
         return RetryableError(

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dra_driver.core.cdi import encode, file_stem
+from dra_driver.core.cdi import COMMON, encode, encoded, file_stem
 from dra_driver.core.cdi_rules import faults
 from dra_driver.errors import StateError
 from dra_driver.state.files import (
     TEMPORARY_SUFFIX,
     UNREADABLE,
     make_directory,
+    read_plain,
+    remove_file,
     state_error,
     sync_removals,
     write_atomically,
@@ -38,7 +40,8 @@ class CdiDirectory:
         self._path = Path(path)
         self._driver_name = driver_name
         self._durable = durable
-        self._good_common: Any = None
+        # The driver's part of the last spec, looked at, and its bytes: most of a spec, and the same in all.
+        self._good: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
         """Create the directory where it is missing and clear up after writers that were killed.
@@ -61,28 +64,22 @@ class CdiDirectory:
         Raises: StateError if it cannot be written, or if runtimes would refuse the spec.
         """
         file = self.file(claim_uid)
-        content = encode(spec)
-        if self._read(file) == content:
+        good = self._good
+        known = good if good is not None and good[0] == spec.get(COMMON) else None
+        content = encode(spec, None if known is None else known[1])
+        if self._read(file, unreadable=b"") == content:
             return False
-        wrong = self._faults(spec)
+        wrong = faults(spec if known is None else {key: spec[key] for key in spec.keys() - {COMMON}})
         if wrong:
             raise StateError(
                 f"container runtimes would refuse the CDI spec of claim {claim_uid}: {'; '.join(wrong)}; "
                 "this is a fault of the driver, please report it"
             )
+        if known is None and COMMON in spec:
+            self._good = (spec[COMMON], encoded(spec[COMMON]))
         make_directory(self._path, _DIRECTORY_MODE)
         write_atomically(file, content, mode=_FILE_MODE, durable=self._durable)
         return True
-
-    def _faults(self, spec: dict[str, Any]) -> list[str]:
-        """As `faults`. The driver's part is the same in all specs and most of them, so a good one is looked at once."""
-        common = spec.get("containerEdits")
-        if common is not None and common == self._good_common:
-            return faults({key: value for key, value in spec.items() if key != "containerEdits"})
-        found = faults(spec)
-        if not found:
-            self._good_common = common
-        return found
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
         """The claim's spec; None if there is none or it is not readable as one. Raises: StateError."""
@@ -90,7 +87,7 @@ class CdiDirectory:
 
     def verify(self, claim_uid: str, spec: dict[str, Any]) -> bool:
         """Whether the claim's file holds exactly this spec. Raises: StateError."""
-        return self._read(self.file(claim_uid)) == encode(spec)
+        return self._read(self.file(claim_uid), unreadable=b"") == encode(spec)
 
     def remove(self, claim_uid: str) -> bool:
         """Remove the claim's spec for good; returns whether there was one. Raises: StateError."""
@@ -129,7 +126,7 @@ class CdiDirectory:
     def _read(self, file: Path, unreadable: bytes | None = None) -> bytes | None:
         """The file's content, None if it is not there; `unreadable` for what no later try would read either."""
         try:
-            return file.read_bytes()
+            return read_plain(file)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -139,12 +136,11 @@ class CdiDirectory:
 
     def _remove(self, file: Path) -> bool:
         try:
-            file.unlink()
-        except (FileNotFoundError, NotADirectoryError):
+            return remove_file(file)
+        except NotADirectoryError:
             return False
         except OSError as error:
             raise state_error("remove", file, error) from error
-        return True
 
 
 def _is_old(file: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dra_driver.core.unknownfields import unknown_fields, with_unknown_fields
 from dra_driver.errors import StateError
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, Pods, pods_from
 from dra_driver.model.record import ClaimRecord
 from dra_driver.state.formats import check_version, is_newer, of_newer_release
 from dra_driver.state.stepcodec import decode_held, decode_step, encode_held, encode_step, optional_text, text
@@ -88,6 +88,8 @@ def _encode_claim(claim: AllocatedClaim) -> JsonObject:
     }
     if claim.pod_claim_name is not None:
         entry["podClaimName"] = claim.pod_claim_name
+    if claim.pods is not None:
+        entry["pods"] = [{"name": pod.name, "uid": pod.uid} for pod in claim.pods]
     return entry
 
 
@@ -122,7 +124,13 @@ def _decode_claim(entry: JsonObject) -> AllocatedClaim:
         results=tuple(_decode_result(item) for item in entry["results"]),
         configs=tuple(_decode_config(item) for item in entry.get("configs", [])),
         pod_claim_name=optional_text(entry, "podClaimName"),
+        pods=_decode_pods(entry.get("pods")),
     )
+
+
+def _decode_pods(entries: Any) -> Pods:
+    """What cannot be read is unknown: it is kept as a field of a newer release, until the pods are known."""
+    return pods_from(entries) if isinstance(entries, list) else None
 
 
 def _decode_result(entry: JsonObject) -> DeviceResult:

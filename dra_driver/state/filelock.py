@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import RetryableError
-from dra_driver.state.files import state_error
+from dra_driver.state.files import set_directory_aside, state_error
 
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _POLL_S = 0.005
 LOCK_LAYOUT = "hhqqi4x"
 """`struct flock` on 64-bit Linux."""
@@ -59,7 +60,12 @@ def hold_file(
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            return os.open(path, _OPEN_FLAGS, 0o600)
+        except IsADirectoryError:
+            if not set_directory_aside(path):
+                raise
+            return os.open(path, _OPEN_FLAGS, 0o600)
     except OSError as error:
         raise state_error("open the lock file", path, error) from error
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
 from dra_driver.errors import StateError
+
+_log = structlog.get_logger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = ".unreadable"
@@ -31,6 +36,7 @@ _REMEDIES = {
     errno.EPERM: "permission was denied; run as root and check the directory's mode",
     errno.ENOENT: "the directory does not exist; create it or check the mount",
     errno.EEXIST: "a file is in its place; remove it",
+    errno.EISDIR: "what is in its place is no plain file; remove it",
     errno.ENOTDIR: "a part of the path is no directory; remove what is in its place",
 }
 
@@ -57,19 +63,31 @@ def write_atomically(
     except OSError as error:
         raise state_error("write", path, error) from error
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
+        try:
+            _write_all(descriptor, content)
+            os.fchmod(descriptor, mode)
             if durable or whole:
-                os.fsync(file.fileno())
-        name.replace(path)
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            name.replace(path)
+        except IsADirectoryError:
+            if not set_directory_aside(path):
+                raise
+            name.replace(path)
         if durable:
             sync_directory(path.parent)
     except OSError as error:
         with suppress(OSError):
             Path(name).unlink()
         raise state_error("write", path, error) from error
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def sync_directory(path: Path) -> None:
@@ -88,6 +106,8 @@ def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
     without which no file in it does. Raises: StateError.
     """
     try:
+        if not durable and path.is_dir():
+            return
         missing = [parent for parent in path.parents if not parent.exists()]
         for parent in reversed(missing):
             parent.mkdir(mode=mode | 0o050, exist_ok=True)
@@ -116,7 +136,8 @@ def clear_abandoned(directory: Path, prefix: str = "") -> None:
     """
     try:
         for path in directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"):
-            with suppress(FileNotFoundError):  # the other instance of a rolling update is at work
+            # The other instance of a rolling update is at work, or it is no file of ours.
+            with suppress(FileNotFoundError, IsADirectoryError):
                 if is_abandoned(path):
                     path.unlink()
     except OSError as error:
@@ -139,7 +160,7 @@ def set_aside(path: Path, what: str, stamp: Stamp | None) -> Path | None:
 
     Raises: StateError that names `what`.
     """
-    aside = path.with_name(f"{path.name}{QUARANTINE}-{time.time_ns()}")
+    aside = _name_aside(path)
     try:
         if stamp_of(path.stat()) != stamp:
             return None
@@ -149,3 +170,47 @@ def set_aside(path: Path, what: str, stamp: Stamp | None) -> Path | None:
     except OSError as error:
         raise state_error(f"set aside the unreadable {what}", path, error) from error
     return aside
+
+
+def read_plain(path: Path) -> bytes:
+    """What is in a file.
+
+    Raises: OSError; that is EISDIR for whatever is no plain file, as it would last for ever to read a pipe.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is no plain file")
+    return path.read_bytes()
+
+
+def remove_file(path: Path) -> bool:
+    """Remove a file, or set aside the directory in its place; whether anything was there. Raises: OSError."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except IsADirectoryError:
+        if not set_directory_aside(path):
+            raise
+    return True
+
+
+def set_directory_aside(path: Path) -> bool:
+    """Give a directory that is in the place of a file another name; whether that was done. A file stays, which the
+    other instance of a rolling update may have put there meanwhile."""
+    aside = _name_aside(path)
+    try:
+        # With the slash nothing but a directory is renamed.
+        os.rename(f"{path}/", aside)  # noqa: PTH104
+    except OSError:
+        return False
+    _log.warning(
+        "stray_set_aside",
+        path=str(path),
+        kept_as=str(aside),
+        remedy="the driver did not make it, and has a file of its own there now; look at it, then remove it",
+    )
+    return True
+
+
+def _name_aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}{QUARANTINE}-{time.time_ns()}")

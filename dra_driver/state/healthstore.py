@@ -13,7 +13,15 @@ import structlog
 from dra_driver.core.unknownfields import unknown_fields, with_unknown_fields
 from dra_driver.errors import StateError
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
-from dra_driver.state.files import Stamp, set_aside, stamp_of, state_error, write_atomically
+from dra_driver.state.files import (
+    UNREADABLE,
+    Stamp,
+    read_plain,
+    set_aside,
+    stamp_of,
+    state_error,
+    write_atomically,
+)
 from dra_driver.state.formats import check_version
 from dra_driver.state.stepcodec import number, optional_number, optional_text, text
 
@@ -51,22 +59,25 @@ class HealthStore:
 
         Raises: StateError if the disk does not answer.
         """
+        stamp: Stamp | None = None
         try:
             stamp = stamp_of(self._path.stat())
-            content = self._path.read_bytes()
+            content = read_plain(self._path)
+            kept = decode(content)
         except FileNotFoundError:
             self._written, self._unknown = None, {}
             return None
         except OSError as error:
-            raise state_error("read the kept health", self._path, error) from error
-        try:
-            kept = decode(content)
+            if stamp is None or error.errno not in UNREADABLE:
+                raise state_error("read the kept health", self._path, error) from error
+            self._set_aside(error.strerror or str(error), stamp)
         except StateError as error:
             self._set_aside(str(error), stamp)
-            self._unknown = {}
-            return None
-        self._written, self._unknown = content, _unknown_in(content, kept)
-        return kept
+        else:
+            self._written, self._unknown = content, _unknown_in(content, kept)
+            return kept
+        self._written, self._unknown = None, {}
+        return None
 
     def save(self, kept: KeptHealth) -> None:
         """Write the file if it would be another. Raises: StateError."""
@@ -75,7 +86,7 @@ class HealthStore:
             write_atomically(self._path, content, durable=False)
             self._written = content
 
-    def _set_aside(self, reason: str, stamp: Stamp) -> None:
+    def _set_aside(self, reason: str, stamp: Stamp | None) -> None:
         aside = set_aside(self._path, "health file", stamp)
         if aside is None:
             return

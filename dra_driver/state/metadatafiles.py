@@ -5,15 +5,21 @@
 
 A directory bears the claim's name. A claim that was deleted and made anew under its name finds the files of the
 one before, so each file's own word decides whose it is.
+
+What lies in the place of a file or directory and is none, as some runtimes make a directory where a file to mount is
+missing, gets out of the way when the claim is prepared, and goes with the claim.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import structlog
 
 from dra_driver.core.cdi import checked_claim_uid
 from dra_driver.core.cdi import encode as encode_spec
@@ -30,13 +36,18 @@ from dra_driver.core.devicemetadata import (
 from dra_driver.errors import StateError
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.state.files import (
+    UNREADABLE,
     clear_abandoned,
     is_abandoned,
     make_directory,
+    read_plain,
+    remove_file,
     state_error,
     sync_removals,
     write_atomically,
 )
+
+_log = structlog.get_logger(__name__)
 
 DIRECTORY = "dra-device-metadata"
 _FILE = "metadata.json"
@@ -82,7 +93,7 @@ class MetadataFiles:
         owned = None if content is None else owner_and_generation(content)
         generation = owned[1] if owned is not None and owned[0] == claim.ref.uid else 0
         if not generation or content != encode(generation):
-            make_directory(file.parent, _DIRECTORY_MODE)
+            self._make_directory(file.parent)
             write_atomically(file, encode(generation + 1), mode=_FILE_MODE, durable=False)
         self._write_spec(claim, request, file)
 
@@ -104,7 +115,7 @@ class MetadataFiles:
         directory = self._directory / directory_name(claim.ref)
         for request in _entries(directory):
             if _owner(request) in (None, claim.ref.uid):
-                _remove_directory(request)
+                _remove_request(request)
         _remove_if_empty(directory)
 
     def forget(self, claim_uid: str) -> None:
@@ -116,8 +127,18 @@ class MetadataFiles:
         self._remove_specs(claim_uid)
         for request in list(self._request_directories()):
             if _owner(request) == claim_uid:
-                _remove_directory(request)
+                _remove_request(request)
                 _remove_if_empty(request.parent)
+
+    def _make_directory(self, request: Path) -> None:
+        """Make a request's directory. Raises: StateError."""
+        try:
+            make_directory(request, _DIRECTORY_MODE)
+        except StateError:
+            places = (self._directory, request.parent, request)
+            if not any([_remove_stray(place) for place in places if not place.is_dir()]):
+                raise
+            make_directory(request, _DIRECTORY_MODE)
 
     def _write_spec(self, claim: AllocatedClaim, request: str, file: Path) -> None:
         spec = cdi_spec(self._driver_name, claim, request, str(file))
@@ -167,19 +188,20 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _read(file: Path) -> bytes | None:
+    """What is in the file; None if there is none, or none that any later try would read."""
     try:
-        return file.read_bytes()
+        return read_plain(file)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if error.errno in UNREADABLE:
+            return None
         raise state_error("read", file, error) from error
 
 
 def _unlink(path: Path) -> None:
     try:
-        path.unlink()
-    except FileNotFoundError:
-        return
+        remove_file(path)
     except OSError as error:
         raise state_error("remove", path, error) from error
 
@@ -191,21 +213,43 @@ def _owner(request: Path) -> str | None:
     return None if owned is None else owned[0]
 
 
-def _remove_directory(directory: Path) -> None:
+def _remove_request(directory: Path) -> None:
+    """Remove a request's directory, whatever is in it or in its place."""
     try:
+        if not stat.S_ISDIR(directory.lstat().st_mode):
+            _remove_stray(directory)
+            return
+        file = directory / _FILE
+        has_stray = file.exists() and not file.is_file()
         shutil.rmtree(directory)
+        if has_stray:
+            _log.warning("stray_removed", path=str(file))
     except FileNotFoundError:
         return
     except OSError as error:
         raise state_error("remove", directory, error) from error
 
 
+def _remove_stray(path: Path) -> bool:
+    """Remove what is in the place of a directory; whether there was anything but one. Raises: StateError."""
+    try:
+        path.unlink()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise state_error("remove", path, error) from error
+    _log.warning("stray_removed", path=str(path))
+    return True
+
+
 def _remove_if_empty(directory: Path) -> None:
-    """Remove the directory if nothing is in it (any more), for good."""
+    """Remove the directory if nothing is in it (any more), or what is in its place, for good."""
     try:
         directory.rmdir()
     except FileNotFoundError:
         return
+    except NotADirectoryError:
+        _remove_stray(directory)
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise state_error("remove", directory, error) from error

@@ -1,8 +1,8 @@
 """The ledger of the GPU instances that this driver makes: one file a device, shared with a second instance
 of the plugin during a rolling update.
 
-The directory is not synced: a power cut may lose an entry or bring one back, but it destroys every GPU instance, and
-with it what the ledger speaks of.
+Nothing is synced: a power cut may lose an entry, tear it or bring one back, but it destroys every GPU instance and ends
+every MIG mode that we switched on, and with them what the ledger speaks of.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import structlog
 from dra_driver.errors import StateError
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.state.boots import begin_boot
 from dra_driver.state.files import (
     UNREADABLE,
     Stamp,
     clear_abandoned,
     make_directory,
+    read_plain,
+    remove_file,
     set_aside,
     stamp_of,
     state_error,
@@ -76,10 +79,14 @@ class MigLedger:
         self._newer: dict[Path, Stamp | None] = {}
         self._lock = threading.Lock()
 
-    def open(self) -> None:
-        """Create the directory, and clear away what a killed writer left. Raises: StateError."""
+    def open(self, boot_id: str) -> None:
+        """Create the directory, and clear away what a killed writer left, and what a power cut tore. Raises:
+        StateError."""
         make_directory(self._directory, 0o700)
         clear_abandoned(self._directory)
+        begin_boot(
+            self._directory, boot_id, lambda subject: _log.info("mig_ledger_entry_torn", subject=subject)
+        )
 
     def get(self, device: str) -> OwnedInstance | None:
         """The entry of a device, None if there is none that can be read.
@@ -112,7 +119,7 @@ class MigLedger:
         path = self._entry_path(entry.device)
         before = self._kept(entry.device)
         kept = KeptEntry(entry, leaving, {} if before is None else before.extra)
-        write_atomically(path, as_json(encode_entry(kept), kept.extra), durable=False)
+        write_atomically(path, as_json(encode_entry(kept), kept.extra), durable=False, whole=False)
         with self._lock:
             # Read again: two writes of one size within a tick of the clock may end with the same stamp.
             self._cache[entry.device] = (_NO_STAMP, kept)
@@ -153,7 +160,8 @@ class MigLedger:
         before = self._mode(gpu_uuid)
         extra = before.extra if before is not None and before.boot_id == boot_id else {}
         mode = OwnedMode(gpu_uuid, pci_bus_id, boot_id, extra)
-        write_atomically(self._mode_path(gpu_uuid), as_json(encode_mode(mode), extra), durable=False)
+        content = as_json(encode_mode(mode), extra)
+        write_atomically(self._mode_path(gpu_uuid), content, durable=False, whole=False)
         self._mode_seen(gpu_uuid, boot_id)
 
     def disown_mode(self, gpu_uuid: str) -> None:
@@ -262,7 +270,7 @@ class MigLedger:
         document: Any = None
         try:
             stamp = stamp_of(path.stat())
-            document = json.loads(path.read_bytes())
+            document = json.loads(read_plain(path))
             if not isinstance(document, dict):
                 raise StateError("not a JSON object")
             check_version(document)
@@ -313,6 +321,6 @@ class MigLedger:
 
     def _unlink(self, path: Path) -> None:
         try:
-            path.unlink(missing_ok=True)
+            remove_file(path)
         except OSError as error:
             raise state_error("remove", path, error) from error

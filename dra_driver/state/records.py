@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.model.record import ClaimRecord
+from dra_driver.state.boots import begin_boot
 from dra_driver.state.codec import decode, encode
 from dra_driver.state.files import (
     QUARANTINE,
@@ -22,6 +22,8 @@ from dra_driver.state.files import (
     Stamp,
     clear_abandoned,
     make_directory,
+    read_plain,
+    remove_file,
     set_aside,
     stamp_of,
     state_error,
@@ -33,19 +35,7 @@ from dra_driver.state.formats import NewerFormatError
 _log = structlog.get_logger(__name__)
 
 _SUFFIX = ".json"
-_BOOT = ".boot"
-"""The boot in which records were written last."""
 _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
-
-
-def _text_of(path: Path) -> str | None:
-    """What a small file says, None if there is none. Raises: StateError."""
-    try:
-        return path.read_text("utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise state_error("read", path, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +68,28 @@ class RecordStore:
         were not synced. Raises: StateError."""
         make_directory(self._directory, 0o700, durable=True)
         clear_abandoned(self._directory)
-        marker = self._directory / _BOOT
-        before = _text_of(marker)
-        if before == boot_id:
-            return
-        if before is not None:
-            self._clear_torn()
-        with suppress(StateError):  # a disk that is full or read-only must not keep the driver from serving
-            write_atomically(marker, boot_id.encode())
+        begin_boot(self._directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid))
 
     def get(self, uid: str) -> ClaimRecord | None:
         """The record of a claim, None if there is none that can be read.
 
         Raises: NewerFormatError if only a newer release can read it; StateError.
         """
-        path = self._path(uid)
+        return self._seen(uid, self._path(uid).stat)
+
+    def _seen(self, uid: str, look: Callable[[], os.stat_result]) -> ClaimRecord | None:
+        """As `get`; `look` is the status of the record's file."""
         try:
-            status = path.stat()
+            stamp = stamp_of(look())
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise state_error("read the claim record", path, error) from error
-        return self._load(path, uid, stamp_of(status))
+            raise state_error("read the claim record", self._path(uid), error) from error
+        with self._lock:
+            cached = self._cache.get(uid)
+        if cached is not None and cached.stamp == stamp:
+            return cached.record
+        return self._load(self._path(uid), uid, stamp)
 
     def all(self) -> Mapping[str, ClaimRecord]:
         """Every readable record by claim UID. Raises: StateError if the directory cannot be listed."""
@@ -113,7 +103,7 @@ class RecordStore:
             uid = entry.name.removesuffix(_SUFFIX)
             record = None
             with suppress(NewerFormatError):
-                record = self.get(uid) if _SAFE_UID.fullmatch(uid) else None
+                record = self._seen(uid, entry.stat) if _SAFE_UID.fullmatch(uid) else None
             if record is not None:
                 records[uid] = record
         there = {entry.name.removesuffix(_SUFFIX) for entry in found}
@@ -141,26 +131,11 @@ class RecordStore:
         with self._lock:
             self._cache.pop(uid, None)
         try:
-            path.unlink()
-            # A record that came back after a power cut would hold its devices for ever.
-            sync_directory(self._directory)
-        except FileNotFoundError:
-            return
+            if remove_file(path):
+                # A record that came back after a power cut would hold its devices for ever.
+                sync_directory(self._directory)
         except OSError as error:
             raise state_error("remove the claim record", path, error) from error
-
-    def _clear_torn(self) -> None:
-        """Remove files that are no JSON: a power cut came before their content was on disk. All that such a claim had
-        has ended with the boot. Raises: StateError."""
-        for path in sorted(self._directory.glob(f"*{_SUFFIX}")):
-            try:
-                json.loads(path.read_bytes())
-            except ValueError:
-                _log.info("record_torn", claim_uid=path.name.removesuffix(_SUFFIX))
-                with suppress(FileNotFoundError):
-                    path.unlink()
-            except (OSError, RecursionError):
-                continue  # told when it is looked for
 
     def _path(self, uid: str) -> Path:
         """Raises: StateError for a UID that could lead out of the directory."""
@@ -169,12 +144,8 @@ class RecordStore:
         return self._directory / f"{uid}{_SUFFIX}"
 
     def _load(self, path: Path, uid: str, stamp: Stamp) -> ClaimRecord | None:
-        with self._lock:
-            cached = self._cache.get(uid)
-        if cached is not None and cached.stamp == stamp:
-            return cached.record
         try:
-            record = decode(path.read_bytes())
+            record = decode(read_plain(path))
             if record.ref.uid != uid:
                 raise StateError(f"it is the record of claim UID {record.ref.uid}")
         except FileNotFoundError:

@@ -5,6 +5,7 @@ The daemon runs in this process, so that the time of every NVML call can be take
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 import time
@@ -60,23 +61,24 @@ class TimedLibrary:
         return 0.0 if self.creator is None else self._inside[self.creator]
 
 
-def leave_nvidia_smi_alone() -> None:
-    """The simulated nvidia-smi is written anew with each change of a machine, and the driver's files are then looked
-    through again. A real one stays as it is."""
-    names, first = vars(render), dict[str, Any]()
-    really = names["nvidia_smi"]
+def leave_programs_alone() -> None:
+    """The simulated nvidia-smi and MPS control program are written anew with each change of a machine, and the driver's
+    files are then looked through again. Real ones stay as they are."""
+    for name in ("nvidia_smi", "driver_files"):
+        vars(render)[name] = functools.partial(_as_at_first, vars(render)[name], {})
 
-    def as_at_first(state: Any) -> Any:
-        first.update(first or really(state))
-        return first
 
-    names["nvidia_smi"] = as_at_first
+def _as_at_first(
+    really: Callable[[Any], dict[str, Any]], first: dict[str, Any], state: Any
+) -> dict[str, Any]:
+    first.update(first or really(state))
+    return first
 
 
 def own_shares(root: Path, count: int) -> list[float]:
     """Milliseconds of each Prepare of a MIG device that has to be made, without NVML's part."""
     configure_logs("warning", "json")
-    leave_nvidia_smi_alone()
+    leave_programs_alone()
     server = EmbeddedApiServer()
     server.start()
     server.add("nodes", {"metadata": {"name": NODE}})

@@ -184,8 +184,12 @@ def record(content: bytes) -> None:
     """A claim record: what can be read is written and read again as the same."""
     with suppress(StateError):
         found = codec.decode(content)
-        if codec.decode(codec.encode(found)) != found:
+        again = codec.decode(codec.encode(found))
+        if (again, again.claim.pods) != (found, found.claim.pods):
             raise AssertionError("a record changes by being written")
+        shown = "".join(f"{pod.name}{pod.uid}" for pod in found.claim.pods or ())
+        if not (shown.isascii() and shown.isprintable()):
+            raise AssertionError(f"pods {shown!r} may move a cursor")
 
 
 def record_file(directory: Path) -> Parser:

@@ -56,6 +56,7 @@ _PLACEMENT = {"start": 2, "size": 1}
 RECORD: Json = {
     "version": 1,
     "claim": {"namespace": "default", "name": "claim", "uid": UID, "podClaimName": "gpu",
+              "pods": [{"name": "pod-0", "uid": UID}],
               "results": [{"request": "gpu", "driver": DRIVER, "pool": "node", "device": "gpu-0"}],
               "configs": [{"source": "FromClass", "requests": ["gpu"], "driver": DRIVER,
                            "parameters": PARAMETERS[0]}]},
@@ -143,7 +144,10 @@ def _seeds() -> dict[str, tuple[bytes | str | Json | list[Any], ...]]:
         "api-claim": (
             {
                 "metadata": {"uid": UID, "deletionTimestamp": "2026-08-07T12:00:00Z"},
-                "status": {"reservedFor": [{"uid": UID}], "allocation": {"devices": claim}},
+                "status": {
+                    "reservedFor": [{"resource": "pods", "name": "pod-0", "uid": UID}],
+                    "allocation": {"devices": claim},
+                },
             },
         ),
         "api-watch": (

@@ -76,8 +76,8 @@ COMMANDS = (
         (*_MACHINE, "--cdi-root"),
     ),
     Recorded(
-        "Which claims are prepared here, with which devices, since when, and what would be undone? From the driver's "
-        "records alone.",
+        "Which claims are prepared here, for which pods, with which devices, since when, and what would be undone? "
+        "From the driver's records alone.",
         "claims",
         (*_DIRECTORIES, "--cdi-root"),
     ),

@@ -114,15 +114,15 @@ class RecordedNode:
         names = [f"gpu-{uuid[4:12]}" for uuid in gpus]
         small, large = f"{names[7]}-mig-1g10gb-19-0", f"{names[7]}-mig-3g40gb-9-4"
         self._wait("the devices", lambda: {*names[:7], small, large} <= self._devices())
-        self._prepare("training", names[2], names[_BROKEN])
-        self._prepare("embedding", small)
-        self._prepare("inference", large)
+        self._prepare("training", names[2], names[_BROKEN], pods=("training-0", "training-1"))
+        self._prepare("embedding", small, pods=("embedding-7d9c5b8f64-x2k9q",))
+        self._prepare("inference", large, pods=("inference-0",))
         for number in (1, 2):
             share = {
                 "shareID": f"0000000{number}-1111-4222-8333-444444444444",
                 "consumedCapacity": {"shares": "1"},
             }
-            self._prepare(f"notebook-{number}", names[6], **share)
+            self._prepare(f"notebook-{number}", names[6], pods=(f"notebook-{number}",), **share)
         self._machine.set_remapped_rows(_BROKEN, uncorrectable=1, pending=True)
         self._machine.raise_xid(_BROKEN, _UNCONTAINED_MEMORY_ERROR)
         self._machine.hold_gpu(2, 4711, "python")
@@ -134,17 +134,18 @@ class RecordedNode:
         )
         self._grow_old()
 
-    def _prepare(self, name: str, *devices: str, **more: Any) -> None:
+    def _prepare(self, name: str, *devices: str, pods: Sequence[str], **more: Any) -> None:
         results = [
             {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device, **more} for device in devices
         ]
+        reserved = [{"resource": "pods", "name": pod, "uid": f"uid-of-{pod}"} for pod in pods]
         one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
         stored = self._server.add(
             "resourceclaims",
             {
                 "metadata": {"name": name, "namespace": _NAMESPACE},
                 "spec": {"devices": one},
-                "status": {"allocation": {"devices": {"results": results}}},
+                "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved},
             },
             group="resource.k8s.io",
         )

@@ -101,6 +101,42 @@ def test_everything_is_said() -> None:
     )
 
 
+def with_pods(*pods: tuple[str, ...] | None) -> NodeView:
+    return replace(
+        VIEW, holdings=tuple(replace(held, pods=mine) for held, mine in zip(VIEW.holdings, pods, strict=True))
+    )
+
+
+LONG = "training-7d9c5b8f64-x2k9q"
+PODS = (LONG, *(f"other-{number}" for number in range(9))), (), ("small-0",)
+
+
+def test_pods_are_shown_where_there_is_room_for_them() -> None:
+    def claims(width: int) -> list[str]:
+        return draw_node(with_pods(*PODS), seconds, width).split("\n\n")[3].splitlines()
+
+    assert claims(100) == [
+        "CLAIMS",
+        "  CLAIM        PODS              SINCE    DEVICE                        USE",
+        "  ml/training  train..-x2k9q +9  7200s    gpu-fe441430                  LOST",
+        "  ml/notebook  none              unknown  gpu-cbe0e302                  PREPARING; EARLIER BOOT;",
+        "                                                                        MPS, at most 10240 MiB;",
+        "                                                                        share 01234567; admin access",
+        "  ml/small     small-0           5s       gpu-6b45fc99-mig-1g10gb-19-0  1g.10gb at 0, created GI 7",
+        "                                                                        CI 0",
+    ]
+    assert f"{LONG} +9" in claims(140)[2]
+    for narrow in (60, 90):
+        assert "PODS" not in claims(narrow)[1], "names of claims and devices go before"
+        assert "small-0" not in "".join(claims(narrow))
+
+
+def test_pods_that_nobody_knows_take_no_room() -> None:
+    assert "PODS" not in draw_node(VIEW, seconds, 200)
+    shown = draw_node(with_pods(None, None, ("small-0",)), seconds, 200).split("\n\n")[3].splitlines()
+    assert [line.split()[1] for line in shown[1:]] == ["PODS", "-", "-", "small-0"]
+
+
 def test_narrow_terminals_do_without_the_product() -> None:
     gpus = draw_node(VIEW, seconds, 94).split("\n\n")[1]
     assert "PRODUCT" not in gpus
@@ -133,7 +169,9 @@ ANYTHING = st.text(max_size=90)
 def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, field: str) -> None:
     odd = {
         "gpus": (SeenGpu(one, "u", two, three, None, one),),
-        "holdings": (Holding(one, "u", two, 1e9, three, "gpu", "", two, three, True, one),),
+        "holdings": (
+            Holding(one, "u", two, 1e9, three, "gpu", "", two, three, True, one, pods=(two, three, one)),
+        ),
         "instances": (SeenInstance(one, two, 10**9, 10**9, 10**9, (10**9,), three),),
         "health": (SeenReason(one, two, three, 1e12, one * 3),),
         "mps": (SeenDaemon(one, two, 1e12, 10**12, 10**12, three),),

@@ -307,7 +307,7 @@ class KindNode:
         self.metadata_files.create()
         self.clock = Clock()
         self.ledger = MigLedger(plugin / "mig", self.clock)
-        self.ledger.open()
+        self.ledger.open(boot_id)
         self.mps = RecordedMpsHost(site, plugin, boot_id)
         hardware = self.deaths.effects_of(MigHardware())
         users = MigUsers(self.records, self._lost_devices)

@@ -109,7 +109,7 @@ class MigNode:
         self.countdown = Countdown()
         self.hardware = MigHardware()
         self.ledger = MigLedger(directory / "mig", self.clock)
-        self.ledger.open()
+        self.ledger.open(boot_id)
         self.records = RecordStore(directory / "claims")
         self.records.open(boot_id)
         self.locks = GpuLocks(directory / "locks")

@@ -10,12 +10,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dra_driver.model.claim import AllocatedClaim, Prepared
+from dra_driver.model.claim import AllocatedClaim, PodRef, Prepared
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
 from dra_driver.model.mig import Placement
 from dra_driver.mps.computemode import EXCLUSIVE_PROCESS
@@ -48,7 +48,7 @@ def plain_claims(site: Site) -> tuple[AllocatedClaim, ...]:
     """Those whose containers are told nothing of their devices."""
     onlooker = result(site.possible(7, "1g.10gb", 3), admin_access=True)
     return (
-        claim(site.whole(2), uid="plain"),
+        replace(claim(site.whole(2), uid="plain"), pods=(PodRef("trainer-0", "pod-uid-0"),)),
         claim(result(site.whole(2), admin_access=True), onlooker, uid="admin"),
         claim(site.static(0, "3g.40gb", 4), uid="static"),
     )

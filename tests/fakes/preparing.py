@@ -66,7 +66,10 @@ class Claims:
             return None
         uid = found.ref.uid
         allocated = frozenset((item.driver, item.pool, item.device) for item in found.results)
-        return ClaimNow(uid, False, uid not in self.unused, None if uid in self.deallocated else allocated)
+        is_used = uid not in self.unused
+        return ClaimNow(
+            uid, False, is_used, None if uid in self.deallocated else allocated, found.pods if is_used else ()
+        )
 
 
 @dataclass

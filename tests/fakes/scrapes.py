@@ -13,6 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from dra_driver.model.claim import PodRef
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
 from dra_driver.services.metrics import Metrics
 from tests.core.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
@@ -87,7 +88,8 @@ def complete_metrics() -> Metrics:
     health = KnownHealth(xids={(uuid(0), 79): 1})
     health.has(Severity.UNHEALTHY, "xid", Subject(uuid(0)))
     health.has(Severity.UNHEALTHY, "xid", Subject(uuid(2), 7, 0))
-    records = [record(hold(GPU_0), hold(MIG_1G))]
+    prepared = record(hold(GPU_0), hold(MIG_1G))
+    records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
     metrics.show.claims(lambda: records)
     metrics.show.devices(lambda: MIXED, health, dict)

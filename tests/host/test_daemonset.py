@@ -190,9 +190,56 @@ def test_mig_on_demand_is_switched_on_with_what_it_needs(tmp_path: Path) -> None
     security = pod["containers"][0]["securityContext"]
     assert security["privileged"]
     assert "runAsUser" not in security
-    assert (
-        "hostPID" not in one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
-    )
+
+
+def test_the_driver_sees_who_computes_on_a_gpu() -> None:
+    pod = one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
+    assert pod["hostPID"] is True
+
+
+def policies_of(manifests: list[Manifest], daemonset: str) -> dict[str, Manifest]:
+    """The network policies that select the pods of a DaemonSet, by name."""
+    labels = one(manifests, "DaemonSet", daemonset)["spec"]["template"]["metadata"]["labels"]
+    return {
+        entry["metadata"]["name"]: entry["spec"]
+        for entry in manifests
+        if entry["kind"] == "NetworkPolicy"
+        and entry["metadata"]["namespace"] == "gpu-dra-driver"
+        and entry["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    }
+
+
+def test_only_monitoring_reaches_the_pods_over_the_network(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "mps", "network-policy")
+    driver, mps = (policies_of(manifests, name) for name in ("gpu-dra-driver", "gpu-dra-driver-mps"))
+    assert [spec["policyTypes"] for spec in (*driver.values(), *mps.values())] == [["Ingress"]] * 3
+    assert not any("egress" in spec for spec in driver.values()), "the API server is asked"
+    assert [spec.get("ingress", []) for spec in mps.values()] == [[]]
+    [rule] = [rule for spec in driver.values() for rule in spec.get("ingress", [])]
+    [container] = one(manifests, "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]["containers"]
+    assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]
+    [monitoring] = rule["from"]
+    assert monitoring == {
+        "namespaceSelector": {
+            "matchExpressions": [
+                {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["monitoring"]}
+            ]
+        }
+    }
+
+
+def test_the_manuals_patch_chooses_other_namespaces(tmp_path: Path) -> None:
+    manual = (DAEMONSET / "README.md").read_text().partition("## Network policy")[2]
+    text = manual.partition("```yaml\n")[2].partition("```")[0]
+    shutil.copytree(DAEMONSET, tmp_path / "gpu-dra-driver/daemonset")
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(f"resources: [../gpu-dra-driver/daemonset]\n{text}")
+    [rule] = policies_of(rendered(overlay), "gpu-dra-driver")["gpu-dra-driver-metrics"]["ingress"]
+    [monitoring] = rule["from"]
+    assert monitoring == {
+        "namespaceSelector": {"matchLabels": {"network.openshift.io/policy-group": "monitoring"}}
+    }
 
 
 def test_mig_classes_come_with_extended_resources_of_their_own(tmp_path: Path) -> None:

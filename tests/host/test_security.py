@@ -18,8 +18,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs/security.md"
 COMPONENTS = sorted(
     path.name for path in (DAEMONSET / "components").iterdir() if (path / "kustomization.yaml").exists()
 )
-MAY_SEE_PROCESSES = {"dynamic-mig", "mps"}
-
 Manifest = dict[str, Any]
 
 
@@ -88,8 +86,7 @@ def test_mounts_are_those_of_the_table(installed: list[Manifest]) -> None:
 def test_no_pod_shares_more_of_the_host_than_its_work_needs(component: str | None, tmp_path: Path) -> None:
     for name, pod in pods(with_components(tmp_path, *([component] if component else []))).items():
         assert not any(pod.get(key) for key in ("hostNetwork", "hostIPC", "shareProcessNamespace"))
-        sees = component in MAY_SEE_PROCESSES and (name.endswith("-mps") or component != "mps")
-        assert bool(pod.get("hostPID")) == sees, name
+        assert bool(pod.get("hostPID")) == (name.endswith("-mps") or component != "restricted"), name
         assert pod["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
         assert pod["automountServiceAccountToken"] is False
         (container,) = pod["containers"]
@@ -130,6 +127,7 @@ def test_restricted_has_no_privilege_and_reaches_no_socket_or_secret(
         "capabilities": {"drop": ["ALL"]},
     }
     assert pod["runtimeClassName"] == "nvidia"
+    assert not pod.get("hostPID"), "/proc/1/root would be the host"
     base = mounts_of(*pods(installed).values())
     mounts = mounts_of(pod)
     same = {
@@ -149,6 +147,19 @@ def test_restricted_has_no_privilege_and_reaches_no_socket_or_secret(
     assert f"{env['KUBELET_PLUGINS_DIRECTORY_PATH']}/{env['DRIVER_NAME']}" in mounts
 
 
+@pytest.mark.parametrize("order", [("restricted", "dynamic-mig"), ("dynamic-mig", "restricted")])
+def test_no_other_component_gives_restricted_the_hosts_processes(
+    order: tuple[str, str], tmp_path: Path
+) -> None:
+    found = pods(with_components(tmp_path, *order)) | {
+        "e2e": pods(rendered(DAEMONSET / "overlays/e2e-restricted"))["gpu-dra-driver"]
+    }
+    assert {name: bool(pod.get("hostPID")) for name, pod in found.items()} == {
+        "gpu-dra-driver": False,
+        "e2e": False,
+    }
+
+
 def test_privileges_are_explained_where_they_are_taken() -> None:
     privileged = []
     for path in DAEMONSET.rglob("daemonset.yaml"):
@@ -158,6 +169,7 @@ def test_privileges_are_explained_where_they_are_taken() -> None:
             if any(container.get("securityContext", {}).get("privileged") for container in containers):
                 privileged.append(path.parent.name)
                 assert re.search(r"# .*\n +privileged: true", text), path
+                assert re.search(r"# .*\n +hostPID: true", text), path
     assert sorted(privileged) == ["base", "mps"]
     text = DOCUMENT.read_text()
     for capability in ("CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_MKNOD", "CAP_DAC_OVERRIDE"):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dra_driver.cli.claims import age
+from dra_driver.cli.claims import age, pods_text
 from dra_driver.cli.documents import read_documents
 from dra_driver.cli.machinefit import MachineFit
 from dra_driver.core.slices import build_pool
 from dra_driver.core.standardclasses import standard_classes
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -93,12 +93,17 @@ def test_doctor_where_nothing_is_there(tmp_path: Path) -> None:
 
 
 def record(
-    number: int, *held: HeldDevice, steps: tuple[Any, ...] = (WriteCdiSpec(),), **more: Any
+    number: int,
+    *held: HeldDevice,
+    steps: tuple[Any, ...] = (WriteCdiSpec(),),
+    pods: Sequence[str] | None = None,
+    **more: Any,
 ) -> ClaimRecord:
     ref = ClaimRef("team", f"claim-{number}", f"uid-{number}")
     results = tuple(DeviceResult("gpu", DRIVER, NODE, device.device) for device in held)
     values: Json = {"phase": "prepared", "boot_id": "boot-1", "prepared_at": "2020-01-01T00:00:00.000+00:00"}
-    return ClaimRecord(AllocatedClaim(ref, results), devices=held, steps=steps, **(values | more))
+    users = None if pods is None else tuple(PodRef(pod, f"uid-of-{pod}") for pod in pods)
+    return ClaimRecord(AllocatedClaim(ref, results, pods=users), devices=held, steps=steps, **(values | more))
 
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
@@ -126,18 +131,19 @@ def plugin_dir(tmp_path: Path) -> Path:
     shared = HeldDevice(
         "gpu-1", "gpu", "GPU-1", "GPU-1", share_id="share-9", usage=MpsShared(SPEC, 10240, 50)
     )
-    store.save(record(1, shared, steps=(RunMps(SPEC), WriteCdiSpec())))
+    users = [f"trainer-{number}" for number in range(6)]
+    store.save(record(1, shared, steps=(RunMps(SPEC), WriteCdiSpec()), pods=users))
     on_demand = HeldDevice(MIG.device, "mig", "", "GPU-2", placement=MIG.placement)
     made = CreateMig(MIG.device, "GPU-2", None, 19, "1g.10gb", MIG.placement)
     store.save(
         record(2, on_demand, steps=(made, UnknownStep("warm_up")), prepared_at=None, phase="preparing")
     )
     admin = HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", admin_access=True)
-    store.save(record(3, admin, boot_id="boot-0", prepared_at="nonsense"))
+    store.save(record(3, admin, boot_id="boot-0", prepared_at="nonsense", pods=["monitor"]))
     (directory / "claims/uid-4.json").write_text("{broken")
     (directory / "claims/uid-5.json.unreadable-1").write_text("x")
     ledger = MigLedger(directory / "mig")
-    ledger.open()
+    ledger.open("boot-1")
     ledger.save(MIG)
     boot = tmp_path / "machine/root/proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
@@ -168,6 +174,11 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     assert [part.strip() for part in lines[0].split("ago")[1].split("  ") if part] == [
         "this boot",
         "CDI spec present",
+        "pods trainer-0, trainer-1, trainer-2, trainer-3 and 2 more",
+    ]
+    assert [line.split("  ")[-1] for line in lines if line.startswith("team/")][1:] == [
+        "pod monitor",
+        "pods unknown",
     ]
     assert lines[1] == "    uid uid-1; to undo: write_cdi_spec, run_mps"
     assert lines[2].split("  ")[-1] == "MPS, at most 10240 MiB and 50 % of threads; share share-9"
@@ -199,6 +210,8 @@ def test_claims_as_json_and_yaml_are_the_same(plugin_dir: Path) -> None:
     assert found["claim-1"]["age_s"] > 10**8
     assert found["claim-3"]["age_s"] is None
     assert found["claim-2"]["devices"][0]["uuid"] == "MIG-7"
+    assert found["claim-1"]["pods"][5] == {"name": "trainer-5", "uid": "uid-of-trainer-5"}
+    assert [claim["pods"] and len(claim["pods"]) for claim in found.values()] == [6, 1, None]
 
 
 def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:
@@ -227,6 +240,7 @@ def test_claims_of_a_driver_at_work(node: Node) -> None:
         "this",
     )
     assert (claim["cdi_spec"], found["problems"]) == ("present", [])
+    assert claim["pods"] == [{"name": "pod-of-training", "uid": "pod-of-training"}]
     assert claim["devices"][0]["uuid"].startswith("GPU-")
 
 
@@ -244,6 +258,21 @@ def test_claims_of_a_driver_at_work(node: Node) -> None:
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (None, "pods unknown"),
+        ("", "no pod"),
+        ("a", "pod a"),
+        ("ab", "pods a, b"),
+        ("abcd", "pods a, b, c, d"),
+        ("abcde", "pods a, b, c, d and 1 more"),
+    ],
+)
+def test_pods_as_text(names: str | None, text: str) -> None:
+    assert pods_text(None if names is None else tuple(PodRef(name, "uid") for name in names)) == text
 
 
 @pytest.mark.parametrize(

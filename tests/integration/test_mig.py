@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -15,7 +17,9 @@ from dra_driver.app import migparts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.nvml.session import NvmlSession
-from dra_driver.services import partitionsupport
+from dra_driver.services import partitionsupport, waiting
+from dra_driver.services.waiting import Patience
+from tests.fakes.scrapes import by_label
 from tests.integration.conftest import NODE, Node, eventually
 
 PER_GPU = 26  # 7 + 7 + 4 + 3 + 2 + 1 + 1 placements, and the whole GPU
@@ -270,6 +274,42 @@ def test_users_are_told_what_was_made_and_switched(node: Node) -> None:
         ] * count
         assert all(" in 0." in event["message"] for event in events)
     assert not told(node, "SchedulerOutdated")
+
+
+def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = partial(Patience, refused_pause_s=0.01, refused_pause_most_s=0.01, refused_s=0.3)
+    monkeypatch.setattr(waiting, "Patience", quick)
+    node = make_node()
+    node.start_driver(dynamic_mig=True)
+    eventually(lambda: len(node.devices()) == 8 * PER_GPU)
+    refused = "nvmlGpuInstanceCreateComputeInstance"
+    node.machine.set_fault(refused, code="insufficient-resources", count=1)
+    healed = node.allocated_by_hand("healed", named(node, "1g.10gb", 0))
+    assert isinstance(node.prepare(healed)[healed.uid], Prepared)
+    assert errors_of(node) == (1, 0)
+    node.machine.set_fault(refused, code="insufficient-resources")
+    late = node.allocated_by_hand("late", named(node, "1g.10gb", 1))
+    assert re.search("create a compute instance .*; refused [0-9]+ times in ", failure(node, late))
+    assert len(node.machine.gpu(0).instances) == 1
+    for event in eventually(lambda: told(node, "PrepareFailed")):
+        assert re.search("claim default/late .*create a compute instance .*; refused", event["message"])
+    creations, prepares = errors_of(node)
+    assert creations > prepares + 1
+    assert prepares == 1
+    node.machine.clear_faults()
+    assert isinstance(node.prepare(late)[late.uid], Prepared)
+    assert node.unprepare(healed, late) == {healed.uid: None, late.uid: None}
+    assert clean(node)
+
+
+def errors_of(node: Node) -> tuple[float, float]:
+    """How many creations of MIG devices failed, and how many Prepares."""
+    assert node.driver is not None
+    creations = by_label(node.driver._metrics, "nvidia_dra_mig_errors_total", "operation", "error_type")
+    prepares = by_label(node.driver._metrics, "nvidia_dra_node_prepare_errors_total", "error_type")
+    return creations["create", "busy"], prepares["busy",]
 
 
 def test_device_is_destroyed_though_nvml_is_being_initialised_anew(

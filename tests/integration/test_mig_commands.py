@@ -61,7 +61,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     first = next(iter(gpus))
     plugins = tmp_path / "plugins"
     ledger = MigLedger(plugins / DRIVER / "mig")
-    ledger.open()
+    ledger.open("boot-1")
     records = RecordStore(plugins / DRIVER / "claims")
     records.open("boot-1")
     claim = AllocatedClaim(ClaimRef("ml", "training", "uid-1"), (), ())

@@ -93,7 +93,7 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
     def next_event(*names: str) -> dict:
         return next(line for line in lines if line["event"] in names)
 
-    next_event("driver_started")
+    assert next_event("driver_started")["pid"] == process.pid, "whom to signal, where it is not number 1"
     process.send_signal(signal.SIGUSR1)
     assert next_event("log_level_changed")["after"] == "debug"
     node.kubelet.wait_registered(DRIVER)

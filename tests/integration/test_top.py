@@ -71,9 +71,9 @@ def test_top_of_a_driver_at_work(node: Node) -> None:
     assert gpus[names[2]][-1] == "ok"
     assert gpus[names[2]][6:11] == ["512", "of", "81559", "40", "%"]
     assert gpus[names[3]][-1] == "UNHEALTHY"
-    assert [line.split()[0::2] for line in sections["CLAIMS"][1:]] == [
-        ["default/training", names[2]],
-        ["default/training", names[3]],
+    assert [[*line.split()[:2], line.split()[3]] for line in sections["CLAIMS"][1:]] == [
+        ["default/training", "pod-of-training", names[2]],
+        ["default/training", "pod-of-training", names[3]],
     ]
     assert sections["CLAIMS"][2].endswith("  UNHEALTHY")
     assert [line.split()[:4] for line in sections["HEALTH"][1:] if line.startswith("  gpu")] == [
@@ -85,6 +85,7 @@ def test_top_of_a_driver_at_work(node: Node) -> None:
     as_json = json.loads(call("top", "-o", "json", *options(node)).stdout)
     assert yaml.safe_load(call("top", "-o", "yaml", *options(node)).stdout).keys() == as_json.keys()
     assert as_json["holdings"][1]["trouble"] == "unhealthy"
+    assert as_json["holdings"][1]["pods"] == ["pod-of-training"]
     assert as_json["gpus"][2]["load"]["power_limit_w"] == 700.0
     assert files(node.plugin_dir) | files(node.cdi) == before
 

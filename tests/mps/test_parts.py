@@ -205,6 +205,18 @@ def test_an_unreadable_record_is_set_aside(tmp_path, text):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
 
 
+@pytest.mark.parametrize("is_met_at_the_start", [True, False])
+def test_a_directory_in_the_place_of_a_record_goes_with_it(tmp_path, is_met_at_the_start):
+    records = DaemonRecords(MpsLayout(tmp_path))
+    (tmp_path / "gpu-1.json/work").mkdir(parents=True)
+    if is_met_at_the_start:
+        found, [fault] = records.load()
+        assert (found, "gpu-1.json: " in fault) == ({}, True)
+        records.write(DaemonRecord(SPEC, "running", "boot"))
+    records.remove("gpu-1")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(

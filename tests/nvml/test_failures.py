@@ -7,7 +7,9 @@ from dra_driver.errors import (
     DriverGoneError,
     NotSupportedError,
     NvmlUnavailableError,
+    PassingRefusalError,
     RetryableError,
+    UnsureOutcomeError,
 )
 from dra_driver.nvml.failures import nvml_errors, supported, translated
 
@@ -29,6 +31,12 @@ EXPECTED = {
     pynvml.NVML_ERROR_NOT_SUPPORTED: NotSupportedError,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: NotSupportedError,
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: NotSupportedError,
+    pynvml.NVML_ERROR_MEMORY: PassingRefusalError,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: PassingRefusalError,
+    pynvml.NVML_ERROR_NOT_READY: PassingRefusalError,
+    pynvml.NVML_ERROR_INVALID_STATE: PassingRefusalError,
+    pynvml.NVML_ERROR_TIMEOUT: UnsureOutcomeError,
+    pynvml.NVML_ERROR_UNKNOWN: UnsureOutcomeError,
 }
 
 
@@ -44,9 +52,19 @@ def test_code_that_the_binding_does_not_know_is_retried() -> None:
     assert type(translated(pynvml.NVMLError(4711), "x")) is RetryableError
 
 
-def test_remedy_is_told_when_access_is_refused() -> None:
-    error = translated(pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION), "initialise NVML")
-    assert str(error) == "initialise NVML: NVML refused access; run as root with access to /dev/nvidiactl"
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (pynvml.NVML_ERROR_NO_PERMISSION, "NVML refused access; run as root with access to /dev/nvidiactl"),
+        (
+            pynvml.NVML_ERROR_RESET_REQUIRED,
+            "the GPU has to be reset; stop everything that uses it and run `nvidia-smi --gpu-reset`, or reboot the "
+            "node",
+        ),
+    ],
+)
+def test_remedy_is_told_where_there_is_one(code: int, text: str) -> None:
+    assert str(translated(pynvml.NVMLError(code), "initialise NVML")) == f"initialise NVML: {text}"
 
 
 def test_original_error_is_the_cause() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from dra_driver.errors import (
     DeviceLostError,
     NotSupportedError,
     NvmlUnavailableError,
+    PassingRefusalError,
     RetryableError,
+    UnsureOutcomeError,
 )
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
 from dra_driver.nvml.instance_handles import whole_compute_profile
@@ -28,7 +32,7 @@ from tests.fakes.machines import SimulatedNode
 Make = Callable[[str], SimulatedNode]
 
 MACHINES = ["dgx-a100-40gb", "dgx-h100", "dgx-b200", "a30-4"]
-PROFILE_1G, PROFILE_3G, PROFILE_7G = 19, 9, 0
+PROFILE_1G, PROFILE_1G_ME, PROFILE_3G, PROFILE_7G = 19, 20, 9, 0
 FIRST, LAST = Placement(0, 1), Placement(6, 1)
 LEFT_HALF = Placement(0, 4)
 
@@ -168,26 +172,97 @@ def test_gpu_instance_that_cannot_be_looked_up_is_not_taken_for_gone(bench: Benc
 # --- creation refused ----------------------------------------------------------------------------------
 
 
-def test_taken_placement_is_refused_with_what_is_there(bench: Bench) -> None:
+def test_taken_placement_is_refused_with_what_is_in_the_way(bench: Bench) -> None:
     made = bench.make(PROFILE_3G, LEFT_HALF)
+    bench.make(PROFILE_1G, LAST)
     with pytest.raises(RetryableError) as caught:
         bench.make(PROFILE_1G, Placement(3, 1))
     assert str(caught.value) == (
         f"create a GPU instance of profile 19 at memory slices 3-3 of GPU {bench.gpu.uuid}: the driver has no "
-        f"room there; GPU instances there: {made} (profile 9) at memory slices 0-3"
+        f"room there; in the way: GPU instance {made} (profile 9) at memory slices 0-3"
     )
+    assert type(caught.value) is RetryableError, "that does not pass by itself"
+
+
+def test_profile_that_is_used_up_is_refused_with_who_has_it(bench: Bench) -> None:
+    made = bench.make(PROFILE_1G_ME, LAST)
+    with pytest.raises(RetryableError) as caught:
+        bench.make(PROFILE_1G_ME, FIRST)
+    assert str(caught.value).endswith(
+        f"the GPU has no more of this profile; there are: GPU instance {made} (profile 20) at memory slices 6-6"
+    )
+    assert type(caught.value) is RetryableError
+
+
+def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
+    made = bench.make(PROFILE_1G, LAST)
+    bench.machine.set_fault(
+        "nvmlDeviceCreateGpuInstanceWithPlacement", code="insufficient-resources", count=2
+    )
+    with pytest.raises(PassingRefusalError, match=r"though nothing is in the way; .*scrubbed") as caught:
+        bench.make()
+    assert f"(GPU instances there: GPU instance {made} (profile 19) at memory slices 6-6)" in str(
+        caught.value
+    )
+    bench.machine.set_fault("nvmlDeviceGetGpuInstances", code="timeout")
+    with pytest.raises(PassingRefusalError, match="the driver has no room there; why cannot be read"):
+        bench.make()
+    bench.machine.clear_faults()
+    bench.make()
 
 
 def test_creation_while_mig_mode_is_off_can_be_tried_again(bench: Bench) -> None:
     bench.machine.set_mig_mode(0, False)
-    with pytest.raises(RetryableError, match="MIG mode is off"):
+    with pytest.raises(PassingRefusalError, match="MIG mode is off"):
         bench.make()
 
 
-@pytest.mark.parametrize("code", ["invalid-argument", "unknown", "in-use", "timeout", "no-permission"])
-def test_refusal_of_a_gpu_instance_leaves_nothing(bench: Bench, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "error", "text"),
+    [
+        (
+            "invalid-argument",
+            RetryableError,
+            "takes no such profile or placement .*delete the pod and its claim",
+        ),
+        ("no-permission", RetryableError, "run as root"),
+        ("reset-required", RetryableError, "nvidia-smi --gpu-reset"),
+        ("in-use", PassingRefusalError, "In use"),
+        ("not-ready", PassingRefusalError, "Not Ready|code 27"),
+        ("invalid-state", PassingRefusalError, "Invalid State|code 29"),
+        ("memory", PassingRefusalError, "Insufficient Memory"),
+        ("unknown", UnsureOutcomeError, "Unknown"),
+        ("timeout", UnsureOutcomeError, "Timeout"),
+    ],
+)
+@pytest.mark.parametrize("what", ["GPU", "compute"])
+def test_refusal_of_an_instance_has_its_class_and_leaves_nothing(
+    bench: Bench, what: str, code: str, error: type[Exception], text: str
+) -> None:
+    if what == "GPU":
+        function, make = "nvmlDeviceCreateGpuInstanceWithPlacement", bench.make
+    else:
+        made = bench.make(PROFILE_1G, LAST)
+        function, make = (
+            "nvmlGpuInstanceCreateComputeInstance",
+            partial(bench.hardware.create_compute, *bench.where, made),
+        )
+        text = "Invalid Argument" if code == "invalid-argument" else text
+    bench.machine.set_fault(function, code=code, count=1)
+    before = deepcopy(bench.gpu.instances)
+    with pytest.raises(
+        RetryableError, match=f"create a {what} .* of GPU {bench.gpu.uuid}: .*({text})"
+    ) as caught:
+        make()
+    assert type(caught.value) is error
+    assert bench.gpu.instances == before
+    make()
+
+
+@pytest.mark.parametrize("code", ["unknown", "in-use"])
+def test_refusal_of_a_gpu_instance_leaves_room_for_the_next(bench: Bench, code: str) -> None:
     bench.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", code=code, count=1)
-    with pytest.raises(RetryableError, match=f"create a GPU instance .* of GPU {bench.gpu.uuid}"):
+    with pytest.raises(PassingRefusalError):
         bench.make()
     assert bench.hardware.instances(*bench.where) == ()
     assert bench.make_device()[2].startswith("MIG-")
@@ -238,15 +313,19 @@ def test_what_cannot_be_taken_back_is_told(bench: Bench) -> None:
     made = bench.make()
     for function in ("nvmlComputeInstanceGetInfo*", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"):
         bench.machine.set_fault(function, code="unknown")
-    with pytest.raises(RetryableError, match="what was made is still there"):
+    with pytest.raises(UnsureOutcomeError, match="what was made is still there"):
         bench.hardware.create_compute(*bench.where, made)
-    bench.machine.set_fault("nvmlGpuInstanceGetInfo", code="unknown")
-    with pytest.raises(RetryableError, match="what was made is still there"):
-        bench.make(PROFILE_1G, LAST)
+    bench.machine.clear_faults()
+    bench.machine.set_fault("nvmlGpuInstanceDestroy", code="in-use")
+    for code, error in (("no-permission", UnsureOutcomeError), ("gpu-is-lost", DeviceLostError)):
+        bench.machine.set_fault("nvmlGpuInstanceGetInfo", code=code, count=1)
+        with pytest.raises(error, match="what was made is still there"):
+            bench.make(PROFILE_1G, LAST)
+        bench.machine.destroy_mig(0, bench.gpu.instances[-1].id)
 
 
 def test_compute_instance_in_a_gpu_instance_that_is_gone_can_be_tried_again(bench: Bench) -> None:
-    with pytest.raises(RetryableError, match="the GPU instance is gone"):
+    with pytest.raises(PassingRefusalError, match="the GPU instance is gone"):
         bench.hardware.create_compute(*bench.where, 3)
 
 
@@ -406,7 +485,8 @@ def test_mode_that_the_call_refuses_names_a_monitor(bench: Bench) -> None:
     [
         ("NVML_ERROR_IN_USE", DeviceBusyError, "a monitor such as DCGM"),
         ("NVML_ERROR_RESET_REQUIRED", RetryableError, "nvidia-smi --gpu-reset"),
-        ("NVML_ERROR_UNKNOWN", RetryableError, "Unknown Error"),
+        ("NVML_ERROR_UNKNOWN", UnsureOutcomeError, "Unknown Error"),
+        ("NVML_ERROR_NOT_READY", PassingRefusalError, ""),
         ("NVML_SUCCESS", RetryableError, "takes effect with the next reset"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import DeviceLostError, NvmlUnavailableError, PassingRefusalError, RetryableError
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.instances import MigHardware
 from dra_driver.nvml.processes import read_processes
@@ -86,8 +86,8 @@ def test_process_without_a_name_is_told_by_its_number(node: SimulatedNode) -> No
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("UNKNOWN", RetryableError),
-        ("TIMEOUT", RetryableError),
+        ("UNKNOWN", PassingRefusalError),
+        ("TIMEOUT", PassingRefusalError),
         ("GPU_IS_LOST", DeviceLostError),
         ("UNINITIALIZED", NvmlUnavailableError),
         ("DRIVER_NOT_LOADED", NvmlUnavailableError),

@@ -288,11 +288,22 @@ def test_the_pace_is_a_burst_and_then_one_a_second():
 
 
 def test_states_do_not_wait_for_events():
-    outbox = Outbox(Pace(events_at_once=1))
+    outbox = Outbox(Pace(events_at_once=1, settle_s=0))
     outbox.put(event(1), 0.0)
     outbox.put(event(2), 0.0)
     outbox.put(ClaimState(_REF, (_READY,)), 0.0)
     assert [type(waiting.notice) for waiting in taken(outbox, 0.0)] == [ObjectEvent, ClaimState]
+
+
+def test_a_state_lets_calls_that_came_together_be_answered_first():
+    """It is counted from the first: one that changes all the time is said as well."""
+    outbox = Outbox(Pace(settle_s=0.25))
+    outbox.put(ClaimState(_REF, (_LOST,)), 5.0)
+    outbox.put(ClaimState(_REF, (_READY,)), 5.125)
+    assert (taken(outbox, 5.125), outbox.ready_at(5.125)) == ([], 5.25)
+    assert [waiting.notice.devices for waiting in taken(outbox, 5.25)] == [(_READY,)]
+    outbox.put(ClaimState(_REF, (_LOST,)), 6.0)
+    assert [waiting.notice.devices for waiting in taken(outbox, 6.0, hurry=True)] == [(_LOST,)]
 
 
 def test_the_same_event_is_said_once_a_minute_with_its_number():
@@ -315,7 +326,7 @@ def test_a_pause_holds_everything_back():
 
 
 def test_a_notice_that_failed_comes_first_and_takes_later_ones_in():
-    outbox = Outbox(Pace())
+    outbox = Outbox(Pace(settle_s=0))
     outbox.put(event(0), 0.0)
     failed = outbox.take(0.0)
     outbox.put(event(1), 1.0)
@@ -376,7 +387,7 @@ def test_what_matters_least_goes_first_and_is_said_last():
     ]
     gone = [notice for entry in given for notice in outbox.put(entry, 0.0)]
     assert gone == [minor(0), minor(1), event(0), event(1)]
-    outbox = Outbox(Pace(events_at_once=2))
+    outbox = Outbox(Pace(events_at_once=2, settle_s=0))
     for entry in (minor(0), minor(1), event(0), state):
         outbox.put(entry, 0.0)
     assert [waiting.notice for waiting in taken(outbox, 0.0)] == [event(0), state, minor(0)]
@@ -384,7 +395,7 @@ def test_what_matters_least_goes_first_and_is_said_last():
 
 def test_a_burst_of_minor_events_costs_nothing_else(server, logs):
     server.open.clear()
-    with speaking(server, Pace(most=10, events_per_s=1000)) as announcer:
+    with speaking(server, Pace(most=10, events_per_s=1000, settle_s=0)) as announcer:
         announcer.node_event("First", "", warning=False)
         assert server.entered.wait(10)
         announcer.claim_status(_REF, [_READY], lambda: None)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -87,6 +89,60 @@ def test_time_of_the_first_prepare_is_kept_after_a_reboot(executor: Executor, jo
     old = record(boot="boot-0", at="then")
     assert executor.carry_out(planned(GPU_0), old) == record(at="then")
     assert journal.events[:2] == ["save prepared", "do"]
+
+
+class Crowd(Journal):
+    """Steps that last until `open` is set; `most` is how many were under way at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+        self.open = threading.Event()
+        self.entered, self.inside, self.most = 0, 0, 0
+
+    def do(self, step: Step, plan: Plan) -> None:
+        with self.changed:
+            self.entered, self.inside = self.entered + 1, self.inside + 1
+            self.most = max(self.most, self.inside)
+            self.changed.notify_all()
+        assert self.open.wait(30)
+        with self.changed:
+            self.inside -= 1
+
+    def wait_for(self, entered: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.entered == entered, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("lasts", "turn_s", "at_once"),
+    [(False, 30.0, 1), (False, 0.0, 8), (True, 30.0, 8)],
+    ids=[
+        "files are written in turn",
+        "but nobody waits long for one that hangs",
+        "what takes long never waits",
+    ],
+)
+def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -> None:
+    crowd = Crowd()
+    executor = Executor(crowd, crowd, "boot-1", must_last=lambda plan: lasts, turn_s=turn_s)
+    plans = [plan_claim(claim(GPU_0, uid=f"uid-{n}"), MIXED, NODE, DRIVER, ()) for n in range(8)]
+    with ThreadPoolExecutor(len(plans)) as pool:
+        done = [pool.submit(executor.carry_out, plan, None) for plan in plans]
+        crowd.wait_for(at_once)
+        crowd.open.set()
+        assert [one.result().phase for one in done] == ["prepared"] * len(plans)
+    assert (crowd.most, crowd.entered) == (at_once, len(plans))
+
+
+def test_the_turn_passes_on_when_a_step_fails(journal: Journal) -> None:
+    executor = Executor(journal, journal, "boot-1", turn_s=30.0)
+    journal.failing["do"] = StateError("no")
+    with pytest.raises(StateError, match="no"):
+        executor.carry_out(planned(GPU_0), None)
+    journal.failing.clear()
+    assert executor.carry_out(planned(GPU_0), None).phase == "prepared"
+    assert not executor._turn.locked()
 
 
 def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: Journal) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.services.metrics import Metrics
 from tests.core.samples import DRIVER, GPU_0, NODE, hold, record
@@ -57,12 +57,12 @@ def test_names_and_texts_follow_the_conventions() -> None:
 def test_names_of_others_cannot_break_the_text() -> None:
     odd = 'a"b\\c\nd{}é'
     kept = record(hold(GPU_0))
-    claim = AllocatedClaim(ClaimRef(odd, odd, "uid-1"), kept.claim.results)
+    claim = AllocatedClaim(ClaimRef(odd, odd, "uid-1"), kept.claim.results, pods=(PodRef(odd, odd),))
     metrics = Metrics(DRIVER, NODE, list)
     metrics.show.claims(lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())])
     families = parse_openmetrics(generate_openmetrics(metrics.registry).decode())
     (found,) = (sample for family in families for sample in family.samples if "claim" in sample.labels)
-    assert (found.labels["namespace"], found.labels["claim"]) == (odd, odd)
+    assert [found.labels[name] for name in ("namespace", "claim", "pod")] == [odd] * 3
 
 
 def test_all_that_happens_later_is_there_at_zero_from_the_start() -> None:

@@ -11,9 +11,12 @@ import pytest
 from dra_driver.core.health import observe
 from dra_driver.core.taints import MadeInstance
 from dra_driver.errors import StateError
+from dra_driver.model.claim import PodRef
 from dra_driver.model.health import HealthState, InstanceSeen, Severity, Subject, Xid
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
+from dra_driver.model.record import ClaimRecord
+from dra_driver.services.claimpods import ClaimPods
 from dra_driver.services.metrics import Metrics
 from dra_driver.services.metrics.readings import Readings
 from dra_driver.services.metrics.views import Views
@@ -75,6 +78,7 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
     common = {"driver": DRIVER, "node": NODE, "namespace": "default"}
     assert all(entry.items() >= common.items() for entry in found)
+    assert {entry["pod"] for entry in found} == {""}
     names = ("claim", "claim_uid", "device", "device_type", "uuid", "parent_uuid")
     assert sorted(tuple(entry[name] for name in names) for entry in found) == sorted([
         ("claim-uid-1", "uid-1", GPU_0, "gpu", uuid(0), uuid(0)),
@@ -83,6 +87,37 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
         ("claim-uid-2", "uid-2", "not-made", "mig", "", uuid(2)),
         ("claim-uid-2", "uid-2", GPU_1, "unknown", uuid(1), uuid(1)),
     ])  # fmt: skip
+
+
+def test_claim_is_joined_to_its_pods_and_to_so_many_at_most(metrics: Metrics) -> None:
+    def used_by(uid: str, *pods: str) -> ClaimRecord:
+        made = record(hold(GPU_0), hold(MIG_1G), uid=uid)
+        return replace(
+            made, claim=replace(made.claim, pods=tuple(PodRef(pod, f"uid-of-{pod}") for pod in pods))
+        )
+
+    many = [f"worker-{number}" for number in range(100)]
+    kept = [
+        used_by("one", "trainer-0"),
+        used_by("shared", *many),
+        used_by("idle"),
+        used_by("read-anew", "gone"),
+    ]
+    noted = ClaimPods()
+    noted.note("read-anew", (PodRef("b", "1"), PodRef("a", "2"), PodRef("b", "3")))
+    metrics.show.claims(lambda: kept, pods=noted.of)
+    found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
+    pods = {
+        (entry["claim_uid"], device): sorted(
+            entry["pod"] for entry in found if (entry["claim_uid"], entry["device"]) == (uid, device)
+        )
+        for entry in found
+        for uid, device in [(entry["claim_uid"], entry["device"])]
+    }
+    expected = {
+        "one": ["trainer-0"], "shared": sorted(many[:16]), "idle": [""], "read-anew": ["a", "b"],
+    }  # fmt: skip
+    assert pods == {(uid, device): names for uid, names in expected.items() for device in (GPU_0, MIG_1G)}
 
 
 def test_devices_are_counted_by_type_and_by_what_hits_them(metrics: Metrics, health: KnownHealth) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dra_driver.errors import PassingRefusalError
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
@@ -262,6 +263,76 @@ def test_a_start_that_dies_while_it_clears_up_is_gone_on_with(fresh, changes: in
     node = node.restarted()
     node.records.delete("uid-1")
     node = die_in(node, node.keeper.look, changes)
+    node.keeper.look()
+    assert node.state() == untouched(case)
+
+
+# --- refused first -----------------------------------------------------------------------------
+
+CREATIONS = {
+    "GPU": "nvmlDeviceCreateGpuInstanceWithPlacement",
+    "compute": "nvmlGpuInstanceCreateComputeInstance",
+}
+REFUSED_CHANGES = {("GPU", False): 8, ("GPU", True): 4, ("compute", False): 11, ("compute", True): 7}
+"""How many changes a try makes and takes back: with which refusal, on a GPU whose MIG mode was on before or not."""
+EVERY_REFUSED_PREPARE = [
+    (name, what, changes)
+    for name in ("H100", "A30")
+    for what in CREATIONS
+    for changes in range(1, REFUSED_CHANGES[what, CASES[name].mode] + CASES[name].prepare + 1)
+]
+
+
+def prepare_again(node: MigNode, case: Case) -> None:
+    """A call that tries again what was refused."""
+    try:
+        node.prepare(wanted(node, case))
+    except PassingRefusalError:
+        node.prepare(wanted(node, case))
+
+
+def refused_once(fresh, case: Case, what: str) -> MigNode:
+    node = fresh(case)
+    node.machine.set_fault(CREATIONS[what], code="insufficient-resources", count=1)
+    return node
+
+
+@pytest.mark.parametrize("what", CREATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_refused_try_ends_as_if_it_never_was(fresh, uninterrupted, name: str, what: str) -> None:
+    case = CASES[name]
+    expected = uninterrupted(case)
+    node = refused_once(fresh, case, what)
+    with pytest.raises(PassingRefusalError):
+        node.prepare(wanted(node, case))
+    assert len(node.countdown.done) == REFUSED_CHANGES[what, case.mode]
+    assert node.state() == untouched(case)
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+
+
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_REFUSED_PREPARE)
+def test_death_within_or_after_a_refused_try_leaves_nothing(
+    fresh, uninterrupted, name: str, what: str, changes: int
+) -> None:
+    case = CASES[name]
+    expected = uninterrupted(case)
+    node = refused_once(fresh, case, what)
+    node = die_in(node, lambda: prepare_again(node, case), changes)
+    prepare_again(node, case)
+    assert node.state() == expected
+    node.unprepare()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_REFUSED_PREPARE)
+def test_a_start_clears_up_after_a_death_within_or_after_a_refused_try(
+    fresh, name: str, what: str, changes: int
+) -> None:
+    case = CASES[name]
+    node = refused_once(fresh, case, what)
+    node = die_in(node, lambda: prepare_again(node, case), changes)
+    node.records.delete("uid-1")
     node.keeper.look()
     assert node.state() == untouched(case)
 

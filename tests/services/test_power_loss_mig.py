@@ -85,6 +85,18 @@ def everything(powered: Powered) -> list[Tree]:
     return covering(set().union(*powered.losses.values()), 0)
 
 
+def test_the_disk_may_hold_torn_entries(powered: Powered) -> None:
+    """Or the others would not tell what becomes of those."""
+    entries = [
+        content
+        for tree in everything(powered)
+        for name, content in tree
+        if name.startswith("mig/") and content
+    ]
+    assert any(content.endswith(b"}") for content in entries)
+    assert any(content.startswith(b"{") and not content.endswith(b"}") for content in entries)
+
+
 def test_prepare_ends_as_on_a_fresh_node(powered: Powered, logs: list[dict[str, object]]) -> None:
     whole = powered.boot(())
     powered.prepare(whole)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,20 @@ import pytest
 from structlog.contextvars import bound_contextvars, get_contextvars
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Failed, Prepared, PreparedDevice
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimRef,
+    DeviceResult,
+    Failed,
+    PodRef,
+    Pods,
+    Prepared,
+    PreparedDevice,
+)
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
+from dra_driver.state import metadatafiles
 from tests.core.samples import (
     GPU_0,
     GPU_1,
@@ -77,6 +89,35 @@ def test_prepare_twice_is_as_once(node: Node) -> None:
     first, files = node.prepare(wanted), node.files()
     assert (node.prepare(wanted), node.files()) == (first, files)
     assert (node.restarted().prepare(wanted), node.files()) == (first, files)
+
+
+def test_pods_that_the_claim_is_reserved_for_are_recorded(node: Node) -> None:
+    wanted = replace(claim(GPU_0), pods=(PodRef("trainer-0", "pod-uid-0"),))
+    node.prepare(wanted)
+    assert recorded_pods(node) == wanted.pods
+    node.claims.down = True
+    node.specs.remove("uid-1")
+    assert isinstance(node.restarted(boot_id="boot-2").prepare(claim(GPU_0)), Prepared)
+    assert recorded_pods(node) == wanted.pods, "the API server said nothing of them"
+
+
+def test_prepare_for_another_pod_writes_nothing_for_that_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = PodRef("trainer-0", "pod-uid-0"), PodRef("trainer-1", "pod-uid-1")
+    node.prepare(replace(claim(GPU_0), pods=(first,)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", failing(AssertionError("written")))
+        assert isinstance(node.prepare(replace(claim(GPU_0), pods=(first, second))), Prepared)
+    assert recorded_pods(node) == (first,)
+    node.prepare(replace(claim(GPU_1), pods=(second,)))
+    assert recorded_pods(node) == (second,)
+
+
+def recorded_pods(node: Node) -> Pods:
+    record = node.records.get("uid-1")
+    assert record is not None
+    return record.claim.pods
 
 
 def test_second_prepare_writes_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,20 +666,24 @@ def test_answer_of_the_record_names_the_metadata_while_nvml_is_away(tmp_path: Pa
     assert "no driver" in error_of(node.prepare(claim(GPU_0)))
 
 
-def test_metadata_that_cannot_be_written_or_removed_is_that_claims_error(tmp_path: Path) -> None:
+def test_metadata_that_cannot_be_written_or_removed_is_that_claims_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = Node(tmp_path, MIXED, metadata=("v1beta1",))
     wanted = claim(GPU_0)
-    request = tmp_path / f"plugin/dra-device-metadata/default_{wanted.ref.name}/gpu"
-    request.parent.mkdir(parents=True)
-    request.write_text("in the way")
+    plugin = tmp_path / "plugin"
+    plugin.write_text("in the way")
     assert "cannot create the directory" in error_of(node.prepare(wanted))
-    request.unlink()
+    plugin.unlink()
     assert isinstance(node.prepare(wanted), Prepared)
-    (request / "metadata.json").unlink()
-    (request / "metadata.json").mkdir()
-    assert "cannot read" in error_of(node.unprepare(wanted))
+
+    def refuse(_path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(metadatafiles, "read_plain", refuse)
+        assert "cannot read" in error_of(node.unprepare(wanted))
     assert node.records.get("uid-1") is not None
-    (request / "metadata.json").rmdir()
     assert node.unprepare(wanted) is None
     assert node.files() == {}
 

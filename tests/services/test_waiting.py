@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.errors import ApiRejectedError, DeviceBusyError, StateError
+from dra_driver.errors import ApiRejectedError, DeviceBusyError, PassingRefusalError, StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.usage import UnknownUsage
 from dra_driver.services.waiting import Patience
@@ -395,6 +395,80 @@ def test_device_that_stays_busy_is_told_with_what_keeps_it(tmp_path: Path) -> No
     assert node.files() == {}
 
 
+REFUSED = "create a GPU instance: Insufficient Resources"
+
+
+class Refusing:
+    """A driver that refuses so many times, on a clock that only sleeping moves on."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, times: int = 10**6) -> None:
+        self.now = self.began = time.monotonic()
+        self.tries: list[float] = []
+        self.times = times
+        monkeypatch.setattr(node.releases, "_clock", lambda: self.now)
+        monkeypatch.setattr(node.releases, "_sleep", self._sleep)
+        node.steps.on_do = self.refuse
+
+    def _sleep(self, _seen: int, seconds: float) -> None:
+        self.now += seconds
+
+    def refuse(self, _plan: object) -> None:
+        self.tries.append(round(self.now - self.began, 3))
+        if len(self.tries) <= self.times:
+            raise PassingRefusalError(REFUSED)
+
+
+def test_what_is_refused_for_now_is_tried_again_at_growing_pauses_and_told_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    node = Node(tmp_path, MIXED)
+    driver = Refusing(node, monkeypatch)
+    text = error_of(node.prepare(claim(GPU_0), 3600))
+    assert text.endswith(f"{REFUSED}; refused 8 times in 20 s, it is tried again")
+    assert driver.tries == [0, 0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5]
+    assert node.outcomes.told == [("prepare", "PassingRefusalError")]
+    assert (node.files(), node.releases._line, node.outcomes.waits) == ({}, [], [])
+    told = [line for line in logs if line["event"].startswith("nvml_")]
+    assert [(line["event"], line["claim_uid"], line["reason"]) for line in told] == [
+        ("nvml_refuses", "uid-1", REFUSED)
+    ]
+
+
+@pytest.mark.parametrize("times", [1, 3, 7])
+def test_what_is_refused_for_a_while_succeeds_in_the_same_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list, times: int
+) -> None:
+    node = Node(tmp_path, MIXED)
+    driver = Refusing(node, monkeypatch, times)
+    assert isinstance(node.prepare(claim(GPU_0), 3600), Prepared)
+    assert (len(driver.tries), node.outcomes.told) == (times + 1, [("prepare", None)])
+    [passed] = [line for line in logs if line["event"] == "nvml_refusal_passed"]
+    assert (passed["refusals"], passed["duration_s"]) == (times, round(driver.tries[-1], 1))
+
+
+@pytest.mark.parametrize(("left_s", "tries"), [(11, [0, 0.5, 1.5, 3.5, 7.5]), (3.2, [0])])
+def test_refusal_is_told_while_the_kubelet_still_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, tries: list[float]
+) -> None:
+    """A try takes up to three seconds."""
+    node = Node(tmp_path, MIXED)
+    driver = Refusing(node, monkeypatch)
+    with node.releases.place(claim(GPU_0), driver.now + left_s) as place:
+
+        def prepare() -> None:
+            while True:
+                try:
+                    driver.refuse(None)
+                except PassingRefusalError as error:
+                    node.releases.wait(place, error)
+
+        with pytest.raises(PassingRefusalError) as caught:
+            prepare()
+    assert driver.tries == tries
+    often = f"; refused {len(tries)} times in 8 s, it is tried again" if len(tries) > 1 else ""
+    assert str(caught.value) == f"{REFUSED}{often}"
+
+
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
     node.prepare(HOLDER)
     delete(node)
@@ -402,14 +476,20 @@ def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
     assert "is held by claim ?/? (UID holder)" in error_of(node.prepare(claim(GPU_0)))
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["held", "busy"])
-def test_nobody_keeps_the_driver_from_stopping(tmp_path: Path, calls: Calls, busy: bool) -> None:
-    node = Node(tmp_path, MIXED, patience=Patience(stop_s=0.01, busy_s=30, busy_pause_s=30))
+@pytest.mark.parametrize(
+    "busy", [None, DeviceBusyError, PassingRefusalError], ids=["held", "busy", "refused"]
+)
+def test_nobody_keeps_the_driver_from_stopping(
+    tmp_path: Path, calls: Calls, busy: type[Exception] | None
+) -> None:
+    pauses = {"busy_pause_s": 30, "refused_pause_s": 30, "refused_pause_most_s": 30}
+    node = Node(tmp_path, MIXED, patience=Patience(stop_s=0.01, busy_s=30, refused_s=60, **pauses))
     begun = threading.Event()
 
     def refuse(_plan: object) -> None:
         begun.set()
-        raise DeviceBusyError("MIG device x is in use by process 4711")
+        assert busy is not None
+        raise busy("MIG device x is in use by process 4711")
 
     if busy:
         node.steps.on_do = refuse

@@ -1,11 +1,12 @@
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dra_driver.core.cdi import claim_spec, encode
+from dra_driver.core.cdi import claim_spec, common_edits, encode
 from dra_driver.errors import ClaimRefusedError, StateError
 from dra_driver.state.cdi_directory import CdiDirectory
 from tests.core.cdi_samples import DRIVER, UID, driver, gpu
@@ -133,6 +134,27 @@ def test_a_spec_that_runtimes_would_refuse_is_never_written(tmp_path: Path, dire
     with pytest.raises(StateError, match=r"would refuse the CDI spec of claim .*spec\.more: unknown field"):
         directory.write(UID, spec() | {"more": 1})
     assert not (tmp_path / "cdi").exists()
+
+
+def test_each_file_holds_its_spec_whatever_was_written_before(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    """The driver's part is looked at and encoded once while it stays the same."""
+    hooked = common_edits(driver())
+    parts = [hooked, hooked, common_edits(driver(None, libraries=3)), common_edits(driver())]
+    for number, common in enumerate(parts):
+        uid = f"uid-{number}"
+        written = claim_spec(uid, DRIVER, driver(), [gpu(number)], common)
+        assert directory.write(uid, written) is True
+        assert directory.verify(uid, written)
+        assert directory.file(uid).read_bytes() == json.dumps(written, separators=(",", ":")).encode() + b"\n"
+        assert directory.write(uid, written) is False
+    bad = claim_spec(UID, DRIVER, driver(), [gpu(0)], hooked | {"more": 1})
+    with pytest.raises(StateError, match=r"containerEdits\.more: unknown field"):
+        directory.write(UID, bad)
+    with pytest.raises(StateError, match=r"spec\.more: unknown field"):
+        directory.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0)], hooked) | {"more": 1})
+    assert directory.read(UID) is None
 
 
 @pytest.mark.parametrize("uid", ["../../etc/passwd", "a/b", ""])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.state.codec import FORMAT_VERSION, decode, encode
@@ -78,6 +78,11 @@ configs = st.builds(
 helds = st.builds(
     HeldDevice, text, st.sampled_from(["gpu", "mig"]), text, text, st.booleans(), st.none() | text
 )
+pods = st.builds(
+    PodRef,
+    st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True),
+    st.from_regex(r"[a-f0-9]{8}-[a-f0-9]{4}", fullmatch=True),
+)
 known = {"version", "claim", "phase", "bootID", "devices", "steps", "preparedAt"}
 records = st.builds(
     ClaimRecord,
@@ -86,6 +91,8 @@ records = st.builds(
         st.builds(ClaimRef, text, text, text),
         st.lists(results, max_size=2).map(tuple),
         st.lists(configs, max_size=2).map(tuple),
+        st.none() | text,
+        st.none() | st.lists(pods, max_size=3).map(tuple),
     ),
     phase=st.sampled_from(["preparing", "prepared"]),
     boot_id=text,
@@ -113,6 +120,7 @@ def test_record_has_the_documented_form() -> None:
 def test_record_survives_encoding(record: ClaimRecord) -> None:
     content = encode(record)
     assert decode(content) == record
+    assert decode(content).claim.pods == record.claim.pods, "which equality does not look at"
     assert encode(decode(content)) == content
 
 
@@ -147,6 +155,61 @@ def test_metadata_and_the_pods_name_of_the_claim_are_kept() -> None:
     assert document["steps"] == [{"kind": "write_device_metadata", "versions": ["v1beta1"]}]
     # Not by equality alone: claims are equal without the name.
     assert decode(encode(record)).claim.pod_claim_name == "gpus"
+
+
+POD = {"name": "trainer-0", "uid": "pod-uid-0"}
+
+
+def with_pods(pods: Any) -> bytes:
+    return changed(claim=DOCUMENT["claim"] | {"pods": pods})
+
+
+def test_pods_are_kept_with_what_a_newer_release_says_of_them() -> None:
+    record = replace(RECORD, claim=replace(RECORD.claim, pods=(PodRef("trainer-0", "pod-uid-0"),)))
+    assert json.loads(encode(record)) == json.loads(with_pods([POD]))
+    second = {"name": "trainer-1", "uid": "pod-uid-1", "node": {"rank": 1}}
+    newer = decode(with_pods([POD, second]))
+    known = (PodRef("trainer-0", "pod-uid-0"), PodRef("trainer-1", "pod-uid-1"))
+    assert newer.claim.pods == known
+    left = replace(newer, claim=replace(newer.claim, pods=known[1:]))
+    assert json.loads(encode(left))["claim"]["pods"] == [second]
+
+
+def test_claim_without_pods_is_another_than_one_of_which_none_is_known() -> None:
+    assert (decode(with_pods([])).claim.pods, decode(with_pods(None)).claim.pods) == ((), None)
+    assert decode(changed()).claim.pods is None
+    assert "pods" not in json.loads(encode(RECORD))["claim"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        5,
+        "trainer-0",
+        {"name": "trainer-0", "uid": "pod-uid-0"},
+        ["trainer-0"],
+        [POD, {"name": "trainer-1"}],
+        [POD | {"name": "Trainer"}],
+        [POD | {"name": "\x1b]0;x\x07"}],
+        [POD | {"name": "a" * 254}],
+        [POD | {"uid": "a" * 129}],
+        [POD | {"uid": None}],
+        [[]] * 2,
+    ],
+)
+def test_pods_that_cannot_be_read_are_unknown_and_keep_no_claim_from_being_served(odd: Any) -> None:
+    record = decode(with_pods(odd))
+    assert (record, record.claim.pods) == (replace(RECORD, extra={"claim": {"pods": odd}}), None)
+    assert json.loads(encode(record)) == json.loads(with_pods(odd)), "a newer release may know what they are"
+    seen = replace(record, claim=replace(record.claim, pods=(PodRef("trainer-0", "pod-uid-0"),)))
+    assert json.loads(encode(seen)) == json.loads(with_pods([POD]))
+
+
+def test_more_pods_than_the_api_allows_are_not_read() -> None:
+    many = [{"name": f"p-{number}", "uid": f"u-{number}"} for number in range(1000)]
+    record = decode(with_pods(many))
+    assert record.claim.pods == tuple(PodRef(f"p-{number}", f"u-{number}") for number in range(256))
+    assert record.extra == {}
 
 
 def test_unknown_field_cannot_take_the_place_of_a_known_one() -> None:

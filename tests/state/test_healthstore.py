@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,8 +108,38 @@ def test_an_unreadable_file_is_set_aside_and_told(path, content, logs):
     assert HealthStore(path).load() == KEPT
 
 
-def test_a_disk_that_does_not_answer(path):
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("stray", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_set_aside(path, stray, logs):
+    stray(path)
+    store = HealthStore(path)
+    assert store.load() is None
+    [line] = logs
+    assert (line["event"], line["reason"]) == ("health_unreadable", "it is no plain file")
+    store.save(KEPT)
+    assert HealthStore(path).load() == KEPT
+    path.unlink()
+    stray(path)
+    assert store.load() is None
+    store.save(KEPT)
+    assert HealthStore(path).load() == KEPT
+
+
+def test_a_directory_that_comes_while_it_runs_is_in_nobodys_way(path, logs):
+    store = HealthStore(path)
+    store.save(KEPT)
+    path.unlink()
     path.mkdir()
+    changed = replace(KEPT, boot_id="boot-2")
+    store.save(changed)
+    assert HealthStore(path).load() == changed
+    [line] = logs
+    assert (line["event"], line["path"]) == ("stray_set_aside", str(path))
+
+
+def test_a_disk_that_does_not_answer(path):
+    path.write_text("no directory")
+    path = path / "health.json"
     with pytest.raises(StateError, match=str(path)):
         HealthStore(path).load()
     with pytest.raises(StateError, match=str(path)):

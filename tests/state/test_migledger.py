@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from dra_driver.errors import StateError
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.state import migledger as module
 from dra_driver.state.migledger import MigLedger, OwnedMode
-from tests.fakes.directories import names
+from tests.fakes import directories
 
 GPU = "GPU-00000002-06c0-7d70-1a51-e59b25b2c16c"
 ONE = OwnedInstance(
@@ -53,8 +54,13 @@ def clock() -> Clock:
 @pytest.fixture
 def ledger(tmp_path: Path, clock: Clock) -> MigLedger:
     made = MigLedger(tmp_path, clock)
-    made.open()
+    made.open("boot-1")
     return made
+
+
+def names(directory: Path) -> list[str]:
+    """What is in the directory of the ledger but the name of the boot."""
+    return [name for name in directories.names(directory) if name != ".boot"]
 
 
 def file_of(directory: Path, entry: OwnedInstance) -> Path:
@@ -214,6 +220,35 @@ def test_unreadable_mode_is_set_aside(ledger: MigLedger, tmp_path: Path, logs: l
     assert [line["subject"] for line in logs] == [f"mode-{GPU}"]
 
 
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("stray", [Path.mkdir, os.mkfifo])
+def test_stray_in_the_place_of_a_file_is_set_aside(
+    ledger: MigLedger, tmp_path: Path, logs: list, stray: Callable[[Path], None]
+) -> None:
+    """At whatever call it is met; the devices of other files stay ours."""
+    ledger.save(TWO)
+    calls: dict[str, Callable[[MigLedger], object]] = {
+        "get": lambda met: met.get(ONE.device),
+        "all": lambda met: met.all(),
+        "save": lambda met: met.save(ONE),
+        "delete": lambda met: met.delete(ONE.device),
+        "own": lambda met: met.own_mode(GPU, None, "boot-1"),
+        "disown": lambda met: met.disown_mode(GPU),
+        "modes": lambda met: met.owned_modes(),
+    }
+    for name, call in calls.items():
+        is_mode = name in ("own", "disown", "modes")
+        file = tmp_path / f"mode-{GPU}.json" if is_mode else file_of(tmp_path, ONE)
+        file.unlink(missing_ok=True)
+        stray(file)
+        call(ledger)
+        assert file.is_file() == (name in ("save", "own"))
+        assert ledger.all()[TWO.device] == TWO
+        [line] = logs
+        assert (line["event"], line["reason"]) == ("mig_ledger_unreadable", "it is no plain file")
+        logs.clear()
+
+
 def test_slots_are_ours_for_a_while_after_a_removal(ledger: MigLedger, tmp_path: Path, clock: Clock) -> None:
     here, there, other_boot = ((GPU, 19, 0), (GPU, 19, 3), replace(TWO, device="gpu-9", boot_id="boot-0"))
     for entry in (ONE, TWO, other_boot):
@@ -235,8 +270,27 @@ def test_abandoned_temporary_files_are_cleared_away_at_the_start(ledger: MigLedg
     old = tmp_path / ".x.json.1-1.tmp"
     old.touch()
     os.utime(old, (time.time() - 3600,) * 2)
-    ledger.open()
+    ledger.open("boot-1")
     assert names(tmp_path) == [f"{ONE.device}.json"]
+
+
+def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
+    ledger: MigLedger, tmp_path: Path, logs: list[dict[str, object]]
+) -> None:
+    ledger.save(ONE)
+    whole = file_of(tmp_path, ONE).read_bytes()
+    for name, content in {"empty": b"", "zeros": b"\0" * 9, f"mode-{GPU}": whole[: len(whole) // 2]}.items():
+        (tmp_path / f"{name}.json").write_bytes(content)
+    again = MigLedger(tmp_path)
+    again.open("boot-2")
+    assert (names(tmp_path), again.owned_modes()) == ([f"{ONE.device}.json"], {})
+    assert [(line["event"], line["log_level"]) for line in logs] == [("mig_ledger_entry_torn", "info")] * 3
+    file_of(tmp_path, TWO).touch()
+    again.open("boot-2")
+    assert again.all() == {ONE.device: ONE}
+    assert [line["event"] for line in logs[3:]] == ["mig_ledger_unreadable"], (
+        "in the same boot that was no power cut"
+    )
 
 
 def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:

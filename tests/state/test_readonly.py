@@ -17,7 +17,7 @@ OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Pla
 def test_unreadable_files_are_told_and_stay_where_they_are(tmp_path: Path) -> None:
     records, ledger = RecordStore(tmp_path / "claims"), MigLedger(tmp_path / "mig")
     records.open("boot-1")
-    ledger.open()
+    ledger.open("boot-1")
     kept = record(hold("gpu-00000000"), uid="uid-1")
     records.save(kept)
     ledger.save(OWNED)
@@ -47,7 +47,7 @@ def test_a_directory_that_is_none_is_told(tmp_path: Path) -> None:
 
 def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
     ledger = MigLedger(tmp_path / "mig")
-    ledger.open()
+    ledger.open("boot-1")
     others = [
         replace(OWNED, device="orphan", placement=Placement(1, 1), phase="orphan"),
         replace(OWNED, device="old", placement=Placement(2, 1), boot_id="boot-0"),

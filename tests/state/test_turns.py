@@ -119,11 +119,14 @@ def test_files_from_before_a_reboot_do_not_count(start: Start, directory: Path) 
     (directory / f"{'9' * 20}-before.lock").touch()
     (directory / ".x.lock.1.tmp").touch()
     (directory / "README").touch()
+    os.mkfifo(directory / f"{'8' * 20}-pipe.lock")
+    (directory / f"{'7' * 20}-directory.lock").mkdir()
     turn = start("a", announced=False)
     assert turn.is_ours()
     turn.announce()
     assert turn.is_ours()
-    assert [name for name in names(directory) if not name.endswith("-a.lock")] == ["README"]
+    left = [f"{'7' * 20}-directory.lock", "README"]
+    assert [name for name in names(directory) if not name.endswith("-a.lock")] == left
 
 
 def test_file_that_somebody_removed_is_made_again(start: Start, directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, get_args
 
@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 
 from dra_driver.core.taints import MadeInstance, device_reasons
+from dra_driver.model.claim import Pods
 from dra_driver.model.health import Condition, HealthState, HealthStates, Severity, Subject, condition
 from dra_driver.model.inventory import Inventory, MigPartition, OfferedDevice, WholeGpu
 from dra_driver.model.mps import MPS_STATES
@@ -19,6 +20,8 @@ from dra_driver.services.metrics.readings import Read, Readings
 
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
+_MOST_PODS = 16
+"""Of a claim, so that one that hundreds share does not fill the time series database."""
 _CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
 Instances = Mapping[str, MadeInstance]
@@ -86,25 +89,30 @@ class Views:
         self,
         records: Callable[[], Iterable[ClaimRecord]],
         made_uuid: Callable[[str], str | None] = lambda device: None,
+        pods: Callable[[ClaimRecord], Pods] = lambda record: record.claim.pods,
     ) -> None:
-        """Which claim has which device. `made_uuid` answers the UUID that a MIG device made on demand has now."""
+        """Which claim has which device, for which pods. `made_uuid` answers the UUID that a MIG device made on demand
+        has now."""
 
         def read() -> Iterator[Metric]:
             samples: dict[tuple[str, ...], float] = {}
             for record in records():
                 if record.phase != "prepared":
                     continue
+                names = _names(pods(record))
                 for held in record.devices:
                     uuid = held.uuid or made_uuid(held.device) or ""
                     ref = record.ref
                     kind = held.kind if held.kind in _PREPARED_TYPES else "unknown"
                     claim = (self._driver, self._node, ref.namespace, ref.name, ref.uid)
-                    samples[*claim, held.device, kind, uuid, held.gpu_uuid] = 1
+                    for pod in names:
+                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid] = 1
             yield _gauge(
                 "nvidia_dra_claim_info",
-                "1 for each prepared device of a claim; `parent_uuid` is the physical GPU's.",
+                "1 for each prepared device of a claim and each of its pods; `parent_uuid` is the physical GPU's.",
                 (
-                    "driver", "node", "namespace", "claim", "claim_uid", "device", "device_type", "uuid", "parent_uuid",
+                    "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
+                    "parent_uuid",
                 ),
                 samples,
             )  # fmt: skip
@@ -305,6 +313,11 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> M
     for values, value in samples.items():
         family.add_metric(values, float(value))
     return family
+
+
+def _names(pods: Pods) -> Sequence[str]:
+    """The first pods of a claim; an empty name where none is known."""
+    return [pod.name for pod in (pods or ())[:_MOST_PODS]] or [""]
 
 
 def _type_of(device: OfferedDevice) -> str:

@@ -1,0 +1,373 @@
+"""MIG devices that NVML refuses to make for a while, or for good, through the whole of a Prepare."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.core.partitions import partitioned
+from dra_driver.errors import PassingRefusalError, UnsureOutcomeError
+from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.inventory import PossibleMig
+from dra_driver.model.mig import GpuInstance
+from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
+from dra_driver.services.executor import Executor
+from dra_driver.services.preparer import Identity, Preparer
+from dra_driver.services.steps import StepDispatcher
+from dra_driver.services.waiting import Patience, Releases
+from dra_driver.state.cdi_directory import CdiDirectory
+from dra_driver.state.claimlocks import ClaimLocks
+from tests.core.migtables import MODELS, table
+from tests.core.samples import DRIVER, NODE, claim, h100, inventory
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps
+
+CREATE_GPU_INSTANCE = "nvmlDeviceCreateGpuInstanceWithPlacement"
+CREATE_COMPUTE_INSTANCE = "nvmlGpuInstanceCreateComputeInstance"
+CREATIONS = {
+    CREATE_GPU_INSTANCE: "create a GPU instance",
+    CREATE_COMPUTE_INSTANCE: "create a compute instance",
+}
+UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
+QUICK = Patience(refused_pause_s=0.001, refused_pause_most_s=0.001, busy_pause_s=0.001)
+BRIEF = replace(QUICK, refused_s=0.02)
+FOR_EVER = Patience(refused_pause_s=3600, refused_pause_most_s=3600, refused_s=7200)
+"""Who is refused waits until something happens."""
+LONG_S = 36000.0
+
+
+class Node(MigNode):
+    """A GPU with MIG on demand, and the whole of Prepare and Unprepare above it."""
+
+    def __init__(self, simulated: SimulatedNode, directory: Path, patience: Patience = QUICK) -> None:
+        super().__init__(simulated, directory)
+        cut = partitioned(table(MODELS["h100-sxm"]), (), offers_whole=True)
+        self.inventory = inventory(h100(0, uuid=self.gpu_uuid, pci_bus_id=None, partitioning=cut))
+        self.specs = CdiDirectory(directory / "cdi", DRIVER)
+        self.specs.create()
+        steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
+        self.executor = Executor(self.countdown.counted(self.records), StepDispatcher(steps), self.boot_id)
+        self.claims = Claims()
+        self.node_devices = Devices(self.inventory)
+        self.claim_locks = ClaimLocks(directory / "locks")
+        self.outcomes = Outcomes()
+        self.releases = Releases(self.claims, self.records, DRIVER, patience=patience)
+        self.preparer = Preparer(
+            Identity(DRIVER, NODE), self.claims, self.node_devices, self.records, lambda _records: (),
+            self.claim_locks, self.locks, self.executor, self.outcomes, self.releases,
+        )  # fmt: skip
+
+    def device(self, profile: str, start: int) -> str:
+        [name] = [
+            name
+            for name, device in self.inventory.by_name.items()
+            if isinstance(device, PossibleMig)
+            and (device.profile.name, device.placement.start) == (profile, start)
+        ]
+        return name
+
+    def asked(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
+        """As the kubelet asks to prepare it."""
+        self.claims.add(wanted)
+        return self.preparer.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
+
+    def no_more(self, wanted: AllocatedClaim) -> Any:
+        """As the kubelet asks to unprepare it."""
+        return self.preparer.unprepare([wanted.ref], LONG_S)[wanted.ref.uid]
+
+    @property
+    def refused(self) -> list[str]:
+        """UIDs of the claims that wait after a refusal."""
+        with self.releases._changed:
+            return [place.claim.ref.uid for place in self.releases._line if place.refusals]
+
+    @property
+    def leftovers(self) -> tuple[object, ...]:
+        return self.state(), list(self.specs.list())
+
+
+@pytest.fixture(scope="module")
+def h100_machine(make_memory_path: Callable[[], Path]) -> Iterator[SimulatedNode]:
+    made = SimulatedNode("dgx-h100", make_memory_path())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(h100_machine: SimulatedNode, tmp_path: Path) -> Callable[..., Node]:
+    def one(patience: Patience = QUICK) -> Node:
+        make_idle(h100_machine, mig_mode=False)
+        return Node(h100_machine, tmp_path, patience)
+
+    return one
+
+
+@pytest.fixture
+def node(make: Callable[..., Node]) -> Node:
+    return make()
+
+
+def small(node: Node, start: int = 3, uid: str = "uid-1") -> AllocatedClaim:
+    return claim(node.device("1g.10gb", start), uid=uid)
+
+
+def error_of(answer: object) -> str:
+    assert isinstance(answer, Failed), answer
+    return answer.error
+
+
+def eventually(check: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+class Asking:
+    """A Prepare in a thread of its own."""
+
+    def __init__(self, node: Node, wanted: AllocatedClaim) -> None:
+        self._answer: object = None
+
+        def run() -> None:
+            self._answer = node.asked(wanted)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def answer(self) -> object:
+        self._thread.join(20)
+        return self._answer
+
+
+def waiting(node: Node, wanted: AllocatedClaim) -> Asking:
+    """A Prepare that was refused once and waits."""
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=1)
+    asking = Asking(node, wanted)
+    eventually(lambda: node.refused == [wanted.ref.uid])
+    return asking
+
+
+# --- what passes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code", ["insufficient-resources", "in-use", "timeout", "not-ready", "invalid-state", "unknown"]
+)
+@pytest.mark.parametrize("function", CREATIONS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_refusal_that_passes_is_healed_within_the_call(
+    node: Node, function: str, code: str, count: int, logs: list
+) -> None:
+    node.machine.set_fault(function, code=code, count=count)
+    wanted = small(node)
+    assert isinstance(node.asked(wanted), Prepared)
+    assert node.outcomes.told == [("prepare", None)]
+    assert [name for _, name, error in node.told if error] == [node.device("1g.10gb", 3)] * count
+    assert node.told[-1] == ("create", node.device("1g.10gb", 3), None)
+    told = [line for line in logs if line["event"].startswith("nvml_refus")]
+    assert [line["event"] for line in told] == ["nvml_refuses", "nvml_refusal_passed"]
+    assert CREATIONS[function] in told[0]["reason"]
+    assert told[1]["refusals"] == count
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+    assert node.no_more(wanted) is None
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+@pytest.mark.parametrize("code", ["in-use", "unknown", "not-ready"])
+def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, code: str) -> None:
+    node.machine.set_fault("nvmlDeviceSetMigMode", code=code, count=2)
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert [error is None for kind, _, error in node.told_of_modes if kind == "mode-on"] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_each_try_is_written_down_first_and_undone_whole(node: Node) -> None:
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="unknown", count=2)
+    node.asked(small(node))
+    made = ["save", "own_mode", "set_mode", "save", "create", "save"]
+    undone = ["destroy", "delete", "set_mode", "disown_mode", "delete"]
+    assert node.countdown.done == [*made, *undone, *made, *undone, *made, "create_compute", "save", "save"]
+
+
+def test_instance_that_was_made_though_the_answer_says_otherwise_is_not_left(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, seen = node.hardware.create, []
+
+    def late(*arguments: Any) -> int:
+        seen.append(node.on_gpu())
+        made = create(*arguments)
+        if len(seen) == 1:
+            raise UnsureOutcomeError("create a GPU instance: Timeout")
+        return made
+
+    monkeypatch.setattr(node.hardware, "create", late)
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert seen == [(True, []), (True, [])]
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+
+
+def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node: Node) -> None:
+    node.machine.set_fault("nvmlGpuInstanceGetInfo", code="unknown", count=1)
+    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=2)  # at once, and in the undo
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert node.machine.current().faults == []
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+    assert [entry.phase for entry in node.ledger.all().values()] == ["created"]
+
+
+def test_device_of_a_prepared_claim_is_made_again_within_the_call(node: Node) -> None:
+    wanted = small(node)
+    node.asked(wanted)
+    node.machine.destroy_mig(0, 10)
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=2)
+    assert isinstance(node.asked(wanted), Prepared)
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+
+
+# --- what does not pass, or not in time --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("no-permission", "run as root"),
+        ("not-supported", "delete the pod and its claim"),
+        ("invalid-argument", "Invalid Argument"),
+        ("reset-required", "nvidia-smi --gpu-reset"),
+    ],
+)
+@pytest.mark.parametrize("function", CREATIONS)
+def test_refusal_that_does_not_pass_fails_at_once(node: Node, function: str, code: str, text: str) -> None:
+    node.machine.set_fault(function, code=code)
+    told = error_of(node.asked(small(node)))
+    assert CREATIONS[function] in told
+    assert text in told
+    assert len([kind for kind, *_ in node.told if kind == "create"]) == 1
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+@pytest.mark.parametrize("function", CREATIONS)
+def test_lost_gpu_is_looked_for_once_and_not_waited_for(node: Node, function: str) -> None:
+    node.machine.set_fault(function, code="gpu-is-lost")
+    assert "the GPU does not answer" in error_of(node.asked(small(node)))
+    assert (node.node_devices.scans, node.outcomes.told) == (1, [("prepare", "DeviceLostError")])
+    assert len([kind for kind, *_ in node.told if kind == "create"]) == 2
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+@pytest.mark.parametrize("function", CREATIONS)
+def test_refusal_that_lasts_is_told_with_how_often_it_was_tried(
+    make: Callable[..., Node], function: str
+) -> None:
+    node = make(BRIEF)
+    node.machine.set_fault(function, code="insufficient-resources")
+    told = error_of(node.asked(small(node)))
+    assert CREATIONS[function] in told
+    tries = len([kind for kind, *_ in node.told if kind == "create"])
+    assert tries > 1
+    assert re.search(f"; refused {tries} times in [0-9]+ s, it is tried again$", told)
+    assert node.outcomes.told == [("prepare", PassingRefusalError.__name__)]
+    assert node.leftovers == (UNTOUCHED, [])
+    node.machine.clear_faults()
+    assert isinstance(node.asked(small(node)), Prepared)
+
+
+def test_silicon_that_somebody_else_took_is_told_at_once(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came after the look at the instances: a refusal for lack of resources, but one with a name."""
+    node = make(FOR_EVER)
+    node.machine.set_mig_mode(0, True)
+    create = node.hardware.create
+
+    def late(*arguments: Any) -> int:
+        node.machine.create_mig(0, "2g.20gb", 2)
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", late)
+    assert "in the way: GPU instance 4 (profile 14) at memory slices 2-3" in error_of(node.asked(small(node)))
+    assert node.hardware.instances(*node.where)[0].slot == (14, 2)
+    monkeypatch.undo()
+    assert "which somebody else made" in error_of(node.asked(small(node)))
+    assert len(node.machine.gpu(0).instances) == 1
+
+
+# --- beside others -----------------------------------------------------------------------------
+
+
+def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    first, second = small(node), small(node, 5, "uid-2")
+    asking = waiting(node, first)
+    assert node.leftovers == (UNTOUCHED, [])
+    with node.locks.hold({node.gpu_uuid}, 1), node.claim_locks.hold("uid-1", 1):
+        pass
+    assert isinstance(node.asked(second), Prepared)
+    assert node.no_more(second) is None
+    node.no_more(first)
+    asking.answer()
+
+
+def test_unprepare_ends_the_waiting(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    wanted = small(node)
+    asking = waiting(node, wanted)
+    assert node.no_more(wanted) is None
+    assert "it was unprepared while this call was under way" in error_of(asking.answer())
+    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
+
+
+def test_who_wants_the_same_silicon_waits_behind(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    first, second = small(node), claim(node.device("3g.40gb", 0), uid="uid-2")
+    asking = waiting(node, first)
+    behind = Asking(node, second)
+    eventually(lambda: node.releases.waiting == ["uid-2"])
+    assert node.on_gpu() == (False, [])
+    node.no_more(first)
+    assert isinstance(behind.answer(), Prepared)
+    assert "unprepared" in error_of(asking.answer())
+    assert [row[1:3] for row in node.on_gpu()[1]] == [(9, 0)]
+
+
+def test_driver_that_stops_ends_the_waiting(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking = waiting(node, small(node))
+    node.releases.stop()
+    assert "create a compute instance" in error_of(asking.answer())
+    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
+
+
+def test_many_claims_of_one_gpu_are_all_made_though_half_of_all_is_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, turn = node.hardware.create, iter(range(10**6))
+
+    def moody(*arguments: Any) -> int:
+        if next(turn) % 2 == 0:
+            raise PassingRefusalError("create a GPU instance: Insufficient Resources")
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", moody)
+    wanted = [small(node, start, f"uid-{start}") for start in range(7)]
+    asked = [Asking(node, one) for one in wanted]
+    assert all(isinstance(one.answer(), Prepared) for one in asked)
+    found = node.hardware.instances(*node.where)
+    assert [one.placement.start for one in found] == list(range(7))
+    assert all(isinstance(one, GpuInstance) for one in found)
+    for one in wanted:
+        assert node.no_more(one) is None
+    assert node.leftovers == (UNTOUCHED, [])
