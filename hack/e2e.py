@@ -79,7 +79,8 @@ def _run_all(pytest_args: list[str]) -> int:
     # The contract tests of the API client run against the real API server too.
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
     pytest = [sys.executable, "-m", "pytest", "-m", "cluster", "tests/e2e", "tests/conformance", "tests/kube"]
-    pytest += ["--timeout=300", "-v", "-s", "--no-header"]
+    # A limit for what hangs: each wait in the tests has one of its own, which tells what it was.
+    pytest += ["--timeout=1800", "-v", "-s", "--no-header"]
     return _step("run the tests", [*pytest, *pytest_args])
 
 

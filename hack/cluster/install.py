@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "hack" / "image"))
 import localcluster  # noqa: E402
 from imagebuild import image  # noqa: E402
 
-_READY_S = 120
+_READY_S = 600
 
 
 def kubectl(*arguments: str) -> str:

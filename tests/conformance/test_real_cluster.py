@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
+from tests.e2e.conftest import NAMESPACE, SLOW_S, Cluster, wait_for
 from tests.e2e.test_permissions import VERSIONS, a_slice, denied
 
 pytestmark = pytest.mark.cluster
@@ -77,10 +77,10 @@ def without_driver(cluster: Cluster) -> Iterator[Callable[[], None]]:
 
     def back() -> None:
         select(None)
-        wait_for("the driver to be back", lambda: cluster.driver_is_ready() and cluster.devices(), 120)
+        wait_for("the driver to be back", lambda: cluster.driver_has_settled() and cluster.devices())
 
     select("yes")
-    wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods(), 120)
+    wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
     yield back
     back()
 
@@ -89,7 +89,7 @@ def test_c01_kubelet_restart(cluster: Cluster) -> None:
     """A kubelet that starts anew finds the driver, and pods start."""
     cluster.local.restart("kubelet")
     cluster.apply(template("after") + pod("after", "after"))
-    cluster.wait_running("after", timeout_s=120)
+    cluster.wait_running("after", timeout_s=SLOW_S)
 
 
 def test_c02_pod_created_while_the_kubelet_is_down(cluster: Cluster) -> None:
@@ -100,10 +100,10 @@ def test_c02_pod_created_while_the_kubelet_is_down(cluster: Cluster) -> None:
         wait_for("the pod to be bound", lambda: cluster.pod("early")["spec"].get("nodeName"))
     finally:
         cluster.local.start("kubelet")
-    cluster.wait_running("early", timeout_s=120)
+    cluster.wait_running("early", timeout_s=SLOW_S)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_c04_pod_deleted_while_the_kubelet_is_down(cluster: Cluster) -> None:
     """The claim of a pod that went away meanwhile is unprepared by the next kubelet."""
     cluster.apply(template("gone") + pod("gone", "gone"))
@@ -114,7 +114,7 @@ def test_c04_pod_deleted_while_the_kubelet_is_down(cluster: Cluster) -> None:
         force_delete(cluster, "gone")
     finally:
         cluster.local.start("kubelet")
-    wait_for("the claim to be unprepared", lambda: not cluster.leftovers(), 150)
+    wait_for("the claim to be unprepared", lambda: not cluster.leftovers())
 
 
 def test_c08_metric_of_claims_in_use(cluster: Cluster, example: Example) -> None:
@@ -132,15 +132,15 @@ def test_c08_metric_of_claims_in_use(cluster: Cluster, example: Example) -> None
     wait_for("no claim in use", lambda: in_use() == 0)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_c09_slices_over_the_life_of_the_plugin(cluster: Cluster, without_driver: Callable[[], None]) -> None:
     """Slices of a plugin that stays away are removed; those of one that comes back quickly are not touched."""
-    wait_for("the slices to be removed", lambda: not cluster.slices(), 120)
+    wait_for("the slices to be removed", lambda: not cluster.slices())
     without_driver()
     assert len(cluster.devices()) >= GPUS
     before = versions(cluster)
     cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
     assert versions(cluster) == before
 
 
@@ -160,14 +160,14 @@ def test_c10_health_in_the_pods_status(cluster: Cluster, example: Example) -> No
     wait_for("the device to be healthy", lambda: shown() == {"Healthy"})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_c12_force_deleted_pod(cluster: Cluster) -> None:
     """Claims of a force-deleted pod are unprepared, and a pod that needs the same devices runs after that."""
     cluster.apply(template("all", GPUS) + pod("old", "all"))
     cluster.wait_running("old")
     force_delete(cluster, "old")
     cluster.apply(pod("new", "all"))
-    cluster.wait_running("new", timeout_s=150)
+    cluster.wait_running("new", timeout_s=SLOW_S)
     assert len(set(cluster.seen_by("new"))) == GPUS
     assert len(cluster.leftovers()) == 2, "a record and a spec of the new claim"
 
@@ -207,7 +207,7 @@ spec:
     assert len(cluster.leftovers()) == 4, "record and spec of both claims"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_c16_rolling_update_while_pods_come(cluster: Cluster) -> None:
     """Pods that come during an update run, those that were there go on, and the slices are as before."""
     cluster.apply(template("update") + pod("before", "update"))
@@ -217,18 +217,18 @@ def test_c16_rolling_update_while_pods_come(cluster: Cluster) -> None:
     for number in range(4):
         cluster.apply(pod(f"during-{number}", "update"))
         cluster.wait_running(f"during-{number}")
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
     assert versions(cluster) == published
     assert cluster.pod("before")["status"]["containerStatuses"][0]["restartCount"] == 0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_c17_driver_starts_after_the_pod(cluster: Cluster, without_driver: Callable[[], None]) -> None:
     """A pod that was created while there was no driver runs once there is one."""
     cluster.apply(template("patient") + pod("patient", "patient"))
     wait_for("the pod to be there", lambda: cluster.pod("patient")["status"]["phase"] == "Pending")
     without_driver()
-    cluster.wait_running("patient", timeout_s=120)
+    cluster.wait_running("patient", timeout_s=SLOW_S)
 
 
 def test_c18_device_status_of_claims(cluster: Cluster, example: Example) -> None:
@@ -236,7 +236,7 @@ def test_c18_device_status_of_claims(cluster: Cluster, example: Example) -> None
     example("one-gpu")
     cluster.wait_running("one-gpu")
     [claim] = cluster.claims_of("one-gpu")
-    [entry] = wait_for("the status", lambda: cluster.get("resourceclaim", claim)["status"].get("devices"), 30)
+    [entry] = wait_for("the status", lambda: cluster.get("resourceclaim", claim)["status"].get("devices"))
     assert (entry["driver"], entry["pool"]) == ("gpu.nvidia.com", cluster.node)
     assert {one["type"]: one["status"] for one in entry["conditions"]}["Ready"] == "True"
     assert cluster.allocated(claim)[0] in json.dumps(entry["data"])
@@ -245,7 +245,7 @@ def test_c18_device_status_of_claims(cluster: Cluster, example: Example) -> None
 @pytest.mark.parametrize("version", VERSIONS)
 def test_c19_only_the_own_node(cluster: Cluster, version: str) -> None:
     """The driver's token writes slices of its node, and neither another node's nor those of the whole cluster."""
-    name = cluster.driver_pods()[0]["metadata"]["name"]
+    name = cluster.staying_pods("node")[-1]["metadata"]["name"]
     bound = ["--bound-object-kind", "Pod", "--bound-object-name", name]
     token = cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE, *bound).strip()
     own = a_slice(version, "own", pool=cluster.node, where={"nodeName": cluster.node})
@@ -262,4 +262,4 @@ def test_c21_extended_resource_and_admin_access(cluster: Cluster, example: Examp
     example("admin-access")
     cluster.wait_running("gpu-monitor", namespace="gpu-monitoring")
     assert len(set(cluster.seen_by("gpu-monitor", namespace="gpu-monitoring"))) == GPUS
-    cluster.kubectl("delete", "-f", "examples/admin-access", "--timeout=60s")
+    cluster.kubectl("delete", "-f", "examples/admin-access", "--timeout=300s")

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, SLOW_S, Cluster, wait_for
 from tests.e2e.test_pods import TEMPLATE
 
 pytestmark = pytest.mark.cluster
 
 WORKERS = 4
 GPUS = 8
-SETTLE_S = 240.0
+# The scheduler looks at a pod again after five minutes if it missed, in an outage, that something was freed.
+SETTLE_S = 600.0
 
 POD = """apiVersion: v1
 kind: Pod
@@ -67,7 +68,9 @@ class Load:
             number += 1
             name = f"load-{worker}-{number}"
             self._until(lambda name=name: self._ask("apply", "-f", "-", stdin=POD.format(name=name)))
-            if self._until(lambda name=name: self._phase(name) == "Running"):
+            # One whose container was being made when its runtime went away may fail, as it may not be made again.
+            self._until(lambda name=name: self._phase(name) in ("Running", "Failed"))
+            if self._phase(name) == "Running":
                 with self._lock:
                     self.ran += 1
             self._until(
@@ -98,7 +101,7 @@ class Load:
         command = [str(local.kubectl()), "--kubeconfig", str(local.kubeconfig()), *arguments]
         try:
             done = subprocess.run(
-                command, input=stdin, capture_output=True, text=True, timeout=30, check=False
+                command, input=stdin, capture_output=True, text=True, timeout=60, check=False
             )
         except subprocess.TimeoutExpired:
             return None
@@ -120,7 +123,7 @@ def state(cluster: Cluster) -> dict[str, Any]:
 
 def roll_out(cluster: Cluster) -> None:
     cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=180s")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
 
 
 def kill_driver(cluster: Cluster) -> None:
@@ -135,13 +138,14 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
     for row in cluster.local.state():
         if not row.healthy:
             cluster.local.start(row.name)
-    wait_for("the cluster to be healthy", cluster.local.is_up, 120)
+    wait_for("the cluster to be healthy", cluster.local.is_up)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_restart_of_every_component_under_load_loses_nothing(mended: Cluster) -> None:
     """Pods start after each restart, those that ran through all of them were not touched, and nothing is left over."""
     mended.apply(TEMPLATE)
+    wait_for("the driver to have settled", mended.driver_has_settled)
     before = state(mended)
     assert len(before["devices"]) >= GPUS
     mended.apply(POD.format(name="witness"))
@@ -166,7 +170,7 @@ def test_restart_of_every_component_under_load_loses_nothing(mended: Cluster) ->
     [container] = mended.pod("witness")["status"]["containerStatuses"]
     assert container["restartCount"] == 0
     assert mended.seen_by("witness") == seen
-    mended.kubectl("delete", "pods", "--all", "--timeout=120s")
-    wait_for("the driver to be ready", mended.driver_is_ready, 120)
-    wait_for("no claim to be left", lambda: not mended.get("resourceclaims")["items"], 120)
+    mended.kubectl("delete", "pods", "--all", f"--timeout={SLOW_S:.0f}s")
+    wait_for("the driver to be ready", mended.driver_is_ready)
+    wait_for("no claim to be left", lambda: not mended.get("resourceclaims")["items"])
     wait_for("the node to be as before", lambda: state(mended) == before, SETTLE_S, every_s=1.0)

@@ -21,13 +21,15 @@ from tests.e2e.conftest import (
     NAMESPACE,
     PLUGIN_DIR,
     SIMULATOR_DIR,
+    SLOW_S,
     Cluster,
     claim_and_pod,
     install,
+    uninstall_mps_host,
     wait_for,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 Json = dict[str, Any]
 
@@ -53,13 +55,13 @@ def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     shutil.rmtree(MACHINE, ignore_errors=True)
     _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
     install(_cluster, "e2e-restricted")
-    wait_for("the driver and its MPS host to be ready", _cluster.driver_is_ready)
-    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS)
+    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
     yield _cluster
-    _cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE)
+    uninstall_mps_host(_cluster)
     install(_cluster, "e2e")
-    _cluster.kubectl("delete", "runtimeclass", "nvidia")
-    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS)
+    _cluster.kubectl("delete", "runtimeclass", "nvidia", "--ignore-not-found")
+    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
+    # Whoever writes there has ended: `install` waits for it.
     shutil.rmtree(MACHINE)
 
 
@@ -69,13 +71,15 @@ def restricted(_restricted: Cluster, cluster: Cluster) -> Cluster:
 
 
 def process_of(pod: Json) -> Path:
-    """The directory in /proc of the daemon of a pod."""
+    """The directory in /proc of the daemon of a pod: the first of its processes, as it may run others."""
     wanted = f"POD_UID={pod['metadata']['uid']}".encode()
+    found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if wanted in (directory / "environ").read_bytes().split(b"\0"):
-                return directory
-    raise AssertionError(f"pod {pod['metadata']['name']} has no process")
+                found.append(directory)
+    assert found, f"pod {pod['metadata']['name']} has no process"
+    return min(found, key=lambda directory: int(directory.name))
 
 
 def test_the_kernel_grants_it_nothing(restricted: Cluster) -> None:
@@ -92,6 +96,7 @@ def test_the_kernel_grants_it_nothing(restricted: Cluster) -> None:
     assert sets == dict.fromkeys(sets, 0)
     assert status["NoNewPrivs"] == "1"
     assert status["Seccomp"] == "2"
+    assert status["NSpid"].split()[1:] == ["1"], "the first process of a namespace of its own"
     mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
     [root] = [mount for mount in mounts if mount[4] == "/"]
     assert "ro" in root[5].split(",")
@@ -111,7 +116,7 @@ def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -
         )
     )
     names = ("whole", "turns", "slice", "together")
-    restricted.wait_running(*names, timeout_s=90)
+    restricted.wait_running(*names, timeout_s=SLOW_S)
     seen = {name: restricted.seen_by(name) for name in names}
     assert all(len(uuids) == 1 for uuids in seen.values())
     assert seen["slice"][0].startswith("MIG-")
@@ -122,7 +127,7 @@ def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -
         lambda: "mps=connected" in restricted.kubectl("logs", "together", check=False),
     )
     restricted.kubectl("delete", "pod", *names)
-    wait_for("the claims to be unprepared", lambda: not restricted.leftovers(), 70)
+    wait_for("the claims to be unprepared", lambda: not restricted.leftovers())
     wait_for("the time slice to be as before", lambda: interval.read_text().strip() in ("", "0"))
     wait_for(
         "the MIG device to be destroyed",
@@ -135,9 +140,17 @@ def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -
 def test_doctor_finds_no_fault(restricted: Cluster) -> None:
     """It looks at what the pod may reach, and that is enough."""
     command = ("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor")
-    said = restricted.kubectl(*command, check=False)
-    assert "OK    kubelet directories" in said
-    assert " 0 FAIL" in said, said
+    answers: list[str] = []
+
+    def finds_no_fault() -> bool:
+        # A check that takes more than seconds is one that fails, as it may on a machine under load.
+        answers.append(restricted.kubectl(*command, check=False))
+        return "OK    kubelet directories" in answers[-1] and " 0 FAIL" in answers[-1]
+
+    with suppress(AssertionError):
+        wait_for("a doctor that finds no fault", finds_no_fault, 60, every_s=1.0)
+    assert "OK    kubelet directories" in answers[-1]
+    assert " 0 FAIL" in answers[-1], answers[-1]
 
 
 WITHOUT: dict[str, tuple[str, str]] = {
@@ -193,11 +206,11 @@ def as_installed(cluster: Cluster) -> Iterator[Json]:
     spec |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
     metadata = {"namespace": NAMESPACE, "labels": {"test": "mounts"}}
     yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    cluster.kubectl("delete", "pods", "-n", NAMESPACE, "-l", "test=mounts", "--timeout=60s")
+    cluster.kubectl("delete", "pods", "-n", NAMESPACE, "-l", "test=mounts", "--timeout=300s")
     for volume in ("nothing", *WITHOUT):
         shutil.rmtree(PLUGIN_DIR.parent / driver_name(volume), ignore_errors=True)
         for socket in PLUGIN_DIR.parent.with_name("plugins_registry").glob(f"{driver_name(volume)}*"):
-            socket.unlink()
+            socket.unlink(missing_ok=True)
 
 
 def tells(cluster: Cluster, volume: str, command: str, words: str) -> bool:
@@ -217,12 +230,14 @@ def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
     pods = [without(as_installed, volume) for volume in ("nothing", *WITHOUT)]
     cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": pods}))
     for volume, (command, words) in WITHOUT.items():
-        wait_for(
-            f"{words!r} without {volume}", partial(tells, cluster, volume, command, words), 90, every_s=1.0
-        )
+        wait_for(f"{words!r} without {volume}", partial(tells, cluster, volume, command, words), every_s=1.0)
         if command != "terminated":
             assert not tells(cluster, "nothing", command, words)
-    assert "plugin_registered" in cluster.kubectl("logs", "without-nothing", "-n", NAMESPACE)
+    # The kubelet looks for new plugins in turns of its own.
+    wait_for(
+        "the daemon that has everything to be registered",
+        lambda: "plugin_registered" in cluster.kubectl("logs", "without-nothing", "-n", NAMESPACE),
+    )
 
 
 OPENERS = """apiVersion: v1
@@ -255,6 +270,7 @@ def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: 
     """Neither the mount nor all capabilities are enough: the device group lets nobody else open the host's devices."""
     cluster.apply(OPENERS)
     cluster.wait_running("openers")
+    HOST_NODE.unlink(missing_ok=True)  # a run that was killed may have left it
     os.mknod(HOST_NODE, stat.S_IFCHR | 0o666, os.makedev(NVIDIA_MAJOR, 0))
     try:
 

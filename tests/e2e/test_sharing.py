@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, SIMULATOR_DIR, Cluster, install, wait_for
+from tests.e2e.conftest import (
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    SIMULATOR_DIR,
+    Cluster,
+    install,
+    uninstall_mps_host,
+    wait_for,
+)
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 BY_MEMORY = "0000:1b:00.0"
 SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
@@ -20,28 +29,31 @@ SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
 def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
     """The driver with shared devices and its MPS host; afterwards the plain one again."""
     install(_cluster, "e2e-sharing")
-    wait_for(
-        "the MPS host's pod", lambda: "gpu-dra-driver-mps" in _cluster.kubectl("get", "pods", "-n", NAMESPACE)
-    )
-    wait_for("the driver and its MPS host to be ready", _cluster.driver_is_ready)
-    wait_for("the shared GPU to be published", lambda: shared_devices(_cluster))
+    wait_for("the shared GPU to be published", lambda: shared_devices(_cluster) and _cluster.pool_is_whole())
     yield _cluster
-    _cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE)
+    uninstall_mps_host(_cluster)
     install(_cluster, "e2e")
-    wait_for("plain devices", lambda: not shared_devices(_cluster))
+    wait_for("plain devices", lambda: not shared_devices(_cluster) and _cluster.pool_is_whole())
 
 
 @pytest.fixture
 def sharing(_sharing: Cluster, cluster: Cluster) -> Iterator[Cluster]:
     """Every test begins and ends without daemons, their directories and changed settings."""
-    wait_for("a node without MPS and time slices", lambda: not state(), 30)
+    wait_for("a node without MPS and time slices", lambda: not state())
     yield cluster
     cluster.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
-    wait_for("nothing of MPS and time slices to be left", lambda: not state(), 70)
+    wait_for("nothing of MPS and time slices to be left", lambda: not state())
 
 
 def state() -> dict[str, str]:
     """Daemon records and directories, compute modes and time slices on the node."""
+    try:
+        return _state()
+    except FileNotFoundError as error:  # it went while we looked, so there was something
+        return {str(error.filename): "going"}
+
+
+def _state() -> dict[str, str]:
     files = [path for path in (PLUGIN_DIR / "mps").rglob("*") if "host." not in str(path)]
     values = {str(path): "" for path in files}
     values.update({f"process {pid}": "" for pid in control_processes()})
@@ -76,14 +88,18 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def printed(cluster: Cluster, pod: str, namespace: str = "default") -> dict[str, str]:
-    """The lines NAME=value that a pod printed: its MPS environment, and what `mps-client` got."""
+def printed(cluster: Cluster, pod: str, *names: str, namespace: str = "default") -> dict[str, str]:
+    """The lines NAME=value that a pod printed: its MPS environment, and what `mps-client` got; these at least."""
+    got: dict[str, str] = {}
 
-    def lines() -> dict[str, str]:
+    def all_there() -> bool:
         text = cluster.kubectl("logs", pod, "-n", namespace, check=False)
-        return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+        got.update(line.split("=", 1) for line in text.splitlines() if "=" in line)
+        # A line is in the log after the other, and the reason of a failure stands where the rest would.
+        return got.keys() >= set(names) or "reason" in got
 
-    return wait_for(f"output of {pod}", lines, 30)
+    wait_for(f"{', '.join(names)} in the output of {pod}", all_there)
+    return got
 
 
 def memory_pod(name: str, namespace: str, memory: str) -> str:
@@ -132,14 +148,14 @@ def test_two_pods_share_a_claim_through_mps(sharing: Cluster, example: Callable[
     sharing.wait_running("mps-a", "mps-b")
     assert sharing.seen_by("mps-a") == sharing.seen_by("mps-b")
     for pod in ("mps-a", "mps-b"):
-        got = printed(sharing, pod)
+        got = printed(sharing, pod, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
         assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
     assert len(daemons()) == 1
 
 
 def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing: Cluster) -> None:
-    sharing.kubectl("create", "namespace", "other-team")
+    sharing.make_namespace("other-team")
     names = [(f"part-{number}", "default" if number % 2 else "other-team") for number in range(11)]
     try:
         # Half of them at once, which leaves room for what the scheduler may count twice.
@@ -153,8 +169,8 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
         assert len(seen) == 1
         assert len(daemons()) == 1
         for name, space in names[:10]:
-            got = printed(sharing, name, space)
-            assert got["mps"] == "connected"
+            got = printed(sharing, name, "mps", "pinned_device_mem_limit_mib", namespace=space)
+            assert got["mps"] == "connected", got
             assert got["pinned_device_mem_limit_mib"] == "8000"
         sharing.apply(memory_pod(*names[10], "8000Mi"))
         wait_for(
@@ -165,7 +181,7 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
             ),
         )
     finally:
-        sharing.kubectl("delete", "namespace", "other-team", "--timeout=120s")
+        sharing.kubectl("delete", "namespace", "other-team", "--timeout=300s")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +194,7 @@ def test_example_of_independent_claims(
     sharing.wait_running(*pods)
     assert len({tuple(sharing.seen_by(pod)) for pod in pods}) == 1
     for pod in pods:
-        got = printed(sharing, pod)
+        got = printed(sharing, pod, "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
         assert got["CUDA_MPS_PIPE_DIRECTORY"] == "/tmp/nvidia-mps"
         assert (
             got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]
@@ -196,9 +212,10 @@ def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) 
         pods = [pod["metadata"]["name"] for pod in sharing.get("pods")["items"]]
         assert len({tuple(sharing.seen_by(pod)) for pod in pods}) == 1
         for pod in pods:
-            assert printed(sharing, pod)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+            got = printed(sharing, pod, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+            assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         sharing.kubectl("delete", "-f", "examples/mig-shares")
-        wait_for("the claims to be unprepared", lambda: not sharing.leftovers(), 70)
+        wait_for("the claims to be unprepared", lambda: not sharing.leftovers())
         sharing.simulate("mig", "destroy", "7", made.split("GPU instance ")[1].split(",")[0])
     finally:
         sharing.simulate("mig", "disable", "7")
@@ -212,7 +229,7 @@ def test_update_of_the_plugin_restarts_no_daemon(sharing: Cluster, example: Call
     assert len(before) == 1
     plugin = {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
     sharing.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    sharing.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
+    sharing.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
     assert daemons() == before
     assert plugin != {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
     assert all(alive(int(pid)) for pid in before.values())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 import pytest
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, wait_for
 
 pytestmark = pytest.mark.cluster
+
+WIPED_AFTER_S = 30
+"""After that long without a plugin the kubelet deletes its slices."""
 
 
 def versions(cluster: Cluster) -> dict[str, str]:
@@ -47,7 +51,7 @@ def test_slices_come_back_when_somebody_deletes_them(cluster: Cluster) -> None:
     before = cluster.devices()
     cluster.kubectl("delete", "resourceslices", "--all")
     started = time.monotonic()
-    wait_for("the slices to come back", lambda: cluster.devices() == before, 10, every_s=0.02)
+    wait_for("the slices to come back", lambda: cluster.devices() == before, every_s=0.02)
     print(f"slices back after {time.monotonic() - started:.2f} s")
 
 
@@ -56,62 +60,70 @@ def test_slices_are_mended_when_somebody_changes_them(cluster: Cluster) -> None:
     name = cluster.slices()[0]["metadata"]["name"]
     patch = '[{"op": "remove", "path": "/spec/devices/0"}]'
     cluster.kubectl("patch", "resourceslice", name, "--type=json", "-p", patch)
-    wait_for("the slice to be mended", lambda: cluster.devices() == before, 10)
+    wait_for("the slice to be mended", lambda: cluster.devices() == before)
 
 
 def test_kubelet_restart_wipes_the_slices_and_they_come_back_at_once(cluster: Cluster, example) -> None:
     example("one-gpu")
     cluster.wait_running("one-gpu")
     started_at = cluster.pod("one-gpu")["status"]["containerStatuses"][0]["state"]["running"]["startedAt"]
-    client = ApiClient(load_endpoint(str(cluster.local.kubeconfig())))
-
-    def devices() -> int:
-        answer = client.request("GET", "/apis/resource.k8s.io/v1/resourceslices", action="list slices")
-        return sum(len(entry["spec"].get("devices") or []) for entry in answer["items"])
-
     uids = {entry["metadata"]["uid"] for entry in cluster.slices()}
-    cluster.local.restart("kubelet")
-    gap = 0.0
-    gone_since: float | None = None
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        count, now = devices(), time.monotonic()
-        if count == 0 and gone_since is None:
-            gone_since = now
-        if count and gone_since is not None:
-            gap = now - gone_since
-            break
-        if count and {entry["metadata"]["uid"] for entry in cluster.slices()} != uids:
-            break  # they were away for less than one look
-        time.sleep(0.01)
-    else:
-        pytest.fail("the restarted kubelet did not wipe the slices, or they did not come back")
-    print(f"without devices for {gap:.2f} s")
+    with closing(ApiClient(load_endpoint(str(cluster.local.kubeconfig())))) as client:
+        cluster.local.restart("kubelet")
+        print(f"without devices for {gap_in(client, uids):.2f} s")
     container = cluster.pod("one-gpu")["status"]["containerStatuses"][0]
     assert container["state"]["running"]["startedAt"] == started_at
     assert container["restartCount"] == 0
 
 
+def gap_in(client: ApiClient, uids: set[str]) -> float:
+    """The seconds without devices until a kubelet that starts has wiped the slices `uids` and there are others."""
+    gone_since: float | None = None
+    deadline = time.monotonic() + SLOW_S
+    while time.monotonic() < deadline:
+        answer = client.request("GET", "/apis/resource.k8s.io/v1/resourceslices", action="list slices")
+        now = time.monotonic()
+        slices = [entry for entry in answer["items"] if entry["spec"].get("devices")]
+        if not slices and gone_since is None:
+            gone_since = now
+        if slices and not uids & {entry["metadata"]["uid"] for entry in slices}:
+            # Without a gap they were away for less than one look.
+            return now - gone_since if gone_since is not None else 0.0
+        time.sleep(0.01)
+    pytest.fail("the restarted kubelet did not wipe the slices, or they did not come back")
+
+
+def restart_plugin(cluster: Cluster) -> float:
+    """Seconds until a new pod has taken the place of the driver's."""
+    old = {pod["metadata"]["uid"] for pod in cluster.driver_pods()}
+    started = time.monotonic()
+    cluster.kubectl("delete", "pod", "-n", NAMESPACE, "--all")
+    wait_for("a new driver pod", lambda: not old & {p["metadata"]["uid"] for p in cluster.driver_pods()})
+    wait_for("the new pod to be ready", cluster.driver_is_ready)
+    return time.monotonic() - started
+
+
 def test_plugin_restart_writes_nothing_and_leaves_the_pod_alone(cluster: Cluster, example) -> None:
     example("one-gpu")
     cluster.wait_running("one-gpu")
-    before = versions(cluster)
-    old = {pod["metadata"]["uid"] for pod in cluster.driver_pods()}
-    cluster.kubectl("delete", "pod", "-n", NAMESPACE, "--all")
-    wait_for("a new driver pod", lambda: not old & {p["metadata"]["uid"] for p in cluster.driver_pods()}, 60)
-    wait_for("the new pod to be ready", cluster.driver_is_ready)
+    for _ in range(5):
+        before = versions(cluster)
+        took = restart_plugin(cluster)
+        if took < WIPED_AFTER_S:
+            break
+        print(f"away for {took:.0f} s, in which the kubelet may have deleted the slices: once more")
+        wait_for("all slices", cluster.driver_has_settled)
     assert versions(cluster) == before
     assert cluster.pod("one-gpu")["status"]["containerStatuses"][0]["restartCount"] == 0
     assert len(cluster.seen_by("one-gpu")) == 1
     cluster.kubectl("delete", "pod", "one-gpu")
-    wait_for("the claim to be unprepared by the new instance", lambda: not cluster.leftovers(), 70)
+    wait_for("the claim to be unprepared by the new instance", lambda: not cluster.leftovers())
 
 
-def test_rolling_update_serves_throughout_and_writes_nothing(cluster: Cluster) -> None:
+def test_rolling_update_serves_throughout_and_writes_nothing(cluster: Cluster, example) -> None:
     before = versions(cluster)
     cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    cluster.kubectl("apply", "-f", "examples/one-gpu")
+    example("one-gpu")
     cluster.wait_running("one-gpu")
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=120s")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
     assert versions(cluster) == before
-    cluster.kubectl("delete", "-f", "examples/one-gpu")

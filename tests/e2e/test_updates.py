@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, wait_for
 from tests.e2e.test_pods import TEMPLATE
 from tests.e2e.test_slices import versions
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
 Json = dict[str, Any]
 REGISTRY = Path("/var/lib/kubelet/plugins_registry")
@@ -40,7 +40,7 @@ def start_pods(cluster: Cluster, *names: str) -> None:
     """One after the other; each of them runs and has its GPU."""
     for name in names:
         cluster.apply(POD.format(name=name))
-        cluster.wait_running(name, timeout_s=150)
+        cluster.wait_running(name, timeout_s=SLOW_S)
         assert len(cluster.seen_by(name)) == 1
 
 
@@ -51,14 +51,12 @@ def change(cluster: Cluster, **container: Any) -> None:
 
 
 def rolled_out(cluster: Cluster) -> None:
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=150s")
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
     wait_for("one ready pod of the driver", lambda: len(staying(cluster)) == 1 and cluster.driver_is_ready())
 
 
 def staying(cluster: Cluster) -> list[Json]:
-    """The driver's pods that are not on their way out, the oldest first."""
-    pods = [pod for pod in cluster.driver_pods() if "deletionTimestamp" not in pod["metadata"]]
-    return sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"])
+    return cluster.staying_pods("node")
 
 
 def state_of(pod: Json) -> Json:
@@ -117,12 +115,13 @@ def test_a_version_that_never_registers_changes_nothing(
     change(updating, **broken)
     wait_for(
         "the broken version to be there",
-        lambda: len(staying(updating)) == 2 and is_there(staying(updating)[1]),
-        90,
+        lambda: any(
+            is_there(pod) for pod in staying(updating) if pod["metadata"]["uid"] != old["metadata"]["uid"]
+        ),
     )
     start_pods(updating, "during-1", "during-2", "during-3")
     updating.kubectl("delete", "pod", "before")
-    wait_for("its claim to be unprepared", lambda: len(updating.leftovers()) == 6, 70)
+    wait_for("its claim to be unprepared", lambda: len(updating.leftovers()) == 6)
     assert versions(updating) == published
     updating.kubectl("rollout", "undo", DAEMONSET, "-n", NAMESPACE)
     rolled_out(updating)
@@ -193,7 +192,7 @@ def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluste
     probe = {"exec": {"command": ["false"]}, "httpGet": None}
     with watched(updating, tmp_path / "forth") as changes:
         change(updating, env=[{"name": "CONSUMABLE_SHARES", "value": "4"}], readinessProbe=probe)
-        wait_for("the new content", lambda: all(is_shared(entry) for entry in updating.slices()), 90)
+        wait_for("the new content", lambda: all(is_shared(entry) for entry in updating.slices()))
         assert len(staying(updating)) == 2
         start_pods(updating, "during-1", "during-2", "during-3")
         assert len(staying(updating)) == 2
@@ -203,11 +202,11 @@ def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluste
     settled = versions(updating)
     # The scheduler hands a device out again whose sharing ends while claims have parts of it.
     updating.kubectl("delete", "pod", "during-1", "during-2", "during-3")
-    wait_for("the shared devices to be free", lambda: len(updating.leftovers()) == 2, 70)
+    wait_for("the shared devices to be free", lambda: len(updating.leftovers()) == 2)
 
     with watched(updating, tmp_path / "back") as changes:
         updating.kubectl("rollout", "undo", DAEMONSET, "-n", NAMESPACE)
-        wait_for("the old content", lambda: not any(is_shared(entry) for entry in updating.slices()), 90)
+        wait_for("the old content", lambda: not any(is_shared(entry) for entry in updating.slices()))
         rolled_out(updating)
         start_pods(updating, "after")
         made = changes()
@@ -219,8 +218,8 @@ def test_restarts_of_the_kubelet_in_the_middle_of_an_update(updating: Cluster) -
     """It finds the instances that are there, before the new one is registered and while both are."""
     devices, slices = updating.devices(), len(updating.slices())
     start_pods(updating, "before")
-    # Both are there for a while, as on a node whose new version takes long to come up.
-    both = json.dumps({"spec": {"minReadySeconds": 60}})
+    # Both are there until we have seen it, as on a node whose new version takes long to come up.
+    both = json.dumps({"spec": {"minReadySeconds": 3600}})
     updating.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", both)
     updating.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
     wait_for("the new version's pod", lambda: len(staying(updating)) == 2)
@@ -233,6 +232,7 @@ def test_restarts_of_the_kubelet_in_the_middle_of_an_update(updating: Cluster) -
     rolled_out(updating)
     start_pods(updating, "after")
     assert state_of(updating.pod("before"))["restartCount"] == 0
+    wait_for("the old one to have ended", updating.driver_has_settled)
     assert (updating.devices(), len(updating.slices())) == (devices, slices)
     [left] = staying(updating)
     sockets = [file.name for file in REGISTRY.glob("gpu.nvidia.com-*")]

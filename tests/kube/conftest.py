@@ -63,7 +63,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
 
 
 def _real_target(kubeconfig: Path, node: str) -> Iterator[Target]:
-    client = ApiClient(load_endpoint(kubeconfig), timeout_s=10)
+    client = ApiClient(load_endpoint(kubeconfig), timeout_s=60)
     api = ResourceApi(client)
     target = Target(kubeconfig, api, node, "default", None)
     yield target

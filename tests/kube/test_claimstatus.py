@@ -13,7 +13,7 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.claimstatus import ClaimStatusClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.notices import DeviceFacts, DeviceStatus, EventObject, MpsFacts
 from tests.kube.support import DRIVER, allocated_claim, write_claim_status
 
@@ -238,6 +238,22 @@ def single(server, connect):
     results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
     metadata = allocated_claim(api, "default", results, node="node-a")["metadata"]
     return ClaimStatusClient(api, DRIVER, "node-a"), ClaimRef("default", metadata["name"], metadata["uid"])
+
+
+def test_pods_of_every_claim_that_is_read_are_noted(server, connect):
+    api, noted = ResourceApi(connect(server)), []
+    metadata = allocated_claim(
+        api, "default", [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}], node="node-a"
+    )["metadata"]
+    ref = ClaimRef("default", metadata["name"], metadata["uid"])
+    status = ClaimStatusClient(api, DRIVER, "node-a", note_pods=lambda *said: noted.append(said))
+    expected = (ref.uid, tuple(PodRef(f"pod-{n}", f"uid-{n}") for n in (1, 2)))
+    status.pods_of(ref)
+    assert noted == [expected]
+    assert status.write(ref, [ready()])
+    assert noted == [expected] * 2
+    status.pods_of(ClaimRef(ref.namespace, ref.name, "another"))
+    assert noted == [expected] * 2, "that is another claim"
 
 
 def test_pods_are_those_for_which_the_claim_is_reserved(single):

@@ -7,9 +7,9 @@ import uuid
 import pytest
 
 from dra_driver.errors import ApiRejectedError, ClaimRefusedError
-from dra_driver.kube.claims import ClaimClient, parse_allocated_claim
+from dra_driver.kube.claims import ClaimClient, parse_allocated_claim, reserved_pods
 from dra_driver.kube.nodes import node_uid
-from dra_driver.model.claim import ClaimNow, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import ClaimNow, ClaimRef, DeviceConfig, DeviceResult, PodRef
 
 _REQUESTS = [
     {
@@ -37,6 +37,31 @@ def claim(target):
     where = {"namespace": target.namespace, "action": "test"}
     yield target.api.call("POST", "resourceclaims", body=obj, **where)
     target.api.call("DELETE", "resourceclaims", name=name, **where)
+
+
+@pytest.fixture
+def pod(target):
+    """A pod that may have a claim reserved.
+
+    The controllers of a real cluster would at once take out one that does not exist, and deallocate the claim; this
+    one is there and is never scheduled.
+    """
+    if target.server is not None:
+        yield PodRef("pod", "pod-uid")
+        return
+    pods = f"/api/v1/namespaces/{target.namespace}/pods"
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"pod-{uuid.uuid4().hex[:8]}"},
+        "spec": {
+            "schedulingGates": [{"name": "example.com/never"}],
+            "containers": [{"name": "main", "image": "local/workload:e2e"}],
+        },
+    }
+    made = target.api.client.request("POST", pods, action="test", body=body)["metadata"]
+    yield PodRef(made["name"], made["uid"])
+    target.api.client.request("DELETE", f"{pods}/{made['name']}", action="test")
 
 
 def test_claim_has_v1_shape_whatever_is_served(target, claim):
@@ -77,18 +102,19 @@ def test_missing_claim_is_named_with_status(target):
     assert (caught.value.status, caught.value.reason) == (404, "NotFound")
 
 
-def test_state_of_a_claim_is_told_whatever_it_is(target, claim):
+def test_state_of_a_claim_is_told_whatever_it_is(target, claim, pod):
     client, name = ClaimClient(target.api), claim["metadata"]["name"]
     ref = ClaimRef(target.namespace, name, claim["metadata"]["uid"])
-    assert client.look(ref) == ClaimNow(ref.uid, False, False, None)
+    assert client.look(ref) == ClaimNow(ref.uid, False, False, None, ())
     result = {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-0"}
     claim["status"] = {
         "allocation": {"devices": {"results": [result]}},
-        "reservedFor": [{"resource": "pods", "name": "pod", "uid": "pod-uid"}],
+        "reservedFor": [{"resource": "pods", "name": pod.name, "uid": pod.uid}],
     }
     where = {"namespace": target.namespace, "name": name}
     target.api.call("PUT", "resourceclaims", subresource="status", body=claim, action="test", **where)
-    assert client.look(ref) == ClaimNow(ref.uid, False, True, frozenset({("gpu.nvidia.com", "n", "gpu-0")}))
+    devices = frozenset({("gpu.nvidia.com", "n", "gpu-0")})
+    assert client.look(ref) == ClaimNow(ref.uid, False, True, devices, (pod,))
     assert client.look(ClaimRef(target.namespace, "absent", ref.uid)) is None
 
 
@@ -160,3 +186,34 @@ def test_name_in_the_pod_is_read_from_the_annotation():
     ):
         metadata["annotations"] = found
         assert parse_allocated_claim(obj, ref).pod_claim_name == name
+
+
+POD = {"resource": "pods", "name": "trainer-0", "uid": "uid-0"}
+GROUP = {"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "gang", "uid": "uid-9"}
+
+
+@pytest.mark.parametrize(
+    ("reserved", "pods"),
+    [
+        (None, ()),
+        ([], ()),
+        ([POD], (PodRef("trainer-0", "uid-0"),)),
+        ([GROUP, POD], (PodRef("trainer-0", "uid-0"),)),
+        ([GROUP], None),
+        ([POD | {"apiGroup": "example.com"}], None),
+        ([POD, {"resource": "pods", "name": "trainer-1"}], None),
+        ([POD | {"name": "\x1b[2J"}], None),
+        ([POD | {"name": "x" * 254}], None),
+        ([POD | {"uid": "u" * 129}], None),
+        (["trainer-0"], None),
+        ({"resource": "pods"}, None),
+        (
+            [POD | {"name": f"p-{n}", "uid": f"u-{n}"} for n in range(300)],
+            tuple(PodRef(f"p-{n}", f"u-{n}") for n in range(256)),
+        ),
+    ],
+)
+def test_pods_are_those_that_have_the_claim_reserved_as_far_as_they_can_be_told(reserved, pods):
+    obj = {"metadata": {"uid": "u"}, "status": {"allocation": {}, "reservedFor": reserved}}
+    assert reserved_pods(obj) == pods
+    assert parse_allocated_claim(obj, ClaimRef("ns", "name", "u")).pods == pods

@@ -152,7 +152,7 @@ class LosesAnswers(ApiClient):
 
 
 def test_an_answer_that_was_lost_counts_once(target):
-    client = LosesAnswers(target.api.client.endpoint, timeout_s=5)
+    client = LosesAnswers(target.api.client.endpoint, timeout_s=60)
     writer = EventWriter(client, DRIVER, target.node)
     about = unique("Pod")
     for times in (1, 2):  # created, then counted up

@@ -26,7 +26,7 @@ printf 'connect %s %s %s %s %s\n' "$name" "$$" "$uid" "$percentage" "$memory" >&
 tries=0
 while [ ! -f "$reply" ]; do
     tries=$((tries + 1))
-    if [ "$tries" -gt 100 ]; then
+    if [ "$tries" -gt 1200 ]; then
         printf '%s\n' "mps=none" "reason=the MPS daemon of $pipe does not answer"
         exit 3
     fi

@@ -12,7 +12,7 @@ from typing import Any
 
 from localcluster.layout import API_URL, NODE_NAME, Layout
 
-_TIMEOUT_SECONDS = 3.0
+_TIMEOUT_SECONDS = 10.0
 
 
 def answers(layout: Layout, probe: str) -> bool:

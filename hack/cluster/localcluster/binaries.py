@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from localcluster.layout import CLUSTER_SOURCE, Layout
 _MODULES = CLUSTER_SOURCE / "go"
 _TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs"}
 _OLDEST_GO = (1, 26)
+_NETWORK = re.compile(
+    "dial tcp|i/o timeout|connection reset|TLS handshake|unexpected EOF|50[0-9] |bad gateway", re.I
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +87,19 @@ def _build_part(part: Part, target: Path) -> None:
     """Build beside and rename, so that an interrupted build leaves no half file."""
     unfinished = target / f".{part.name}.unfinished"
     argv = ["go", "build", *_flags(part.module), "-o", str(unfinished), part.package]
-    done = subprocess.run(
-        argv,
-        cwd=_MODULES / part.module,
-        env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # Go gives up at the first module that does not come; those that came are kept for the next try.
+    for tries_left in (2, 1, 0):
+        done = subprocess.run(
+            argv,
+            cwd=_MODULES / part.module,
+            env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0 or not tries_left or not _NETWORK.search(done.stderr):
+            break
+        time.sleep(10)
     if done.returncode != 0:
         raise ClusterError(f"Building {part.name} failed: {done.stderr.strip()[-2000:]}")
     unfinished.replace(target / part.name)

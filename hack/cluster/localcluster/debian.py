@@ -49,7 +49,7 @@ def _present(sign: str) -> bool:
 def _apt_get(*arguments: str) -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     done = subprocess.run(
-        ["apt-get", "--quiet", *arguments],
+        ["apt-get", "--quiet", "--option=Acquire::Retries=5", *arguments],
         env=environment,
         capture_output=True,
         text=True,

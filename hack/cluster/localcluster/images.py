@@ -93,8 +93,9 @@ def _static_busybox(layout: Layout) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = layout.state / "busybox"
     folder.mkdir(exist_ok=True)
-    shell.run(["apt-get", "--quiet", "update"])
-    shell.run(["apt-get", "--quiet", "download", "busybox-static"], cwd=folder)
+    retries = "--option=Acquire::Retries=5"
+    shell.run(["apt-get", "--quiet", retries, "update"])
+    shell.run(["apt-get", "--quiet", retries, "download", "busybox-static"], cwd=folder)
     package = next(folder.glob("busybox-static_*.deb"))
     shell.run(["dpkg-deb", "--extract", package, folder])
     found = next(path for path in folder.glob("**/bin/busybox") if path.is_file())

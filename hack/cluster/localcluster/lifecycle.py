@@ -32,7 +32,7 @@ from localcluster.components import NAMES, Component, Options, all_components
 from localcluster.errors import ClusterError
 from localcluster.layout import SYSTEM_PATH, Layout
 
-_READY_SECONDS = 90.0
+_READY_SECONDS = 300.0
 
 
 def up(layout: Layout, options: Options) -> None:

@@ -99,7 +99,7 @@ def stop(processes: Sequence[Process], *, grace_seconds: float = 4.0) -> None:
         if _wait_gone(processes, grace_seconds):
             return
     _signal(processes, signal.SIGKILL)
-    if not _wait_gone(processes, 10.0):
+    if not _wait_gone(processes, 60.0):
         left = [process.pid for process in processes if process.alive]
         raise ClusterError(f"Processes {left} do not end even when killed.")
 

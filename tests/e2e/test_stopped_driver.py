@@ -1,0 +1,86 @@
+"""While no driver runs on a node nobody knows how its devices are, and the status of pods says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, claim_and_pod, wait_for
+from tests.e2e.test_health import pod_health
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+NOWHERE = "gpu-dra-driver.e2e/no-node-has-this"
+# The kubelet drops all that it knows of a driver's devices when the stream of their health ends, but tells no pod: its
+# status is made anew by the kubelet's regular round, a minute to a minute and a half after the one before.
+SHOWN_S = 300.0
+
+
+def driver_pods(cluster: Cluster) -> list[str]:
+    found = cluster.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node")["items"]
+    return [pod["metadata"]["name"] for pod in found]
+
+
+def choose_nodes(cluster: Cluster, value: str | None) -> None:
+    """Have the driver run on nodes with a label that none has, or with None where it ran before."""
+    patch = {"spec": {"template": {"spec": {"nodeSelector": {NOWHERE: value}}}}}
+    cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps(patch))
+
+
+def stop(cluster: Cluster) -> None:
+    choose_nodes(cluster, "true")
+    wait_for("the driver's pod to be gone", lambda: not driver_pods(cluster), 300)
+
+
+def start(cluster: Cluster) -> None:
+    choose_nodes(cluster, None)
+    wait_for("one pod of the driver", lambda: len(driver_pods(cluster)) == 1, 300)
+    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    wait_for("the driver to be ready", cluster.driver_is_ready, 300)
+
+
+@pytest.fixture
+def stoppable(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose driver runs again afterwards and publishes what it did; the kubelet deletes the slices of a
+    driver that is away."""
+    before = cluster.devices()
+    yield cluster
+    start(cluster)
+    wait_for("the devices to be published again", lambda: cluster.devices() == before, 300)
+
+
+def test_health_is_unknown_without_a_driver_and_told_when_it_is_back(stoppable: Cluster) -> None:
+    stoppable.apply(claim_and_pod("watched"))
+    stoppable.wait_running("watched")
+    wait_for("the device to be healthy", lambda: pod_health(stoppable, "watched") == {"Healthy"}, SHOWN_S)
+    stop(stoppable)
+    wait_for("its health to be unknown", lambda: pod_health(stoppable, "watched") == {"Unknown"}, SHOWN_S)
+    status = stoppable.pod("watched")["status"]
+    assert (status["phase"], status["containerStatuses"][0]["restartCount"]) == ("Running", 0)
+    start(stoppable)
+    wait_for("it to be healthy again", lambda: pod_health(stoppable, "watched") == {"Healthy"}, SHOWN_S)
+    [container] = stoppable.pod("watched")["status"]["containerStatuses"]
+    assert container["restartCount"] == 0
+    assert len(stoppable.seen_by("watched")) == 1
+    stoppable.kubectl("delete", "pod", "watched", "-n", "default", "--timeout=300s")
+    wait_for("the claim to be unprepared by the new instance", lambda: not stoppable.leftovers(), 300)
+
+
+def test_a_gpu_that_goes_bad_while_no_driver_runs_is_found_by_the_next_one(stoppable: Cluster) -> None:
+    """What a look tells is told by the first look; until then nothing is claimed."""
+    index = 2  # of no test of test_health, where each that goes bad is one test's own
+    chosen = f'device.attributes["gpu.nvidia.com"].index == {index}'
+    stoppable.apply(claim_and_pod("unlucky", selector=chosen))
+    stoppable.wait_running("unlucky")
+    wait_for("the device to be healthy", lambda: pod_health(stoppable, "unlucky") == {"Healthy"}, SHOWN_S)
+    stop(stoppable)
+    stoppable.simulate("recovery-action", str(index), "1")
+    try:
+        wait_for("its health to be unknown", lambda: pod_health(stoppable, "unlucky") == {"Unknown"}, SHOWN_S)
+        start(stoppable)
+        wait_for("it to be unhealthy", lambda: pod_health(stoppable, "unlucky") == {"Unhealthy"}, SHOWN_S)
+    finally:
+        stoppable.simulate("reset", str(index))
+    wait_for("it to be healthy", lambda: pod_health(stoppable, "unlucky") == {"Healthy"}, SHOWN_S)
