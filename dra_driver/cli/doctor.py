@@ -107,6 +107,7 @@ def _checks(settings: Settings, platform: Platform) -> list[Check]:
         Path(settings.kubelet_plugins_directory_path),
         host,
         settings.mps_host == "external",
+        Path(settings.cdi_root),
     )
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     cluster = ClusterChecks(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
+import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -22,7 +23,7 @@ from dra_driver.mps.protocol import decode_spec
 FORMAT = 1
 UNREADABLE = ".unreadable"
 # What no later try would read either; other errors pass.
-_UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
+_UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP})
 
 _SPEC_FIELDS = frozenset(entry.name for entry in fields(MpsDaemonSpec))
 
@@ -65,7 +66,7 @@ class DaemonRecords:
             raise _failed("read", self._layout.root, error) from error
         for path in paths:
             try:
-                record = _decode(path.read_bytes())
+                record = _decode(_read_plain(path))
                 if self._layout.record(record.spec.device) != path:
                     raise StateError(f"it is the record of {record.spec.device}")
                 found[record.spec.device] = record
@@ -76,6 +77,7 @@ class DaemonRecords:
                     raise _failed("read", path, error) from error
                 faults.append(f"{path}: {error}")
                 with suppress(OSError):
+                    _make_way(_aside(path))
                     path.replace(_aside(path))
         return found, tuple(faults)
 
@@ -84,12 +86,17 @@ class DaemonRecords:
         path = self._layout.record(record.spec.device)
         new = _new(path)
         try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            _make_way(new)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(_encode(record))
                 file.flush()
                 os.fsync(file.fileno())
-            new.replace(path)
+            try:
+                new.replace(path)
+            except IsADirectoryError:
+                _make_way(path)
+                new.replace(path)
             self._sync()
         except OSError as error:
             with suppress(OSError):
@@ -97,17 +104,15 @@ class DaemonRecords:
             raise _failed("write", path, error) from error
 
     def remove(self, device: str) -> None:
-        """Forget the daemon for good, also what could not be read of it; nothing happens where nothing is.
+        """Forget the daemon for good, also what could not be read of it; nothing happens where nothing is. A directory
+        that was in the place of a file has another name then.
 
         Raises: StateError.
         """
         path = self._layout.record(device)
         try:
             for each in (path, _aside(path), _new(path)):
-                try:
-                    each.unlink(missing_ok=True)
-                except IsADirectoryError:  # it was in the place of a record
-                    shutil.rmtree(each)
+                _make_way(each)
             # A record that came back after a power cut would start a daemon that no claim asked for.
             with suppress(FileNotFoundError):
                 self._sync()
@@ -125,7 +130,7 @@ class DaemonRecords:
     def has_any(self, device: str) -> bool:
         """Whether there is a record, readable or not."""
         path = self._layout.record(device)
-        return path.exists() or _aside(path).exists()
+        return path.exists() or os.path.lexists(_aside(path))
 
 
 def _aside(path: Path) -> Path:
@@ -134,6 +139,23 @@ def _aside(path: Path) -> Path:
 
 def _new(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
+
+
+def _read_plain(path: Path) -> bytes:
+    """Raises: OSError; that is EISDIR for whatever is no plain file, as it would last for ever to read a pipe."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is no plain file")
+    return path.read_bytes()
+
+
+def _make_way(path: Path) -> None:
+    """Remove the file, or give the directory in its place, in which may be somebody's work, another name. Raises:
+    OSError."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        stem = path.name.removesuffix(UNREADABLE)
+        path.rename(path.with_name(f"{stem}{UNREADABLE}-{time.time_ns()}"))
 
 
 def _failed(action: str, path: Path, error: OSError) -> StateError:

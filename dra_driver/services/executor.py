@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from dra_driver.core.planning import Plan
-from dra_driver.errors import DraDriverError, StateError
+from dra_driver.errors import DraDriverError, PassingRefusalError, StateError
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.model.usage import UnknownUsage
@@ -75,6 +75,16 @@ def refuse_newer(record: ClaimRecord) -> None:
         )
 
 
+def tell_incomplete(claim_uid: str, error: DraDriverError) -> None:
+    """Log what kept a claim that could not be prepared from being taken back."""
+    _log.error(
+        "rollback_incomplete",
+        claim_uid=claim_uid,
+        reason=str(error),
+        remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
+    )
+
+
 def changes_more_than_the_spec(plan: Plan) -> bool:
     """Whether a plan does anything that a power cut does not undo by itself.
 
@@ -87,8 +97,8 @@ class Executor:
     """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches.
 
     Crash points, and what is there after each: before the record is written, nothing; between the record and
-    the end of the steps, a record in `preparing` that names every step; after the last step but before the
-    record says `prepared`, the same, and the next Prepare finds every step done.
+    the end of the steps, also between two tries, a record in `preparing` that names every step; after the last
+    step but before the record says `prepared`, the same, and the next Prepare finds every step done.
     """
 
     def __init__(
@@ -110,10 +120,11 @@ class Executor:
         self._turn_s = turn_s
         self._turn = threading.Lock()
 
-    def carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
+    def carry_out(self, plan: Plan, known: ClaimRecord | None, *, tries_again: bool = False) -> ClaimRecord:
         """Run every step, recorded first; returns the record as it stands in the end.
 
-        A claim that was prepared before keeps what it has when a step fails now: its pod may be running.
+        A claim that was prepared before keeps what it has when a step fails now: its pod may be running. A caller that
+        `tries_again` after a PassingRefusalError finds what was done until then; it calls `roll_back` if it gives up.
         Raises: what the step raised.
         """
         if known is not None:
@@ -126,9 +137,10 @@ class Executor:
             try:
                 for step in plan.steps:
                     self._runner.do(step, plan)
-            except Exception:
-                if known is None or known.phase != "prepared":
-                    self._roll_back(record)
+            except Exception as error:
+                stays = tries_again and isinstance(error, PassingRefusalError)
+                if not stays and (known is None or known.phase != "prepared"):
+                    self.roll_back(record)
                 raise
             if record.phase == "prepared":
                 return record
@@ -158,6 +170,13 @@ class Executor:
             self._runner.undo(step, record)
         self._records.delete(record.ref.uid)
 
+    def roll_back(self, record: ClaimRecord) -> None:
+        """Undo what a Prepare did in vain, as far as that can be done now."""
+        try:
+            self.take_back(record)
+        except DraDriverError as error:
+            tell_incomplete(record.ref.uid, error)
+
     def forget(self, claim_uid: str) -> None:
         """Clear away what a claim without a record may have left. Raises: StateError."""
         self._runner.forget(claim_uid)
@@ -186,14 +205,3 @@ class Executor:
             devices=held,
             steps=plan.steps,
         )
-
-    def _roll_back(self, record: ClaimRecord) -> None:
-        try:
-            self.take_back(record)
-        except DraDriverError as error:
-            _log.error(
-                "rollback_incomplete",
-                claim_uid=record.ref.uid,
-                reason=str(error),
-                remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
-            )

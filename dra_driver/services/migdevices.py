@@ -23,10 +23,11 @@ An entry of the ledger is written before its GPU instance is made, and removed a
 | entry gone | mode on | makes everything | mode off |
 | mode off | a note | the same | removes the note |
 
-Whatever fails on the way to `created` is undone in the same call. What cannot be undone stays in the ledger as
-`orphan`, is never used again and is destroyed in the background. An instance is ours while the ledger has its
-slot, the GPU instance's ID and the MIG device's UUID as far as they are known, and the boot is the same; all
-else is somebody else's and left alone, also what somebody made by hand in the place of ours.
+Of a device that fails on the way to `created` the instances and the entry are undone in the same call; the MIG mode
+goes with the claim. What cannot be undone stays in the ledger as `orphan`, is never used again and is destroyed in
+the background; so is for a while what NVML may have made without saying so (`services.migteardown`). An instance is
+ours while the ledger has its slot, the GPU instance's ID and the MIG device's UUID as far as they are known, and the
+boot is the same; all else is somebody else's and left alone, also what somebody made by hand in the place of ours.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
 
 import structlog
 
@@ -45,21 +45,18 @@ from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
     NvmlUnavailableError,
+    PassingRefusalError,
+    RetryableError,
     UnsureOutcomeError,
 )
 from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
 from dra_driver.services.migmode import MigMode
 from dra_driver.services.migports import Hardware, Ledger, Observe, Where
+from dra_driver.services.migteardown import MigTeardown, at_slot, is_ours, where_of
 from dra_driver.services.migusers import MigUsers
 
 _log = structlog.get_logger(__name__)
-
-_PAUSE_FIRST_S = 0.02
-_PAUSE_MOST_S = 0.1
-
-TornDown = Literal["destroyed", "gone", "foreign"]
-"""What became of an instance that was to go; a foreign one is left alone."""
 
 
 def _nothing() -> None:
@@ -96,7 +93,7 @@ class MigDevices:
         self._left_over = left_over
         self._observe = observe
         self._clock = clock
-        self._pause = pause
+        self._teardown = MigTeardown(hardware, ledger, observe, clock, pause)
         self.mode = MigMode(hardware, ledger, boot_id, left_over, observe, clock)
 
     # --- questions -----------------------------------------------------------------------------
@@ -120,19 +117,24 @@ class MigDevices:
             if (gpu_uuid, *instance.slot) not in ours or instance.slot in orphans
         )
 
+    @property
+    def awaits_some(self) -> bool:
+        """Whether an instance may appear that NVML was asked for and did not say whether it made."""
+        return self._teardown.awaits_some
+
     # --- creation ------------------------------------------------------------------------------
 
     def create(self, step: CreateMig) -> OwnedInstance:
         """Have the device of a step exist.
 
         Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError; PassingRefusalError;
-        RetryableError; StateError. What this call made is undone then.
+        RetryableError; StateError. What this call made is undone then, but for the MIG mode, which goes with the claim.
         """
         began = self._clock()
         try:
             entry = self._entry_in_use(step)
-            found = self._hardware.instances(*_where(step))
-            instance = None if entry is None else _at_slot(entry, found)
+            found = self._hardware.instances(*where_of(step))
+            instance = None if entry is None else at_slot(entry, found)
             if entry is not None and instance is not None:
                 created, is_new = self._completed(entry, instance)
             else:
@@ -140,6 +142,7 @@ class MigDevices:
         except Exception as error:
             self._observe("create", step.device, self._clock() - began, error)
             raise
+        self._teardown.stop_awaiting(step.device)
         if is_new:
             self._observe("create", step.device, self._clock() - began, None)
         return created
@@ -151,7 +154,7 @@ class MigDevices:
         if entry is None:
             return None
         if entry.phase == "orphan":
-            self._destroy_entry(entry)
+            self._teardown.take_down(entry)
             return None
         if self._ledger.is_leaving(step.device):
             self._ledger.save(entry)
@@ -159,8 +162,8 @@ class MigDevices:
 
     def _completed(self, entry: OwnedInstance, instance: GpuInstance) -> tuple[OwnedInstance, bool]:
         """The entry with everything that was missing, and whether something was."""
-        inside = self._hardware.compute_instances(*_where(entry), instance.gpu_instance_id)
-        if not _is_ours(entry, instance, inside):
+        inside = self._hardware.compute_instances(*where_of(entry), instance.gpu_instance_id)
+        if not is_ours(entry, instance, inside):
             raise ClaimRefusedError(
                 f"GPU instance {instance.gpu_instance_id} of GPU {entry.gpu_uuid} is in the place of MIG device "
                 f"{entry.device} but is not the one that this driver made; destroy it by hand (nvidia-smi mig), "
@@ -172,7 +175,7 @@ class MigDevices:
 
     def _made(self, step: CreateMig, found: Iterable[GpuInstance]) -> OwnedInstance:
         """The device made from nothing."""
-        where = _where(step)
+        where = where_of(step)
         in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
         self._clear(where, in_the_way, f"MIG device {step.device}")
         self.mode.enter(where)
@@ -197,13 +200,27 @@ class MigDevices:
 
     def _gpu_instance(self, entry: OwnedInstance) -> int:
         try:
-            return self._hardware.create(*_where(entry), entry.profile_id, entry.placement)
-        except (NvmlUnavailableError, DeviceLostError, UnsureOutcomeError):
+            return self._hardware.create(*where_of(entry), entry.profile_id, entry.placement)
+        except (NvmlUnavailableError, DeviceLostError):
             raise  # there may be one now, which is taken back with the entry
-        except DraDriverError:
-            # The driver said no: whatever is there by now is somebody else's.
-            self._ledger.delete(entry.device)
+        except UnsureOutcomeError:
+            self._teardown.await_late(entry)
             raise
+        except DraDriverError as error:
+            if self._is_late_in_the_way(entry) and type(error) is RetryableError:
+                raise PassingRefusalError(str(error)) from error
+            raise
+
+    def _is_late_in_the_way(self, entry: OwnedInstance) -> bool:
+        """The driver said no: whatever is there by now is somebody else's, unless it is what it left open before."""
+        if self._teardown.awaits(entry.device):
+            self._ledger.save(replace(entry, phase="orphan"))
+            return True
+        self._ledger.delete(entry.device)
+        return any(
+            self._teardown.awaits(other.device) and other.placement.overlaps(entry.placement)
+            for other in self._entries_of(entry.gpu_uuid).values()
+        )
 
     def _with_compute(self, entry: OwnedInstance, gpu_instance_id: int) -> OwnedInstance:
         # A UUID that is noted is that of a compute instance which is gone.
@@ -217,7 +234,7 @@ class MigDevices:
             raise
 
     def _compute_instance(self, entry: OwnedInstance, gpu_instance_id: int) -> tuple[int, int, str]:
-        return (gpu_instance_id, *self._hardware.create_compute(*_where(entry), gpu_instance_id))
+        return (gpu_instance_id, *self._hardware.create_compute(*where_of(entry), gpu_instance_id))
 
     def _finished(
         self, entry: OwnedInstance, gpu_instance_id: int, compute_instance_id: int, uuid: str
@@ -228,7 +245,7 @@ class MigDevices:
             gpu_instance_id=gpu_instance_id,
             compute_instance_id=compute_instance_id,
             uuid=uuid,
-            gpu_minor=self._hardware.minor(*_where(entry)),
+            gpu_minor=self._hardware.minor(*where_of(entry)),
         )
         if finished != entry:
             self._ledger.save(finished)
@@ -237,7 +254,9 @@ class MigDevices:
     def _take_back(self, entry: OwnedInstance) -> None:
         """Undo what a failed creation made, as the ledger tells it; the first error is the one to be told."""
         try:
-            self.destroy(entry.device, _where(entry))
+            left = self._entry(entry.device)
+            if left is not None and self._teardown.take_down(left) == "awaited":
+                self._left_over()
         except DraDriverError as error:
             _log.error("mig_device_not_undone", device=entry.device, reason=str(error))
             with suppress(DraDriverError):
@@ -263,26 +282,38 @@ class MigDevices:
                 )
             unused.append((instance, entry))
         for instance, entry in unused:
-            if self._destroy_entry(entry) == "foreign":
+            if self._teardown.take_down(entry) == "foreign":
                 raise _somebody_elses(where, instance, wanted)
 
     # --- destruction ---------------------------------------------------------------------------
 
-    def destroy(self, device: str, where: Where, *, patience_s: float = 0.0) -> None:
-        """Have the device gone, and the MIG mode that we switched on if it was the last.
+    def destroy(
+        self,
+        device: str,
+        where: Where,
+        *,
+        patience_s: float = 0.0,
+        besides: str | None = None,
+        keeps_mode: bool = False,
+    ) -> bool:
+        """Have the device gone; whether it is, and not just awaited. With it goes the MIG mode that we switched on,
+        unless it is to be kept, or claims other than the one with the UID `besides` use other devices of the GPU.
 
         Raises: DeviceBusyError that names the holders, if they are still there after `patience_s` seconds;
         NvmlUnavailableError, DeviceLostError, RetryableError, StateError. The entry stays then.
         """
         entry = self._entry(device)
-        if entry is not None:
-            self._destroy_entry(entry, patience_s)
+        outcome = None if entry is None else self._teardown.take_down(entry, patience_s)
         try:
-            self.mode.leave_if_idle(where)
+            if not keeps_mode and not self._users.use_others(where[0], device, besides):
+                self.mode.leave_if_idle(where)
         except DraDriverError as error:
             # The device is gone, which is what the claim waits for; the mode is left in the background.
             _log.warning("mig_mode_not_left", gpu_uuid=where[0], reason=str(error))
             self._left_over()
+        if outcome == "awaited":
+            self._left_over()
+        return outcome != "awaited"
 
     def abandon(self, device: str) -> None:
         """Mark what may be left of a device, so that it is destroyed in the background. Raises: StateError."""
@@ -309,53 +340,6 @@ class MigDevices:
         self._clear(where, self._hardware.instances(*where), f"GPU {step.gpu_uuid} as a whole")
         self.mode.leave(where)
 
-    def _destroy_entry(self, entry: OwnedInstance, patience_s: float = 0.0) -> TornDown:
-        began = self._clock()
-        try:
-            outcome = self._torn_down_patiently(entry, began + patience_s)
-        except Exception as error:
-            self._observe("destroy", entry.device, self._clock() - began, error)
-            raise
-        if outcome == "destroyed":
-            self._observe("destroy", entry.device, self._clock() - began, None)
-        return outcome
-
-    def _torn_down_patiently(self, entry: OwnedInstance, deadline: float) -> TornDown:
-        pause = _PAUSE_FIRST_S
-        while True:
-            try:
-                return self._torn_down(entry)
-            except DeviceBusyError:
-                if self._clock() + pause > deadline:
-                    raise
-            self._pause(pause)
-            pause = min(2 * pause, _PAUSE_MOST_S)
-
-    def _torn_down(self, entry: OwnedInstance) -> TornDown:
-        """Compute instance, GPU instance, entry; what is not ours is only forgotten."""
-        where = _where(entry)
-        instance = _at_slot(entry, self._hardware.instances(*where))
-        if instance is None:
-            self._ledger.delete(entry.device)
-            return "gone"
-        gpu_instance_id = instance.gpu_instance_id
-        inside = self._hardware.compute_instances(*where, gpu_instance_id)
-        if not _is_ours(entry, instance, inside):
-            _log.warning(
-                "mig_device_remade",
-                device=entry.device,
-                gpu_uuid=entry.gpu_uuid,
-                gpu_instance_id=gpu_instance_id,
-                remedy="somebody else made the instance in the place of ours; it is left alone",
-            )
-            self._ledger.delete(entry.device)
-            return "foreign"
-        for compute_instance_id, _ in inside:
-            self._hardware.destroy_compute(*where, gpu_instance_id, compute_instance_id)
-        self._hardware.destroy(*where, gpu_instance_id)
-        self._ledger.delete(entry.device)
-        return "destroyed"
-
     def _entry(self, device: str) -> OwnedInstance | None:
         """The device's entry of this boot; that of an older one speaks of an instance that is gone."""
         entry = self._ledger.get(device)
@@ -371,24 +355,6 @@ class MigDevices:
             for entry in self._ledger.all().values()
             if entry.gpu_uuid == gpu_uuid and entry.boot_id == self._boot_id
         }
-
-
-def _where(subject: CreateMig | OwnedInstance) -> Where:
-    return (subject.gpu_uuid, subject.pci_bus_id)
-
-
-def _at_slot(entry: OwnedInstance, found: Iterable[GpuInstance]) -> GpuInstance | None:
-    """The GPU instance in the place of an entry's."""
-    return next((instance for instance in found if instance.slot == entry.slot), None)
-
-
-def _is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[int, str]]) -> bool:
-    """Whether the instance at an entry's slot, with these compute instances, can be the one of the entry."""
-    if entry.gpu_instance_id not in (None, instance.gpu_instance_id):
-        return False
-    if entry.uuid is None:
-        return len(inside) <= 1
-    return all(uuid == entry.uuid for _, uuid in inside)
 
 
 def _somebody_elses(where: Where, instance: GpuInstance, wanted: str) -> ClaimRefusedError:

@@ -26,6 +26,7 @@ _LOCK_S = 30.0
 _RETRY_FIRST_S = 0.2
 _RETRY_MOST_S = 10.0
 _LOOK_EVERY_S = 60.0
+_AWAITED_EVERY_S = 1.0
 
 Adoption = Literal["leave", "destroy"]
 
@@ -148,8 +149,9 @@ class MigKeeper:
     def _run(self) -> None:
         while not self._stopping.is_set():
             now = self._clock()
-            due = min((retry.due for retry in self._retries.copy().values()), default=now + _LOOK_EVERY_S)
-            self._wake.wait(min(max(due - now, 0.0), _LOOK_EVERY_S))
+            longest = _AWAITED_EVERY_S if self._devices.awaits_some else _LOOK_EVERY_S
+            due = min((retry.due for retry in self._retries.copy().values()), default=now + longest)
+            self._wake.wait(min(max(due - now, 0.0), longest))
             self._wake.clear()
             if self._stopping.is_set():
                 return
@@ -231,10 +233,14 @@ class MigKeeper:
 
     def _destroy(self, device: str) -> bool:
         """Destroy a device that is still not wanted."""
-        entry = self._ledger.get(device)
-        if entry is None or not self._is_to_go(entry, self._users.by_device()):
+        entry, users = self._ledger.get(device), self._users.by_device()
+        if entry is None or not self._is_to_go(entry, users):
             return False
-        self._devices.destroy(device, (entry.gpu_uuid, entry.pci_bus_id))
+        # An orphan that a claim wants is in the way of a new one, which needs the MIG mode.
+        keeps_mode = device in users and not self._ledger.is_leaving(device)
+        where = (entry.gpu_uuid, entry.pci_bus_id)
+        if not self._devices.destroy(device, where, keeps_mode=keeps_mode):
+            return False
         _log.info("mig_device_cleared", device=device, gpu_uuid=entry.gpu_uuid)
         return True
 

@@ -74,7 +74,7 @@ class MigSteps:
         try:
             patience = seconds_for(f"destroy MIG device {step.device}", _BUSY_S)
             with self._operation():
-                self._devices.destroy(step.device, where, patience_s=patience)
+                self._devices.destroy(step.device, where, patience_s=patience, besides=record.ref.uid)
         except DeviceBusyError as error:
             self._devices.let_go(step.device)
             raise DeviceBusyError(

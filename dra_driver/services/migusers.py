@@ -56,6 +56,16 @@ class MigUsers:
             if isinstance(step, CreateMig)
         )
 
+    def use_others(self, gpu_uuid: str, device: str, besides: str | None = None) -> bool:
+        """Whether claims, but for the one with the UID `besides`, use other devices of a GPU that are made on demand
+        than this one. Raises: StateError."""
+        return any(
+            isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid and step.device != device
+            for uid, record in self._records.all().items()
+            if uid != besides
+            for step in record.steps
+        )
+
     def held_uuids(self) -> frozenset[str]:
         """UUIDs of the devices that claims hold. Raises: StateError."""
         return frozenset(

@@ -34,6 +34,7 @@ from dra_driver.nvml.load import read_load
 from dra_driver.nvml.partitions import PartitionReader
 from dra_driver.services.patience import Patient
 from dra_driver.services.preparedclaims import PreparedClaim, read_prepared_claims
+from dra_driver.state.files import read_plain
 from dra_driver.state.healthstore import KeptHealth, decode
 from dra_driver.state.readonly import read_state
 
@@ -214,7 +215,7 @@ class NodeLook:
 def _read_health(path: Path, boot_id: str | None) -> tuple[KeptHealth | None, list[str]]:
     """What the driver wrote down, and what is wrong with that. The file is left as it is."""
     try:
-        kept = decode(path.read_bytes())
+        kept = decode(read_plain(path))
     except FileNotFoundError:
         return None, []
     except OSError as error:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dra_driver.errors import PassingRefusalError
+from dra_driver.core.holding import Conflict
+from dra_driver.errors import PassingRefusalError, RetryableError
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.record import HeldDevice
+
+WAITS_LONGER = "waits for it for longer"
+"""Why a holder keeps others waiting that has nothing yet, but was before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +62,18 @@ class Place:
         seconds = now - self.refused_since
         return PassingRefusalError(
             f"{error}; refused {self.refusals} times in {seconds:.0f} s, it is tried again"
+        )
+
+    def in_vain(self, conflict: Conflict, why: str, now: float) -> RetryableError:
+        """What is told when a holder, which lets go because of `why`, was waited for until the clock's `now`."""
+        waited = 0.0 if self.began is None else now - self.began
+        if why == WAITS_LONGER:
+            return RetryableError(
+                f"device {conflict.held.device} cannot be had yet, and claim {conflict.holder.ref} waits for it for "
+                f"longer; waited {waited:.0f} s, it is tried again"
+            )
+        users = "" if self.users is None else f", but {self.users}: end that on the node"
+        return RetryableError(
+            f"device {conflict.held.device} is still being torn down for claim {conflict.holder.ref}, which {why}"
+            f"{users}; waited {waited:.0f} s, it is tried again"
         )

@@ -14,7 +14,7 @@ from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.usage import INTERVALS, MpsShared, TimeSliced, UnknownUsage, Usage
 from dra_driver.state.cdi_directory import CdiDirectory
-from dra_driver.state.readonly import read_state
+from dra_driver.state.readonly import read_state, set_aside_files
 from dra_driver.state.stepcodec import encode_step
 
 JsonObject = dict[str, Any]
@@ -72,7 +72,10 @@ def read_prepared_claims(
     ledger = {entry.device: entry for entry in state.owned}
     claims = [_claim(record, specs, ledger, boot_id, now) for record in state.records]
     claims.sort(key=lambda claim: (claim.prepared_at or "~", claim.namespace, claim.name))
-    problems += _set_aside(plugin_directory)
+    problems += [
+        f"{file} was set aside, as it could not be read as a file of the driver; look at it, then remove it"
+        for file in set_aside_files(plugin_directory, cdi_root, driver)
+    ]
     known = {claim.uid for claim in claims}
     problems += [
         f"the CDI spec of claim UID {uid} has no record: {', '.join(names) or 'unreadable'}"
@@ -100,18 +103,6 @@ def _specs(cdi_root: Path, driver: str) -> tuple[Mapping[str, Sequence[str]] | N
         return CdiDirectory(cdi_root, driver).list(), None
     except (DraDriverError, OSError) as error:
         return None, str(error)
-
-
-def _set_aside(plugin_directory: Path) -> list[str]:
-    try:
-        files = sorted(
-            file
-            for name in ("claims", "mig")
-            for file in (plugin_directory / name).glob("*.json.unreadable*")
-        )
-    except OSError:
-        return []
-    return [f"{file} was set aside, as it could not be read; look at it, then remove it" for file in files]
 
 
 def _claim(

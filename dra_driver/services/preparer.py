@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -18,6 +18,7 @@ from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
     NvmlUnavailableError,
+    PassingRefusalError,
     RetryableError,
 )
 from dra_driver.model.claim import (
@@ -31,10 +32,12 @@ from dra_driver.model.claim import (
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.services.begun import BegunClaims
 from dra_driver.services.claimcalls import Action, Call, CalledClaims, Read, Records, told_as
 from dra_driver.services.claimcalls import ClaimReader as CalledReader
 from dra_driver.services.deadlines import until
 from dra_driver.services.executor import Executor, refuse_newer
+from dra_driver.services.preparingports import ClaimLocks, ClaimTurn, Locks
 from dra_driver.services.waiting import WAITED_FOR, Holders, Place, Releases
 
 _log = structlog.get_logger(__name__)
@@ -60,36 +63,6 @@ class Devices(Protocol):
 
     def scan_now(self, timeout_s: float) -> None:
         """Have everything read anew, and wait for that; a hanging NVML costs `timeout_s` seconds at most."""
-
-
-class Locks(Protocol):
-    """Locks on physical GPUs."""
-
-    def hold(self, gpu_uuids: Iterable[str], timeout_s: float) -> AbstractContextManager[None]:
-        """Hold all of them."""
-
-
-class ClaimTurn(Protocol):
-    """The right to work on one claim."""
-
-    def was_unprepared_since(self, moment_ns: int) -> bool:
-        """Whether an Unprepare of the claim ended after the moment."""
-
-    def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded after the moment, or may have."""
-
-    def note_prepared(self) -> None:
-        """Remember that the claim was prepared now."""
-
-    def note_unprepared(self) -> None:
-        """Remember that the claim was unprepared now."""
-
-
-class ClaimLocks(Protocol):
-    """Locks on claims."""
-
-    def hold(self, uid: str, timeout_s: float) -> AbstractContextManager[ClaimTurn]:
-        """Hold the claim's lock."""
 
 
 class Observer(Protocol):
@@ -148,6 +121,7 @@ class Preparer:
         self._claim_locks = claim_locks
         self._gpu_locks = gpu_locks
         self._executor = executor
+        self._begun = BegunClaims(records, executor, claim_locks, gpu_locks)
         self._observer = observer
 
     def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping[str, PrepareOutcome]:
@@ -251,6 +225,8 @@ class Preparer:
                     try:
                         return self._prepare(ref, claim, call, place)
                     except WAITED_FOR as error:
+                        if not isinstance(error, PassingRefusalError):
+                            self._begun.give_up(place, call.began_ns)
                         if not self._finished_one_of(error, call):
                             self._releases.wait(place, error)
                     except (NvmlUnavailableError, DeviceLostError):
@@ -261,6 +237,7 @@ class Preparer:
                         has_looked = True
                         self._devices.scan_now(min(call.left(), _SCAN_WAIT_S))
             finally:
+                self._begun.give_up(place, call.began_ns)  # while it stands in line for what it frees
                 waited = self._releases.waited_s(place)
                 if waited is not None:
                     self._observer.waited(ref, waited)
@@ -310,16 +287,21 @@ class Preparer:
                     place.wanted = plan.held_devices()
                     call.left()
                     prepared = answer(claim, self._identity.driver, plan.steps)
-                    record = self._carry_out(plan, known)
+                    record = self._carry_out(plan, known, place)
                     turn.note_prepared()
                     return prepared, record
 
-    def _carry_out(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
+    def _carry_out(self, plan: Plan, known: ClaimRecord | None, place: Place) -> ClaimRecord | None:
+        self._begun.end(plan.claim.ref.uid)
         if known is not None and known.devices != plan.held_devices():
             refuse_newer(known)
             self._executor.take_back(known)
             known = None
-        return self._executor.carry_out(plan, known) if plan.devices else None
+        try:
+            return self._executor.carry_out(plan, known, tries_again=True) if plan.devices else None
+        except PassingRefusalError:
+            self._begun.begin(place)
+            raise
 
     def _give_back(self, known: ClaimRecord, claim: AllocatedClaim) -> None:
         """Who waits keeps no devices of an allocation before: two claims that swapped would wait for each other."""
@@ -334,6 +316,7 @@ class Preparer:
 
     def _taken_back(self, ref: ClaimRef, call: Call, turn: ClaimTurn) -> ClaimRecord | None:
         record = self._records.get(ref.uid)
+        self._begun.end(ref.uid)
         with self._gpu_locks.hold(record.gpu_uuids if record else frozenset(), call.left()):
             if record is None:
                 self._executor.forget(ref.uid)

@@ -12,6 +12,7 @@ A Prepare whose device is held goes through these states; no lock is held in any
 | Where | A crash there leaves | Undo |
 |---|---|---|
 | asking, waiting | nothing: the place in line and what the API server said are in memory only | none |
+| waiting after a refusal | a record in `preparing`, with what was made before the refusal | Unprepare |
 | between the release and the next try | the device free; who asks next gets it | none |
 | after the try | what Prepare itself leaves: a record | Unprepare |
 
@@ -27,8 +28,9 @@ between the two, but a device is still given out once, because records and locks
 finishes it, as the kubelet's next try may be long in coming. If the API server says nothing, a holder is taken to
 stay: nobody waits in doubt. Where it said so a moment ago, or for good, that holds.
 
-*Refused for now*: a try that the driver refuses for a reason that passes by itself has undone what it made, so the next
-is one like any other. The kubelet would make it only after a minute or more.
+*Refused for now*: a try that the driver refuses for a reason that passes by itself keeps what it made before, and the
+next goes on with that; who gives up takes it back (`services.begun`). The kubelet would try only after a minute or
+more. Who wants the same silicon waits behind: whether the claim gets it is not known yet.
 
 *Woken* by the end of each Unprepare here. An Unprepare in the other instance is noticed by looking at the holder's
 record, ten times a second, only while somebody waits.
@@ -53,11 +55,10 @@ from dra_driver.errors import (
     DeviceBusyError,
     DraDriverError,
     PassingRefusalError,
-    RetryableError,
 )
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.record import ClaimRecord
-from dra_driver.services.places import Patience, Place
+from dra_driver.services.places import WAITS_LONGER, Patience, Place
 
 __all__ = ["WAITED_FOR", "Holders", "Patience", "Place", "Records", "Releases"]
 
@@ -119,6 +120,7 @@ class Releases:
         self._line: list[Place] = []
         self._unpreparing: Counter[str] = Counter()
         self._preparing: Counter[str] = Counter()
+        self._trying: Counter[str] = Counter()
         self._unfinished: dict[str, int] = {}
         self._stop_by: float | None = None
 
@@ -200,7 +202,8 @@ class Releases:
         """A Prepare of the claim that has to end by `deadline`; it stands in line once it has to wait."""
         place = Place(claim, deadline)
         try:
-            yield place
+            with self._counted(self._trying, claim.ref.uid):
+                yield place
         finally:
             with self._changed:
                 if place in self._line:
@@ -231,11 +234,13 @@ class Releases:
 
         Raises: ClaimRefusedError if a holder stays; RetryableError, or the error itself, if there is no time left.
         """
+        if isinstance(error, PassingRefusalError):
+            self._wait_for_driver(place, error)
+            return
+        place.refused_since, place.refusals = None, 0
         if isinstance(error, DeviceHeldError):
             place.wanted = error.wanted
             self._wait_for_holders(place, error)
-        elif isinstance(error, PassingRefusalError):
-            self._wait_for_driver(place, error)
         else:
             self._wait_for_idle(place, error)
 
@@ -253,7 +258,7 @@ class Releases:
         elif self._end(place) - self._clock() > self._patience.users_s:
             # Not in the first round: most holders are gone by now, and nobody has to wait for NVML.
             holder = error.conflicts[0].holder
-            place.users = None if _is_in_line(holder) else self._users(holder)
+            place.users = None if self._is_undecided(holder) else self._users(holder)
         until = self._clock() + self._patience.ask_again_s
         while True:
             seen, is_withdrawn = self._seen(place)
@@ -261,7 +266,7 @@ class Releases:
                 return
             now, end = self._clock(), self._end(place)
             if now >= end:
-                raise self._over(place, error.conflicts[0], reasons[0])
+                raise place.in_vain(error.conflicts[0], reasons[0], now)
             if now >= until:
                 return
             self._sleep(seen, min(self._patience.poll_s, until - now, end - now))
@@ -336,11 +341,19 @@ class Releases:
             return True
         return self._records.get(holder.ref.uid) == holder
 
+    def _is_undecided(self, holder: ClaimRecord) -> bool:
+        """Whether it only wants the devices: its Prepare tries, or waits. A record in `preparing` of one in the other
+        instance, or of one that died, holds them."""
+        if _is_in_line(holder):
+            return True
+        with self._changed:
+            return holder.phase == "preparing" and self._trying[holder.ref.uid] > 0
+
     def _why_leaving(self, place: Place, conflict: Conflict) -> str:
         """Why a holder is on its way out. Raises: ClaimRefusedError that names it if it stays."""
         holder = conflict.holder
-        if _is_in_line(holder):
-            return "waits for it for longer"
+        if self._is_undecided(holder):
+            return WAITS_LONGER
         with self._changed:
             if self._unpreparing[holder.ref.uid] > 0:
                 return "is being unprepared"
@@ -370,19 +383,6 @@ class Releases:
             math.inf if found.is_final else self._clock() + self._patience.doubt_s,
         )
         return found.why
-
-    def _over(self, place: Place, conflict: Conflict, why: str) -> RetryableError:
-        waited = self.waited_s(place) or 0.0
-        if _is_in_line(conflict.holder):
-            return RetryableError(
-                f"device {conflict.held.device} cannot be had yet, and claim {conflict.holder.ref} waits for it for "
-                f"longer; waited {waited:.0f} s, it is tried again"
-            )
-        users = "" if place.users is None else f", but {place.users}: end that on the node"
-        return RetryableError(
-            f"device {conflict.held.device} is still being torn down for claim {conflict.holder.ref}, which {why}"
-            f"{users}; waited {waited:.0f} s, it is tried again"
-        )
 
 
 def _is_in_line(holder: ClaimRecord) -> bool:

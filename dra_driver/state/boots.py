@@ -46,11 +46,17 @@ def _text_of(path: Path) -> str | None:
 
 def _clear_torn(directory: Path, torn: Callable[[str], None]) -> None:
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        try:
-            json.loads(read_plain(path))
-        except ValueError:
-            torn(path.name.removesuffix(_SUFFIX))
-            with suppress(FileNotFoundError):
+        # What cannot be read or removed stays, and is told when it is looked for.
+        with suppress(OSError, RecursionError):
+            if _is_torn(path):
                 path.unlink()
-        except (OSError, RecursionError):
-            continue  # told when it is looked for
+                torn(path.name.removesuffix(_SUFFIX))
+
+
+def _is_torn(path: Path) -> bool:
+    """Raises: OSError, RecursionError."""
+    try:
+        json.loads(read_plain(path))
+    except ValueError:
+        return True
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class CdiDirectory:
         prefix = f".{self._prefix}"
         for file in self._files():
             if file.name.startswith(prefix) and file.suffix == TEMPORARY_SUFFIX and _is_old(file):
-                self._remove(file)
+                with suppress(StateError):  # a disk that is read-only must not keep the driver from serving
+                    self._remove(file)
 
     def file(self, claim_uid: str) -> Path:
         """The claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
@@ -145,7 +147,7 @@ class CdiDirectory:
 
 def _is_old(file: Path) -> bool:
     try:
-        return time.time() - file.stat().st_mtime > _OLD_S
+        return time.time() - file.lstat().st_mtime > _OLD_S
     except OSError:
         return False
 

@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import RetryableError
-from dra_driver.state.files import set_directory_aside, state_error
+from dra_driver.state.files import set_directory_aside, set_link_aside, state_error
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+# Of a directory, and of a link to one, to nothing, or to itself.
+_STRAY = frozenset({errno.EISDIR, errno.ENOENT, errno.ELOOP})
 _POLL_S = 0.005
 LOCK_LAYOUT = "hhqqi4x"
 """`struct flock` on 64-bit Linux."""
@@ -62,9 +64,12 @@ def _open(path: Path) -> int:
     try:
         try:
             return os.open(path, _OPEN_FLAGS, 0o600)
-        except IsADirectoryError:
-            if not set_directory_aside(path):
+        except OSError as error:
+            if error.errno not in _STRAY:
                 raise
+            # If neither did it, another thread or instance may have been quicker.
+            if not set_directory_aside(path):
+                set_link_aside(path)
             return os.open(path, _OPEN_FLAGS, 0o600)
     except OSError as error:
         raise state_error("open the lock file", path, error) from error

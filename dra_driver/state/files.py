@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +21,11 @@ _log = structlog.get_logger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = ".unreadable"
 # Errors of what no later try would read either; others, such as too many open files, pass.
-UNREADABLE = frozenset({errno.EIO, errno.EISDIR})
+UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP})
 
 Stamp = tuple[int, int, int]
+NO_STAMP: Stamp = (0, 0, 0)
+"""No file has this one."""
 
 _ABANDONED_AFTER_S = 60.0
 
@@ -37,6 +41,7 @@ _REMEDIES = {
     errno.ENOENT: "the directory does not exist; create it or check the mount",
     errno.EEXIST: "a file is in its place; remove it",
     errno.EISDIR: "what is in its place is no plain file; remove it",
+    errno.ELOOP: "a link in its place leads to itself; remove the link",
     errno.ENOTDIR: "a part of the path is no directory; remove what is in its place",
 }
 
@@ -132,21 +137,23 @@ def sync_removals(directory: Path) -> None:
 def clear_abandoned(directory: Path, prefix: str = "") -> None:
     """Remove the temporary files that a killed writer left in the directory, of those whose names begin with `prefix`.
 
-    Raises: StateError.
+    What cannot be removed stays, as it is in nobody's way. Raises: StateError if the directory cannot be listed.
     """
     try:
-        for path in directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"):
-            # The other instance of a rolling update is at work, or it is no file of ours.
-            with suppress(FileNotFoundError, IsADirectoryError):
-                if is_abandoned(path):
-                    path.unlink()
+        found = list(directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"))
     except OSError as error:
         raise state_error("clear up", directory, error) from error
+    for path in found:
+        # The other instance of a rolling update is at work, it is no file of ours, or the disk is read-only.
+        with suppress(OSError):
+            if is_abandoned(path):
+                path.unlink()
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether a temporary file or an empty directory is so old that whoever made it is dead. Raises: OSError."""
-    return path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S
+    """Whether a temporary file, a link or an empty directory is so old that whoever made it is dead. Raises:
+    OSError."""
+    return path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
@@ -154,15 +161,40 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return (status.st_ino, status.st_size, status.st_ctime_ns)
 
 
+def stamp_at(path: Path, look: Callable[[], os.stat_result] | None = None) -> Stamp:
+    """The stamp of the file that the path leads to; of what is in its place where that is no file or a link to none,
+    which others may change all the time; NO_STAMP where the disk does not tell. `look` is the status of the path.
+
+    Raises: OSError, that is FileNotFoundError also for a link to nothing, but none of UNREADABLE.
+    """
+    try:
+        status = look() if look is not None else path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            status = path.lstat()
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+    else:
+        return stamp_of(status)
+    try:
+        return stamp_of(path.lstat())
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+    return NO_STAMP
+
+
 def set_aside(path: Path, what: str, stamp: Stamp | None) -> Path | None:
     """Keep an unreadable file for a person to look at, under another name: which; None if it is not the file of
     `stamp` any more, because somebody wrote it anew or was quicker.
 
-    Raises: StateError that names `what`.
+    Raises: StateError that names `what`, also for NO_STAMP, with which it may be any file.
     """
     aside = _name_aside(path)
     try:
-        if stamp_of(path.stat()) != stamp:
+        if stamp == NO_STAMP:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if stamp_at(path) != stamp:
             return None
         path.rename(aside)
     except FileNotFoundError:
@@ -203,13 +235,35 @@ def set_directory_aside(path: Path) -> bool:
         os.rename(f"{path}/", aside)  # noqa: PTH104
     except OSError:
         return False
+    _tell_aside(path, aside)
+    return True
+
+
+def set_link_aside(path: Path) -> bool:
+    """The same for a link, and a file stays too: both instances look and rename one after the other."""
+    aside = _name_aside(path)
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            if not path.is_symlink():
+                return False
+            path.rename(aside)
+        finally:
+            os.close(directory)
+    except OSError:
+        return False
+    _tell_aside(path, aside)
+    return True
+
+
+def _tell_aside(path: Path, aside: Path) -> None:
     _log.warning(
         "stray_set_aside",
         path=str(path),
         kept_as=str(aside),
         remedy="the driver did not make it, and has a file of its own there now; look at it, then remove it",
     )
-    return True
 
 
 def _name_aside(path: Path) -> Path:

@@ -18,7 +18,7 @@ from dra_driver.state.files import (
     Stamp,
     read_plain,
     set_aside,
-    stamp_of,
+    stamp_at,
     state_error,
     write_atomically,
 )
@@ -61,7 +61,7 @@ class HealthStore:
         """
         stamp: Stamp | None = None
         try:
-            stamp = stamp_of(self._path.stat())
+            stamp = stamp_at(self._path)
             content = read_plain(self._path)
             kept = decode(content)
         except FileNotFoundError:
@@ -87,7 +87,10 @@ class HealthStore:
             self._written = content
 
     def _set_aside(self, reason: str, stamp: Stamp | None) -> None:
-        aside = set_aside(self._path, "health file", stamp)
+        try:
+            aside = set_aside(self._path, "health file", stamp)
+        except StateError as error:
+            aside, reason = self._path, f"{reason}; {error}"
         if aside is None:
             return
         _log.error(

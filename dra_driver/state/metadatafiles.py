@@ -70,9 +70,11 @@ class MetadataFiles:
         directories are made with the first file. Raises: StateError."""
         for claim in _entries(self._directory):
             # Before the first is removed, which makes the claim's own young.
-            abandoned = {path: _is_abandoned(path) for path in (*_entries(claim), claim)}
+            abandoned = {path: _is_abandoned(path) for path in (*_readable_entries(claim), claim)}
             for directory, is_old in abandoned.items():
-                clear_abandoned(directory)
+                if stat.S_ISDIR(_mode(directory)):
+                    with suppress(StateError):
+                        clear_abandoned(directory)
                 if is_old:
                     with suppress(OSError):  # most are not empty
                         directory.rmdir()
@@ -113,7 +115,7 @@ class MetadataFiles:
         check_names(claim)
         self._remove_specs(claim.ref.uid)
         directory = self._directory / directory_name(claim.ref)
-        for request in _entries(directory):
+        for request in _entries_of_claim(directory):
             if _owner(request) in (None, claim.ref.uid):
                 _remove_request(request)
         _remove_if_empty(directory)
@@ -132,6 +134,9 @@ class MetadataFiles:
 
     def _make_directory(self, request: Path) -> None:
         """Make a request's directory. Raises: StateError."""
+        for place in (request.parent, request):  # a link in the place of the first is a person's
+            if stat.S_ISLNK(_mode(place)):
+                _remove_stray(place)
         try:
             make_directory(request, _DIRECTORY_MODE)
         except StateError:
@@ -175,7 +180,7 @@ class MetadataFiles:
 
     def _request_directories(self) -> Iterator[Path]:
         for claim in _entries(self._directory):
-            yield from _entries(claim)
+            yield from _readable_entries(claim)
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -184,7 +189,30 @@ def _entries(directory: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            return []
         raise state_error("list", directory, error) from error
+
+
+def _entries_of_claim(directory: Path) -> list[Path]:
+    """None of what a link leads to, which is somebody else's."""
+    return [] if stat.S_ISLNK(_mode(directory)) else _entries(directory)
+
+
+def _readable_entries(directory: Path) -> list[Path]:
+    """The same; none where the disk does not tell, which must not keep other claims from coming and going."""
+    try:
+        return _entries_of_claim(directory)
+    except StateError:
+        return []
+
+
+def _mode(path: Path) -> int:
+    """The kind of what is there itself, not of what a link leads to; 0 if that cannot be told."""
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
 
 
 def _read(file: Path) -> bytes | None:
@@ -251,6 +279,8 @@ def _remove_if_empty(directory: Path) -> None:
     except NotADirectoryError:
         _remove_stray(directory)
     except OSError as error:
+        if error.errno == errno.ELOOP:  # what the directory would be in is a link to itself
+            return
         if error.errno != errno.ENOTEMPTY:
             raise state_error("remove", directory, error) from error
         sync_removals(directory)

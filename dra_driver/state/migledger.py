@@ -24,6 +24,7 @@ from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.state.boots import begin_boot
 from dra_driver.state.files import (
+    NO_STAMP,
     UNREADABLE,
     Stamp,
     clear_abandoned,
@@ -31,7 +32,7 @@ from dra_driver.state.files import (
     read_plain,
     remove_file,
     set_aside,
-    stamp_of,
+    stamp_at,
     state_error,
     write_atomically,
 )
@@ -58,7 +59,6 @@ _SUFFIX = ".json"
 _MODE_PREFIX = "mode-"
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
-_NO_STAMP: Stamp = (0, 0, 0)
 
 
 class MigLedger:
@@ -77,6 +77,7 @@ class MigLedger:
         self._modes: dict[str, str] = {}
         self._disowned: dict[tuple[str, str], float] = {}
         self._newer: dict[Path, Stamp | None] = {}
+        self._immovable: dict[Path, Stamp | None] = {}
         self._lock = threading.Lock()
 
     def open(self, boot_id: str) -> None:
@@ -115,14 +116,17 @@ class MigLedger:
 
     def save(self, entry: OwnedInstance, *, leaving: bool = False) -> None:
         """Write the entry. `leaving` says that the last claim wants to be rid of the device, although its
-        record is still there. Raises: StateError."""
+        record is still there. As nothing is synced, an error with which the disk takes it only later is not seen.
+
+        Raises: StateError.
+        """
         path = self._entry_path(entry.device)
         before = self._kept(entry.device)
         kept = KeptEntry(entry, leaving, {} if before is None else before.extra)
         write_atomically(path, as_json(encode_entry(kept), kept.extra), durable=False, whole=False)
         with self._lock:
             # Read again: two writes of one size within a tick of the clock may end with the same stamp.
-            self._cache[entry.device] = (_NO_STAMP, kept)
+            self._cache[entry.device] = (NO_STAMP, kept)
 
     def is_leaving(self, device: str) -> bool:
         """Whether the device was saved as leaving. Raises: StateError."""
@@ -156,7 +160,10 @@ class MigLedger:
         return mode is not None and mode.boot_id == boot_id
 
     def own_mode(self, gpu_uuid: str, pci_bus_id: str | None, boot_id: str) -> None:
-        """Remember that we switch the GPU's MIG mode on. Raises: StateError."""
+        """Remember that we switch the GPU's MIG mode on; an error with which the disk takes it only later is not seen.
+
+        Raises: StateError.
+        """
         before = self._mode(gpu_uuid)
         extra = before.extra if before is not None and before.boot_id == boot_id else {}
         mode = OwnedMode(gpu_uuid, pci_bus_id, boot_id, extra)
@@ -238,7 +245,7 @@ class MigLedger:
     def _kept(self, device: str) -> KeptEntry | None:
         path = self._entry_path(device)
         try:
-            stamp = stamp_of(path.stat())
+            stamp = stamp_at(path)
         except FileNotFoundError:
             self._forget(device)
             return None
@@ -246,7 +253,7 @@ class MigLedger:
             raise state_error("read the MIG ledger's entry", path, error) from error
         with self._lock:
             cached = self._cache.get(device)
-        if cached is not None and cached[0] == stamp:
+        if cached is not None and cached[0] == stamp != NO_STAMP:
             return cached[1]
         kept = self._load(path, lambda document: decode_entry(document, device))
         if kept is None:
@@ -269,7 +276,7 @@ class MigLedger:
         stamp: Stamp | None = None
         document: Any = None
         try:
-            stamp = stamp_of(path.stat())
+            stamp = stamp_at(path)
             document = json.loads(read_plain(path))
             if not isinstance(document, dict):
                 raise StateError("not a JSON object")
@@ -307,7 +314,12 @@ class MigLedger:
 
     def _set_aside(self, path: Path, stamp: Stamp | None, reason: str) -> None:
         with self._lock:
-            aside = set_aside(path, "file", stamp)
+            try:
+                aside = set_aside(path, "file", stamp)
+                self._immovable.pop(path, None)
+            except StateError as error:
+                is_news, self._immovable[path] = self._immovable.get(path) != stamp, stamp
+                aside, reason = path if is_news else None, f"{reason}; {error}"
         if aside is None:
             return
         _log.error(

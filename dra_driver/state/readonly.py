@@ -11,7 +11,8 @@ from typing import TypeVar
 from dra_driver.errors import StateError
 from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.record import ClaimRecord
-from dra_driver.state.files import Stamp, state_error
+from dra_driver.state.files import QUARANTINE, Stamp, state_error
+from dra_driver.state.metadatafiles import DIRECTORY as METADATA
 from dra_driver.state.migledger import MigLedger
 from dra_driver.state.records import RecordStore
 
@@ -33,6 +34,20 @@ def read_state(plugin_directory: Path) -> StateOnDisk:
     records = _read(_Records(plugin_directory / "claims", faults).all, plugin_directory / "claims", faults)
     owned = _read(_Ledger(plugin_directory / "mig", faults).all, plugin_directory / "mig", faults)
     return StateOnDisk(tuple(records.values()), tuple(owned.values()), tuple(faults))
+
+
+def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
+    """What the driver gave another name because it could not be read, or was in the place of a file of its own; as far
+    as that can be told."""
+    found: list[Path] = []
+    places = ["", "claims", "mig", "locks", "mps", f"{METADATA}/*/*"]
+    globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
+    if cdi_root is not None:
+        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there
+    for directory, pattern in globs:
+        with suppress(OSError):
+            found += sorted(directory.glob(pattern))
+    return found
 
 
 class OwnershipOnDisk:

@@ -25,7 +25,7 @@ from dra_driver.state.files import (
     read_plain,
     remove_file,
     set_aside,
-    stamp_of,
+    stamp_at,
     state_error,
     sync_directory,
     write_atomically,
@@ -49,13 +49,15 @@ class RecordStore:
 
     The disk is the truth, since a second instance may write it; a file is parsed again only when its stamp
     (inode, size, change time) differs. A file that cannot be read is set aside under another name and
-    reported once; it never keeps the others from being served. One that only a newer release can read stays.
+    reported once, or stays where the disk does not let it go; it never keeps the others from being served. One that
+    only a newer release can read stays.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._cache: dict[str, _Cached] = {}
         self._newer: dict[str, Stamp] = {}
+        self._immovable: dict[str, Stamp] = {}
         self._lock = threading.Lock()
 
     @property
@@ -80,7 +82,7 @@ class RecordStore:
     def _seen(self, uid: str, look: Callable[[], os.stat_result]) -> ClaimRecord | None:
         """As `get`; `look` is the status of the record's file."""
         try:
-            stamp = stamp_of(look())
+            stamp = stamp_at(self._path(uid), look)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -110,14 +112,17 @@ class RecordStore:
         with self._lock:
             for uid in self._cache.keys() - records.keys():
                 del self._cache[uid]
-            self._newer = {uid: stamp for uid, stamp in self._newer.items() if uid in there - records.keys()}
+            there -= records.keys()
+            self._newer = {uid: stamp for uid, stamp in self._newer.items() if uid in there}
+            self._immovable = {uid: stamp for uid, stamp in self._immovable.items() if uid in there}
         return records
 
     def quarantined(self) -> list[Path]:
-        """Files that could not be read: those that were set aside, and those that only a newer release can read."""
+        """Files that could not be read: those that were set aside, or could not be, and those that only a newer release
+        can read."""
         with self._lock:
-            newer = [self._path(uid) for uid in self._newer]
-        return sorted([*self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"), *newer])
+            left = [self._path(uid) for uid in {*self._newer, *self._immovable}]
+        return sorted([*self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"), *left])
 
     def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
         """Write the record; `durable` makes it survive a power cut, `whole` has one leave this version or the one
@@ -181,7 +186,12 @@ class RecordStore:
     def _set_aside(self, path: Path, uid: str, stamp: Stamp, reason: str) -> None:
         """Keep the unreadable file for a person to look at, out of the way of the claim's next record."""
         with self._lock:
-            aside = set_aside(path, "claim record", stamp)
+            try:
+                aside = set_aside(path, "claim record", stamp)
+                self._immovable.pop(uid, None)
+            except StateError as error:
+                is_news, self._immovable[uid] = self._immovable.get(uid) != stamp, stamp
+                aside, reason = path if is_news else None, f"{reason}; {error}"
         if aside is None:
             return
         _log.error(

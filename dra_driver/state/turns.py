@@ -7,6 +7,7 @@ nobody holds is a dead instance's: after a crash, and after a reboot, which star
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -24,6 +25,8 @@ from dra_driver.state.files import TEMPORARY_SUFFIX, make_directory, state_error
 
 _FILE = re.compile(r"^(?P<start>\d{20})-(?P<name>[A-Za-z0-9-]+)\.lock\Z", re.ASCII)
 _TRIES = 100
+# Of a link, of a socket, and of a file that the disk does not give back.
+_STRAY = frozenset({errno.ELOOP, errno.ENXIO, errno.EIO})
 
 
 class Place(NamedTuple):
@@ -162,6 +165,8 @@ def _is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
+        if error.errno in _STRAY:
+            return False
         raise state_error("open", path, error) from error
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, WHOLE_FILE_WRITE_LOCK)

@@ -159,16 +159,23 @@ class MigNode:
         profile = wanted.profile
         return CreateMig(wanted.name, self.gpu_uuid, None, profile.profile_id, profile.name, wanted.placement)
 
-    def prepare(self, wanted: PossibleMig, uid: str = "uid-1") -> ClaimRecord:
-        return self._carry_out(a_claim(wanted.name, uid=uid), (self.step(wanted),), wanted)
+    def prepare(
+        self, wanted: PossibleMig, uid: str = "uid-1", *others: PossibleMig, tries_again: bool = False
+    ) -> ClaimRecord:
+        devices = (wanted, *others)
+        claim = a_claim(*(item.name for item in devices), uid=uid)
+        return self._carry_out(claim, tuple(map(self.step, devices)), *devices, tries_again=tries_again)
 
     def prepare_whole(self, uid: str = "uid-1") -> ClaimRecord:
         return self._carry_out(a_claim("gpu-0", uid=uid), (LeaveMigMode(self.gpu_uuid, None),))
 
-    def _carry_out(self, claim: AllocatedClaim, steps: tuple[Step, ...], *wanted: PossibleMig) -> ClaimRecord:
+    def _carry_out(
+        self, claim: AllocatedClaim, steps: tuple[Step, ...], *wanted: PossibleMig, tries_again: bool = False
+    ) -> ClaimRecord:
         planned = tuple(PlannedDevice(result(item.name), item) for item in wanted)
         with self.locks.hold({self.gpu_uuid}, 5):
-            return self.executor.carry_out(Plan(claim, planned, steps), self.records.get(claim.ref.uid))
+            known = self.records.get(claim.ref.uid)
+            return self.executor.carry_out(Plan(claim, planned, steps), known, tries_again=tries_again)
 
     def unprepare(self, uid: str = "uid-1") -> None:
         record = self.records.get(uid)

@@ -30,6 +30,8 @@ def test_directories_in_the_place_of_files_keep_nobody_from_a_gpu(make_node: Cal
     locks += [node.plugin_dir / f"locks/claims-{number:02}.lock" for number in range(64)]
     for path in (*at_the_start, *with_the_claim, *locks):
         (path / "somebody's").mkdir(parents=True)
+    for directory, name in (("claims", "uid-of-a-link"), ("mig", "gpu-9"), ("mig", "mode-GPU-9")):
+        (node.plugin_dir / directory / f"{name}.json").symlink_to(f"{name}.json")
     with structlog.testing.capture_logs() as logs:
         node.start_driver(device_metadata="v1beta1", dynamic_mig=True)
         node.wait_devices(8 * 26)
@@ -39,5 +41,8 @@ def test_directories_in_the_place_of_files_keep_nobody_from_a_gpu(make_node: Cal
     told = [str(line) for line in logs if line["log_level"] in ("warning", "error")]
     named = {path: sum(f"'{path}" in line for line in told) for path in (*at_the_start, *with_the_claim)}
     assert set(named.values()) == {1}, named
-    [aside] = node.records()
+    of_link, aside = sorted(node.records(), key=lambda name: name.startswith(uid))
     assert aside.startswith(f"{uid}.json.unreadable-")
+    assert of_link.startswith("uid-of-a-link.json.unreadable-")
+    for name in ("gpu-9", "mode-GPU-9"):
+        assert len(list((node.plugin_dir / "mig").glob(f"{name}.json.unreadable-*"))) == 1

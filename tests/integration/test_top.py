@@ -182,7 +182,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     assert "GPUS\n  none is known\n" in done.stdout
     assert files(tmp_path) == before
     health.unlink()
-    health.mkdir()
+    os.mkfifo(health)
     assert "cannot read the kept health" in " ".join(call(*arguments).stdout.split())
 
 

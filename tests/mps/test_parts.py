@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dra_driver.mps.programs import DriverPrograms, InstalledPrograms
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
+RECORD = DaemonRecord(SPEC, "running", "boot")
 
 
 @pytest.mark.parametrize(
@@ -205,16 +207,61 @@ def test_an_unreadable_record_is_set_aside(tmp_path, text):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
 
 
-@pytest.mark.parametrize("is_met_at_the_start", [True, False])
-def test_a_directory_in_the_place_of_a_record_goes_with_it(tmp_path, is_met_at_the_start):
-    records = DaemonRecords(MpsLayout(tmp_path))
-    (tmp_path / "gpu-1.json/work").mkdir(parents=True)
-    if is_met_at_the_start:
-        found, [fault] = records.load()
-        assert (found, "gpu-1.json: " in fault) == ({}, True)
-        records.write(DaemonRecord(SPEC, "running", "boot"))
+def full_directory(path):
+    (path / "work").mkdir(parents=True)
+
+
+def link_to_itself(path):
+    path.symlink_to(path.name)
+
+
+def link_to_nothing(path):
+    path.symlink_to("nowhere/at/all")
+
+
+def link_to_a_directory(path):
+    path.symlink_to("elsewhere")
+
+
+def link_to_a_pipe(path):
+    path.symlink_to("elsewhere/pipe")
+
+
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("name", ["gpu-1.json", "gpu-1.json.unreadable", ".gpu-1.json.new"])
+@pytest.mark.parametrize(
+    "stray",
+    [full_directory, os.mkfifo, link_to_itself, link_to_nothing, link_to_a_directory, link_to_a_pipe],
+)
+@pytest.mark.parametrize("moment", ["load", "write", "remove"])
+def test_a_stray_in_the_place_of_a_file_is_in_nobodys_way(tmp_path, name, stray, moment):
+    """What is in a directory is somebody's, and stays."""
+    (tmp_path / "elsewhere").mkdir()
+    os.mkfifo(tmp_path / "elsewhere/pipe")
+    records, layout = DaemonRecords(MpsLayout(tmp_path)), MpsLayout(tmp_path)
+    records.write(replace(RECORD, spec=replace(SPEC, device="gpu-2")))
+    layout.record("gpu-1").touch()
+    (tmp_path / name).unlink(missing_ok=True)
+    stray(tmp_path / name)
+    if moment == "load":
+        found, faults = records.load()
+        assert list(found) == ["gpu-2"]
+        assert [str(layout.record("gpu-1")) in fault for fault in faults] == (
+            [] if stray is link_to_nothing and name == "gpu-1.json" else [True]
+        )
+        assert len(faults) == records.has_any("gpu-1")
+        assert records.load()[1] == ()
+    if moment != "remove":
+        records.write(RECORD)
+        assert records.load()[0]["gpu-1"] == RECORD
+        assert layout.record("gpu-1").lstat().st_mode & 0o170777 == 0o100600
     records.remove("gpu-1")
-    assert list(tmp_path.iterdir()) == []
+    assert not records.has_any("gpu-1")
+    left = {path.name for path in tmp_path.iterdir()} - {"elsewhere", "gpu-2.json"}
+    assert len(left) == (stray is full_directory)
+    assert all((tmp_path / kept / "work").is_dir() and ".unreadable-" in kept for kept in left)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["pipe"]
+    assert list(records.load()[0]) == ["gpu-2"]
 
 
 def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):

@@ -517,6 +517,19 @@ def test_records(kubelet: KubeletChecks) -> None:
     says(kubelet.records(), "WARN", "2 claims, 1 not prepared yet", "gpu-dra-driver claims")
     (kubelet.state / "claims/uid-9.json.unreadable-1").write_text("x")
     says(kubelet.records(), "WARN", "1 set aside as unreadable: uid-9.json.unreadable-1", "remove them")
+    cdi = kubelet.plugins.parent / "cdi"
+    for place, name in (
+        (cdi, f"k8s.{DRIVER}-claim_uid-1.json"),
+        (cdi, "k8s.other.example.com-claim_uid-1.json"),
+        (kubelet.state, "health.json"),
+        (kubelet.state / "locks", "GPU-1.lock"),
+        (kubelet.state / "mig", "mode-GPU-1.json"),
+        (kubelet.state / "mps", "gpu-1.json"),
+        (kubelet.state / "dra-device-metadata/ns_c1/gpu", "metadata.json"),
+    ):
+        (place / f"{name}.unreadable-1").mkdir(parents=True)
+    kubelet = replace(kubelet, cdi=cdi)
+    says(kubelet.records(), "WARN", "7 set aside as unreadable", str(cdi), str(kubelet.state / "locks"))
     broken = kubelet.state / "claims/uid-8.json"
     broken.write_text("x")
     says(kubelet.records(), "FAIL", str(broken), "cannot be read")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dra_driver.core.planning import Plan, plan_claim
-from dra_driver.errors import StateError
+from dra_driver.errors import DeviceBusyError, PassingRefusalError, StateError, UnsureOutcomeError
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
 from dra_driver.services.executor import Executor, changes_more_than_the_spec
@@ -151,6 +151,39 @@ def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: J
         executor.carry_out(planned(GPU_0), None)
     assert journal.events == ["save preparing", "do", "undo", "delete"]
     assert journal.kept == {}
+
+
+@pytest.mark.parametrize("refusal", [PassingRefusalError("not now"), UnsureOutcomeError("timeout")])
+@pytest.mark.parametrize("known", [None, record("preparing", at=None)])
+def test_what_is_tried_again_stays_as_it_is_until_it_is_given_up(
+    executor: Executor, journal: Journal, refusal: Exception, known: ClaimRecord | None
+) -> None:
+    journal.failing["do"] = refusal
+    with pytest.raises(type(refusal)):
+        executor.carry_out(planned(GPU_0), known, tries_again=True)
+    begun = record("preparing", at=None)
+    assert journal.events == [*(["save preparing"] if known is None else []), "do"]
+    journal.kept["uid-1"] = begun
+    executor.roll_back(begun)
+    assert (journal.events[-2:], journal.kept) == (["undo", "delete"], {})
+
+
+@pytest.mark.parametrize("error", [StateError("no"), DeviceBusyError("in use")])
+@pytest.mark.parametrize("known", [None, record("preparing", at=None)])
+def test_what_does_not_pass_is_taken_back_although_it_is_tried_again(
+    executor: Executor, journal: Journal, error: Exception, known: ClaimRecord | None
+) -> None:
+    journal.failing["do"] = error
+    with pytest.raises(type(error)):
+        executor.carry_out(planned(GPU_0), known, tries_again=True)
+    assert journal.events[-3:] == ["do", "undo", "delete"]
+
+
+def test_refusal_takes_everything_back_if_nobody_tries_again(executor: Executor, journal: Journal) -> None:
+    journal.failing["do"] = PassingRefusalError("not now")
+    with pytest.raises(PassingRefusalError):
+        executor.carry_out(planned(GPU_0), None)
+    assert journal.events[-2:] == ["undo", "delete"]
 
 
 def test_failed_step_of_a_prepared_claim_takes_nothing_back(executor: Executor, journal: Journal) -> None:

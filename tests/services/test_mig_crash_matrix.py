@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -275,20 +276,6 @@ CREATIONS = {
 }
 REFUSED_CHANGES = {("GPU", False): 8, ("GPU", True): 4, ("compute", False): 11, ("compute", True): 7}
 """How many changes a try makes and takes back: with which refusal, on a GPU whose MIG mode was on before or not."""
-EVERY_REFUSED_PREPARE = [
-    (name, what, changes)
-    for name in ("H100", "A30")
-    for what in CREATIONS
-    for changes in range(1, REFUSED_CHANGES[what, CASES[name].mode] + CASES[name].prepare + 1)
-]
-
-
-def prepare_again(node: MigNode, case: Case) -> None:
-    """A call that tries again what was refused."""
-    try:
-        node.prepare(wanted(node, case))
-    except PassingRefusalError:
-        node.prepare(wanted(node, case))
 
 
 def refused_once(fresh, case: Case, what: str) -> MigNode:
@@ -311,30 +298,147 @@ def test_refused_try_ends_as_if_it_never_was(fresh, uninterrupted, name: str, wh
     assert node.state() == expected
 
 
-@pytest.mark.parametrize(("name", "what", "changes"), EVERY_REFUSED_PREPARE)
-def test_death_within_or_after_a_refused_try_leaves_nothing(
-    fresh, uninterrupted, name: str, what: str, changes: int
-) -> None:
-    case = CASES[name]
-    expected = uninterrupted(case)
-    node = refused_once(fresh, case, what)
-    node = die_in(node, lambda: prepare_again(node, case), changes)
-    prepare_again(node, case)
-    assert node.state() == expected
-    node.unprepare()
-    assert node.state() == untouched(case)
+# --- refused and tried again within a call, with a device that is finished before ----------------
+
+SIBLINGS = {"H100": ("1g.10gb", 6), "A30": ("1g.6gb", 0)}
+REFUSED_CREATIONS = {"GPU": "create", "compute": "create_compute"}
+FIRST_TRY = {"GPU": 8, "compute": 11}
+"""How many changes a try makes until it waits, on a GPU whose MIG mode was on before."""
+NEXT_TRY = 6
+ROLL_BACK = 4
 
 
-@pytest.mark.parametrize(("name", "what", "changes"), EVERY_REFUSED_PREPARE)
-def test_a_start_clears_up_after_a_death_within_or_after_a_refused_try(
-    fresh, name: str, what: str, changes: int
-) -> None:
-    case = CASES[name]
-    node = refused_once(fresh, case, what)
-    node = die_in(node, lambda: prepare_again(node, case), changes)
-    node.records.delete("uid-1")
+def mode_changes(name: str) -> int:
+    return 0 if CASES[name].mode else 2
+
+
+EVERY_PAIR = [(name, what) for name in SIBLINGS for what in REFUSED_CREATIONS]
+EVERY_CHANGE_OF_TWO_TRIES = [
+    (name, what, changes)
+    for name, what in EVERY_PAIR
+    for changes in range(1, FIRST_TRY[what] + mode_changes(name) + NEXT_TRY + 1)
+]
+
+
+class PairNode:
+    """A node on which the second device of a claim is refused once."""
+
+    def __init__(self, node: MigNode, name: str, what: str) -> None:
+        self.node = node
+        self.name = name
+        self._calls = 0
+        self._make = getattr(node.hardware, REFUSED_CREATIONS[what])
+        setattr(node.hardware, REFUSED_CREATIONS[what], self._refusing)
+
+    def _refusing(self, *arguments: Any) -> Any:
+        self._calls += 1
+        if self._calls == 2:
+            raise PassingRefusalError("Insufficient Resources")
+        return self._make(*arguments)
+
+    def try_(self, node: MigNode | None = None) -> None:
+        node = node or self.node
+        case = CASES[self.name]
+        sibling = node.wanted(*SIBLINGS[self.name])
+        node.prepare(sibling, "uid-1", wanted(node, case), tries_again=True)
+
+    def try_twice(self) -> None:
+        with pytest.raises(PassingRefusalError):
+            self.try_()
+        self.try_()
+
+    def give_up(self) -> None:
+        record = self.node.records.get("uid-1")
+        assert record is not None
+        self.node.executor.roll_back(record)
+
+
+@pytest.fixture
+def pair(fresh) -> Callable[[str, str], PairNode]:
+    return lambda name, what: PairNode(fresh(CASES[name]), name, what)
+
+
+@pytest.mark.parametrize(("name", "what"), EVERY_PAIR)
+def test_next_try_goes_on_where_the_refused_one_stopped(pair, name: str, what: str) -> None:
+    ends = []
+    for is_refused in (False, True):
+        refused = pair(name, what)
+        if is_refused:
+            with pytest.raises(PassingRefusalError):
+                refused.try_()
+            done = refused.node.countdown.done
+            assert len(done) == FIRST_TRY[what] + mode_changes(name)
+            (is_on, instances), entries, modes, records = refused.node.state()
+            assert (is_on, [row[3] for row in instances], len(entries), len(modes)) == (
+                True, [1], 1, mode_changes(name) // 2,
+            )  # fmt: skip
+            assert [record.phase for record in records.values()] == ["preparing"]
+            done.clear()
+            refused.try_()
+            assert done == ["save", "create", "save", "create_compute", "save", "save"]
+            assert len(done) == NEXT_TRY
+        else:
+            refused._calls = 2
+            refused.try_()
+        ends.append(refused.node.state())
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
+def test_death_in_or_between_two_tries_is_gone_on_with(pair, name: str, what: str, changes: int) -> None:
+    """The next Prepare ends where an uninterrupted one does, a start before it changes nothing; the Unprepare after
+    that, or instead, leaves nothing, and so does a start without the record."""
+    expected = pair(name, what)
+    expected.try_twice()
+    end = expected.node.state()
+    refused = pair(name, what)
+    node = die_in(refused.node, refused.try_twice, changes)
+    before = node.state()
     node.keeper.look()
-    assert node.state() == untouched(case)
+    assert node.state() == before
+    refused.try_(node)
+    assert node.state() == end
+    node.unprepare()
+    assert node.state() == untouched(CASES[name])
+
+
+@pytest.mark.parametrize("is_start", [False, True], ids=["unprepare", "start"])
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
+def test_death_in_or_between_two_tries_is_cleared_away(
+    pair, name: str, what: str, changes: int, is_start: bool
+) -> None:
+    refused = pair(name, what)
+    node = die_in(refused.node, refused.try_twice, changes)
+    if is_start:
+        node.records.delete("uid-1")
+        node.keeper.look()
+    else:
+        node.unprepare()
+    assert node.state() == untouched(CASES[name])
+
+
+@pytest.mark.parametrize("follows", ["prepare", "unprepare", "start"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [(name, changes) for name in SIBLINGS for changes in range(1, ROLL_BACK + mode_changes(name) + 2)],
+)
+def test_death_while_it_gives_up_is_gone_on_with(pair, name: str, changes: int, follows: str) -> None:
+    refused = pair(name, "GPU")
+    with pytest.raises(PassingRefusalError):
+        refused.try_()
+    if changes > ROLL_BACK + mode_changes(name):
+        refused.give_up()
+        assert refused.node.state() == untouched(CASES[name])
+        return
+    node = die_in(refused.node, refused.give_up, changes)
+    if follows == "prepare":
+        refused.try_(node)
+        assert [row[3] for row in node.on_gpu()[1]] == [1, 1]
+    elif follows == "start":
+        node.records.delete("uid-1")
+        node.keeper.look()
+    node.unprepare()
+    assert node.state() == untouched(CASES[name])
 
 
 def killed_after(node: MigNode, call: Callable[[], object], changes: int) -> None:

@@ -17,6 +17,7 @@ from dra_driver.errors import PassingRefusalError, UnsureOutcomeError
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.inventory import PossibleMig
 from dra_driver.model.mig import GpuInstance
+from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
 from dra_driver.services.executor import Executor
 from dra_driver.services.preparer import Identity, Preparer
@@ -193,12 +194,119 @@ def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, co
     ]
 
 
-def test_each_try_is_written_down_first_and_undone_whole(node: Node) -> None:
+def test_each_try_is_written_down_first_and_undoes_only_its_instance(node: Node) -> None:
     node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="unknown", count=2)
     node.asked(small(node))
-    made = ["save", "own_mode", "set_mode", "save", "create", "save"]
-    undone = ["destroy", "delete", "set_mode", "disown_mode", "delete"]
-    assert node.countdown.done == [*made, *undone, *made, *undone, *made, "create_compute", "save", "save"]
+    begun, made = ["save", "own_mode", "set_mode"], ["save", "create", "save"]
+    tried = [*made, "destroy", "delete"]
+    assert node.countdown.done == [*begun, *tried, *tried, *made, "create_compute", "save", "save"]
+
+
+class Stubborn:
+    """Hardware that refuses to make one profile so often."""
+
+    def __init__(self, node: Node, profile_id: int, times: float) -> None:
+        self._node = node
+        self._create = node.hardware.create
+        self._profile_id = profile_id
+        self.left = times
+        self.seen: list[tuple[object, ...]] = []
+        node.hardware.create = self.create  # type: ignore[method-assign]
+
+    def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Any) -> int:
+        if profile_id == self._profile_id and self.left > 0:
+            self.left -= 1
+            record = self._node.records.get("uid-1")
+            assert record is not None
+            self.seen.append((record.phase, self._node.on_gpu()))
+            raise PassingRefusalError("create a GPU instance: Insufficient Resources")
+        return self._create(gpu_uuid, pci_bus_id, profile_id, placement)
+
+
+def three(node: Node) -> AllocatedClaim:
+    """Devices in the order in which they are made; the last one's profile ID is 9."""
+    return claim(node.device("1g.10gb", 6), node.device("2g.20gb", 4), node.device("3g.40gb", 0))
+
+
+def waiting_with_two(node: Node) -> tuple[Asking, Stubborn]:
+    stubborn = Stubborn(node, 9, float("inf"))
+    asking = Asking(node, three(node))
+    eventually(lambda: node.refused == ["uid-1"])
+    return asking, stubborn
+
+
+def made(node: Node) -> list[tuple[int, int]]:
+    return sorted(row[1:3] for row in node.on_gpu()[1])
+
+
+def test_mode_and_finished_devices_stay_between_the_tries(node: Node) -> None:
+    stubborn = Stubborn(node, 9, 5)
+    assert isinstance(node.asked(three(node)), Prepared)
+    assert len(set(map(str, stubborn.seen))) == 1
+    [(phase, (is_on, instances)), *_] = stubborn.seen
+    assert (phase, is_on, [row[3] for row in instances]) == ("preparing", True, [1, 1])
+    assert node.told_of_modes == [("mode-on", node.gpu_uuid, None)]
+    assert [kind for kind, _, error in node.told if not error] == ["create"] * 3
+    assert made(node) == [(9, 0), (14, 4), (19, 6)]
+    assert node.no_more(three(node)) is None
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode that goes off between the tries would begin the while anew each time."""
+    tries, set_mode, create = [0], node.hardware.set_mode, node.hardware.create
+
+    def switched(*arguments: Any) -> None:
+        set_mode(*arguments)
+        tries[0] = 0
+
+    def settling(*arguments: Any) -> int:
+        tries[0] += 1
+        if tries[0] <= 4:
+            raise PassingRefusalError("create a GPU instance: Not Ready")
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "set_mode", switched)
+    monkeypatch.setattr(node.hardware, "create", settling)
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert [kind for kind, *_ in node.told_of_modes] == ["mode-on"]
+
+
+def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., Node]) -> None:
+    node = make(BRIEF)
+    stubborn = Stubborn(node, 9, float("inf"))
+    assert "it is tried again" in error_of(node.asked(three(node)))
+    assert len(stubborn.seen) > 1
+    assert node.leftovers == (UNTOUCHED, [])
+    assert (node.preparer._begun._begun, node.releases._line) == ({}, [])
+    stubborn.left = 0
+    assert isinstance(node.asked(three(node)), Prepared)
+
+
+def test_everything_is_taken_back_before_another_claim_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the other instance of a rolling update, which keeps no order with this one."""
+    Stubborn(node, 9, 1)
+    seen, wait = [], node.releases.wait
+    wanted = node.inventory.by_name[node.device("3g.40gb", 0)]
+    assert isinstance(wanted, PossibleMig)
+    held = HeldDevice(wanted.name, "mig", "", node.gpu_uuid, placement=wanted.placement)
+
+    def waited(place: Any, error: Any) -> None:
+        seen.append((type(error).__name__, made(node), node.records.get("uid-1") is None))
+        if isinstance(error, PassingRefusalError):
+            other = claim(wanted.name, uid="uid-9")
+            node.records.save(ClaimRecord(other, "prepared", "boot-1", (held,), ()))
+        else:
+            node.records.delete("uid-9")
+        wait(place, error)
+
+    monkeypatch.setattr(node.releases, "wait", waited)
+    assert isinstance(node.asked(three(node)), Prepared)
+    assert seen == [("PassingRefusalError", [(14, 4), (19, 6)], False), ("DeviceHeldError", [], True)]
 
 
 def test_instance_that_was_made_though_the_answer_says_otherwise_is_not_left(
@@ -312,20 +420,33 @@ def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..
     node = make(FOR_EVER)
     first, second = small(node), small(node, 5, "uid-2")
     asking = waiting(node, first)
-    assert node.leftovers == (UNTOUCHED, [])
+    assert node.on_gpu() == (True, [])
     with node.locks.hold({node.gpu_uuid}, 1), node.claim_locks.hold("uid-1", 1):
         pass
     assert isinstance(node.asked(second), Prepared)
     assert node.no_more(second) is None
+    node.keeper.look()
+    assert node.on_gpu() == (True, []), "the mode is left for nobody while one waits for a device"
     node.no_more(first)
+    asking.answer()
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+def test_keeper_touches_nothing_of_a_claim_that_waits(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking, _ = waiting_with_two(node)
+    before = node.leftovers
+    assert made(node) == [(14, 4), (19, 6)]
+    node.keeper.look()
+    assert node.leftovers == before
+    node.no_more(three(node))
     asking.answer()
 
 
 def test_unprepare_ends_the_waiting(make: Callable[..., Node]) -> None:
     node = make(FOR_EVER)
-    wanted = small(node)
-    asking = waiting(node, wanted)
-    assert node.no_more(wanted) is None
+    asking, _ = waiting_with_two(node)
+    assert node.no_more(three(node)) is None
     assert "it was unprepared while this call was under way" in error_of(asking.answer())
     assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
 
@@ -336,18 +457,57 @@ def test_who_wants_the_same_silicon_waits_behind(make: Callable[..., Node]) -> N
     asking = waiting(node, first)
     behind = Asking(node, second)
     eventually(lambda: node.releases.waiting == ["uid-2"])
-    assert node.on_gpu() == (False, [])
+    assert node.on_gpu() == (True, [])
     node.no_more(first)
     assert isinstance(behind.answer(), Prepared)
     assert "unprepared" in error_of(asking.answer())
     assert [row[1:3] for row in node.on_gpu()[1]] == [(9, 0)]
 
 
+def behind(node: Node) -> Asking:
+    """One that wants silicon of a claim that waits with two devices made: one of those."""
+    asking = Asking(node, claim(node.device("1g.10gb", 5), uid="uid-2"))
+    eventually(lambda: node.releases.waiting == ["uid-2"])
+    return asking
+
+
+def test_who_waits_behind_is_told_the_holder_when_that_succeeded(make: Callable[..., Node]) -> None:
+    node = make(replace(FOR_EVER, refused_pause_s=0.3, refused_pause_most_s=0.3, ask_again_s=3600))
+    asking, stubborn = waiting_with_two(node)
+    second = behind(node)
+    assert "uid-1" not in node.claims.looks, "who only wants the device is no holder to ask about"
+    stubborn.left = 0
+    assert isinstance(asking.answer(), Prepared)
+    assert "is held by claim default/claim-uid-1" in error_of(second.answer())
+    assert node.claims.looks == ["uid-1"]
+
+
+def test_who_waits_behind_gets_the_silicon_of_one_that_gives_up(make: Callable[..., Node]) -> None:
+    node = make(
+        replace(FOR_EVER, refused_pause_s=0.3, refused_pause_most_s=0.3, refused_s=1, ask_again_s=3600)
+    )
+    asking, _ = waiting_with_two(node)
+    second = behind(node)
+    assert "Insufficient Resources" in error_of(asking.answer())
+    assert isinstance(second.answer(), Prepared)
+    assert made(node) == [(19, 5)]
+
+
+def test_who_waits_behind_in_vain_hears_that_the_other_waits_too(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking, _ = waiting_with_two(node)
+    told = error_of(node.asked(claim(node.device("1g.10gb", 5), uid="uid-2"), 3.0))
+    assert "cannot be had yet, and claim default/claim-uid-1 (UID uid-1) waits for it for longer" in told
+    assert "held by" not in told
+    node.no_more(three(node))
+    asking.answer()
+
+
 def test_driver_that_stops_ends_the_waiting(make: Callable[..., Node]) -> None:
     node = make(FOR_EVER)
-    asking = waiting(node, small(node))
+    asking, _ = waiting_with_two(node)
     node.releases.stop()
-    assert "create a compute instance" in error_of(asking.answer())
+    assert "create a GPU instance" in error_of(asking.answer())
     assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
 
 

@@ -97,6 +97,12 @@ def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code
     node.machine.set_fault(function, code=code, count=1)
     with pytest.raises((RetryableError, ClaimRefusedError)):
         node.prepare(small)
+    assert node.devices.awaits_some == (
+        code == "unknown" and "GpuInstance" in function and "Compute" not in function
+    )
+    if node.devices.awaits_some:
+        node.clock.now += 30
+        node.keeper.look()
     assert node.state() == UNTOUCHED
     assert [(kind, error is None) for kind, _, error in node.told if kind == "create"] == [("create", False)]
     node.prepare(small)
@@ -435,7 +441,7 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
         pause(seconds)
         node.machine.release_gpu(0)
 
-    node.devices._pause = freed
+    node.devices._teardown._pause = freed
     node.unprepare()
     assert node.state() == UNTOUCHED
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dra_driver.core.holding import Conflict, DeviceHeldError
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, PassingRefusalError, StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.usage import UnknownUsage
 from dra_driver.services.waiting import Patience
 from dra_driver.state import claimlocks
 from dra_driver.state.claimlocks import ClaimLocks
-from tests.core.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, h100, inventory, result
+from tests.core.samples import (
+    GPU_0,
+    GPU_1,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    claim,
+    h100,
+    hold,
+    inventory,
+    record,
+    result,
+)
 from tests.fakes.preparing import Node, in_threads
 
 HOLDER = claim(GPU_0, uid="holder")
@@ -467,6 +483,57 @@ def test_refusal_is_told_while_the_kubelet_still_listens(
     assert driver.tries == tries
     often = f"; refused {len(tries)} times in 8 s, it is tried again" if len(tries) > 1 else ""
     assert str(caught.value) == f"{REFUSED}{often}"
+
+
+@pytest.mark.parametrize("other", [DeviceHeldError, DeviceBusyError])
+def test_patience_with_refusals_begins_anew_after_something_else_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list, other: type[Exception]
+) -> None:
+    node = Node(tmp_path, MIXED)
+    driver = Refusing(node, monkeypatch)
+    busy = DeviceBusyError("in use") if other is DeviceBusyError else held_by_nobody()
+    with node.releases.place(claim(GPU_0), driver.now + 3600) as place:
+        for _ in range(3):
+            node.releases.wait(place, PassingRefusalError(REFUSED))
+        driver.now += 22
+        node.releases.wait(place, busy)
+        began = driver.now
+        for _ in range(2):
+            node.releases.wait(place, PassingRefusalError(REFUSED))
+        assert round(driver.now - began, 3) == 1.5, "the pauses are short again"
+    told = [line for line in logs if line["event"].startswith("nvml_")]
+    assert [line["event"] for line in told] == ["nvml_refuses", "nvml_refuses", "nvml_refusal_passed"]
+    assert (told[-1]["refusals"], told[-1]["duration_s"]) == (2, 1.5)
+
+
+def held_by_nobody() -> DeviceHeldError:
+    """By a record that is gone by now."""
+    holder = record(hold(GPU_0))
+    return DeviceHeldError([Conflict(holder, holder.devices[0], "held")], [hold(GPU_0)])
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_tried", "is_waited_for"),
+    [("preparing", True, True), ("preparing", False, False), ("prepared", True, False)],
+)
+def test_claim_that_is_being_prepared_is_waited_for_and_one_left_in_preparing_holds(
+    tmp_path: Path, calls: Calls, phase: Any, is_tried: bool, is_waited_for: bool
+) -> None:
+    node = Node(tmp_path, MIXED, patience=Patience(ask_again_s=3600))
+    node.prepare(HOLDER)
+    prepared = node.records.get("holder")
+    assert prepared is not None
+    node.records.save(replace(prepared, phase=phase))
+    trying = node.releases.place(HOLDER, math.inf) if is_tried else nullcontext()
+    with node.releases.preparing("holder"), trying:
+        if not is_waited_for:
+            assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
+            return
+        calls.prepare(node, claim(GPU_0))
+        waits(node, "uid-1")
+        node.records.delete("holder")
+    assert isinstance(calls.answer("uid-1"), Prepared)
+    assert node.claims.looks == []
 
 
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:

@@ -107,6 +107,19 @@ def test_what_cannot_be_read_hides_no_other_claim(
             call()
 
 
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("target", [FILE, "nowhere/at/all", ".", "pipe"])
+def test_a_link_is_replaced(tmp_path: Path, directory: CdiDirectory, target: str) -> None:
+    directory.write("uid-2", claim_spec("uid-2", DRIVER, driver(), [gpu(0)]))
+    os.mkfifo(tmp_path / "cdi/pipe")
+    directory.file(UID).symlink_to(target)
+    assert directory.read(UID) is None
+    assert directory.list() == {UID: (), "uid-2": (gpu(0).name,)}
+    assert directory.write(UID, spec()) is True
+    assert directory.verify(UID, spec())
+    assert not directory.file(UID).is_symlink()
+
+
 def test_a_file_that_an_earlier_driver_wrote_goes_with_its_claim(
     tmp_path: Path, directory: CdiDirectory
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dra_driver.errors import StateError
 from dra_driver.model.health import HealthState, Reason, Severity, Subject
 from dra_driver.state.healthstore import HealthStore, KeptHealth, decode, encode
+from tests.fakes.badinode import bad_inode
 
 XID = Reason("xid", "79", Severity.UNHEALTHY, 100, 120, "Xid 79: the GPU fell off the bus", reset_seen=True)
 HOT = Reason("slowdown", "thermal", Severity.INFORMATION, 100, 100, "hot", "poll")
@@ -121,6 +122,29 @@ def test_what_is_no_file_is_set_aside(path, stray, logs):
     path.unlink()
     stray(path)
     assert store.load() is None
+    store.save(KEPT)
+    assert HealthStore(path).load() == KEPT
+
+
+@pytest.mark.parametrize("target", ["health.json", "."])
+def test_a_link_to_no_file_is_set_aside(path, target, logs):
+    path.symlink_to(target)
+    store = HealthStore(path)
+    assert store.load() is None
+    assert [line["event"] for line in logs] == ["health_unreadable"]
+    assert not path.is_symlink()
+    store.save(KEPT)
+    assert HealthStore(path).load() == KEPT
+
+
+def test_what_cannot_be_set_aside_is_told(path, monkeypatch, logs):
+    path.write_text("[]")
+    bad_inode(monkeypatch, path)
+    store = HealthStore(path)
+    assert store.load() is None
+    [line] = logs
+    assert (line["event"], line["kept_as"]) == ("health_unreadable", str(path))
+    monkeypatch.undo()
     store.save(KEPT)
     assert HealthStore(path).load() == KEPT
 

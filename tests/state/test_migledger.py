@@ -15,6 +15,7 @@ from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.state import migledger as module
 from dra_driver.state.migledger import MigLedger, OwnedMode
 from tests.fakes import directories
+from tests.fakes.badinode import bad_inode
 
 GPU = "GPU-00000002-06c0-7d70-1a51-e59b25b2c16c"
 ONE = OwnedInstance(
@@ -208,7 +209,7 @@ def test_mode_is_ours_for_a_while_after_it_was_given_up(ledger: MigLedger, clock
 def test_own_writes_are_seen_whatever_the_clock_of_the_file_system_says(
     ledger: MigLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "stamp_of", lambda _status: (1, 2, 3))
+    monkeypatch.setattr(module, "stamp_at", lambda _path: (1, 2, 3))
     for entry in (ONE, MADE, ONE):
         ledger.save(entry)
         assert (ledger.get(ONE.device), ledger.all()) == (entry, {ONE.device: entry})
@@ -221,11 +222,22 @@ def test_unreadable_mode_is_set_aside(ledger: MigLedger, tmp_path: Path, logs: l
 
 
 @pytest.mark.timeout(60)  # to read a pipe lasts for ever
-@pytest.mark.parametrize("stray", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize(
+    ("stray", "reason"),
+    [
+        (Path.mkdir, "it is no plain file"),
+        (os.mkfifo, "it is no plain file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("."), "it is no plain file"),
+        (lambda path: path.symlink_to("pipe"), "it is no plain file"),
+    ],
+    ids=["directory", "pipe", "link-to-itself", "link-to-a-directory", "link-to-a-pipe"],
+)
 def test_stray_in_the_place_of_a_file_is_set_aside(
-    ledger: MigLedger, tmp_path: Path, logs: list, stray: Callable[[Path], None]
+    ledger: MigLedger, tmp_path: Path, logs: list, stray: Callable[[Path], None], reason: str
 ) -> None:
     """At whatever call it is met; the devices of other files stay ours."""
+    os.mkfifo(tmp_path / "pipe")
     ledger.save(TWO)
     calls: dict[str, Callable[[MigLedger], object]] = {
         "get": lambda met: met.get(ONE.device),
@@ -245,8 +257,55 @@ def test_stray_in_the_place_of_a_file_is_set_aside(
         assert file.is_file() == (name in ("save", "own"))
         assert ledger.all()[TWO.device] == TWO
         [line] = logs
-        assert (line["event"], line["reason"]) == ("mig_ledger_unreadable", "it is no plain file")
+        assert (line["event"], line["reason"]) == ("mig_ledger_unreadable", reason)
         logs.clear()
+
+
+def test_link_to_nothing_is_nothing(ledger: MigLedger, tmp_path: Path, logs: list) -> None:
+    ledger.save(TWO)
+    for file in (file_of(tmp_path, ONE), tmp_path / f"mode-{GPU}.json"):
+        file.symlink_to("nowhere/at/all")
+    assert (ledger.all(), ledger.owned_modes()) == ({TWO.device: TWO}, {})
+    ledger.save(ONE)
+    ledger.own_mode(GPU, None, "boot-1")
+    assert ledger.all() == {ONE.device: ONE, TWO.device: TWO}
+    assert (ledger.mode_owned(GPU, "boot-1"), logs) == (True, [])
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EPERM, errno.EIO])
+def test_what_cannot_be_set_aside_is_told_once_and_the_others_are_served(
+    ledger: MigLedger, tmp_path: Path, logs: list, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    ledger.save(TWO)
+    files = [file_of(tmp_path, ONE), tmp_path / f"mode-{GPU}.json"]
+    for file in files:
+        file.write_bytes(b"{}")
+
+    def refuse(*_paths: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", refuse)
+        for _ in range(2):
+            assert (ledger.all(), ledger.owned_modes()) == ({TWO.device: TWO}, {})
+    assert [line["kept_as"] for line in logs] == [str(file) for file in files]
+    assert all("cannot set aside the unreadable file" in line["reason"] for line in logs)
+    ledger.save(ONE)
+    assert ledger.all() == {ONE.device: ONE, TWO.device: TWO}
+
+
+@pytest.mark.parametrize("also_link", [False, True])
+def test_bad_inode_keeps_no_other_entry(
+    ledger: MigLedger, tmp_path: Path, logs: list, monkeypatch: pytest.MonkeyPatch, also_link: bool
+) -> None:
+    ledger.save(ONE)
+    ledger.save(TWO)
+    bad_inode(monkeypatch, file_of(tmp_path, ONE), also_link=also_link)
+    for _ in range(2):
+        assert ledger.all() == {TWO.device: TWO}
+    assert [line["subject"] for line in logs] == [ONE.device]
+    monkeypatch.undo()
+    assert ledger.all().keys() == ({ONE.device, TWO.device} if also_link else {TWO.device})
 
 
 def test_slots_are_ours_for_a_while_after_a_removal(ledger: MigLedger, tmp_path: Path, clock: Clock) -> None:

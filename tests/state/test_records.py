@@ -2,8 +2,12 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +18,7 @@ from dra_driver.state.codec import encode
 from dra_driver.state.records import RecordStore
 from tests.core.samples import GPU_0, GPU_1, hold, record
 from tests.fakes import directories
+from tests.fakes.badinode import bad_inode
 
 ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
 CORRUPT = {
@@ -106,6 +111,81 @@ def test_directory_in_the_place_of_a_record_is_set_aside(store: RecordStore) -> 
     (store.directory / "uid-1.json").mkdir()
     assert store.all() == {"uid-2": TWO}
     assert len(store.quarantined()) == 1
+
+
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("target", ["uid-1.json", ".", "pipe"])
+def test_link_to_no_file_is_set_aside_and_the_others_are_served(
+    store: RecordStore, logs: list[dict[str, object]], target: str
+) -> None:
+    store.save(TWO)
+    os.mkfifo(store.directory / "pipe")
+    (store.directory / "uid-1.json").symlink_to(target)
+    for _ in range(2):
+        assert store.all() == {"uid-2": TWO}
+    (aside,) = store.quarantined()
+    assert str(aside.readlink()) == target
+    assert [(line["event"], line["kept_as"]) for line in logs] == [("record_unreadable", str(aside))]
+    store.save(ONE)
+    assert store.all() == {"uid-1": ONE, "uid-2": TWO}
+
+
+def test_link_to_nothing_is_no_record(store: RecordStore, logs: list[dict[str, object]]) -> None:
+    store.save(TWO)
+    (store.directory / "uid-1.json").symlink_to("nowhere/at/all")
+    assert (store.all(), store.get("uid-1"), store.quarantined()) == ({"uid-2": TWO}, None, [])
+    store.save(ONE)
+    assert (store.all(), logs) == ({"uid-1": ONE, "uid-2": TWO}, [])
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EPERM, errno.EIO])
+def test_record_that_cannot_be_set_aside_is_told_once_and_protects_what_it_held(
+    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store.save(TWO)
+    file = store.directory / "uid-1.json"
+    file.write_bytes(b"{")
+
+    def refuse(*_paths: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", refuse)
+        for _ in range(2):
+            assert (store.all(), store.quarantined()) == ({"uid-2": TWO}, [file])
+    (line,) = logs
+    assert (line["event"], line["kept_as"]) == ("record_unreadable", str(file))
+    assert "cannot set aside the unreadable claim record" in str(line["reason"])
+    assert store.all() == {"uid-2": TWO}
+    (aside,) = store.quarantined()
+    assert (aside.read_bytes(), len(logs)) == (b"{", 2)
+
+
+@pytest.mark.parametrize("also_link", [False, True])
+def test_bad_inode_keeps_no_other_claim(
+    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, also_link: bool
+) -> None:
+    store.save(ONE)
+    store.save(TWO)
+    bad_inode(monkeypatch, store.directory / "uid-1.json", also_link=also_link)
+    monkeypatch.setattr(os, "scandir", looks_with(Path.stat))
+    for _ in range(2):
+        assert store.all() == {"uid-2": TWO}
+        assert [path.name.partition(".json")[0] for path in store.quarantined()] == ["uid-1"]
+    assert [line["claim_uid"] for line in logs] == ["uid-1"]
+    monkeypatch.undo()
+    assert store.all() == ({"uid-1": ONE, "uid-2": TWO} if also_link else {"uid-2": TWO})
+    assert len(store.quarantined()) == (not also_link)
+
+
+def looks_with(stat: Callable[[Path], os.stat_result]) -> Callable[[Path], object]:
+    """A scandir whose entries ask for a status as paths do."""
+
+    def scandir(directory: Path) -> object:
+        found = [SimpleNamespace(name=path.name, stat=partial(stat, path)) for path in directory.iterdir()]
+        return nullcontext(found)
+
+    return scandir
 
 
 def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +362,27 @@ def test_disk_that_takes_nothing_keeps_no_driver_from_starting(
     again.open("boot-2")
     monkeypatch.undo()
     assert again.all() == {"uid-1": ONE}
+
+
+def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
+    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+    (store.directory / "torn.json").touch()
+    old = store.directory / ".x.json.1-1.tmp"
+    old.touch()
+    os.utime(old, (1, 1))
+
+    def read_only(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    again = other(store)
+    for name in ("unlink", "rename", "replace"):
+        monkeypatch.setattr(Path, name, read_only)
+    again.open("boot-2")
+    assert [line["event"] for line in logs] == [], "what was not removed is not told to be"
+    assert again.all() == {"uid-1": ONE}
+    assert [line["event"] for line in logs] == ["record_unreadable"]
 
 
 def test_failed_save_keeps_the_old_record(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:

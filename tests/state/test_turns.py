@@ -181,6 +181,20 @@ def test_instance_that_cannot_announce_leaves_the_other_alone(
     assert (new.is_ours(), old.is_ours()) == (True, False)
 
 
+def test_what_is_no_file_of_an_instance_is_in_nobodys_way(directory: Path) -> None:
+    """In the place of one that would come before ours, or of a temporary file."""
+    old = PublishingTurn(directory, "old")
+    old.announce()
+    later = f"{2**62:020d}"
+    (directory / f"{later}-link.lock").symlink_to(f"{later}-link.lock")
+    (directory / f"{later}-none.lock").symlink_to("nowhere/at/all")
+    (directory / f".{later}-x.lock.1.tmp").symlink_to(".")
+    (directory / f"{later}-dir.lock").mkdir()
+    os.mkfifo(directory / f"{later}-pipe.lock")
+    assert old.is_ours()
+    assert [name for name in names(directory) if "dir" not in name and "old" not in name] == []
+
+
 def test_unreadable_directory_is_one_sentence(directory: Path) -> None:
     directory.touch()
     with pytest.raises(StateError) as caught:

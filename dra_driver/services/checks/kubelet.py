@@ -15,7 +15,7 @@ from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 from dra_driver.services.checks.driver import named
 from dra_driver.services.checks.outcome import Finding, fail, ok, skip, warn
-from dra_driver.state.readonly import read_state
+from dra_driver.state.readonly import read_state, set_aside_files
 
 _FULL_BYTES = 64 * 1024 * 1024
 _LITTLE_BYTES = 512 * 1024 * 1024
@@ -29,7 +29,7 @@ _RECONNECT_S = 0.2
 class KubeletChecks:
     """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
 
-    `mps_external` says that MPS daemons are kept by a DaemonSet of its own.
+    `mps_external` says that MPS daemons are kept by a DaemonSet of its own; `cdi` is the directory with CDI specs.
     """
 
     driver: str
@@ -37,6 +37,7 @@ class KubeletChecks:
     plugins: Path
     host: str | None
     mps_external: bool = True
+    cdi: Path | None = None
 
     @property
     def state(self) -> Path:
@@ -131,15 +132,12 @@ class KubeletChecks:
                 state.faults[0] + more,
                 "`gpu-dra-driver claims` lists them; the driver sets such files aside, not those of a newer release",
             )
-        aside = [
-            path.name
-            for name in ("claims", "mig")
-            for path in sorted((self.state / name).glob("*.json.unreadable*"))
-        ]
+        aside = set_aside_files(self.state, self.cdi, self.driver)
         if aside:
+            places = sorted({str(path.parent) for path in aside})
             return warn(
-                f"{len(aside)} set aside as unreadable: {named(aside)}",
-                f"look at them below {self.state}, then remove them",
+                f"{len(aside)} set aside as unreadable: {named([path.name for path in aside])}",
+                f"look at them in {' and '.join(places)}, then remove them",
             )
         waiting = sum(1 for record in state.records if record.phase != "prepared")
         if waiting:
