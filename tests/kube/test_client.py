@@ -166,7 +166,7 @@ def test_error_is_retryable_when_server_is_slow(server, client):
     start = time.monotonic()
     with pytest.raises(ApiUnavailableError, match="did not answer in time"):
         client.request("GET", NODES, action="list nodes", timeout_s=0.1)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 4
 
 
 def test_error_is_retryable_when_name_does_not_resolve():

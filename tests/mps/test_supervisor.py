@@ -569,7 +569,7 @@ def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host, eventuall
 
 
 def test_devices_start_at_the_same_time(host):
-    host.behave(start_delay_ms=1000)
+    host.behave(start_delay_ms=2500)
     supervisor = host.supervisor()
     specs = [host.spec(index) for index in (2, 3, 4, 5)]
     threads = [threading.Thread(target=supervisor.ensure, args=(spec, 10)) for spec in specs]
@@ -579,7 +579,7 @@ def test_devices_start_at_the_same_time(host):
     for thread in threads:
         thread.join()
     assert [status.state for status in supervisor.status()] == ["ready"] * 4
-    assert time.monotonic() - began < 3.9
+    assert time.monotonic() - began < 9.9  # 10 s if one after the other
 
 
 def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
