@@ -97,7 +97,7 @@ class MigKeeper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`adopt` says what is done at a start or reload with instances on partitioned GPUs that somebody else made.
-        `on_change` is called after a look that changed something."""
+        `on_change` is called after a look that changed something, or found that something else is stuck than before."""
         self._devices = devices
         self._hardware = hardware
         self._ledger = ledger
@@ -182,8 +182,12 @@ class MigKeeper:
             changed |= self._adopted(adoptable)
         subjects = {*entries, *modes, *map(_gpu_key, self._foreign)}
         self._retries = {key: retry for key, retry in self._retries.items() if key in subjects}
-        self._stuck = {key: retry.reason for key, retry in self._retries.items() if key in entries}
-        if changed:
+        before, self._stuck = (
+            self._stuck,
+            {key: retry.reason for key, retry in self._retries.items() if key in entries},
+        )
+        # What becomes stuck takes its place from what is on offer, and nothing else shows that it has.
+        if changed or self._stuck.keys() != before.keys():
             self._on_change()
 
     def _adopted(self, inventory: Inventory | None) -> bool:

@@ -142,7 +142,7 @@ def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode
     node.machine.clear_faults()
     node.clock.now += 1
     node.keeper.look()
-    assert (node.state(), node.keeper.stuck(), node.changes) == (UNTOUCHED, {}, 1)
+    assert (node.state(), node.keeper.stuck(), node.changes) == (UNTOUCHED, {}, 2)
 
 
 def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> None:
@@ -478,6 +478,23 @@ def test_claim_that_prepares_again_keeps_the_device(node: MigNode, small) -> Non
     node.keeper.look()
     assert node.devices.realised(small.name) == made
     assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode, small) -> None:
+    """Slices offer the place of a device as long as nobody says that it is taken for good."""
+    node.prepare(small)
+    node.records.delete("uid-1")
+    hold_instance(node)
+    node.keeper.look()
+    assert (list(node.keeper.stuck()), node.changes) == ([small.name], 1)
+    for _ in range(100):
+        node.clock.now += 1
+        node.keeper.look()
+    assert (list(node.keeper.stuck()), node.changes) == ([small.name], 1)
+    node.machine.release_gpu(0)
+    node.clock.now += 60
+    node.keeper.look()
+    assert (list(node.keeper.stuck()), node.changes) == ([], 2)
 
 
 def test_pauses_of_the_background_double_up_to_ten_seconds(node: MigNode, small, logs: list) -> None:
