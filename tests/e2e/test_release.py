@@ -14,8 +14,9 @@ from tests.e2e.test_pods import TEMPLATE, pods
 pytestmark = pytest.mark.cluster
 
 GPUS, ROUNDS, WITHIN_S = 8, 10, 6.0
-MORE_THAN_PLAIN_S = 2.0
-"""What claims may add on a machine that needs long for pods without any."""
+TIMES_PLAIN = 3.0
+"""What it may take on a machine that needs long for pods without claims, which wait for nobody: about 1.7 s on two
+cores that do nothing else."""
 
 
 def generation(name: str, number: int) -> tuple[str, list[str]]:
@@ -72,7 +73,7 @@ def test_force_deleted_pods_are_replaced_within_seconds(cluster: Cluster) -> Non
 
     The claims of the old pods are gone from the API server before the kubelet has unprepared them, so each new pod
     gets a GPU that its former holder has not let go of yet. The same is done with pods that want no device: where a
-    machine that is busy with something else needs long for those already, the claims may add two seconds.
+    machine that is busy with something else needs long for those already, it may take three times as long as they do.
     """
     cluster.apply(TEMPLATE)
     manifest, names = generation("burst", 0)
@@ -94,4 +95,4 @@ def test_force_deleted_pods_are_replaced_within_seconds(cluster: Cluster) -> Non
         wait_for("the old claims to be unprepared", lambda: len(cluster.leftovers()) == 2 * GPUS)
     for what, times in (("eight pods", took), ("eight without claims", plain)):
         print(f"{what} replaced after " + ", ".join(f"{seconds:.2f}" for seconds in times) + " s")
-    assert max(took) <= max(WITHIN_S, max(plain) + MORE_THAN_PLAIN_S), (took, plain)
+    assert max(took) <= max(WITHIN_S, TIMES_PLAIN * max(plain)), (took, plain)
