@@ -3,31 +3,42 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
+MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo docs test check fix bench soak scale cluster cluster-down cluster-status image e2e lock proto clean
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e lock proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
 
 setup: $(STAMP) ## Create the environment from the locked dependencies
 
-$(STAMP): requirements-dev.txt pyproject.toml
+$(RUNTIME): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "The venv module is missing: install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the locked dependencies (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "Installing the driver's locked dependencies (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
 	@touch $@
 
-demo: $(STAMP) ## A simulated DGX H100 from slices to a prepared pod, without cluster, GPU or root
-	@$(BIN)/gpu-dra-driver demo
+$(STAMP): $(RUNTIME) requirements-dev.txt pyproject.toml
+	@echo "Installing the locked tools for development (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.txt
+	@PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
+	@$(BIN)/python hack/playground demo --simulate $(MACHINE)
+
+playground: $(STAMP) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100
+	@$(BIN)/python hack/playground run --simulate $(MACHINE)
 
 docs: $(STAMP) ## Write docs/commands.md with what the commands print now; a test compares it
 	@$(BIN)/python hack/record/commands_page.py
@@ -44,7 +55,6 @@ check: $(STAMP) ## Format, lint, types, layers, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python hack/proto/generate.py --check
-	@$(BIN)/python hack/check_tree.py
 
 fix: $(STAMP) ## Format and mend what can be mended
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .

@@ -2,24 +2,24 @@
 
     DraDriverError
     ├── RetryableError        the same call may succeed later: API server down, device being torn down
-    │   ├── ApiUnavailableError   the API server did not answer, or answered that it cannot now
+    │   ├── ApiUnavailableError   the API server did not answer, or answered that it cannot answer now
     │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is absent or not ready
     │   │   └── DriverGoneError       the kernel driver is not loaded, or its library is not there
-    │   ├── NvmlInUseError        NVML cannot be initialised anew while something is being done with it
+    │   ├── NvmlInUseError        NVML cannot be initialised again while an operation uses it
     │   ├── DeviceLostError       a GPU does not answer any more
-    │   ├── DeviceBusyError       a process holds what would have to go
-    │   └── PassingRefusalError   the NVIDIA driver cannot do it now, which passes by itself
-    │       └── UnsureOutcomeError    it may have done it all the same
-    ├── PermanentError        somebody must change something first: claim, configuration, node
+    │   ├── DeviceBusyError       a process uses a device that would have to be changed
+    │   └── NvmlTransientError    the NVIDIA driver cannot do it now; that passes by itself
+    │       └── NvmlUnknownOutcomeError   it may have done it all the same
+    ├── PermanentError        a person must change something first: claim, configuration, node
     │   ├── ClaimRefusedError     this claim cannot be prepared as it stands
     │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file
     │   ├── ApiRejectedError      the API server understood and refused (status code in `.status`)
-    │   ├── NotSupportedError     this GPU or driver does not have the feature; data, not a fault
+    │   ├── NotSupportedError     this GPU or driver does not have the feature; callers treat that as data
     │   └── StateError            a record or directory of ours cannot be read or written
     └── FatalError            the process cannot go on; it stops with this as its cause
 
-Every edge (NVML, API server, file system, gRPC) maps foreign errors to these in one place and chains
-the original. A text names the action, the object and the remedy, and is one line.
+Every edge (NVML, API server, file system, gRPC) maps foreign errors to these in one place and chains the original. Each
+text is one line and names the action, the object and the remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DraDriverError(Exception):
 
 
 class RetryableError(DraDriverError):
-    """The same call may succeed later without anybody changing anything."""
+    """The same call may succeed later, though nobody changes anything."""
 
 
 class ApiUnavailableError(RetryableError):
@@ -50,7 +50,7 @@ class DriverGoneError(NvmlUnavailableError):
 
 
 class NvmlInUseError(RetryableError):
-    """NVML cannot be initialised anew yet, because a change of a GPU is under way."""
+    """NVML cannot be initialised again yet, because a change of a GPU is under way."""
 
 
 class DeviceLostError(RetryableError):
@@ -61,16 +61,16 @@ class DeviceBusyError(RetryableError):
     """A GPU, GPU instance or compute instance is in use by a process, so it cannot be changed now."""
 
 
-class PassingRefusalError(RetryableError):
+class NvmlTransientError(RetryableError):
     """The NVIDIA driver answered that it cannot do it now: memory is being scrubbed, it is busy, it timed out."""
 
 
-class UnsureOutcomeError(PassingRefusalError):
-    """The answer does not tell whether it was done, or what was done could not be undone."""
+class NvmlUnknownOutcomeError(NvmlTransientError):
+    """NVML does not tell whether it did what was asked, or what it did could not be undone."""
 
 
 class PermanentError(DraDriverError):
-    """Will not succeed until a person changes something."""
+    """The call does not succeed until a person changes something."""
 
 
 class ClaimRefusedError(PermanentError):

@@ -1,4 +1,4 @@
-"""Logging set-up: one JSON object or one console line an event, on standard error."""
+"""Logging set-up: each event is one JSON object or one console line on standard error."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _log = structlog.get_logger(__name__)
 
 _HIDDEN = "[hidden]"
 _MOST_DEPTH = 12  # the frames of a nested exception are at seven
-_MOST_CHARACTERS = 16 * 1024  # of a value, whose end tells as much as its beginning
+_MOST_CHARACTERS = 16 * 1024  # of a value; its end matters as much as its beginning
 _CUT = " […] "
 _BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _SECRET_FIELDS = re.compile(r"(?i)authorization|password|^token$|_token$|key.data$")
-# Texts may come from anybody: each pattern takes time in proportion to the text, whatever is in it.
+# Texts may come from anybody: each pattern takes linear time for any text.
 _SECRETS = (
-    # A complaint about a header shows it, whatever is in it.
+    # An error about a header shows the header with its value.
     re.compile(r"(?P<kept>Invalid header value ).*", re.DOTALL),
     re.compile(r"(?i)(?P<kept>authorization['\"]?\s*+[:=]\s*+)(?:b?['\"][^'\"]*['\"]?|[^,;}\]]+)"),
     re.compile(r"(?i)(?P<kept>\bbearer\s++)[^\s'\",;]{8,}"),
@@ -42,7 +42,7 @@ Event = MutableMapping[str, Any]
 
 
 class Logs:
-    """The log as it is set up: `form` is json or console, `level` the least that is written now."""
+    """The log: `form` is json or console, `level` is the lowest level that is written now."""
 
     def __init__(self, level: str, form: str) -> None:
         self.level = level
@@ -50,7 +50,7 @@ class Logs:
         self._quiet = "info" if level == "debug" else level
 
     def toggle_debug(self) -> None:
-        """Write debug events too, or no longer; the change is told while it can be seen."""
+        """Switch debug events on or off; an event tells that."""
         before = self.level
         self.level = self._quiet if before == "debug" else "debug"
         if before == "debug":
@@ -60,7 +60,7 @@ class Logs:
             _log.info("log_level_changed", before=before, after=self.level)
 
     def take_crashes(self) -> None:
-        """Make events of what Python would print by itself: exceptions nobody caught, and warnings."""
+        """Log what Python would print by itself: uncaught exceptions, and warnings."""
         logging.captureWarnings(True)
         sys.excepthook = _program_crashed
         threading.excepthook = _thread_crashed
@@ -95,7 +95,7 @@ def _logger_class(level: str) -> type[Any]:
 
 
 def _renderers(form: str) -> list[Any]:
-    # Local variables of a traceback could hold a token; they are shown in neither form.
+    # Local variables of a traceback could hold a token; neither form shows them.
     if form == "json":
         frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         return [
@@ -137,7 +137,7 @@ def _shown(value: Any, field: str, depth: int) -> Any:
 def _one_line(value: Any) -> str:
     try:
         text = str(value)
-    except Exception as error:  # noqa: BLE001  a line of the log must not fail the work it tells of
+    except Exception as error:  # noqa: BLE001  a log line must not break the work that it reports
         text = f"<{type(value).__name__}, which cannot be shown: {type(error).__name__}>"
     lines = (line.strip() for line in _BREAKS.split(_without_secrets(text)))
     return " ".join(line for line in lines if line)
@@ -146,7 +146,7 @@ def _one_line(value: Any) -> str:
 def _without_secrets(text: str) -> str:
     for pattern in _SECRETS:
         text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)
-    # Not before: half a token matches no pattern.
+    # Cut last: half a token matches no pattern.
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         text = f"{text[:half]}{_CUT}{text[-half:]}"
@@ -154,7 +154,7 @@ def _without_secrets(text: str) -> str:
 
 
 class _LibraryMessages(logging.Handler):
-    """Messages of libraries, which know nothing of events."""
+    """Makes events of the messages of libraries, which use the standard logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """One event each."""

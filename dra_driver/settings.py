@@ -1,6 +1,6 @@
-"""What `run` is told: flags and environment variables over a configuration file over defaults.
+"""The settings of `run`: flags and environment variables win over a configuration file, which wins over defaults.
 
-Read once by the command line and passed on as one value; nothing else reads the environment.
+The command line reads them once and passes them on as one value; nothing else reads the environment.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from dra_driver.core.devicemetadata import VERSIONS_BY_SETTING
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.sharing import (
@@ -25,6 +24,13 @@ from dra_driver.model.sharing import (
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 ALL_GPUS = GpuSelector()
+METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "off": (),
+    "v1alpha1": ("v1alpha1",),
+    "v1beta1": ("v1beta1",),
+    "both": ("v1beta1", "v1alpha1"),
+}
+"""The versions to write, newest first, for each value of `device_metadata`."""
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 
 
@@ -37,8 +43,8 @@ class Settings:
     process). `kube_api_qps` 0 is no limit. With `dynamic_mig` MIG devices are made on demand on the GPUs that
     `dynamic_mig_gpus` selects and that are capable of it; `adopt_mig` is `leave` or `destroy`, for the GPU
     instances that somebody else made there. `ignored_xids` and `fatal_xids` come on top of those that are known;
-    `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions in
-    which containers are told of their devices: `v1alpha1`, `v1beta1` or `both`.
+    `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions of
+    the files that describe a container's devices to it: `v1alpha1`, `v1beta1` or `both`.
     """
 
     node_name: str
@@ -79,7 +85,7 @@ class Settings:
     @property
     def metadata_versions(self) -> tuple[str, ...]:
         """The versions of the device metadata to write, newest first; none if that is off."""
-        return VERSIONS_BY_SETTING[self.device_metadata]
+        return METADATA_VERSIONS[self.device_metadata]
 
     @property
     def plugin_directory(self) -> Path:
@@ -90,21 +96,25 @@ class Settings:
 def resolve(
     given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Settings from what was given on the command line (None means not given) and a file.
+    """Settings from what was given on the command line and from a file.
 
-    `defaults` are the command's own. `consumable_shares` is the short form of a sharing section. Raises:
-    InvalidConfigError that lists every fault with its path.
+    In `given`, None means not given, and a name that is not a setting has no effect. `defaults` are the command's own.
+    `consumable_shares` is the short form of a sharing section. Raises: InvalidConfigError that lists every fault with
+    its path.
     """
     values: dict[str, Any] = dict(defaults or {})
     values.update(read_config_file(config_file) if config_file else {})
-    values.update({name: value for name, value in given.items() if value is not None})
+    values.update({name: _plain(value) for name, value in given.items() if value is not None})
     shared = consumable_shares(values.get("consumable_shares") or "disabled")
     if shared != NO_SHARING:
         if "sharing" in values:
             raise InvalidConfigError(
-                f"--consumable-shares and the section sharing of {config_file} contradict each other; remove one"
+                f"--consumable-shares and the section sharing of {config_file} contradict each other; "
+                "remove one of them"
             )
         values["sharing"] = shared
+    if given.get("dynamic_mig") is None and has_gate(given.get("feature_gates") or "", "DynamicMIG"):
+        values["dynamic_mig"] = True
     ignored = values.pop("additional_xids_to_ignore", None)
     if ignored is not None:
         values["ignored_xids"] = frozenset(values.get("ignored_xids", ())) | xid_list(ignored)
@@ -120,10 +130,14 @@ def resolve(
     return Settings(**{name: value for name, value in values.items() if name in known})
 
 
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
 def _check_metadata(values: Mapping[str, Any]) -> None:
     chosen = values.get("device_metadata", "off")
-    if chosen not in VERSIONS_BY_SETTING:
-        expected = ", ".join(VERSIONS_BY_SETTING)
+    if chosen not in METADATA_VERSIONS:
+        expected = ", ".join(METADATA_VERSIONS)
         raise InvalidConfigError(f"--device-metadata {chosen!r}: expected one of {expected}")
     name = values.get("driver_name", DEFAULT_DRIVER_NAME)
     if chosen != "off" and name[:1].isdecimal():
@@ -161,6 +175,11 @@ def xid_list(text: str) -> frozenset[int]:
     return frozenset(int(part) for part in parts)
 
 
+def has_gate(text: str, name: str) -> bool:
+    """Whether `--feature-gates`, such as `A=true,B=false`, switches a gate on."""
+    return f"{name}=true" in text.replace(" ", "").split(",")
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The values of a YAML file by setting name.
 
@@ -172,17 +191,21 @@ def read_config_file(path: Path) -> dict[str, Any]:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InvalidConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that cannot be is a ValueError
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # a date that does not exist is a ValueError
         reason = " ".join(str(error).split())
-        raise InvalidConfigError(f"configuration file {path} is no YAML: {reason}") from error
+        raise InvalidConfigError(f"configuration file {path} is not valid YAML: {reason}") from error
     return config_values(document if document is not None else {}, path)
 
 
 def config_values(document: Any, path: Path) -> dict[str, Any]:
-    """The values of a configuration document by setting name; `path` is only told. Raises: InvalidConfigError."""
+    """The values of a configuration document by setting name; `path` is for error texts. Raises: InvalidConfigError."""
     from pydantic import ValidationError
 
-    from dra_driver.configfile import ConfigFile
+    from dra_driver.config_file import ConfigFile
 
     try:
         parsed = ConfigFile.model_validate(document)

@@ -12,38 +12,40 @@ import pynvml
 import pytest
 import yaml
 
-from dra_driver.core.health import DEFAULT_POLICY, observe
-from dra_driver.core.manifests import object_faults
-from dra_driver.core.taints import PREFIX, TAINTED_KEYS, TaintPolicy, taints_of
-from dra_driver.core.xids import APPLICATION_XIDS, KNOWN_XIDS
+from dra_driver.health import kubelet_stream as healthstream
+from dra_driver.health import monitor
+from dra_driver.health.kubelet_stream import HealthStream
+from dra_driver.health.rules.state import DEFAULT_POLICY, observe
+from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
+from dra_driver.health.rules.xids import APPLICATION_XIDS, KNOWN_XIDS
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
 from dra_driver.model.health import (
+    TAINTED_KEYS,
     DoubleBitError,
     FabricState,
     HealthChange,
     HealthState,
     HealthStates,
-    Look,
+    HealthTarget,
+    MonitoringState,
     Observation,
+    PolledHealth,
+    PollResult,
     Reason,
     Severity,
-    Signals,
-    Subject,
     Unreachable,
-    Watched,
     Xid,
 )
 from dra_driver.model.inventory import WholeGpu
 from dra_driver.model.record import HeldDevice
-from dra_driver.services import healthstream, monitor
-from dra_driver.services.claimnews import ClaimNews
-from dra_driver.services.healthstream import HealthStream
+from dra_driver.reporting.claim_health import ClaimHealthReporter
 from dra_driver.settings import config_values
-from tests.core.samples import DRIVER, GPU_0, h100, record, uuid
+from dra_driver.validation.rules.manifests import object_faults
+from tests.fakes.samples import DRIVER, GPU_0, h100, record, uuid
 
 MANUAL = Path(__file__).parents[1] / "docs/health.md"
 NOW = 1_800_000_000
-GPU = HealthState(Subject(uuid(0)))
+GPU = HealthState(HealthTarget(uuid(0)))
 ACTIONS = [value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")]
 HEADER = "| Taint | Value | Effect | Pods | Meaning |\n|---|---|---|---|---|\n"
 
@@ -78,14 +80,25 @@ def test_manual_says_what_the_model_makes_of_each_observation(name: str, update_
 
 def signal_rows() -> Iterator[str]:
     """Everything that the model can say but Xids."""
-    looks = [Signals(recovery_action=action) for action in sorted(ACTIONS)]
-    looks += [Signals(fabric=state) for state in get_args(FabricState)]
-    looks += [Signals(slowdowns=frozenset({cause})) for cause in ("hardware", "power", "thermal")]
-    looks += [Signals(remap_failed=True), Signals(remap_pending=True), Signals(pages_pending=True)]
-    stories: list[list[Observation]] = [[Look(signals)] for signals in looks]
-    stories += [[DoubleBitError()], [Unreachable()], [Watched("events of the GPU cannot be heard: …")]]
-    stories += [[Look(Signals(ecc_uncorrected=0)), Look(Signals(ecc_uncorrected=2))]]
-    stories += [[Look(Signals(fabric="broken")), Look(Signals(fabric="ready"))] * DEFAULT_POLICY.flaps]
+    looks = [PolledHealth(recovery_action=action) for action in sorted(ACTIONS)]
+    looks += [PolledHealth(fabric=state) for state in get_args(FabricState)]
+    looks += [PolledHealth(slowdowns=frozenset({cause})) for cause in ("hardware", "power", "thermal")]
+    looks += [
+        PolledHealth(remap_failed=True),
+        PolledHealth(remap_pending=True),
+        PolledHealth(pages_pending=True),
+    ]
+    stories: list[list[Observation]] = [[PollResult(signals)] for signals in looks]
+    stories += [
+        [DoubleBitError()],
+        [Unreachable()],
+        [MonitoringState("events of the GPU cannot be heard: …")],
+    ]
+    stories += [[PollResult(PolledHealth(ecc_uncorrected=0)), PollResult(PolledHealth(ecc_uncorrected=2))]]
+    stories += [
+        [PollResult(PolledHealth(fabric="broken")), PollResult(PolledHealth(fabric="ready"))]
+        * DEFAULT_POLICY.flaps
+    ]
     reasons = {reason.name: reason for story in stories for reason in told(*story)}
     tainted = {reason.key for reason in reasons.values() if taints_of([reason], TaintPolicy())}
     assert tainted | {"xid"} == set(TAINTED_KEYS)
@@ -132,9 +145,9 @@ class OneReason:
         self._reason = reason
 
     def states(self) -> HealthStates:
-        return {GPU.subject: HealthState(GPU.subject, (self._reason,))}
+        return {GPU.target: HealthState(GPU.target, (self._reason,))}
 
-    def looked_at(self, _gpu_uuid: str) -> int:
+    def polled_at(self, _gpu_uuid: str) -> int:
         return NOW
 
     def is_fresh(self, _gpu_uuid: str) -> bool:
@@ -143,7 +156,7 @@ class OneReason:
 
 def pods(reason: Reason) -> str:
     """What the kubelet shows for pods on a GPU with the reason."""
-    stream = HealthStream("node-a", lambda: [WholeGpu(GPU_0, h100(0))], OneReason(reason))
+    stream = HealthStream("node-a", lambda: [WholeGpu(GPU_0, h100(0))], OneReason(reason), dict)
     [device] = stream.snapshot().devices
     return pb.HealthStatus.Name(device.health).title()
 
@@ -162,17 +175,17 @@ def test_manual_lists_the_events_that_are_written() -> None:
         def claim_event(self, ref: object, reason: str, message: str, *, warning: bool) -> None:
             written.add(reason)
 
-    claim = record(HeldDevice("gpu-0", "gpu", GPU.subject.gpu_uuid, GPU.subject.gpu_uuid))
-    news = ClaimNews(
-        announcer=Listener(),
-        states=None,
+    claim = record(HeldDevice("gpu-0", "gpu", GPU.target.gpu_uuid, GPU.target.gpu_uuid))
+    news = ClaimHealthReporter(
+        recorder=Listener(),
+        statuses=None,
         records=lambda: {claim.ref.uid: claim},
         inventory=lambda: None,
-        realised=lambda device: None,
-        may_tell=lambda: True,
+        created_instance=lambda device: None,
+        speaks_for_node=lambda: True,
     )
     for before, after in product(Severity, Severity):
-        news.health_changed(HealthChange(GPU.subject, NOW, before, after, "text"))
+        news.health_changed(HealthChange(GPU.target, NOW, before, after, "text"))
     assert set(table("## Events").keys()) == written
 
 
@@ -182,7 +195,7 @@ def test_examples_of_the_manuals_are_right() -> None:
         yaml.safe_load(block) for text in texts for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     ]
     settings = [config_values(block, MANUAL) for block in found if "health" in block]
-    assert settings == 2 * [
+    assert settings == [
         {
             "ignored_xids": {94},
             "fatal_xids": {31},
@@ -197,7 +210,7 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
     text = " ".join(MANUAL.read_text().split())
     policy = DEFAULT_POLICY
     for sentence in (
-        f"looks at every GPU every {monitor._LOOK_EVERY_S:.0f} s",
+        f"looks at every GPU every {monitor._POLL_EVERY_S:.0f} s",
         f"older than {monitor._FRESH_S:.0f} s: NVML hangs",
         f"kept as information for {policy.remember_s // 60} minutes",
         f"{policy.settle_s} s have passed since the last such event",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from dra_driver.cli.signals import show_stacks
+from dra_driver.app.posix_signals import show_stacks
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -74,11 +74,11 @@ def test_manual_lists_every_event_with_its_meaning(update_golden: bool) -> None:
 
 
 def event_table(meanings: dict[str, str]) -> Iterator[str]:
-    """The table of production events; those of the embedded control plane concern nobody."""
+    """The table of production events; those of the playground control plane concern nobody."""
     calls: dict[str, list[LogCall]] = {}
     for call in log_calls():
         for event in call.events or ():
-            if "/embedded/" not in call.file:
+            if "/playground/" not in call.file:
                 calls.setdefault(event, []).append(call)
     yield "| Event | Level | Fields | Meaning |\n|---|---|---|---|\n"
     for event, found in sorted(calls.items()):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.cli.run import _gate
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.gpu import Gpu
 from dra_driver.settings import Settings, resolve
@@ -55,7 +54,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("dynamicMig: {enabled: true, adopt: keep}", "dynamicMig.adopt"),
         (f"dynamicMig: {{enabled: true, gpus: {{uuids: [{MIG}]}}}}", "name the GPU"),
         ("dynamicMig: {enabled: true, gpus: {uuids: []}}", "dynamicMig.gpus.uuids"),
-        ("dynamicMig: {enabled: true, gpus: {pciBusIDs: [nonsense]}}", "no PCI bus ID"),
+        ("dynamicMig: {enabled: true, gpus: {pciBusIDs: [nonsense]}}", "is not a PCI bus ID"),
         ("dynamicMig: {enabled: true, gpu: {}}", "dynamicMig.gpu"),
     ],
 )
@@ -80,4 +79,12 @@ def test_unknown_adoption_is_refused() -> None:
     ],
 )
 def test_feature_gate_of_nvidias_own_driver_means_the_same(gates: str | None, on: bool) -> None:
-    assert _gate(gates, "DynamicMIG") is on
+    assert resolve({"node_name": "n", "feature_gates": gates}, None).dynamic_mig is on
+
+
+def test_feature_gate_wins_over_the_file_and_the_flag_wins_over_the_gate(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("dynamicMig: {enabled: false}\n")
+    given = {"node_name": "n", "feature_gates": "DynamicMIG=true"}
+    assert resolve(given, file).dynamic_mig
+    assert not resolve(given | {"dynamic_mig": False}, file).dynamic_mig

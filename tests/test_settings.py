@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.configfile import ConfigFile
+from dra_driver.config_file import ConfigFile
 from dra_driver.errors import InvalidConfigError
 from dra_driver.settings import Settings, read_config_file, resolve
 
@@ -134,7 +134,7 @@ def test_empty_file_sets_nothing(write, text: str) -> None:
     "text", ["a: [", "a: b: c", "\tx: 1", "!!python/object:os.system {}", b"\xff\xfe\x00", "a: \0"]
 )
 def test_file_that_is_no_yaml_is_refused(write, text: str | bytes) -> None:
-    assert "is no YAML: " in str(refusal(write(text)))
+    assert "is not valid YAML: " in str(refusal(write(text)))
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -110,10 +110,10 @@ def test_off_needs_no_quotes(write, mode: str) -> None:
             "0.selector.productName: String should have at least 1 character",
         ),
         ("{mode: memory, selector: {uuids: []}}", "0.selector.uuids: List should have at least 1 item"),
-        ("{mode: memory, selector: {uuids: [GPU-0]}}", "0.selector.uuids.0: 'GPU-0' is no UUID of a GPU"),
+        ("{mode: memory, selector: {uuids: [GPU-0]}}", "0.selector.uuids.0: 'GPU-0' is not a UUID of a GPU"),
         (
             "{mode: memory, selector: {pciBusIDs: ['0000:1b:00.0', 1b]}}",
-            "0.selector.pciBusIDs.1: '1b' is no PCI bus ID",
+            "0.selector.pciBusIDs.1: '1b' is not a PCI bus ID",
         ),
         ("{mode: memory, selector: {pciBusIDs: [27]}}", "0.selector.pciBusIDs.0: Input should be a valid"),
         ("{mode: memory, selector: {devices: vfio}}", "0.selector.devices: Input should be 'gpu', 'mig'"),

@@ -39,7 +39,7 @@ def decode(parameters: Any) -> OpaqueConfig:
 
 
 def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
-    """Parts of `sharing` that do not fit its strategy: a mistake even if they are empty or null."""
+    """Parts of `sharing` that do not fit its strategy: a mistake even when they are empty or null."""
     sharing = parameters.get("sharing")
     strategy = sharing.get("strategy") if isinstance(sharing, Mapping) else None
     if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in _PARTS:
@@ -59,7 +59,7 @@ def _checked_kind(parameters: Any) -> str:
     try:
         size = len(json.dumps(parameters, separators=(",", ":"), ensure_ascii=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise _invalid(f"the parameters are no JSON: {error}") from error
+        raise _invalid(f"the parameters are not valid JSON: {error}") from error
     if size > MAX_BYTES:
         raise _invalid(f"the parameters have {size} bytes; at most {MAX_BYTES} are allowed")
     version, kind = parameters.get("apiVersion"), parameters.get("kind")

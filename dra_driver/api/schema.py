@@ -82,7 +82,7 @@ class _Mps(_Part):
         wrong = [key for key in self.limits if _DEVICE_KEY.match(key) is None]
         if wrong:
             raise ValueError(
-                f"defaultPerDevicePinnedMemoryLimit: {', '.join(map(repr, wrong))} is no device UUID or index"
+                f"defaultPerDevicePinnedMemoryLimit: {', '.join(map(repr, wrong))} is not a device UUID or an index"
             )
         return self
 

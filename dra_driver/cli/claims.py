@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from dra_driver.cli.inspect import Output
 from dra_driver.cli.options import CdiRoot, Config, DriverName, KubeletPluginsDirectory, SimulatorDir
+from dra_driver.cli.output import Output, OutputOption, print_object
 
 if TYPE_CHECKING:
+    from dra_driver.diagnostics.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim
     from dra_driver.model.claim import Pods
-    from dra_driver.services.preparedclaims import NodeClaims, PreparedClaim, PreparedDevice
 
 _MOST_PODS = 4
 
 
 def claims(
-    output: Annotated[Output, typer.Option("-o", "--output", help="How to print.")] = Output.table,
+    output: OutputOption = Output.table,
     driver_name: DriverName = None,
     kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
     cdi_root: CdiRoot = None,
@@ -33,47 +32,18 @@ def claims(
     Works without API server, NVML and a running driver, and changes nothing. Give the directories as `run` has them.
     The pods of a claim that several share are written down every ten minutes; json and yaml have all of them.
     """
-    from datetime import UTC, datetime
-
-    from dra_driver.host.sysfs import Sysfs
+    given = dict(locals())
+    from dra_driver.app.offline import prepared_claims
     from dra_driver.logs import configure_logs
-    from dra_driver.services.preparedclaims import read_prepared_claims
     from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
-    settings = resolve(
-        {
-            "driver_name": driver_name,
-            "kubelet_plugins_directory_path": kubelet_plugins_directory_path,
-            "cdi_root": cdi_root,
-            "simulator_dir": None if simulator_dir is None else str(simulator_dir),
-        },
-        config,
-        {"node_name": "this-node"},
-    )
-    # The host root of a simulated machine has a boot of its own; looking it up must not heal the machine.
-    proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
-    found = read_prepared_claims(
-        settings.plugin_directory,
-        Path(settings.cdi_root),
-        settings.driver_name,
-        Sysfs(proc=proc).boot_id(),
-        datetime.now(UTC),
-    )
-    _print(found, settings.plugin_directory, output)
-
-
-def _print(found: NodeClaims, directory: Path, output: Output) -> None:
+    settings = resolve(given, config, {"node_name": "this-node"})
+    found = prepared_claims(settings)
     if output is Output.table:
-        typer.echo("\n".join(_lines(found, directory)))
-        return
-    document = json.loads(json.dumps(asdict(found)))
-    if output is Output.json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo("\n".join(_lines(found, settings.plugin_directory)))
     else:
-        import yaml
-
-        typer.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
+        print_object(asdict(found), output)
 
 
 def _lines(found: NodeClaims, directory: Path) -> list[str]:
@@ -90,7 +60,9 @@ def _lines(found: NodeClaims, directory: Path) -> list[str]:
 
 
 def _head(claim: PreparedClaim) -> tuple[str, ...]:
-    since = "since unknown" if claim.age_s is None else f"{age(claim.age_s)} ago"
+    from dra_driver.diagnostics.rules.prepared_claims import age_text
+
+    since = "since unknown" if claim.age_s is None else f"{age_text(claim.age_s)} ago"
     boot = {"this": "this boot", "earlier": "EARLIER BOOT"}.get(claim.boot, "boot unknown")
     spec = claim.cdi_spec if claim.cdi_spec != "missing" else "MISSING"
     phase = claim.phase if claim.phase == "prepared" else claim.phase.upper()
@@ -108,7 +80,7 @@ def pods_text(pods: Pods) -> str:
     return f"{'pod' if len(pods) == 1 else 'pods'} {names}{more}"
 
 
-def _device(device: PreparedDevice) -> tuple[str, ...]:
+def _device(device: ClaimDevice) -> tuple[str, ...]:
     rest = [
         device.mig,
         device.usage,
@@ -117,17 +89,6 @@ def _device(device: PreparedDevice) -> tuple[str, ...]:
         f"on {device.gpu_uuid}" if device.gpu_uuid != device.uuid else None,
     ]
     return device.device, device.kind, device.uuid or "-", "; ".join(filter(None, rest))
-
-
-def age(seconds: float) -> str:
-    """`45s`, `12m`, `2h05m`, `3d4h`."""
-    whole = int(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d{hours % 24}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m" if minutes else f"{whole}s"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot
-from dra_driver.cli.scratch import scratch_directory
+from dra_driver.cli.scratch import scratch_settings
 
 JsonObject = dict[str, Any]
 
@@ -45,11 +43,10 @@ def device_classes(
     The class mig-PROFILE.nvidia.com takes MIG devices of that profile, whoever made them, and lets pods ask for
     one by the extended resource nvidia.com/mig-PROFILE, without a claim.
     """
-    from dra_driver.app.previews import possible_profiles
-    from dra_driver.core.deviceclasses import mig_classes
+    from dra_driver.app.offline import possible_profiles
     from dra_driver.errors import NotSupportedError
     from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
+    from dra_driver.validation.rules.device_classes import mig_classes
 
     configure_logs("error", "console")
     names: set[str] = set()
@@ -57,17 +54,13 @@ def device_classes(
     driver = ""
     machines: list[str | None] = [*simulate] if simulate else [None]
     for machine in machines:
-        with scratch_directory("classes") as scratch:
-            settings = resolve(
-                {
-                    "driver_name": driver_name,
-                    "nvidia_driver_root": nvidia_driver_root,
-                    "container_driver_root": container_driver_root,
-                    "simulate": machine,
-                },
-                None,
-                {"node_name": socket.gethostname().lower(), "simulator_dir": str(Path(scratch) / "machine")},
-            )
+        given = {
+            "driver_name": driver_name,
+            "nvidia_driver_root": nvidia_driver_root,
+            "container_driver_root": container_driver_root,
+            "simulate": machine,
+        }
+        with scratch_settings("classes", given, None) as settings:
             profiles, notes = possible_profiles(settings)
         for note in notes:
             typer.echo(f"note: {note}", err=True)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from contextlib import ExitStack, nullcontext, suppress
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,23 +17,16 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
-from dra_driver.cli.scratch import scratch_directory
+from dra_driver.cli.output import Output, OutputOption, print_objects
+from dra_driver.cli.scratch import scratch_settings
 
 if TYPE_CHECKING:
-    from dra_driver.core.migmap import GpuMap
-
-
-class Output(StrEnum):
-    """Forms of output."""
-
-    table = "table"
-    json = "json"
-    yaml = "yaml"
+    from dra_driver.diagnostics.rules.mig_map import GpuMap
 
 
 def inspect(
     simulate: Simulate = None,
-    output: Annotated[Output, typer.Option("-o", "--output", help="How to print.")] = Output.table,
+    output: OutputOption = Output.table,
     node_name: NodeName = None,
     driver_name: DriverName = None,
     nvidia_driver_root: NvidiaDriverRoot = None,
@@ -63,30 +52,15 @@ def inspect(
     GPU in MIG mode or with MIG devices on demand: what is there, who holds it, and what there is room for. Nothing is
     changed, on the GPUs or in the driver's directories. What could not be read is told on standard error.
     """
-    from dra_driver.app.previews import slices_to_publish
-    from dra_driver.cli.migview import mig_maps
+    given = dict(locals())
+    from dra_driver.app.offline import mig_maps, slices_to_publish
     from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
     from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
 
     if mig and output is not Output.table:
         raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
     configure_logs("error", "console")
-    with scratch_directory("inspect") as scratch, ExitStack() as session:
-        settings = resolve(
-            {
-                "node_name": node_name,
-                "driver_name": driver_name,
-                "nvidia_driver_root": nvidia_driver_root,
-                "container_driver_root": container_driver_root,
-                "simulate": simulate,
-                "simulator_dir": None if simulator_dir is None else str(simulator_dir),
-                "dynamic_mig": dynamic_mig,
-                "kubelet_plugins_directory_path": kubelet_plugins_directory_path,
-            },
-            config,
-            {"node_name": socket.gethostname().lower(), "simulator_dir": str(Path(scratch) / "machine")},
-        )
+    with scratch_settings("inspect", given, config) as settings, ExitStack() as session:
         maps: list[GpuMap] = []
         more: list[str] = []
         if output is Output.table:
@@ -96,27 +70,17 @@ def inspect(
         slices, notes = ([], []) if mig else slices_to_publish(settings)
     for note in dict.fromkeys([*notes, *more]):
         typer.echo(f"note: {note}", err=True)
+    if output is not Output.table:
+        print_objects(slices, output)
+        return
     if not mig:
-        _print(slices, output)
+        from dra_driver.cli.tables import device_table
+
+        devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
+        typer.echo(device_table(devices), nl=False)
     elif not maps:
         typer.echo("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", err=True)
     if maps:
-        from dra_driver.core.migmap import draw_gpus
+        from dra_driver.diagnostics.rules.mig_map import draw_gpus
 
         typer.echo(("" if mig else "\n") + draw_gpus(maps), nl=False)
-
-
-def _print(slices: list[dict[str, Any]], output: Output) -> None:
-    if output is Output.json:
-        typer.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": slices}, indent=2))
-    elif output is Output.yaml:
-        import yaml
-
-        typer.echo(yaml.safe_dump_all(slices, sort_keys=False, default_flow_style=False), nl=False)
-    else:
-        from dra_driver.cli.tables import device_table
-
-        typer.echo(
-            device_table([device for entry in slices for device in entry["spec"].get("devices", [])]),
-            nl=False,
-        )

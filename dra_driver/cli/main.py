@@ -12,7 +12,7 @@ if sys.argv[1:2] in (["run"], ["mps-host"]):
 import typer
 
 from dra_driver import __version__
-from dra_driver.cli import demo, device_classes, inspect, mps_host, run
+from dra_driver.cli import device_classes, inspect, mps_host, run
 from dra_driver.errors import DraDriverError, InvalidConfigError
 
 EXIT_USAGE = 2
@@ -30,8 +30,15 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("inspect")(inspect.inspect)
 app.command("device-classes")(device_classes.device_classes)
-app.command("demo")(demo.demo)
 app.command("mps-host")(mps_host.mps_host)
+
+
+@app.command("demo", hidden=True)
+def demo() -> None:
+    """Moved to `make demo`."""
+    raise InvalidConfigError(
+        "the demo is not part of the installed package any more; run `make demo` in a clone of the repository"
+    )
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,7 +57,7 @@ def root(
 
 
 def _add_late_commands(first: list[str]) -> None:
-    """Commands that nobody waits for at the start of the daemon: imported where they are asked for, or listed."""
+    """Commands that the daemon does not need: imported only when they are called or listed."""
     listed = not first or first[0] in ("-h", "--help")
     for name in ("doctor", "claims", "top", "validate"):
         if listed or first == [name]:
@@ -61,7 +68,7 @@ def _add_late_commands(first: list[str]) -> None:
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration."""
     if "simulate" in sys.argv[1:2] or {"-h", "--help"} & set(sys.argv[1:2]) or len(sys.argv) == 1:
-        # The sub-commands of the simulator are only imported where they can be wanted.
+        # The sub-commands of the simulator are imported only when they are called or listed.
         from dra_driver.cli import simulate
 
         app.add_typer(simulate.app, name="simulate")

@@ -13,16 +13,15 @@ import typer
 from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot, Simulate, SimulatorDir
 
 if TYPE_CHECKING:
-    from dra_driver.cli.signals import SignalWatch
-    from dra_driver.mps.conversation import Timings
+    from dra_driver.app.posix_signals import SignalWatch
+    from dra_driver.host.driver_programs import InstalledPrograms
+    from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import MpsLayout
-    from dra_driver.mps.programs import InstalledPrograms
 
 _DRIVER_NAME = "gpu.nvidia.com"
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
 _SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def mps_host(
@@ -80,9 +79,10 @@ def mps_host(
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
-    from dra_driver.cli.signals import watch_signals
+    from dra_driver.app.posix_signals import watch_signals
+    from dra_driver.host.driver_programs import installed_programs
     from dra_driver.logs import configure_logs
-    from dra_driver.mps.conversation import Timings
+    from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import mps_layout
 
     logs = configure_logs(log_level, log_format)
@@ -95,7 +95,7 @@ def mps_host(
         if simulate is not None
         else _driver_root(nvidia_driver_root, container_driver_root)
     )
-    programs = installed_programs(root, layout.libraries)
+    programs = installed_programs(root, layout.libraries, 0o755)
     _serve(
         layout,
         programs,
@@ -103,30 +103,6 @@ def mps_host(
         watch,
         allow_plain_shm=allow_plain_shm,
     )
-
-
-def installed_programs(root: str, links: Path) -> InstalledPrograms:
-    """The driver's programs below a root."""
-    from dra_driver.host.libraries import scan_libraries
-    from dra_driver.host.rooted_tree import RootedTree
-    from dra_driver.mps.programs import InstalledPrograms
-
-    def find(name: str) -> str | None:
-        tree = RootedTree(root)
-        found = (tree.file(f"{directory}/{name}") for directory in _SYSTEM_PATH.split(":"))
-        return next((tree.local(path) for path in found if path is not None), None)
-
-    def libraries() -> dict[str, str]:
-        tree = RootedTree(root)
-        scanned = scan_libraries(tree, None)
-        names = {file: file for file in scanned.files} | {path: file for path, _, file in scanned.links}
-        return {
-            path.rpartition("/")[2]: tree.local(file)
-            for path, file in names.items()
-            if path.rpartition("/")[0] in scanned.directories
-        }
-
-    return InstalledPrograms(root, find, libraries, links, os.environ.get("PATH", _SYSTEM_PATH))
 
 
 def _serve(
@@ -139,8 +115,8 @@ def _serve(
 ) -> None:
     import structlog
 
-    from dra_driver.mps.computemode import NvidiaSmiComputeMode
-    from dra_driver.mps.control import ControlProgram
+    from dra_driver.mps.compute_mode import ComputeMode
+    from dra_driver.mps.daemon_control import ControlProgram
     from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
     from dra_driver.mps.server import Server
     from dra_driver.mps.supervisor import HostTools, Supervisor
@@ -152,7 +128,7 @@ def _serve(
     tools = HostTools(
         ControlProgram(programs),
         MountsWherePossible(kernel) if allow_plain_shm else kernel,
-        NvidiaSmiComputeMode(programs),
+        ComputeMode(programs),
     )
     supervisor = Supervisor(layout, tools, timings)
     supervisor.open()

@@ -8,10 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from dra_driver.cli.options import (
+    CdiHookPath,
+    CdiRoot,
     Config,
     ContainerDriverRoot,
     DriverName,
     DynamicMig,
+    HostRoot,
+    Kubeconfig,
+    KubeletPluginsDirectory,
+    KubeletRegistrarDirectory,
     NodeName,
     NvidiaDriverRoot,
     Simulate,
@@ -28,53 +34,20 @@ def run(
     node_name: NodeName = None,
     driver_name: DriverName = None,
     config: Config = None,
-    cdi_root: Annotated[
-        str | None,
-        typer.Option("--cdi-root", envvar="CDI_ROOT", help="Directory for CDI specs. [default: /etc/cdi]"),
-    ] = None,
+    cdi_root: CdiRoot = None,
     nvidia_driver_root: NvidiaDriverRoot = None,
     container_driver_root: ContainerDriverRoot = None,
-    host_root: Annotated[
-        str | None,
-        typer.Option(
-            "--host-root",
-            envvar="HOST_ROOT",
-            help="The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
-        ),
-    ] = None,
-    nvidia_cdi_hook_path: Annotated[
-        str | None,
-        typer.Option(
-            "--nvidia-cdi-hook-path",
-            envvar="NVIDIA_CDI_HOOK_PATH",
-            help="nvidia-cdi-hook on the host. [default: looked for on the host and below the driver root]",
-        ),
-    ] = None,
-    kubelet_registrar_directory_path: Annotated[
-        str | None,
-        typer.Option(
-            "--kubelet-registrar-directory-path",
-            envvar="KUBELET_REGISTRAR_DIRECTORY_PATH",
-            help="The kubelet's plugin registry. [default: /var/lib/kubelet/plugins_registry]",
-        ),
-    ] = None,
-    kubelet_plugins_directory_path: Annotated[
-        str | None,
-        typer.Option(
-            "--kubelet-plugins-directory-path",
-            envvar="KUBELET_PLUGINS_DIRECTORY_PATH",
-            help="The kubelet's plugin data directory. [default: /var/lib/kubelet/plugins]",
-        ),
-    ] = None,
+    host_root: HostRoot = None,
+    nvidia_cdi_hook_path: CdiHookPath = None,
+    kubelet_registrar_directory_path: KubeletRegistrarDirectory = None,
+    kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
     pod_uid: Annotated[
         str | None,
         typer.Option(
             "--pod-uid", envvar="POD_UID", help="UID of this pod; makes rolling updates without a gap."
         ),
     ] = None,
-    kubeconfig: Annotated[
-        str | None, typer.Option("--kubeconfig", envvar="KUBECONFIG", help="[default: in-cluster]")
-    ] = None,
+    kubeconfig: Kubeconfig = None,
     kube_api_qps: Annotated[
         float | None,
         typer.Option(
@@ -179,20 +152,18 @@ def run(
     Flags and environment variables have the names that NVIDIA's own driver uses, so its manifests work.
     """
     given = dict(locals())
-    from dra_driver.cli.signals import watch_signals
+    from dra_driver.app.posix_signals import watch_signals
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
-    if dynamic_mig is None and _gate(feature_gates, "DynamicMIG"):
-        given["dynamic_mig"] = True
-    settings = resolve(_without_ignored(given), config)
+    settings = resolve(given, config)
     level = "debug" if log_level is None and (verbosity or 0) >= 5 else settings.log_level
     logs = configure_logs(level, settings.log_format)
     logs.take_crashes()
     watch = watch_signals(logs)
     _tell_ignored(given)
 
-    from dra_driver.app.driver import Driver
+    from dra_driver.app.daemon import Driver
 
     driver = Driver(settings)
     watch.on(driver.end, signal.SIGTERM, signal.SIGINT)
@@ -203,34 +174,14 @@ def run(
         driver.stop()
 
 
-_IGNORED = (
-    "namespace",
-    "image_name",
-    "image_pull_secrets",
-    "image_pull_policy",
-    "service_account_name",
-    "feature_gates",
-)
 _CHANGES_BEHAVIOUR = {
     "feature_gates": "of the feature gates only DynamicMIG means something here; all else that is built is on",
 }
 
 
-def _without_ignored(given: dict[str, Any]) -> dict[str, Any]:
-    values = {name: value for name, value in given.items() if name not in (*_IGNORED, "config", "verbosity")}
-    directory = values.get("simulator_dir")
-    values["simulator_dir"] = None if directory is None else str(directory)
-    return values
-
-
-def _gate(text: str | None, name: str) -> bool:
-    """Whether `A=true,B=false` switches a gate on."""
-    return f"{name}=true" in (text or "").replace(" ", "").split(",")
-
-
 def _tell_ignored(given: dict[str, Any]) -> None:
-    """Say it where leaving a flag aside changes what a user gets; names that only served Deployments of the
-    other driver do not matter to anybody."""
+    """Warn of a flag that has no effect but that a user may count on. Flags that only served the Deployments of the
+    other driver are passed over in silence."""
     import structlog
 
     log = structlog.get_logger(__name__)

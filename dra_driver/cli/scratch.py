@@ -1,22 +1,44 @@
-"""A directory for a command that leaves nothing behind."""
+"""For commands that leave nothing behind: a directory, and settings whose simulated machine lives in it."""
 
 from __future__ import annotations
 
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dra_driver.errors import FatalError
+
+if TYPE_CHECKING:
+    from dra_driver.settings import Settings
 
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """The path of a fresh directory, removed at the end. Raises: FatalError if none can be made."""
+    """The path of a fresh directory, which is removed at the end. Raises: FatalError if none can be made."""
     try:
         made = tempfile.TemporaryDirectory(prefix=f"gpu-dra-{purpose}-")
     except OSError as error:
         raise FatalError(
-            f"no temporary directory can be made ({error.strerror or error}); set TMPDIR to one that is writable"
+            f"cannot make a temporary directory ({error.strerror or error}); set TMPDIR to one that is writable"
         ) from error
     with made as path:
         yield path
+
+
+@contextmanager
+def scratch_settings(purpose: str, given: Mapping[str, Any], config: Path | None) -> Iterator[Settings]:
+    """Settings as `resolve` makes them. The node has the name of this machine, and a simulated machine is kept in a
+    fresh directory, unless something else is given. Raises: as `resolve`, and FatalError."""
+    from dra_driver.settings import resolve
+
+    with scratch_directory(purpose) as scratch:
+        defaults = {"node_name": this_machine(), "simulator_dir": str(Path(scratch) / "machine")}
+        yield resolve(given, config, defaults)
+
+
+def this_machine() -> str:
+    """The name of the node if nothing else is given."""
+    return socket.gethostname().lower()

@@ -1,25 +1,20 @@
-"""`gpu-dra-driver top`: the node's GPUs, who holds them, and how they are, again and again."""
+"""`gpu-dra-driver top`: the node's GPUs, the claims that hold them, and their health, drawn again and again."""
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dra_driver.cli.claims import age
-from dra_driver.cli.inspect import Output
 from dra_driver.cli.options import (
     CdiRoot,
     Config,
@@ -32,12 +27,12 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
-from dra_driver.cli.scratch import scratch_directory
+from dra_driver.cli.output import Output, print_object
+from dra_driver.cli.scratch import scratch_settings
 
 if TYPE_CHECKING:
-    from dra_driver.core.topview import NodeView
-    from dra_driver.services.nodelook import NodeLook
-    from dra_driver.settings import Settings
+    from dra_driver.diagnostics.rules.top_screen import NodeView
+    from dra_driver.diagnostics.snapshot import NodeSnapshot
 
 _WAIT_ONCE_S = 15.0
 """Without another client NVML wakes every GPU first, which takes seconds each."""
@@ -73,84 +68,40 @@ def top(
     without API server and without a running driver; without NVML it shows what the driver wrote down, and why
     NVML says nothing. Run it in the driver's pod (`kubectl exec`), or on the node with the options of `run`.
     """
+    given = dict(locals())
+    from dra_driver.app.offline import node_snapshot
     from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
-    with scratch_directory("top") as scratch, ExitStack() as stack:
-        settings = resolve(
-            {
-                "node_name": node_name,
-                "driver_name": driver_name,
-                "cdi_root": cdi_root,
-                "nvidia_driver_root": nvidia_driver_root,
-                "container_driver_root": container_driver_root,
-                "kubelet_plugins_directory_path": kubelet_plugins_directory_path,
-                "simulate": simulate,
-                "simulator_dir": None if simulator_dir is None else str(simulator_dir),
-                "dynamic_mig": dynamic_mig,
-            },
-            config,
-            {"node_name": socket.gethostname().lower(), "simulator_dir": str(Path(scratch) / "machine")},
-        )
-        look = _look_at(settings)
-        stack.callback(look.close)
+    with scratch_settings("top", given, config) as settings, closing(node_snapshot(settings)) as snapshot:
         if once or output is not Output.table or not _is_screen():
-            _print(look.view(_WAIT_ONCE_S), output)
+            _print(snapshot.view(_WAIT_ONCE_S), output)
         else:
-            _run_live(look, interval)
-
-
-def _look_at(settings: Settings) -> NodeLook:
-    """Raises: InvalidConfigError, StateError for a simulated machine that cannot be had."""
-    from dra_driver.host.sysfs import Sysfs
-    from dra_driver.model.gpu import Gpu
-    from dra_driver.platforms import NvmlReader, platform_of
-    from dra_driver.services.nodelook import NodeLook, Place
-
-    def on_demand(gpu: Gpu) -> bool:
-        return settings.dynamic_mig and settings.dynamic_mig_gpus.matches_gpu(gpu)
-
-    platform = platform_of(settings)
-    place = Place(
-        node=settings.node_name,
-        driver=settings.driver_name,
-        plugin_directory=settings.plugin_directory,
-        cdi_root=Path(settings.cdi_root),
-        boot_id=Sysfs(platform.paths.sys, platform.paths.proc).boot_id(),
-        on_demand=on_demand,
-    )
-    return NodeLook(place, NvmlReader(platform.load_nvml, on_demand))
+            _run_live(snapshot, interval)
 
 
 def _print(view: NodeView, output: Output) -> None:
-    if output is Output.table:
-        from dra_driver.core.topview import WIDTH, draw_node
-
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-        typer.echo(draw_node(view, age, width), nl=False)
+    if output is not Output.table:
+        print_object(asdict(view), output)
         return
-    document = json.loads(json.dumps(asdict(view)))
-    if output is Output.json:
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        import yaml
+    from dra_driver.diagnostics.rules.top_screen import WIDTH, draw_node
 
-        typer.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    typer.echo(draw_node(view, width), nl=False)
 
 
 def _is_screen() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _run_live(look: NodeLook, interval_s: float) -> None:
+def _run_live(snapshot: NodeSnapshot, interval_s: float) -> None:
     """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
-    from dra_driver.core.topview import draw_node
+    from dra_driver.diagnostics.rules.top_screen import draw_node
 
     with suppress(KeyboardInterrupt), _own_screen() as keys:
         while True:
             size = shutil.get_terminal_size()
-            text = draw_node(look.view(_WAIT_LIVE_S), age, size.columns)
+            text = draw_node(snapshot.view(_WAIT_LIVE_S), size.columns)
             sys.stdout.write(screen(text, size.columns, size.lines))
             sys.stdout.flush()
             if _wants_end(keys, interval_s):

@@ -14,7 +14,7 @@ from dra_driver.model.host import DeviceNode, HostPaths, NodeType
 
 
 class DeviceNodeReader(Protocol):
-    """Reads a device node; the simulator has one of its own that needs no root."""
+    """Reads a device node. The simulator has its own reader, which needs no root."""
 
     def read(self, path: str) -> DeviceNode | None:
         """The node at the path, or None where there is none or something that is no device node."""
@@ -52,7 +52,7 @@ def _node_type(mode: int) -> NodeType | None:
 
 
 class DevRoot:
-    """The nodes that containers can get: those of the host, never those of this process' own `/dev`."""
+    """The nodes that containers can get: those of the host, never those in this process's own `/dev`."""
 
     def __init__(self, paths: HostPaths, reader: DeviceNodeReader) -> None:
         self._paths = paths
@@ -60,10 +60,10 @@ class DevRoot:
 
     @property
     def root(self) -> str:
-        """The directory holding `dev`, as this process sees it.
+        """The directory that holds `dev`, as this process sees it.
 
-        A driver root with a `dev` of its own is the truth even while the NVIDIA nodes are missing in
-        it: NVML makes nodes in a private `/dev`, and no container would ever get those.
+        If the driver root has its own `dev`, that one counts, even while the NVIDIA nodes are missing in it: NVML makes
+        nodes in a private `/dev`, and no container ever gets those.
         """
         if self._paths.dev_root is not None:
             return self._paths.dev_root
@@ -84,7 +84,7 @@ class DevRoot:
         )
 
     def _host_root(self, root: str) -> str:
-        """The dev root as the runtime sees it: in the driver root if it lies there, else the host's `/`."""
+        """The dev root as the runtime sees it: the driver root if that has `dev`, else the host's `/`."""
         driver_root = self._paths.driver_root.rstrip("/")
         root = root.rstrip("/")
         if root != driver_root and not root.startswith(driver_root + "/"):

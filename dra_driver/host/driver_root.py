@@ -87,11 +87,12 @@ class _Mark(NamedTuple):
 
 
 _FRESH_S = 0.05
-"""Eight pods that start at once are one burst; a toolkit that is replaced within it fails the container anyway."""
+"""Eight pods that start together are one burst. If the toolkit is replaced during a burst, the containers fail
+anyway."""
 
 
 class DriverRoot:
-    """Finds the driver's files. Everything is read anew on each call of `scan`."""
+    """Finds the driver's files. Each call of `scan` reads everything again."""
 
     def __init__(
         self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None, hook: str | None = None
@@ -105,10 +106,10 @@ class DriverRoot:
         self._looked_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
-        """As `scan`, but what was found last is used again while nothing has changed; calls of one burst look once.
+        """As `scan`, but it returns the last result again while nothing has changed; the calls of one burst look once.
 
-        Faults are not kept, and nothing while somebody may still be installing: two changes within one
-        tick of the file system's clock leave one and the same time.
+        An error is not kept. Nor is a result kept while an installation may still run: two changes within one tick of
+        the file system's clock have the same time.
         """
         with self._lock:
             known = self._known
@@ -138,9 +139,8 @@ class DriverRoot:
     def scan(self, nvml_version: str | None) -> DriverFiles:
         """The driver that is installed.
 
-        Raises: RetryableError where a part without which no container can use a GPU is missing, where the
-        installed files are of another version than the loaded driver (`nvml_version`), or where the hook
-        that was asked for is not there.
+        Raises: RetryableError if a part is missing without which no container can use a GPU, if the installed files
+        have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.
         """
         tree = RootedTree(self._paths.driver_root)
         libraries = scan_libraries(tree, nvml_version)
@@ -256,7 +256,8 @@ class DriverRoot:
         )
 
     def _vulkan(self, tree: RootedTree, path: str) -> DriverFile | None:
-        """Packages put these in /etc or /usr/share; containers get them in /etc, where all loaders look."""
+        """The Vulkan file at `path`. Packages put it in /etc or /usr/share; containers get it in /etc, where all
+        loaders look."""
         for top in ("/etc", "/usr/share"):
             resolved = tree.file(f"{top}/{path}")
             if resolved is not None:

@@ -1,4 +1,4 @@
-"""A cheap look at the host that tells whether discovery has to look again."""
+"""A cheap look at the host, which shows whether the hardware, the driver or its MIG devices have changed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import os
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 
+from dra_driver.model.fingerprint import HostFingerprint
+
 _NVIDIA = "0x10de"
 _GPU = "gpu"
 
 
-class HardwareFingerprint:
-    """Tells NVIDIA's PCI functions from the many others by their vendor, which is read once for each function."""
+class HostFingerprintReader:
+    """Tells NVIDIA's PCI functions from the many others by their vendor, which it reads once for each function."""
 
     def __init__(self, sys: str, proc: str) -> None:
         self._functions = Path(sys, "bus/pci/devices")
-        self._gpus = Path(proc, "driver/nvidia/gpus")
+        self._proc = proc
         self._vendors: dict[str, str] = {}
 
-    def read(self) -> Hashable:
-        """A value that differs when a GPU or a PCI function of NVIDIA's came or went.
+    def read(self) -> HostFingerprint:
+        """The fingerprint now: a few directory listings without NVML, under a millisecond on a node with eight GPUs. A
+        file or directory that cannot be read counts as empty."""
+        gpus = _names(Path(self._proc, "driver/nvidia/gpus"))
+        return HostFingerprint(
+            (gpus, self._nvidia_functions()), driver_fingerprint(self._proc), _instances(self._proc)
+        )
 
-        Two directory listings, under a millisecond on a node with eight GPUs; NVML is not needed.
-        """
+    def _nvidia_functions(self) -> tuple[str, ...]:
         present = _names(self._functions)
         # A name that comes again may be another card.
         self._vendors = {name: self._vendors[name] for name in present if name in self._vendors}
-        return (_names(self._gpus), tuple(name for name in present if self._vendor(name) == _NVIDIA))
+        return tuple(name for name in present if self._vendor(name) == _NVIDIA)
 
     def _vendor(self, function: str) -> str:
         known = self._vendors.get(function)
@@ -38,13 +44,11 @@ class HardwareFingerprint:
 
 
 def driver_fingerprint(proc: str) -> str:
-    """A value that differs when another driver was loaded; empty while none is."""
+    """A value that changes when another driver is loaded; empty while no driver is loaded."""
     return _text(Path(proc, "driver/nvidia/version"))
 
 
-def instance_fingerprint(proc: str) -> Mapping[int, Hashable]:
-    """By the minor number of each GPU that shows any, a value that differs when a GPU instance or a compute instance
-    came or went."""
+def _instances(proc: str) -> Mapping[int, Hashable]:
     capabilities = Path(proc, "driver/nvidia/capabilities")
     found: dict[int, Hashable] = {}
     for name in _names(capabilities):

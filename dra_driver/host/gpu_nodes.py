@@ -11,7 +11,7 @@ from dra_driver.model.host import HostPaths
 
 
 class GpuNodes:
-    """Looks nodes up on the host at each call; a node that a device needs and that is missing is an error."""
+    """Looks nodes up on the host at each call; it is an error if a node that the device needs is missing."""
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
@@ -19,7 +19,7 @@ class GpuNodes:
         self._caps = MigCaps(paths.proc)
 
     def whole_gpu(self, name: str, minor: int | None, bus_id: str | None) -> CdiDevice:
-        """The device `name`: a whole GPU with its graphics nodes where the host has them.
+        """The device `name`: a whole GPU, with its graphics nodes if the host has them.
 
         Raises: RetryableError if the GPU's node is not on the host.
         """
@@ -72,5 +72,8 @@ class GpuNodes:
 
 def _known(name: str, minor: int | None) -> int:
     if minor is None:
-        raise RetryableError(f"the driver does not tell the device minor of {name}, so its node is not known")
+        raise RetryableError(
+            f"the driver does not tell the device minor of {name}, so its device node is not "
+            "known; see `nvidia-smi -q` on the host"
+        )
     return minor

@@ -1,4 +1,4 @@
-"""nvidia-cdi-hook: where the container toolkit put it on the host, and which verbs it knows."""
+"""nvidia-cdi-hook: where the container toolkit has installed it on the host, and which verbs it knows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VERB = re.compile(r"^[ \t]+([a-z][a-z0-9-]*)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`host_path` is what the runtime runs; `notes` say what could not be looked at."""
+    """`host_path` is what the runtime runs; `notes` say what could not be checked."""
 
     host_path: str
     verbs: tuple[str, ...]
@@ -51,17 +51,17 @@ class _View:
     prefix: str
 
     def inside(self, host_path: str) -> str | None:
-        """The host path below this root; None where this root does not show that place."""
+        """The path below this root for a host path; None if this root does not show it."""
         prefix = self.prefix.rstrip("/")
         return host_path[len(prefix) :] if host_path.startswith(f"{prefix}/") else None
 
 
 class HookFinder:
-    """Looks for the hook where the host's `/` is seen, then in the driver root: it runs on the host, with the
-    host's libraries, so a copy in a driver container is only second best."""
+    """Looks for the hook below the host's `/`, then in the driver root. The hook runs on the host with the host's
+    libraries, so a copy in a driver container is only the second choice."""
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
-        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk that somebody asked for."""
+        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk from the configuration, None to search."""
         views = [_View(paths.driver_root, paths.host_driver_root)]
         if paths.host_root is not None:
             views.insert(0, _View(paths.host_root, "/"))
@@ -71,7 +71,7 @@ class HookFinder:
         self._answer: tuple[tuple[object, ...], tuple[tuple[str, ...], str | None]] | None = None
 
     def places(self) -> Iterator[tuple[str, str]]:
-        """(root, path below it) of every file that decides what `find` returns."""
+        """(root, path below it) of every file on which the result of `find` depends."""
         for view in self._views:
             if self._configured is None:
                 yield from ((view.root, path) for path in _PLACES)
@@ -81,9 +81,9 @@ class HookFinder:
                     yield view.root, inside
 
     def find(self) -> Hook | None:
-        """The hook, or None where none was asked for and none is in a usual place.
+        """The hook; None if none is configured and none is in a usual directory.
 
-        Raises: RetryableError where the one that was asked for is not there.
+        Raises: RetryableError if the configured one does not exist.
         """
         views = [view for view in self._views if os.path.isdir(view.root)]  # noqa: PTH112
         if self._configured is not None:
@@ -104,17 +104,18 @@ class HookFinder:
                 return self._asked(host_path, root, resolved)
         if places or not host_path.startswith("/"):
             raise RetryableError(
-                f"{_FLAG} {host_path} is no file on the host: install the NVIDIA container toolkit there, "
+                f"{_FLAG} {host_path} is not a file on the host: install the NVIDIA container toolkit there, "
                 "or give the absolute path at which it is"
             )
         note = (
-            f"{_FLAG} {host_path} lies where this process does not see the host and is used unchecked; "
-            "mount the host's root and name it with --host-root to have it checked"
+            f"{_FLAG} {host_path} lies where this process does not see the host, so it is used without a check; "
+            "to have it checked, mount the host's root and name it with --host-root"
         )
         return Hook(host_path, BASE_HOOK_VERBS, (note,))
 
     def _asked(self, host_path: str, root: str, resolved: str) -> Hook:
-        """The hook with its verbs. It is asked once, until its file is replaced, by one thread at a time."""
+        """The hook with its verbs. The program runs once, and again when its file was replaced; one thread at a
+        time."""
         arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
         local = join_root(root, resolved)
         with self._lock:
@@ -129,10 +130,10 @@ class HookFinder:
 
 
 def _known_verbs(root: str, resolved: str, arguments: list[str]) -> tuple[tuple[str, ...], str | None]:
-    """The verbs that are safe to use, and why the program could not be asked.
+    """The verbs that are safe to use, and why the program did not tell them.
 
-    It is run as it is, which static programs and most others allow, else with its root as `/`: toolkits of
-    operators are scripts that call a program by its host path.
+    The program is first run as it is, which works for static programs and most others. If that fails, it is run with
+    its root as `/`: toolkits of operators are scripts that call a program by its host path.
     """
     attempts = [[join_root(root, resolved), *arguments]]
     if root.rstrip("/"):
@@ -154,7 +155,7 @@ def _listed_verbs(text: str) -> set[str]:
 
 
 def _output(command: list[str], deadline: float) -> tuple[str, str | None]:
-    """What a program prints, and why it failed. Nothing that it started outlives the deadline."""
+    """What a program prints, and why it failed. The deadline ends every process that it started."""
     try:
         with subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""The driver's libraries below a root: which version is installed, its files, and the links to them."""
+"""The driver's libraries below a root: the installed version, its files, and the links to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USUAL_DIRS = ("/", "/usr/lib64", *_PER_ARCH, "/lib64")
 """Where distributions and driver containers put the 64-bit libraries, in order."""
 
 UNUSUAL_DIRS = ("/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/run/opengl-driver/lib")
-"""Looked at only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries."""
+"""Searched only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries."""
 
 _LD_CACHE = "/etc/ld.so.cache"
 _CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")
@@ -53,7 +53,7 @@ _LOADED_AS: dict[str, str | None] = {
     ),
 }  # fmt: skip
 
-# Links that no package needs to have made on the host: (library, link below its directory, target).
+# Links that programs need although no package makes them on the host: (library, link below its directory, target).
 _EXTRA_LINKS = (
     ("libcuda", "libcuda.so", "libcuda.so.1"),
     ("libnvidia-opticalflow", "libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1"),
@@ -94,7 +94,7 @@ def library_directories(tree: RootedTree) -> list[str]:
 
 
 def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> list[str]:
-    """NVML libraries under their full names, for roots in which nobody made the usual link."""
+    """NVML libraries under their full names, for a root in which the usual link is missing."""
     return [
         _join(directory, name)
         for directory in directories
@@ -106,8 +106,8 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
 def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
     """The libraries of one driver version.
 
-    `version` picks among several installed ones; with None it is the one that `libcuda.so.1` leads to,
-    else the first found. Files are empty if that version is not there.
+    `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else the
+    first found. The files are empty if that version is not installed.
     """
     listings = _with_libcuda(tree, USUAL_DIRS)
     if not any(_has_libcuda(listing) for listing in listings):
@@ -138,12 +138,12 @@ def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
 
 
 def linker_directories(tree: RootedTree, files: Iterable[str]) -> tuple[str, ...]:
-    """Where the dynamic linkers of images look without being told: Debian's directory and that of the others."""
+    """Where the dynamic linkers of images look by default: Debian's directory and that of the other distributions."""
     return f"/usr/lib/{_architecture(tree, files)}-linux-gnu", "/usr/lib64"
 
 
 def _architecture(tree: RootedTree, files: Iterable[str]) -> str:
-    """As the libraries' directory says, else libcuda itself, else this machine."""
+    """The machine type: from the directory of the libraries, else from libcuda itself, else from this machine."""
     libcuda = next((file for file in files if _LIBCUDA.match(file.rpartition("/")[2])), "")
     for arch in _ARCHES:
         if f"/{arch}/" in libcuda:

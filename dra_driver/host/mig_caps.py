@@ -1,4 +1,4 @@
-"""Device nodes of MIG devices, described from /proc so that they need not exist on the host."""
+"""Device nodes of MIG devices, read from /proc, so that they need not exist on the host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MigCaps:
     ) -> tuple[DeviceNode, DeviceNode]:
         """The nodes that open a GPU instance and a compute instance in it.
 
-        Raises: RetryableError if the instance or the driver's capability interface is not there.
+        Raises: RetryableError if the instance or the driver's capability interface does not exist.
         """
         major = self.majors().get(_MIG_MAJOR_NAME)
         if major is None:

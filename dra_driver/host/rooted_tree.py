@@ -16,10 +16,10 @@ def join_root(root: str, path: str) -> str:
 
 
 class RootedTree:
-    """Looks files up below a root; no link leads out of it, as after chroot.
+    """Looks files up below a root; as after chroot, no link leads out of it.
 
-    All paths given and returned are absolute inside the tree; `local` makes them paths of this process.
-    Resolved directories are remembered, so an instance serves one scan and no longer.
+    All paths given and returned are absolute inside the tree; `local` makes them paths of this process. An instance
+    remembers the directories that it has resolved, so use it for one scan only.
     """
 
     def __init__(self, root: str) -> None:
@@ -31,7 +31,7 @@ class RootedTree:
         return (self._root + path) or "/"
 
     def resolve(self, path: str) -> str | None:
-        """Where the path really is inside the tree, or None where there is nothing."""
+        """The path inside the tree with all links resolved; None if there is nothing."""
         return self._resolve(path, _MOST_LINKS)
 
     def directory(self, path: str) -> str | None:

@@ -1,6 +1,6 @@
-"""What sysfs and procfs tell: PCI functions, their place in the machine, memory, the boot.
+"""What sysfs and procfs show: PCI functions, their place in the machine, memory, the boot.
 
-Everything here is optional for its users: what cannot be read is None or empty, never an error.
+Every value here is optional: if it cannot be read, it is None or empty, never an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sysfs:
         return parts[0]
 
     def numa_node(self, bus_id: str) -> int | None:
-        """The NUMA node; None where the platform does not know one."""
+        """The NUMA node; None if the platform has none."""
         number = _number(self._text(bus_id, "numa_node"), 10)
         return None if number is None or number < 0 else number
 
@@ -59,7 +59,7 @@ class Sysfs:
         return tuple(name for name in _names(self._devices / bus_id / "drm") if _DRM_NODE.match(name))
 
     def answers(self, bus_id: str) -> bool | None:
-        """Whether the function answers on the bus; False if it fell off, None if that cannot be told."""
+        """Whether the function answers on the bus; False if it fell off, None if that is not known."""
         try:
             with (self._devices / bus_id / "config").open("rb") as config:
                 vendor = config.read(len(_GONE))

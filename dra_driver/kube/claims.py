@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
-from dra_driver.kube.apierrors import PathNotFoundError
+from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import (
     AllocatedClaim,
@@ -138,10 +138,10 @@ def _result(entry: dict[str, Any]) -> DeviceResult:
 
 
 def _text(entry: dict[str, Any], name: str) -> str:
-    """Raises: KeyError, TypeError if it is no text."""
+    """Raises: KeyError, TypeError if it is not a string."""
     value = entry[name]
     if not isinstance(value, str):
-        raise TypeError(f"{name} is no text")
+        raise TypeError(f"{name} is not a string")
     return value
 
 

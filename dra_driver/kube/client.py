@@ -1,7 +1,7 @@
 """HTTP with the API server: pooled, thread-safe, JSON in and out, one error map.
 
-urllib3 is the transport: it is what the Kubernetes client library itself sits on. The library would cost
-19 MiB and 0.17 s more, and every object here is a plain dict anyway.
+urllib3 is the transport, which the Kubernetes client library uses too. That library would cost 19 MiB and 0.17 s more,
+and every object here is a plain dict anyway.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ProtocolError
 
 import dra_driver
+from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.apierrors import api_errors, check_status
+from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.ratelimit import TokenBucket
-from dra_driver.kube.watchstream import WatchStream
+from dra_driver.kube.watch_stream import WatchStream
 
 USER_AGENT = f"gpu-dra-driver/{dra_driver.__version__}"
 JSON = "application/json"
@@ -42,10 +42,6 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
-
-
-def _unobserved(_method: str, _status: int | None) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ class ApiClient:
         limiter: TokenBucket | None = None,
         user_agent: str = USER_AGENT,
         pool_size: int = POOL_SIZE,
-        observe: Callable[[str, int | None], None] = _unobserved,
+        observe: Callable[[str, int | None], None] | None = None,
     ) -> None:
         """`observe` hears of each request: its method, and the status of the answer or None if there was none."""
         self.endpoint = endpoint
@@ -169,7 +165,8 @@ class ApiClient:
             )
             status = response.status
         finally:
-            self._observe(wanted.method, status)
+            if self._observe is not None:
+                self._observe(wanted.method, status)
         return response
 
     def _request_headers(self, wanted: _Request) -> dict[str, str]:
@@ -228,7 +225,9 @@ def path_segment(name: str) -> str:
     Raises: ApiRejectedError (400) for what no object can be called.
     """
     if name in ("", ".", ".."):
-        raise ApiRejectedError(f"{name!r} is no name of an API object", status=400, reason="BadRequest")
+        raise ApiRejectedError(
+            f"{name!r} cannot be the name of an API object", status=400, reason="BadRequest"
+        )
     return quote(name, safe="")
 
 

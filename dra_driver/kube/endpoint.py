@@ -45,7 +45,7 @@ class TlsSettings:
     def context(self) -> ssl.SSLContext:
         """A client context from the files as they are now.
 
-        Raises: OSError (ssl.SSLError is one) if a file is missing or is no PEM.
+        Raises: OSError (ssl.SSLError is one) if a file is missing or is not PEM.
         """
         ca_text = self.ca_data.decode("ascii", "replace") if self.ca_data else None
         context = ssl.create_default_context(cafile=self.ca_file, cadata=ca_text)
@@ -94,7 +94,7 @@ def in_cluster_endpoint(environ: Mapping[str, str], directory: Path) -> Endpoint
     if not host or not port:
         raise InvalidConfigError(
             "no API server configured: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so"
-            " this is no pod; give a kubeconfig with --kubeconfig"
+            " this is not a pod; give a kubeconfig with --kubeconfig"
         )
     ca_file = directory / "ca.crt"
     tls = TlsSettings(ca_file=ca_file)

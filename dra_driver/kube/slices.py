@@ -12,7 +12,7 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import is_not_found
 from dra_driver.kube.convert import GROUP, from_version
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.kube.watchstream import WatchStream
+from dra_driver.kube.watch_stream import WatchStream
 
 EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import structlog
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.apierrors import PathNotFoundError
+from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import JSON, ApiClient, path_segment
 from dra_driver.kube.convert import GROUP, VERSIONS, from_version, to_version
-from dra_driver.kube.watchstream import WatchStream
+from dra_driver.kube.watch_stream import WatchStream
 
 log = structlog.get_logger(__name__)
 

@@ -1,9 +1,9 @@
 """One gRPC server on one Unix socket.
 
-gRPC removes whatever socket it finds at the path it binds, and the path again when it stops, even if
-another process has taken it over meanwhile. So the server is bound under a hidden name next to the final
-one and renamed once it serves: the kubelet never sees a socket that does not answer, a dead socket is
-replaced in one step, and only a socket that is still ours is removed.
+gRPC removes any socket at the path that it binds. When it stops, it removes the path again, even if another process has
+taken it over meanwhile. So this listener binds a hidden name in the same directory, and renames it once the server
+serves. The kubelet never sees a socket that does not answer, a dead socket is replaced in one step, and only a socket
+that is still ours is removed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dra_driver.kubelet.workers import Workers
 _log = structlog.get_logger(__name__)
 
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
-"""The claims of the largest call that is taken have half a megabyte."""
+"""The claims of the largest accepted call take half a megabyte."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 MAX_CALLS = 512
-"""In progress at the same time on one server; a kubelet has one for each pod that starts or ends. What exceeds
-it is answered RESOURCE_EXHAUSTED by gRPC itself and costs neither a thread nor a place in a queue."""
+"""Calls in progress at the same time on one server; a kubelet has one for each pod that starts or ends. gRPC itself
+answers any further call with RESOURCE_EXHAUSTED, which needs no thread and no queue."""
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
@@ -59,7 +59,7 @@ class Listener:
     def start(self) -> None:
         """Binds, serves, and only then makes the socket visible.
 
-        Raises: StateError when the path is taken or the socket cannot be made.
+        Raises: StateError if another process has the path or the socket cannot be made.
         """
         ensure_free(self.path)
         hidden = hidden_path(self.path)
@@ -72,12 +72,14 @@ class Listener:
         except (RuntimeError, OSError) as error:
             self._server.stop(0)
             hidden.unlink(missing_ok=True)
-            raise StateError(f"cannot listen on {self.path}: {error}") from error
+            raise StateError(
+                f"cannot listen on {self.path}: {error}; check the directory and its permissions"
+            ) from error
         self._identity = bound
         _log.info("socket_served", server=self._name, path=str(self.path))
 
     def fault(self, *, connect: bool) -> str | None:
-        """Why the kubelet cannot reach us any more; None while it can. `connect` also tries it."""
+        """Why the kubelet cannot reach us any more; None while it can. With `connect` it also dials the socket."""
         found = identity(self.path)
         if found is None:
             return f"the {self._name} socket {self.path} was removed"

@@ -1,4 +1,4 @@
-"""The registration service: tells the kubelet who we are and keeps what it made of that."""
+"""The registration service: tells the kubelet who we are, and keeps the kubelet's answer."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RegistrationStatus:
-    """What the kubelet said last; `error` is its reason when not registered."""
+    """The kubelet's last answer; `error` is its reason if it refused the plugin."""
 
     registered: bool
     error: str = ""
 
 
 def supported_versions(*, v1: bool, v1beta1: bool, device_health: bool) -> tuple[str, ...]:
-    """Service names in order of preference: the kubelet takes the first one it knows.
+    """Service names in order of preference: the kubelet takes the first one that it knows.
 
-    Raises: InvalidConfigError when there is no DRA service at all.
+    Raises: InvalidConfigError if no DRA service is wanted.
     """
     versions = [name for name, served in ((V1, v1), (V1BETA1, v1beta1)) if served]
     if not versions:
@@ -46,7 +46,7 @@ def supported_versions(*, v1: bool, v1beta1: bool, device_health: bool) -> tuple
 
 
 class Registrar:
-    """Answers the plugin watcher, for ever: a restarted kubelet asks again.
+    """Answers the plugin watcher as long as the process runs: a restarted kubelet asks again.
 
     `get_info_error` and `notify_error` make the calls fail with that text; they are there for tests.
     """
@@ -68,7 +68,7 @@ class Registrar:
 
     @property
     def status(self) -> RegistrationStatus | None:
-        """None until the kubelet has said anything."""
+        """The kubelet's last answer; None before the first one."""
         return self._status
 
     def handlers(self) -> Any:

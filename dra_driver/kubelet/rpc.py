@@ -1,4 +1,4 @@
-"""What all our gRPC calls have in common: request ids, logs, error texts."""
+"""What all gRPC calls to the driver have in common: request IDs, logs, error texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Streaming = Callable[[Any, Any], Iterator[Any]]
 
 
 class RpcError(Exception):
-    """Ends a call with this status; the text reaches the client as it is."""
+    """Ends a call with this status; the client gets the text as it is."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class RpcError(Exception):
 
 
 class _Shown:
-    """A message for the log, turned into text only when the log line is really written."""
+    """A message for the log; it becomes text only if the log writes the line."""
 
     def __init__(self, message: Any) -> None:
         self._message = message
@@ -43,7 +43,7 @@ class _Shown:
 
 
 def error_text(error: BaseException | str) -> str:
-    """One line of valid UTF-8 of bounded length; an error nobody raised on purpose names its class."""
+    """One line of valid UTF-8 of limited length. The text of an unexpected error also names its class."""
     match error:
         case str():
             text = error
@@ -56,13 +56,13 @@ def error_text(error: BaseException | str) -> str:
 
 
 def remaining_s(context: Any) -> float | None:
-    """Seconds until the caller gives up; None when it waits for ever."""
+    """Seconds until the caller gives up; None if it has no time limit."""
     left: float | None = context.time_remaining()
     return None if left is None or left > _NO_DEADLINE_S else left
 
 
 def unary(method: str, behavior: Unary) -> Unary:
-    """The behavior with a request id, logs, and a status for every exception."""
+    """The behavior with a request ID, logs, and a status for every exception."""
 
     def call(request: Any, context: Any) -> Any:
         clear_contextvars()  # gRPC threads are reused

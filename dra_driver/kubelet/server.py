@@ -11,8 +11,8 @@ from typing import Any
 import structlog
 
 from dra_driver.errors import FatalError
-from dra_driver.kubelet.dra_health import DraHealth, Watch
-from dra_driver.kubelet.health import HealthServer, Liveness, dial
+from dra_driver.kubelet.device_health import DraHealth, Watch
+from dra_driver.kubelet.grpc_health import HealthServer, Liveness, dial
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.registration import Registrar, RegistrationStatus, supported_versions
 from dra_driver.kubelet.sockets import (
@@ -29,8 +29,8 @@ from dra_driver.kubelet.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
-# Every pod of the node may wait in a call of its own, and each health stream keeps a thread; the threads
-# only exist while they are needed.
+# Each pod of the node may wait in its own call, and each health stream keeps a thread. The threads # exist only while
+# they are needed.
 _DRA_WORKERS = 256
 _REGISTRAR_WORKERS = 4
 _REGISTRAR_GRACE_S = 1.0
@@ -40,11 +40,11 @@ _CONNECT_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """How the plugin shows itself to the kubelet.
+    """How the plugin presents itself to the kubelet.
 
-    `plugins_dir` is the kubelet's; our own directory in it is named after the driver. `pod_uid` switches
-    rolling updates on. `health_address` is `host:port`, None for no health service. `grace_s` is how long
-    calls may go on after stop(). Every `guard_s` seconds the sockets are looked after.
+    `plugins_dir` belongs to the kubelet; our own directory in it has the driver's name. `pod_uid` switches rolling
+    updates on. `health_address` is `host:port`, None for no health service. Calls in flight may go on for `grace_s`
+    seconds after stop(). Every `guard_s` seconds the plugin checks its sockets.
     """
 
     driver: str
@@ -66,8 +66,8 @@ class PluginSettings:
 class KubeletPlugin:
     """Serves the kubelet from start() to stop(); used once.
 
-    `ready` answers readiness probes. `on_status` hears of each change of the registration, `on_fatal` once
-    of a server that died; both are called from threads of the plugin and may call stop().
+    `ready` answers readiness probes. `on_status` is called after each change of the registration, and `on_fatal` once
+    if a server dies. Threads of the plugin call both; both may call stop().
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class KubeletPlugin:
         settings: PluginSettings,
         claims: ClaimService,
         *,
-        ready: Callable[[], bool] = lambda: True,
+        ready: Callable[[], bool],
         on_status: Callable[[RegistrationStatus], None] | None = None,
         on_fatal: Callable[[FatalError], None] | None = None,
         watch_device_health: Watch | None = None,
@@ -118,23 +118,23 @@ class KubeletPlugin:
 
     @property
     def status(self) -> RegistrationStatus | None:
-        """What the kubelet made of our registration; None while it has said nothing."""
+        """The kubelet's answer to our registration; None before the first one."""
         return self.registrar.status
 
     @property
     def stopping(self) -> bool:
-        """True from the call of stop() on."""
+        """True after stop() was called."""
         return self._stopping.is_set()
 
     @property
     def health_port(self) -> int | None:
-        """The TCP port of the health service once started; None without one."""
+        """The TCP port of the health service after start(); None if there is none."""
         return self._health.port if self._health else None
 
     def start(self) -> None:
-        """Serves; the registration socket comes last, when everything behind it answers.
+        """Serves. The registration socket comes last, when everything else answers.
 
-        Raises: InvalidConfigError, StateError; whatever had been started is stopped again.
+        Raises: InvalidConfigError, StateError; every part that was started is stopped again.
         """
         ensure_registry_dir(self.settings.registry_dir)
         ensure_plugin_dir(self.settings.plugin_dir)
@@ -150,9 +150,9 @@ class KubeletPlugin:
         self._guard.start()
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Ends the calls, then the registration, then health; blocks; can be called more than once.
+        """Ends the calls, then the registration, then health, and waits for that; harmless twice.
 
-        Calls in flight have `grace_s` seconds (the settings' when None) to finish.
+        Calls in flight have `grace_s` seconds to finish; None means the seconds of the settings.
         """
         self._stopping.set()
         with self._stop_lock:

@@ -1,7 +1,7 @@
 """Paths of the two sockets, and the rules for taking one.
 
-A Unix socket path holds 107 bytes. Names with a pod UID that would be longer use hashes instead, in the
-same way as the Go helper, so that tools which know its names find ours.
+A Unix socket path has at most 107 bytes. Longer names with a pod UID use hashes instead, in the same way as the Go
+helper, so tools that know its names find ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROBE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SocketPaths:
-    """Where the kubelet finds us: `registrar` in the registry directory, `dra` in our own."""
+    """Where the kubelet finds us: `registrar` is in the registry directory, `dra` in our own directory."""
 
     registrar: Path
     dra: Path
@@ -38,7 +38,7 @@ class SocketPaths:
 def socket_paths(driver: str, *, registry_dir: Path, plugin_dir: Path, pod_uid: str | None) -> SocketPaths:
     """The paths of both sockets; with a pod UID two instances can run side by side (rolling update).
 
-    Raises: InvalidConfigError when a name is not valid or a directory leaves no room for one.
+    Raises: InvalidConfigError if a name is not valid, or if a directory's path is so long that no socket fits.
     """
     if not _DRIVER.fullmatch(driver) or len(driver) > _MAX_DRIVER_CHARS:
         raise InvalidConfigError(
@@ -66,7 +66,7 @@ def _registrar_names(driver: str, pod_uid: str | None) -> tuple[str, ...]:
 def _dra_names(pod_uid: str | None) -> tuple[str, ...]:
     if pod_uid is None:
         return ("dra.sock",)
-    # The last one fits the longest driver name below the default plugins directory.
+    # With the longest driver name, the last one fits into the default plugins directory.
     return (f"dra-{pod_uid}.sock", f"dra-{_digest(pod_uid, 8)}.sock", f"dra-{_digest(pod_uid, 6)}.sock")
 
 
@@ -88,15 +88,15 @@ def _first_that_fits(directory: Path, names: tuple[str, ...]) -> Path:
 
 
 def hidden_path(path: Path) -> Path:
-    """Where a socket is bound before it gets its name; the kubelet ignores names that start with a dot.
+    """The path at which a socket is bound before it gets its name; the kubelet ignores names that start with a dot.
 
-    Never longer than the final name, the shortest of which is `dra.sock`.
+    It is never longer than the final name; the shortest final name is `dra.sock`.
     """
     return path.with_name("." + _digest(path.name, 4))
 
 
 def ensure_registry_dir(directory: Path) -> None:
-    """Raises InvalidConfigError when the kubelet's registry directory is not there."""
+    """Raises: InvalidConfigError if the kubelet's registry directory does not exist."""
     if not directory.is_dir():
         raise InvalidConfigError(
             f"kubelet registry directory {directory} does not exist; mount the host's directory at the same "
@@ -107,7 +107,7 @@ def ensure_registry_dir(directory: Path) -> None:
 def ensure_plugin_dir(directory: Path) -> None:
     """Creates our own directory, for root only, unless it exists.
 
-    Raises: StateError when it cannot be created or something else is at the path.
+    Raises: StateError if it cannot be created or something else is at the path.
     """
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -119,18 +119,22 @@ def ensure_plugin_dir(directory: Path) -> None:
 
 
 def ensure_free(path: Path) -> None:
-    """Checks that a socket may be bound at `path`: nothing there, or a dead socket.
+    """Checks that a socket may be bound at `path`: nothing is there, or a dead socket.
 
-    Raises: StateError for a file that is no socket, and for a socket on which somebody still listens.
+    Raises: StateError for a file that is not a socket, and for a socket on which a process still listens.
     """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StateError(f"cannot look at the socket path {path}: {error.strerror}") from error
+        raise StateError(
+            f"cannot look at the socket path {path}: {error.strerror}; check the directory and its permissions"
+        ) from error
     if not stat.S_ISSOCK(mode):
-        raise StateError(f"{path} exists and is not a socket; move it away, the driver has to listen there")
+        raise StateError(
+            f"{path} exists and is not a socket; move it away, because the driver must listen there"
+        )
     if listening(path):
         raise StateError(
             f"another process listens on {path}; stop it first, or give each instance its own sockets "
@@ -139,7 +143,7 @@ def ensure_free(path: Path) -> None:
 
 
 def listening(path: Path) -> bool:
-    """True when a connection to the socket is accepted, or would be if its queue were not full."""
+    """Whether the socket accepts a connection, or would if its queue were not full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
@@ -147,12 +151,12 @@ def listening(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
-            return True  # a full queue, no permission, another kind of socket: somebody's
+            return True  # a full queue, no permission, another kind of socket: a process owns it
     return True
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
-    """What tells this socket file from a later one at the same path; None when there is none."""
+    """A value that differs for a later socket file at the same path; None if there is no file."""
     try:
         found = path.lstat()
     except OSError:

@@ -1,7 +1,7 @@
 """DRA v1: turns the kubelet's calls into calls of a ClaimService, and its outcomes into answers.
 
-A claim's failure goes into that claim's entry, never into the status of the call: the kubelet then still
-uses the other claims.
+A claim's failure goes into that claim's entry, never into the status of the call. So the kubelet can still use the
+other claims.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 
-from dra_driver.kubelet.claimcheck import check_claims
+from dra_driver.kubelet.claim_check import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2 as pb
 from dra_driver.kubelet.rpc import RpcError, error_text, remaining_s, unary_handler
 from dra_driver.model.claim import (
@@ -26,27 +26,29 @@ from dra_driver.model.claim import (
 
 SERVICE = "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 MAX_CLAIMS = 1024
-"""The kubelet names the claims of one pod in a call."""
+"""A call of the kubelet names the claims of one pod."""
 
 _MAX_LOGGED_UID_CHARS = 128
 _log = structlog.get_logger(__name__)
 _Outcome = TypeVar("_Outcome")
+_Call = Callable[[Sequence[ClaimRef], float | None, Callable[[], bool]], Mapping[str, _Outcome]]
 
 
 class ClaimService(Protocol):
-    """What stands behind the DRA service. Called from many threads at once.
+    """Prepares and unprepares the claims of a call. Many threads call it at the same time.
 
-    `deadline_s` is the number of seconds until the kubelet gives up, None when it does not. Every claim
-    has well-formed names and occurs once. The answer has an entry for the UID of each claim; a claim
-    without one, and every claim of a call that raises, is reported to the kubelet as failed.
+    `deadline_s` is the number of seconds until the kubelet gives up, None if it does not. `has_left` answers whether
+    the kubelet has cancelled the call; a newer call may then be on its way, perhaps to another instance. Every claim
+    has valid names and occurs once. The answer has an entry for the UID of each claim. A claim without an entry, and
+    every claim of a call that raises, is reported to the kubelet as failed.
     """
 
     def prepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float | None
+        self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable[[], bool]
     ) -> Mapping[str, PrepareOutcome]: ...
 
     def unprepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float | None
+        self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable[[], bool]
     ) -> Mapping[str, UnprepareOutcome]: ...
 
 
@@ -105,18 +107,18 @@ def dra_handlers(
 
 
 def _outcomes(
-    call: Callable[[Sequence[ClaimRef], float | None], Mapping[str, _Outcome]],
+    call: _Call[_Outcome],
     claims: Sequence[pb.Claim],
     context: Any,
 ) -> dict[str, _Outcome | Failed]:
-    """One outcome per UID of the request: the service's, or why there is none.
+    """One outcome for each UID of the request: the service's outcome, or an error.
 
-    Raises: RpcError for more claims than one call may have.
+    Raises: RpcError if the call has too many claims.
     """
     if len(claims) > MAX_CLAIMS:
         raise RpcError(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the call names {len(claims)} claims and at most {MAX_CLAIMS} are taken; spread them over several calls",
+            f"the call names {len(claims)} claims, but one call may have at most {MAX_CLAIMS}; make several calls",
         )
     checked = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
     outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}
@@ -124,18 +126,18 @@ def _outcomes(
         outcomes |= _call(call, checked.accepted, context)
     for uid, outcome in outcomes.items():
         if isinstance(outcome, Failed):
-            # A UID that was refused has any length.
+            # A refused UID may have any length.
             _log.error("claim_failed", claim_uid=uid[:_MAX_LOGGED_UID_CHARS], error=outcome.error)
     return outcomes
 
 
 def _call(
-    call: Callable[[Sequence[ClaimRef], float | None], Mapping[str, _Outcome]],
+    call: _Call[_Outcome],
     refs: Sequence[ClaimRef],
     context: Any,
 ) -> dict[str, _Outcome | Failed]:
     try:
-        answers = call(refs, remaining_s(context))
+        answers = call(refs, remaining_s(context), lambda: not context.is_active())
         missing = Failed("internal error: the driver gave no answer for this claim")
         outcomes: dict[str, _Outcome | Failed] = {ref.uid: answers.get(ref.uid, missing) for ref in refs}
         if unasked := sorted(map(str, answers.keys() - outcomes.keys())):
@@ -167,7 +169,7 @@ def _unprepare_entry(outcome: UnprepareOutcome) -> pb.NodeUnprepareResourceRespo
 
 
 def _failure(error: str) -> str:
-    """An empty text would read as success."""
+    """The text of an error, never empty: the kubelet takes an empty text for success."""
     return error_text(error) or "internal error: the driver failed without giving a reason"
 
 

@@ -1,7 +1,7 @@
 """DRA v1beta1: the v1 service without share IDs.
 
-The messages of both generations have the same fields under the same numbers, so this one speaks v1's on
-the wire; a test compares them with the v1beta1 proto.
+The messages of both generations have the same fields under the same numbers, so this service uses the v1 messages; a
+test compares them with the v1beta1 proto.
 """
 
 from __future__ import annotations

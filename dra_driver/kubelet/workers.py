@@ -1,4 +1,4 @@
-"""Threads for gRPC handlers that come with the calls and leave when there are none."""
+"""Threads for gRPC handlers. They start when calls come, and end when there are none."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 
 
 class Workers(Executor):
-    """An executor with up to `limit` threads; each leaves after `idle_s` without work.
+    """An executor with up to `limit` threads; each ends after `idle_s` seconds without work.
 
-    Unlike ThreadPoolExecutor it keeps no memory for threads of a past burst, and its threads are daemons:
-    a handler that hangs in the GPU driver does not keep the process from ending.
+    Unlike ThreadPoolExecutor it frees the memory of its threads after a burst. Its threads are daemons, so a handler
+    that hangs in the NVIDIA driver does not keep the process from ending.
     """
 
     def __init__(self, name: str, *, limit: int, idle_s: float = 10.0) -> None:
@@ -34,7 +34,7 @@ class Workers(Executor):
 
     @property
     def threads(self) -> int:
-        """Threads alive now, busy or waiting."""
+        """The number of threads alive now, busy or waiting."""
         return self._threads
 
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
@@ -50,7 +50,7 @@ class Workers(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more calls; accepted ones are run unless cancelled. Never waits for them."""
+        """Takes no more calls. Accepted calls still run unless they are cancelled; this does not wait for them."""
         with self._changed:
             self._closed = True
             if cancel_futures:
@@ -64,7 +64,7 @@ class Workers(Executor):
         try:
             thread.start()
         except RuntimeError:
-            # Out of threads. The task stays queued for the others; raising would end gRPC's serving thread.
+            # No thread can start. The task stays queued for the other threads; raising would end gRPC's serving thread.
             self._threads -= 1
             _log.exception("worker_not_started", pool=self._name, threads=self._threads)
 
@@ -75,7 +75,7 @@ class Workers(Executor):
                 continue
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever holds the future
+            except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Final, Literal
 
 _MOST_PODS: Final = 256
-"""For so many the API lets a claim be reserved."""
+"""The API lets a claim be reserved for at most this many pods."""
 _POD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _POD_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,126}[A-Za-z0-9])?")
 
@@ -35,14 +35,14 @@ class PodRef:
 
 
 Pods = tuple[PodRef, ...] | None
-"""All pods that a claim is reserved for, in the API server's order; None where that is not known."""
+"""All pods that a claim is reserved for, in the API server's order; None if they are not known."""
 
 
 def pods_from(entries: Iterable[Any]) -> Pods:
-    """The first 256 of the pods in `entries`, which are objects with `name` and `uid`.
+    """The first 256 pods of `entries`, which should be objects with `name` and `uid`.
 
-    None if one of them is no such object: whom a claim is for is told to people and to nobody's code, so nothing that
-    it says may keep a claim from being served, or reach a terminal.
+    None if one of them is something else. The pods are information for people only. So a bad entry must not keep a
+    claim from being served, and must not reach a terminal.
     """
     pods = tuple(_pod_from(entry) for entry in islice(entries, _MOST_PODS))
     known = tuple(pod for pod in pods if pod is not None)
@@ -76,13 +76,13 @@ class DeviceResult:
 
     @property
     def base_request(self) -> str:
-        """The top-level request name, which is what the kubelet matches containers with."""
+        """The top-level request name; the kubelet finds the containers of a request by it."""
         return self.request.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """One entry of `status.allocation.devices.config`; `driver` is None when it is not opaque."""
+    """One entry of `status.allocation.devices.config`; `driver` is None if the entry is not opaque."""
 
     source: Literal["FromClass", "FromClaim"]
     requests: tuple[str, ...]
@@ -94,8 +94,8 @@ class DeviceConfig:
 class AllocatedClaim:
     """A claim with its allocation: results and configs of all drivers, in the API server's order.
 
-    `pod_claim_name` is the name in the pod of a claim that was made from a template, `pods` are those that the claim
-    was reserved for when it was looked at. Neither is a part of the allocation: claims are equal without them.
+    `pod_claim_name` is the name in the pod's spec of a claim that was made from a template. `pods` are the pods that
+    the claim was reserved for at the last look. Neither is part of the allocation, so equality ignores both.
     """
 
     ref: ClaimRef
@@ -107,7 +107,7 @@ class AllocatedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimNow:
-    """What the API server says of the claim that bears a name now, whoever it is allocated to.
+    """The claim that has a name now, as the API server has it; its allocation may be of any driver.
 
     `allocated` has driver, pool and device of each result, None while there is no allocation.
     """
@@ -121,7 +121,7 @@ class ClaimNow:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """One Device of a NodePrepareResources answer; `requests` are base names, empty means all."""
+    """One Device of a NodePrepareResources answer; `requests` are base names, none means all requests."""
 
     requests: tuple[str, ...]
     pool: str
@@ -139,7 +139,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A claim could not be (un)prepared; `error` is one line for the claim's own entry."""
+    """A claim could not be prepared or unprepared; `error` is one line for the claim's entry in the answer."""
 
     error: str
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from dra_driver.model.host import DeviceNode
 
 BASE_HOOK_VERBS = ("create-symlinks", "update-ldcache")
-"""What every nvidia-cdi-hook understands."""
+"""The verbs that every nvidia-cdi-hook knows."""
 
 MORE_HOOK_VERBS = ("enable-cuda-compat", "disable-device-node-modification")
-"""What newer ones understand; an older one given such a verb fails, and with it the container."""
+"""Verbs that only newer ones know. An older hook fails with such a verb, and then the container fails too."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverFile:
-    """A file in three views: this process, the container runtime on the host, the container."""
+    """A file with its three paths: for this process, for the container runtime on the host, and in the container."""
 
     path: str
     host_path: str
@@ -52,9 +52,9 @@ class CdiMount:
 class DriverFiles:
     """The parts of a driver installation that every container with a GPU gets.
 
-    `library_dirs` and `libcuda_dirs` are container paths; `linker_dirs` are those in which dynamic linkers of
-    images look by themselves. `hook` and `ldconfig` are host paths, None where there is none; `hook_verbs`
-    may be given to the hook. `notes` name what is absent but not needed for CUDA.
+    `library_dirs` and `libcuda_dirs` are container paths; `linker_dirs` are the directories in which dynamic linkers of
+    images look by default. `hook` and `ldconfig` are host paths, None if there is none; the hook knows the verbs
+    `hook_verbs`. `notes` name missing parts that CUDA does not need.
     """
 
     version: str

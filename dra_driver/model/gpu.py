@@ -1,4 +1,5 @@
-"""A physical GPU as discovered. Everything but the UUID may be unknown, which is None and never 0."""
+"""A physical GPU as discovered, and how busy it is. Every value but the UUID may be unknown; it is then None, never
+0."""
 
 from __future__ import annotations
 
@@ -50,3 +51,24 @@ class Gpu:
     mig_devices: tuple[MigDevice, ...] = ()
     multiprocessors: int | None = None
     partitioning: Partitioning | None = None
+
+    @property
+    def can_be_whole(self) -> bool:
+        """Whether the GPU is out of MIG mode, or leaves it for a claim that wants it whole."""
+        return not self.mig_enabled or (self.partitioning is not None and self.partitioning.offers_whole)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """How busy a GPU is at one moment; a value that the GPU does not tell is None.
+
+    Memory is in bytes, without the memory that the driver reserves. `utilisation_percent` is the part of the last
+    sample period in which a kernel ran; no GPU tells it in MIG mode.
+    """
+
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilisation_percent: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None

@@ -1,4 +1,5 @@
-"""Health of GPUs and MIG devices: what was observed, and what is known from it. Times are whole seconds since 1970."""
+"""Health of GPUs and MIG devices: what the driver observed, and what follows from it. Times are whole seconds since
+1970."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dra_driver.model.mig import MigDevice
 
 
 class Severity(IntEnum):
-    """How bad it is. From DEGRADED on no new work should come; from UNHEALTHY on running work is hit too."""
+    """How bad the state is. From DEGRADED on, the device should get no new work; from UNHEALTHY on, running work
+    suffers too."""
 
     OK = 0
     INFORMATION = 1
@@ -24,10 +26,25 @@ Condition = Literal["ok", "information", "degraded", "unhealthy", "lost", "unkno
 Source = Literal["event", "poll"]
 FabricState = Literal["absent", "pending", "ready", "limited", "broken"]
 
+LOST = "gpu-lost"
+UNMONITORED = "unmonitored"
+TAINTED_KEYS = (
+    "ecc",
+    "fabric",
+    "flapping",
+    LOST,
+    "page-retirement",
+    "recovery-action",
+    "row-remap",
+    UNMONITORED,
+    "xid",
+)
+"""The possible keys of taints, without the prefix."""
+
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A physical GPU, or instances of one: a GPU instance with all in it, or one compute instance."""
+class HealthTarget:
+    """A physical GPU, or a part of one: a GPU instance with everything in it, or one compute instance."""
 
     gpu_uuid: str
     gpu_instance_id: int | None = None
@@ -40,7 +57,7 @@ class Subject:
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """A GPU before its instances."""
+        """Sorts a GPU before its instances."""
         gi, ci = self.gpu_instance_id, self.compute_instance_id
         return (self.gpu_uuid, -1 if gi is None else gi, -1 if ci is None else ci)
 
@@ -57,8 +74,8 @@ class Subject:
 class Reason:
     """Why a device is not well. `key` and `value` name it (`xid` `79`, `row-remap` `pending`).
 
-    `last_at` is when there was evidence last, `since` when there was first. `reset_seen` says that the
-    device was reset after that, so only the next look at it is missing.
+    `since` is the time of the first evidence, `last_at` of the last. `reset_seen` says that the device was reset after
+    that: the reason then ends with the next poll that finds the device well.
     """
 
     key: str
@@ -72,20 +89,20 @@ class Reason:
 
     @property
     def name(self) -> tuple[str, str]:
-        """What tells two reasons of one device apart."""
+        """The identity of the reason among the reasons of its device."""
         return (self.key, self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """All that is known of one subject; `reasons` in the order of their names.
+    """All that is known of one target; `reasons` in the order of their names.
 
-    `ecc_uncorrected` is the driver's volatile count when last looked at. `identity` is the UUID (several
-    joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are
-    the times at which the device went bad lately; `held_until` is how long it is kept back for that.
+    `ecc_uncorrected` is the driver's volatile count at the last poll. `identity` is the UUID (several
+    joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are the times
+    at which the device became bad lately; because of them it is not offered until `held_until`.
     """
 
-    subject: Subject
+    target: HealthTarget
     reasons: tuple[Reason, ...] = ()
     ecc_uncorrected: int | None = None
     identity: str | None = None
@@ -99,7 +116,7 @@ class HealthState:
 
     @property
     def shown(self) -> tuple[tuple[str, str, int, int, str], ...]:
-        """What others see of the reasons: differs when taints or messages do."""
+        """What others see of the reasons; it changes when taints or messages change."""
         return tuple(
             (reason.key, reason.value, int(reason.severity), reason.since, reason.text)
             for reason in self.reasons
@@ -107,8 +124,8 @@ class HealthState:
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
-    """What one look at a GPU told; None is what the GPU or its driver does not tell.
+class PolledHealth:
+    """The result of one poll of a GPU; a value that the GPU or its driver does not tell is None.
 
     `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric. `slowdowns` are the
     causes for which the hardware holds its clocks down: `thermal`, `power`, `hardware`.
@@ -137,10 +154,10 @@ class DoubleBitError:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PollResult:
     """The GPU answered."""
 
-    signals: Signals
+    polled: PolledHealth
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,31 +166,31 @@ class Unreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """Whether events of the GPU are heard; `problem` says why not."""
+class MonitoringState:
+    """Whether the driver gets events of the GPU; `problem` says why not."""
 
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The device was made anew: reboot, driver reload, reset."""
+    """The device was reset: by a reboot, a reload of the driver, or a reset of the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSeen:
-    """Which MIG devices stand behind the IDs of an instance now; None where there are none any more."""
+    """The MIG devices that the IDs of an instance mean now; None if there are none any more."""
 
     identity: str | None
 
 
-Observation = Xid | DoubleBitError | Look | Unreachable | Watched | Reset | InstanceSeen
+Observation = Xid | DoubleBitError | PollResult | Unreachable | MonitoringState | Reset | InstanceSeen
 
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """What NVML's event set delivered. `gpu_uuid` is None where NVML could not tell the GPU any more; both
-    instance IDs are None for the whole GPU. `observation` is None for an event that only calls for a look."""
+    """An event from NVML's event set. `gpu_uuid` is None if NVML could not tell the GPU any more; both instance IDs are
+    None for the whole GPU. `observation` is None for an event after which the driver only needs to poll."""
 
     gpu_uuid: str | None
     observation: Xid | DoubleBitError | None
@@ -183,9 +200,9 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class HealthChange:
-    """An entry of a device's history; `times` counts repetitions of the same, `at` is the last of them."""
+    """An entry of a device's history; `times` counts how often the same happened, `at` is the last time."""
 
-    subject: Subject
+    target: HealthTarget
     at: int
     before: Severity
     after: Severity
@@ -194,25 +211,28 @@ class HealthChange:
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
-    """One word for a device. Without a recent look at it nothing is known, whatever was known before."""
+    """One word for a device's health. Without a recent poll it is `unknown`, whatever was known before."""
     if not is_fresh:
         return "unknown"
     words: tuple[Condition, ...] = ("ok", "information", "degraded", "unhealthy", "lost")
     return "ok" if state is None else words[state.severity]
 
 
-def subjects_of_mig(mig: MigDevice) -> tuple[Subject, ...]:
-    """All subjects whose reasons hit a MIG device: its GPU, its GPU instance, itself."""
-    return subjects_of_instance(mig.parent_uuid, mig.gpu_instance_id, mig.compute_instance_id)
+def targets_of_mig(mig: MigDevice) -> tuple[HealthTarget, ...]:
+    """All targets whose reasons affect a MIG device: its GPU, its GPU instance, the device itself."""
+    return targets_of_instance(mig.parent_uuid, mig.gpu_instance_id, mig.compute_instance_id)
 
 
-def subjects_of_instance(gpu_uuid: str, gi: int, ci: int) -> tuple[Subject, ...]:
-    """As `subjects_of_mig`, by IDs."""
-    return (Subject(gpu_uuid), Subject(gpu_uuid, gi), Subject(gpu_uuid, gi, ci))
+def targets_of_instance(gpu_uuid: str, gi: int, ci: int) -> tuple[HealthTarget, ...]:
+    """As `targets_of_mig`, by IDs."""
+    return (HealthTarget(gpu_uuid), HealthTarget(gpu_uuid, gi), HealthTarget(gpu_uuid, gi, ci))
 
 
-def identity_of(instance: Subject, mig_uuids: Mapping[tuple[int, int], str]) -> str | None:
-    """The MIG devices behind an instance, of all of its GPU by GPU and compute instance ID; None if none."""
+def identity_of(instance: HealthTarget, mig_uuids: Mapping[tuple[int, int], str]) -> str | None:
+    """The UUIDs of the MIG devices of an instance, joined by commas; None if there are none.
+
+    `mig_uuids` has all MIG devices of its GPU by GPU instance ID and compute instance ID.
+    """
     found = sorted(
         uuid
         for (gi, ci), uuid in mig_uuids.items()
@@ -221,4 +241,4 @@ def identity_of(instance: Subject, mig_uuids: Mapping[tuple[int, int], str]) -> 
     return ",".join(found) or None
 
 
-HealthStates = Mapping[Subject, HealthState]
+HealthStates = Mapping[HealthTarget, HealthState]

@@ -28,9 +28,9 @@ class DeviceNode:
 class HostPaths:
     """Where this process sees the host.
 
-    `driver_root` is the driver's installation as this process sees it and `host_driver_root` the same
-    directory as the container runtime sees it. `host_root` is where this process sees the host's `/`, None
-    if it does not. `dev_root` holds `dev/`; None means the driver root if it has the NVIDIA nodes, else `/`.
+    `driver_root` is the driver's installation as this process sees it, `host_driver_root` the same directory as the
+    container runtime sees it. `host_root` is where this process sees the host's `/`, None if it does not see it.
+    `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`.
     """
 
     driver_root: str = "/"
@@ -43,7 +43,8 @@ class HostPaths:
 
 @dataclass(frozen=True, slots=True)
 class PciFunction:
-    """A PCI function; `bus_id` in sysfs form, `class_code` has 24 bits, `driver` is what is bound."""
+    """A PCI function; `bus_id` in sysfs form, `class_code` has 24 bits, `driver` is the kernel driver that is bound to
+    it."""
 
     bus_id: str
     vendor_id: int

@@ -1,4 +1,4 @@
-"""Names and identifiers: how GPUs and MIG devices are called, and what may come in from the wire."""
+"""Names and identifiers of GPUs and MIG devices, and which names may come in from the wire."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def pci_bus_id(text: str) -> str:
     """The sysfs form of a PCI bus ID: `00000000:1B:00.0` becomes `0000:1b:00.0`.
 
     NVML writes eight domain digits; the kernel writes four and more only where the domain needs them.
-    Raises: ValueError if the text is no bus ID.
+    Raises: ValueError if the text is not a PCI bus ID.
     """
     match = _NVML_BUS_ID.match(text.strip().lower())
     if match is None:
-        raise ValueError(f"{text!r} is no PCI bus ID; expected the form 0000:1b:00.0")
+        raise ValueError(f"{text!r} is not a PCI bus ID; expected the form 0000:1b:00.0")
     domain = int(match[1] or "0", 16)
     return f"{domain:04x}:{match[2]}:{match[3]}.{match[4]}"
 
@@ -52,8 +52,8 @@ def _shortest_unique(uuid: str, digits: Mapping[str, str]) -> str:
 def mig_device_name(parent: str, mig: MigDevice) -> str:
     """Name of a MIG device: `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
 
-    The profile ID keeps `1g.24gb+me` and `1g.24gb-me` apart, which look alike in a DNS label; the
-    compute instance is added where several share one GPU instance (`1c.3g.40gb`).
+    The profile ID distinguishes `1g.24gb+me` from `1g.24gb-me`, which are equal in a DNS label. The compute instance is
+    added if several share one GPU instance (`1c.3g.40gb`).
     """
     name = mig_slot_name(parent, mig.profile, mig.placement)
     return f"{name}-{mig.compute_instance_id}" if mig.shares_gpu_instance else name

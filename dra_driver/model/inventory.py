@@ -1,4 +1,4 @@
-"""A snapshot of the node: what discovery found, what it could not read, and what it did not see."""
+"""A snapshot of the node: what discovery found, what it could not read, and which GPUs do not answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WholeGpu:
 
 
 @dataclass(frozen=True, slots=True)
-class MigPartition:
+class StaticMigDevice:
     """A MIG device that exists, under its device name."""
 
     name: str
@@ -65,7 +65,7 @@ class MigPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class PossibleMig:
+class DynamicMigDevice:
     """A MIG device that is made when a claim needs it, under its device name."""
 
     name: str
@@ -75,23 +75,24 @@ class PossibleMig:
 
     @property
     def uuid(self) -> str:
-        """Empty: each making gives it a new one, which the ledger of instances knows."""
+        """Empty: the device gets a new UUID each time it is made, and the ledger of instances has that."""
         return ""
 
 
-OfferedDevice = WholeGpu | MigPartition | PossibleMig
+OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice
 
 
 @dataclass(frozen=True)
 class Inventory:
     """All GPUs of the node in PCI order, with the NVLink domain of each GPU UUID that has one.
 
-    `lost` are GPUs as they were known before they stopped answering. They stay on offer, tainted, because
-    their device is still the node's and a claim may hold it. `unread` are UUIDs of GPUs that were to be cut on
-    demand and of which a part of the table, or of what exists, could not be read in this look; their
-    `partitioning` is an older one or None.
+    `lost` are GPUs as they were before they stopped answering. They stay on offer, tainted, because the node still has
+    their device and a claim may hold it. `unread` are UUIDs of GPUs for MIG on demand whose profile table or whose
+    existing instances could not all be read in this look; their `partitioning` is an older one or None.
+    `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
+    made from them.
 
-    Without slots, because what follows from the GPUs is computed once and kept.
+    The class has no slots, because it keeps what it has computed from the GPUs.
     """
 
     versions: DriverVersions = DriverVersions()
@@ -100,6 +101,7 @@ class Inventory:
     faults: tuple[DiscoveryFault, ...] = ()
     lost: tuple[Gpu, ...] = ()
     unread: frozenset[str] = field(default=frozenset(), compare=False)
+    reachable_pairs: Mapping[frozenset[str], int] = field(default_factory=dict, compare=False)
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:
@@ -117,11 +119,11 @@ class Inventory:
         return {device.name: device for device in self._offered()}
 
     @cached_property
-    def withheld_by_name(self) -> Mapping[str, MigPartition]:
-        """MIG devices on partitioned GPUs that are not ours to give out, by the name that they would have."""
+    def withheld_by_name(self) -> Mapping[str, StaticMigDevice]:
+        """MIG devices on partitioned GPUs that this driver does not give out, by the name that they would have."""
         names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
         return {
-            mig_device_name(names[gpu.uuid], mig): MigPartition(
+            mig_device_name(names[gpu.uuid], mig): StaticMigDevice(
                 mig_device_name(names[gpu.uuid], mig), gpu, mig
             )
             for gpu in self.every_gpu
@@ -131,7 +133,8 @@ class Inventory:
 
     @cached_property
     def returning_by_name(self) -> Mapping[str, OfferedDevice]:
-        """Devices that are not on offer only because instances of ours in their place are still to be destroyed."""
+        """Devices that are not on offer only because the driver has still to destroy its own instances in their
+        place."""
         names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
         return {
             device.name: device
@@ -141,7 +144,8 @@ class Inventory:
         }
 
     def usable(self, name: str) -> OfferedDevice | None:
-        """A device that is on offer, or that comes back as soon as somebody wants it."""
+        """A device that is on offer, or that comes back as soon as a claim wants it; None if there is no such
+        device."""
         return self.by_name.get(name) or self.returning_by_name.get(name)
 
     def without_partitions(self) -> Inventory:
@@ -165,21 +169,21 @@ class Inventory:
                 yield WholeGpu(name, gpu)
                 continue
             for mig in sorted(gpu.mig_devices, key=_mig_order):
-                yield MigPartition(mig_device_name(name, mig), gpu, mig)
+                yield StaticMigDevice(mig_device_name(name, mig), gpu, mig)
 
 
 def _partitions(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:
     if partitioning.offers_whole:
         yield WholeGpu(name, gpu)
     for profile, placement in partitioning.possible:
-        yield PossibleMig(mig_slot_name(name, profile, placement), gpu, profile, placement)
+        yield DynamicMigDevice(mig_slot_name(name, profile, placement), gpu, profile, placement)
 
 
 def _returning(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:
     if partitioning.whole_returns:
         yield WholeGpu(name, gpu)
     for profile, placement in partitioning.returning:
-        yield PossibleMig(mig_slot_name(name, profile, placement), gpu, profile, placement)
+        yield DynamicMigDevice(mig_slot_name(name, profile, placement), gpu, profile, placement)
 
 
 def _unpartitioned(gpu: Gpu) -> Gpu:

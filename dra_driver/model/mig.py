@@ -1,9 +1,17 @@
-"""MIG: profiles and placements as NVML tells them, the instances that exist, and those that we made."""
+"""MIG: profiles and placements as NVML lists them, the instances that exist, and the instances that this driver
+made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class GpuAddress(NamedTuple):
+    """How NVML finds a GPU: by the PCI bus ID if that is known, else by the UUID. The UUID is checked in any case."""
+
+    uuid: str
+    pci_bus_id: str | None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,8 +55,8 @@ class MigProfile:
 class MigDevice:
     """A compute instance that exists, as the device that a container gets.
 
-    `profile` is the GPU instance's; where the compute instance has only a part of its slices, its name
-    (`1c.3g.40gb`) and its multiprocessors are the compute instance's own, and `shares_gpu_instance` is set.
+    `profile` is the profile of the GPU instance. If the compute instance has only a part of its slices, the profile's
+    name (`1c.3g.40gb`) and multiprocessors are those of the compute instance, and `shares_gpu_instance` is set.
     """
 
     uuid: str
@@ -72,7 +80,7 @@ class PlacedProfile:
 class GpuInstance:
     """A GPU instance that exists, with or without compute instances in it.
 
-    `leaving` marks one of this driver's own making that is still to be destroyed.
+    `leaving` marks an instance that this driver made and has still to destroy.
     """
 
     gpu_instance_id: int
@@ -82,7 +90,7 @@ class GpuInstance:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Profile ID and start: what tells two instances of one GPU apart for as long as both exist."""
+        """Profile ID and start, which identify an instance among the existing instances of its GPU."""
         return (self.profile_id, self.placement.start)
 
 
@@ -90,13 +98,14 @@ class GpuInstance:
 class Partitioning:
     """How a GPU is cut into MIG devices on demand.
 
-    `profiles` is NVML's whole table. `withheld` are the GPU instances that exist and are not ours to give
-    out; `possible` is every profile and placement that fits beside them, in publishing order. `offers_whole`
-    says that the GPU can be given out whole too: its mode can be changed while it is idle, and nobody but us
-    switched it on.
+    `profiles` is NVML's whole table. `withheld` are the existing GPU instances that this driver does not give out;
+    `possible` is every profile and placement that fits beside them, in publishing order. `offers_whole` says that the
+    GPU can be given out whole too: its MIG mode can be changed while it is idle, and only this driver may have switched
+    it on.
 
-    `returning` and `whole_returns` are what comes in addition once the `leaving` ones of `withheld` are destroyed.
-    That is not published, but whoever has been given it already gets it: making it destroys them first.
+    `returning` and `whole_returns` come back on offer once the `leaving` ones of `withheld` are destroyed.
+    They are not published, but a claim that was allocated one of them gets it: preparing it destroys the leaving
+    instances first.
     """
 
     profiles: tuple[PlacedProfile, ...]
@@ -114,10 +123,10 @@ MigPhase = Literal["creating", "created", "orphan"]
 class OwnedInstance:
     """The ledger's entry of a GPU instance that this driver makes or made.
 
-    Written before the instance is created, so that nothing of ours is ever taken for somebody else's. IDs and
-    the MIG device's UUID are None until they are known; GPU instances never survive the boot `boot_id`.
-    `orphan` marks one that no claim holds and that could not be destroyed yet. `gpu_minor` is that of the
-    GPU when the instance was made.
+    It is written before the instance is created, so that an instance of ours never looks like one that somebody else
+    made. The IDs and the UUID of the MIG device are None until they are known. No GPU instance survives the boot
+    `boot_id`. The phase `orphan` marks an instance that no claim holds and that could not be destroyed yet. `gpu_minor`
+    is the GPU's minor number at the time when the instance was made.
     """
 
     device: str
@@ -135,5 +144,10 @@ class OwnedInstance:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """As GpuInstance.slot."""
+        """As `GpuInstance.slot`."""
         return (self.profile_id, self.placement.start)
+
+    @property
+    def gpu(self) -> GpuAddress:
+        """The GPU of the instance."""
+        return GpuAddress(self.gpu_uuid, self.pci_bus_id)

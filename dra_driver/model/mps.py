@@ -1,4 +1,4 @@
-"""MPS: what is asked of a control daemon, how it is, and where it shares files with its clients."""
+"""MPS: what a control daemon should do, its state, and where it shares files with its clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MpsDaemonSpec:
     """The control daemon of one GPU or MIG device.
 
     `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole GPU).
-    `multi_user` needs Volta or newer. The defaults hold for clients that bring no tighter limit of their own;
-    None leaves them as they are in MPS: all threads, all memory.
+    `multi_user` needs Volta or newer. The default limits hold for clients that have no tighter limit; None leaves the
+    default of MPS: all threads, all memory.
     """
 
     device: str
@@ -29,7 +29,7 @@ class MpsDaemonSpec:
     default_memory_limit_mib: int | None = None
 
     def differences(self, other: MpsDaemonSpec) -> tuple[str, ...]:
-        """What differs, as `name: mine, not theirs`; empty when both are equal."""
+        """The differences, as `name: mine, not theirs`; empty if both are equal."""
         pairs = (
             (entry.name, getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self)
         )
@@ -40,9 +40,9 @@ class MpsDaemonSpec:
 
 @dataclass(frozen=True, slots=True)
 class MpsDaemonStatus:
-    """A control daemon as it was last seen. `since` is when it came into `state` (seconds since the epoch).
+    """The last known state of a control daemon. `since` is when it entered `state` (seconds since the epoch).
 
-    `clients` counts connected processes, None where nobody asked yet. `problem` is one sentence for a person.
+    `clients` counts connected processes, None if that was not asked yet. `problem` is one sentence for a person.
     """
 
     device: str
@@ -56,7 +56,8 @@ class MpsDaemonStatus:
 
 @dataclass(frozen=True, slots=True)
 class MpsDirectories:
-    """What a daemon shares with its clients, as absolute paths on the host. `shm` is the clients' /dev/shm."""
+    """The directories that a daemon shares with its clients, as absolute paths on the host. `shm` becomes the clients'
+    /dev/shm."""
 
     pipe: str
     log: str

@@ -1,4 +1,4 @@
-"""What is remembered of a claim between calls, restarts and reboots."""
+"""What the driver remembers of a claim between calls, restarts and reboots."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.mig import Placement
+from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step
-from dra_driver.model.usage import Usage
 
 Phase = Literal["preparing", "prepared"]
 
@@ -18,9 +18,9 @@ Phase = Literal["preparing", "prepared"]
 class HeldDevice:
     """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own.
 
-    `kind` is `gpu` or `mig`, or one that only a newer release knows. `usage` is how it is shared with the
-    claims that hold other shares of it. A MIG device that is made on demand has an empty `uuid`, because it gets
-    another one each time, and the `placement` of its GPU instance; of other devices that is None.
+    `kind` is `gpu` or `mig`, or a kind that only a newer release knows. `usage` is how the claim shares the device with
+    claims that hold other shares of it. A MIG device on demand has an empty `uuid`, because it gets another one each
+    time it is made, and the `placement` of its GPU instance; other devices have None there.
     """
 
     device: str
@@ -29,7 +29,7 @@ class HeldDevice:
     gpu_uuid: str
     admin_access: bool = False
     share_id: str | None = None
-    usage: Usage = None
+    usage: SharingMode = None
     placement: Placement | None = None
 
 
@@ -37,10 +37,9 @@ class HeldDevice:
 class ClaimRecord:
     """One claim's record file.
 
-    `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are
-    those that may have had an effect, in the order in which they run. `boot_id` is the boot in which they
-    ran: kernel state of an older one is gone. `extra` keeps the fields that a newer release wrote, at
-    whatever level.
+    `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are the steps that
+    may have had an effect, in the order in which they run. `boot_id` is the boot in which they ran: kernel state of an
+    older boot is gone. `extra` keeps the fields that a newer release wrote, at any level.
     """
 
     claim: AllocatedClaim
@@ -58,5 +57,10 @@ class ClaimRecord:
 
     @property
     def gpu_uuids(self) -> frozenset[str]:
-        """The physical GPUs that the claim touches, which are what locks are taken on."""
+        """UUIDs of the physical GPUs that the claim touches."""
         return frozenset(held.gpu_uuid for held in self.devices)
+
+    @property
+    def locked_gpus(self) -> frozenset[str]:
+        """UUIDs of the GPUs whose locks its Prepare and Unprepare need: adminAccess reserves and changes nothing."""
+        return frozenset(held.gpu_uuid for held in self.devices if not held.admin_access)

@@ -1,4 +1,4 @@
-"""Which devices several claims may share at a time, what they share by, and who holds them to it."""
+"""Which devices several claims may share at a time, in which mode, and who enforces the limits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Literal, assert_never
 
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import MigPartition, OfferedDevice, PossibleMig, WholeGpu
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
 
-SharingMode = Literal["shares", "memory", "unlimited"]
+SharingRuleMode = Literal["shares", "memory", "unlimited"]
 Enforcement = Literal["mps", "none"]
 SelectedDevices = Literal["gpu", "mig", "all"]
 
-SHARING_MODES: tuple[SharingMode, ...] = ("shares", "memory", "unlimited")
 MAX_SHARES = 4096
 MAX_MPS_SHARES = 60
 """As many clients as one MPS daemon takes (CUDA 13.1 and newer; 48 before)."""
@@ -27,10 +26,10 @@ class SharingRule:
     """How one device is shared.
 
     `shares` is the number of equal parts in mode shares and None in every other. With `multiprocessors` a
-    claim may ask for a number of them besides. Without `enforce` the scheduler counts and nobody limits.
+    claim may also ask for a number of them. Without `enforce` the scheduler counts, but nothing enforces the limits.
     """
 
-    mode: SharingMode
+    mode: SharingRuleMode
     shares: int | None = None
     enforce: Enforcement = "none"
     multiprocessors: bool = False
@@ -38,7 +37,7 @@ class SharingRule:
 
 @dataclass(frozen=True, slots=True)
 class GpuSelector:
-    """Devices by what their GPU is; what is empty selects all, what is given must all apply.
+    """Selects devices by properties of their GPU. An empty field selects all devices; all other fields must apply.
 
     `product_name` is a pattern with `*`, `?` and `[…]`, in any case of letters; `uuids` are those of GPUs
     or of MIG devices; `pci_bus_ids` are in sysfs form.
@@ -50,11 +49,11 @@ class GpuSelector:
     devices: SelectedDevices = "all"
 
     def matches(self, device: OfferedDevice) -> bool:
-        """Whether the device is selected; what is unknown of a GPU matches nothing."""
+        """Whether the device is selected; an unknown property of a GPU matches nothing."""
         return self.devices in ("all", kind_of(device)) and self._matches(device.gpu, device.uuid)
 
     def matches_gpu(self, gpu: Gpu) -> bool:
-        """Whether the GPU is selected, whatever devices it is given out as."""
+        """Whether the GPU is selected, whole or as MIG devices."""
         return self._matches(gpu, gpu.uuid)
 
     def _matches(self, gpu: Gpu, device_uuid: str) -> bool:
@@ -67,7 +66,7 @@ class GpuSelector:
         return not self.pci_bus_ids or gpu.pci_bus_id in self.pci_bus_ids
 
     def covers(self, other: GpuSelector) -> bool:
-        """Whether every device that `other` selects is surely selected by this one, as far as the text tells."""
+        """Whether this one surely selects every device that `other` selects, as far as the patterns show."""
         return (
             self.devices in ("all", other.devices)
             and self.product_name in (None, "*", other.product_name)
@@ -78,7 +77,7 @@ class GpuSelector:
 
 @dataclass(frozen=True, slots=True)
 class SharingEntry:
-    """A rule for the devices of a selector; None gives them out whole, one claim each."""
+    """A rule for the devices of a selector; None gives each out whole, to one claim at a time."""
 
     selector: GpuSelector
     rule: SharingRule | None
@@ -86,12 +85,12 @@ class SharingEntry:
 
 @dataclass(frozen=True, slots=True)
 class SharingPolicy:
-    """Rules in the order of the configuration file: the first that selects a device decides."""
+    """Rules in the order of the configuration file; the first rule that selects a device decides."""
 
     entries: tuple[SharingEntry, ...] = ()
 
     def rule_for(self, device: OfferedDevice) -> SharingRule | None:
-        """The rule of a device; None where it belongs to one claim at a time."""
+        """The rule of a device; None if only one claim at a time may have it."""
         for entry in self.entries:
             if entry.selector.matches(device):
                 return entry.rule
@@ -111,7 +110,7 @@ def kind_of(device: OfferedDevice) -> Literal["gpu", "mig"]:
     match device:
         case WholeGpu():
             return "gpu"
-        case MigPartition() | PossibleMig():
+        case StaticMigDevice() | DynamicMigDevice():
             return "mig"
         case _:
             assert_never(device)

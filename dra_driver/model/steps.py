@@ -1,7 +1,7 @@
 """The steps of a Prepare, each with an undo that may run any number of times.
 
-A step is data: it names what to do and everything that its undo needs, so that a record of the steps is
-enough to take a claim back without API server, inventory or NVML.
+A step is data: it names what to do and everything that its undo needs. So a record of the steps is enough to take a
+claim back without API server, inventory or NVML.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dra_driver.model.mig import Placement
+from dra_driver.model.mig import GpuAddress, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 
 
@@ -27,17 +27,17 @@ class SetTimeSlice:
 
 @dataclass(frozen=True, slots=True)
 class RunMps:
-    """Have the MPS control daemon of a device run. Undo: stop it, unless another claim on this device uses it."""
+    """Run the MPS control daemon of a device. Undo: stop it, unless another claim on this device uses it."""
 
     spec: MpsDaemonSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CreateMig:
-    """Have the MIG device of a profile exist at a placement of a GPU, made by us.
+    """Make the MIG device of a profile at a placement of a GPU, unless this driver has made it already.
 
-    Undo: destroy it, unless another claim uses the same device; then leave MIG mode if we switched it on and no
-    instance is left.
+    Undo: destroy it, unless another claim uses the same device; then leave MIG mode if this driver switched it on and
+    no instance is left.
     """
 
     device: str
@@ -47,13 +47,23 @@ class CreateMig:
     profile_name: str
     placement: Placement
 
+    @property
+    def gpu(self) -> GpuAddress:
+        """The GPU."""
+        return GpuAddress(self.gpu_uuid, self.pci_bus_id)
+
 
 @dataclass(frozen=True, slots=True)
 class LeaveMigMode:
-    """Have a GPU out of MIG mode, so that it can be used whole. Undo: nothing."""
+    """Switch a GPU out of MIG mode, so that it can be used whole. Undo: nothing."""
 
     gpu_uuid: str
     pci_bus_id: str | None
+
+    @property
+    def gpu(self) -> GpuAddress:
+        """The GPU."""
+        return GpuAddress(self.gpu_uuid, self.pci_bus_id)
 
 
 @dataclass(frozen=True, slots=True)

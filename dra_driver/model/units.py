@@ -26,17 +26,19 @@ _FACTORS = {
 def parse_quantity(text: str) -> Fraction:
     """The exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
 
-    Raises: InvalidConfigError if the text is no quantity.
+    Raises: InvalidConfigError if the text is not a quantity.
     """
     match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
-        raise InvalidConfigError(f"{text!r} is no quantity; expected a number with a suffix such as Mi or G")
+        raise InvalidConfigError(
+            f"{text!r} is not a quantity; expected a number with a suffix such as Mi or G"
+        )
     number = Fraction(match["number"])
     if match["exponent"] is None:
         return number * _FACTORS[match["suffix"] or ""]
     exponent = int(match["exponent"])
     if abs(exponent) > _LARGEST_EXPONENT:
-        raise InvalidConfigError(f"{text!r} is no quantity; its exponent is too large")
+        raise InvalidConfigError(f"{text!r} is not a quantity; its exponent is too large")
     return number * Fraction(10) ** exponent
 
 
@@ -46,9 +48,14 @@ def quantity_bytes(text: str) -> int:
     return -(-value.numerator // value.denominator)
 
 
-def same_quantity(one: str, other: str) -> bool:
-    """Whether two quantities have the same value. Raises: InvalidConfigError."""
-    return parse_quantity(one) == parse_quantity(other)
+def same_quantity(one: object, other: object) -> bool:
+    """Whether two quantities have the same value, "1Gi" and "1024Mi" for example."""
+    if one == other:
+        return True
+    try:
+        return parse_quantity(str(one)) == parse_quantity(str(other))
+    except InvalidConfigError:
+        return False
 
 
 def format_bytes(value: int | Fraction) -> str:

@@ -6,21 +6,31 @@ import os
 import socket
 import time
 
+import structlog
+
 from dra_driver.errors import RetryableError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps import protocol
 from dra_driver.mps.connection import peer_uid, read_line, short_path
 from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.without_host import leave_stop
+
+_log = structlog.get_logger(__name__)
 
 _RECONNECT_S = 0.02
 _MARGIN_S = 2.0
 """How much longer than the host itself the client waits, so that the host's own words arrive."""
 
 
+class NoMpsHostError(RetryableError):
+    """No MPS host listens."""
+
+
 class MpsClient:
     """Asks the host of one layout. `connect_s` is how long a host that restarts is waited for."""
 
     def __init__(self, layout: MpsLayout, *, connect_s: float = 1.0) -> None:
+        self._layout = layout
         self._path = layout.socket
         self._connect_s = connect_s
 
@@ -44,12 +54,16 @@ class MpsClient:
         gpu_uuid: str | None = None,
         kind: MpsKind | None = None,
     ) -> None:
-        """Nothing of the device's daemon is left; also if there was none.
+        """No process of the device's daemon runs; also if there was none.
 
-        With `gpu_uuid` and `kind` that holds for the compute mode too, should the host's record be lost.
-        Raises: RetryableError, PermanentError.
+        With `gpu_uuid` and `kind` the host puts the compute mode back even if its record is lost. Where no host runs,
+        a daemon that was there is left for the next one to stop. Raises: RetryableError, PermanentError.
         """
-        self._ask(protocol.Stop(device, timeout_s, gpu_uuid, kind), timeout_s)
+        try:
+            self._ask(protocol.Stop(device, timeout_s, gpu_uuid, kind), timeout_s)
+        except NoMpsHostError as error:
+            if leave_stop(self._layout, device, gpu_uuid, kind):
+                _log.warning("mps_stop_left_to_next_host", device=device, reason=str(error))
 
     def status(self, timeout_s: float = 5.0) -> tuple[MpsDaemonStatus, ...]:
         """All daemons of the node, by name. Raises: RetryableError."""
@@ -101,8 +115,8 @@ class MpsClient:
         if uid not in (0, os.geteuid()):
             raise RetryableError(f"{self._path} is served by user {uid}, not by root")
 
-    def _nobody(self, error: OSError) -> RetryableError:
-        return RetryableError(
+    def _nobody(self, error: OSError) -> NoMpsHostError:
+        return NoMpsHostError(
             f"no MPS host answers on {self._path} ({error.strerror or error}): start the DaemonSet "
             "gpu-dra-driver-mps, or `gpu-dra-driver mps-host` with the same --kubelet-plugins-directory-path"
         )

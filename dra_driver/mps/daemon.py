@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ import structlog
 
 from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError, StateError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.mps import control, processes
-from dra_driver.mps.cleanup import clear_directory, end_users, remove_directory
-from dra_driver.mps.computemode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.control import Control
-from dra_driver.mps.conversation import Conversation, HostStoppingError, Timings
+from dra_driver.mps import daemon_control as control
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
+from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import Mounter
-from dra_driver.mps.processes import ProcessId
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
 
 _log = structlog.get_logger(__name__)
@@ -35,7 +36,7 @@ class Parts:
 
     layout: MpsLayout
     records: DaemonRecords
-    control: Control
+    control: ControlProgram
     mounter: Mounter
     compute_mode: ComputeMode
     boot_id: str
@@ -91,7 +92,10 @@ class Daemon:
             return self.status
 
     def stop(self, timeout_s: float) -> None:
-        """Gone, with everything that it made. Raises: RetryableError, StateError; then calling again goes on."""
+        """No process of it is left, nor anything else that it made, unless that cannot go yet: `converge` tries again.
+
+        Raises: RetryableError, StateError; then calling again goes on.
+        """
         with self._held(timeout_s):
             if self._gone:
                 return
@@ -99,7 +103,8 @@ class Daemon:
                 self._take_down()
             except DraDriverError as error:
                 self._failed(error)
-                raise
+                if self._record.wanted != "stopped" or processes.users_of(self._directories.pipe):
+                    raise
 
     def converge(self) -> None:
         """Do what the record says; for recovery and restarts. Never raises, the status tells."""
@@ -255,7 +260,7 @@ class Daemon:
     def _clear_pipes(self) -> None:
         """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
         processes.end(processes.users_of(self._directories.pipe), self._parts.timings.patience)
-        clear_directory(Path(self._directories.pipe))
+        _clear_directory(Path(self._directories.pipe))
 
     def _start(self) -> ProcessId:
         control.shorten_logs(self._directories)
@@ -276,7 +281,7 @@ class Daemon:
             _log.warning("mps_record_not_written", device=spec.device, error=str(error))
         self._end_all()
         self._give_gpu_back()
-        remove_directory(self._parts.mounter, self._parts.layout, spec.device)
+        remove_directory(self._parts, spec.device)
         self._parts.records.remove(spec.device)
         self._gone = True
         self._show("stopped")
@@ -286,7 +291,7 @@ class Daemon:
         recorded = self._recorded()
         if recorded is not None and not processes.is_alive(recorded):
             processes.reap(recorded.pid)
-        end_users(self._parts.control, self._directories, self._parts.timings.patience)
+        self._parts.control.end_users(self._directories, self._parts.timings.patience)
 
     def _give_gpu_back(self) -> None:
         before, spec = self._record.compute_mode_before, self._record.spec
@@ -374,3 +379,29 @@ class Daemon:
         if record != self._record or not self._parts.layout.record(record.spec.device).exists():
             self._parts.records.write(record)
             self._record = record
+
+
+def remove_directory(parts: Parts, device: str) -> None:
+    """Remove a device's directory with what is mounted in it. Raises: RetryableError."""
+    top = parts.layout.directory(device)
+    if not top.exists():
+        return
+    parts.mounter.unmount(Path(parts.layout.directories(device).shm))
+    try:
+        shutil.rmtree(top)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RetryableError(f"cannot remove {error.filename or top}: {error.strerror}") from error
+
+
+def _clear_directory(path: Path) -> None:
+    """Remove what is in it. Raises: RetryableError."""
+    try:
+        for entry in path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise RetryableError(f"cannot clear {error.filename or path}: {error.strerror}") from error

@@ -58,5 +58,5 @@ def mps_layout(plugin_directory: Path) -> MpsLayout:
 
 def _checked(device: str) -> str:
     if not _DEVICE_NAME.fullmatch(device):
-        raise PermanentError(f"{device!r} is no device name: it must be a DNS label")
+        raise PermanentError(f"{device!r} is not a device name: it must be a DNS label")
     return device

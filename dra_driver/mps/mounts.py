@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -11,7 +12,6 @@ from typing import Protocol, TypeVar
 import structlog
 
 from dra_driver.errors import RetryableError
-from dra_driver.mps.threads import in_own_thread
 
 DEFAULT_SHM_BYTES = 64 << 20
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class KernelMounter:
             self._enter(path)
             return action()
 
-        return in_own_thread("mps-namespace", inside)
+        return _in_own_thread("mps-namespace", inside)
 
     def _enter(self, path: Path) -> None:
         """Only the calling thread moves, so it must end afterwards."""
@@ -143,6 +143,25 @@ def half_of_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     except (OSError, ValueError, IndexError):
         pass
     return DEFAULT_SHM_BYTES
+
+
+def _in_own_thread(name: str, action: Callable[[], T]) -> T:
+    """What the action returns or raises, run in a thread that ends with it."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=name)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _mounts_below(root: str) -> list[bytes]:

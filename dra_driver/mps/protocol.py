@@ -175,7 +175,7 @@ def _versioned(line: bytes) -> JsonObject:
     try:
         body = _object(json.loads(line, parse_constant=_no_constant), "the message")
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("the message is no JSON object on one line") from error
+        raise ProtocolError("the message is not a JSON object on one line") from error
     version = body.pop("v", None)
     if version != VERSION or isinstance(version, bool):
         raise ProtocolError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,25 +13,28 @@ import structlog
 
 from dra_driver.errors import FatalError, StateError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
-from dra_driver.mps import processes
-from dra_driver.mps.cleanup import end_users, remove_directory
-from dra_driver.mps.computemode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.control import Control
-from dra_driver.mps.conversation import Timings
-from dra_driver.mps.daemon import Daemon, Parts
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.compute_mode import DEFAULT, ComputeMode
+from dra_driver.mps.daemon import Daemon, Parts, remove_directory
+from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_conversation import Timings
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.limits import check_gpu_uuid, check_spec
+from dra_driver.mps.limit_commands import check_gpu_uuid, check_spec
 from dra_driver.mps.mounts import Mounter, half_of_memory
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
+from dra_driver.mps.without_host import HostRunsError, has_traces, held_lock
 
 _log = structlog.get_logger(__name__)
+
+_LOCK_S = 1.0
+"""A plugin has the lock for a moment where it writes what no host was there to be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTools:
     """What the supervisor works with on this host."""
 
-    control: Control
+    control: ControlProgram
     mounter: Mounter
     compute_mode: ComputeMode
 
@@ -64,7 +66,7 @@ class Supervisor:
         self._guard = threading.Lock()
         self._workers: dict[str, threading.Thread] = {}
         self._watch: threading.Thread | None = None
-        self._lock_descriptor = -1
+        self._held = ExitStack()
 
     def open(self) -> None:
         """Take over what is there and start to watch.
@@ -97,9 +99,7 @@ class Supervisor:
             self._watch.join()
         for worker in list(self._workers.values()):
             worker.join()
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
+        self._held.close()
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
         """The status of the device's daemon once it is ready (or found in FAULT).
@@ -119,9 +119,10 @@ class Supervisor:
     def stop(
         self, device: str, timeout_s: float, *, gpu_uuid: str | None = None, kind: MpsKind | None = None
     ) -> None:
-        """No daemon, directory, mount, setting or record of the device is left.
+        """No process of the device's daemon is left; nor a directory, mount, setting or record, as far as these can go.
 
-        Where the record is lost, `gpu_uuid` and `kind` say which GPU's compute mode becomes the default one.
+        What cannot go yet, as a compute mode while nvidia-smi is broken, goes later: the watch sees to it. Where the
+        record is lost, `gpu_uuid` and `kind` say which GPU's compute mode becomes the default one.
         Raises: RetryableError, StateError; calling it again goes on where it ended.
         """
         with self._guard:
@@ -129,8 +130,8 @@ class Supervisor:
         if daemon is not None:
             daemon.stop(timeout_s)
             self._forget(daemon)
-        elif self._has_traces(device):
-            self._stop_unrecorded(device, gpu_uuid if kind == "gpu" else None)
+        elif has_traces(self._layout, self._parts.records, device):
+            self._stop_unrecorded(device, gpu_uuid if kind == "gpu" else None, timeout_s)
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
         """All daemons, by name."""
@@ -138,23 +139,19 @@ class Supervisor:
             daemons = sorted(self._daemons.items())
         return tuple(daemon.status for _, daemon in daemons if not daemon.gone)
 
-    def _has_traces(self, device: str) -> bool:
-        """Whether something of a daemon is left. A compute mode without one may be an administrator's."""
-        return (
-            self._layout.directory(device).exists()
-            or self._parts.records.has_any(device)
-            or bool(processes.users_of(self._layout.directories(device).pipe))
-        )
-
-    def _stop_unrecorded(self, device: str, gpu_uuid: str | None) -> None:
-        mode = self._parts.compute_mode
-        if gpu_uuid is not None:
+    def _stop_unrecorded(self, device: str, gpu_uuid: str | None, timeout_s: float) -> None:
+        if gpu_uuid is None:
+            self._parts.control.end_users(self._layout.directories(device), self._parts.timings.patience)
+            remove_directory(self._parts, device)
+            self._parts.records.remove(device)
+        else:
             check_gpu_uuid(gpu_uuid)
-        end_users(self._parts.control, self._layout.directories(device), self._parts.timings.patience)
-        if gpu_uuid is not None and mode.get(gpu_uuid) == EXCLUSIVE_PROCESS:
-            mode.set(gpu_uuid, DEFAULT)
-        remove_directory(self._parts.mounter, self._layout, device)
-        self._parts.records.remove(device)
+            spec = MpsDaemonSpec(device, gpu_uuid, "gpu", gpu_uuid)
+            record = DaemonRecord(spec, "stopped", self._parts.boot_id, compute_mode_before=DEFAULT)
+            with self._guard:
+                daemon = self._daemons.setdefault(device, Daemon(record, self._parts, recovered=True))
+            daemon.stop(timeout_s)
+            self._forget(daemon)
         _log.warning("mps_daemon_without_record_stopped", device=device, compute_mode_of=gpu_uuid)
 
     def _daemon(self, spec: MpsDaemonSpec) -> Daemon:
@@ -162,7 +159,7 @@ class Supervisor:
             daemon = self._daemons.get(spec.device)
             if daemon is None:
                 record = DaemonRecord(spec, "running", self._parts.boot_id)
-                if spec.kind == "gpu" and self._has_traces(spec.device):
+                if spec.kind == "gpu" and has_traces(self._layout, self._parts.records, spec.device):
                     record = replace(record, compute_mode_before=DEFAULT)
                 daemon = self._daemons[spec.device] = Daemon(record, self._parts, recovered=False)
             return daemon
@@ -173,13 +170,10 @@ class Supervisor:
                 del self._daemons[daemon.status.device]
 
     def _lock(self) -> None:
-        descriptor = os.open(self._layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise FatalError(f"another MPS host serves {self._layout.root} already") from error
-        self._lock_descriptor = descriptor
+            self._held.enter_context(held_lock(self._layout, _LOCK_S))
+        except HostRunsError as error:
+            raise FatalError(str(error)) from error
 
     def _keep_watch(self) -> None:
         timings = self._parts.timings

@@ -8,12 +8,11 @@ from typing import Any
 
 import pynvml
 
-from dra_driver.core.topology import can_be_whole, nvlink_domains
 from dra_driver.errors import DraDriverError, NvmlUnavailableError, StateError
+from dra_driver.model.fingerprint import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
-from dra_driver.model.pulse import Beat, Pulse
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.mig import read_mig_devices, read_profiles
 from dra_driver.nvml.partitions import PartitionReader
@@ -21,13 +20,13 @@ from dra_driver.nvml.readings import FaultLog, read_gpu
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 
 Handle = Any
-SortOut = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
-"""Of a GPU and what exists on it: what is not of the driver's own making. Raises: StateError."""
+ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
+"""Of the instances on a GPU (its UUID) those that somebody else made. Raises: StateError."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
-    """What one scan leaves to the next; for one thread at a time."""
+    """What one scan keeps for the next. For one thread at a time."""
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
     peers: PeerMemory = field(default_factory=PeerMemory)
@@ -38,28 +37,20 @@ class ScanMemory:
         self.peers.reopened()
 
 
-def never(gpu: Gpu) -> bool:
-    """No GPU: MIG devices are not made on demand."""
-    return False
-
-
-def everything(_gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
-    """All instances, as if none were of the driver's own making."""
-    return existing
-
-
-def read_inventory(
-    on_demand: Callable[[Gpu], bool] = never, memory: ScanMemory | None = None, sort_out: SortOut = everything
+def read_gpus(
+    on_demand: Callable[[Gpu], bool] | None,
+    memory: ScanMemory,
+    foreign_instances: ForeignInstances | None,
 ) -> Inventory:
-    """All GPUs that answer, in PCI order; each GPU that does not is a fault and hides no other.
+    """All GPUs that answer, in PCI order, without NVLink domains. A GPU that does not answer is a fault and hides no
+    other.
 
-    GPUs that `on_demand` selects, and that can be cut, have their partitioning, with all GPU instances that
-    exist as `withheld`, and of the MIG devices those that `sort_out` leaves. `memory` is the same object in each
-    scan.
+    GPUs that `on_demand` selects (with None: none), and that can be cut, have their partitioning, with all GPU
+    instances that exist as `withheld`; their MIG devices are those in the instances that `foreign_instances` returns
+    (with None: all). `memory` is the same object in each scan.
 
-    Raises: NvmlUnavailableError if NVML itself does not answer; what `sort_out` raises.
+    Raises: NvmlUnavailableError if NVML itself does not answer; what `foreign_instances` raises.
     """
-    memory = ScanMemory() if memory is None else memory
     log = FaultLog("NVML")
     versions = _read_versions(log)
     with nvml_errors("count the GPUs"):
@@ -71,10 +62,10 @@ def read_inventory(
     for index in range(count):
         try:
             handle, gpu, gpu_faults = read_gpu(index)
-            if on_demand(gpu):
+            if on_demand is not None and on_demand(gpu):
                 gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
             if gpu.mig_enabled:
-                gpu = _with_mig_devices(handle, gpu, versions.driver, memory, sort_out, gpu_faults)
+                gpu = _with_mig_devices(handle, gpu, versions.driver, memory, foreign_instances, gpu_faults)
         except (NvmlUnavailableError, StateError):
             raise
         except DraDriverError as error:
@@ -84,8 +75,10 @@ def read_inventory(
         faults += gpu_faults
     found.sort(key=lambda pair: (pair[1].pci_bus_id or "", pair[1].uuid))
     gpus = [gpu for _, gpu in found]
-    domains = nvlink_domains(gpus, read_reachable_pairs(found, memory.peers))
-    return Inventory(versions, tuple(gpus), domains, tuple(faults), unread=frozenset(unread))
+    pairs = read_reachable_pairs(found, memory.peers)
+    return Inventory(
+        versions, tuple(gpus), faults=tuple(faults), unread=frozenset(unread), reachable_pairs=pairs
+    )
 
 
 def _partitioned(
@@ -94,7 +87,7 @@ def _partitioned(
     partitioning, partition_faults = memory.partitions.read(handle, gpu, driver_version)
     faults += partition_faults
     gpu = replace(gpu, partitioning=partitioning)
-    return memory.peers.recalled(handle, gpu) if can_be_whole(gpu) else gpu
+    return memory.peers.recalled(handle, gpu) if gpu.can_be_whole else gpu
 
 
 def _with_mig_devices(
@@ -102,18 +95,21 @@ def _with_mig_devices(
     gpu: Gpu,
     driver_version: str | None,
     memory: ScanMemory,
-    sort_out: SortOut,
+    foreign_instances: ForeignInstances | None,
     faults: list[DiscoveryFault],
 ) -> Gpu:
     if gpu.partitioning is None or gpu.uuid in memory.partitions.unread:
         profiles = _profiles(handle, gpu, driver_version, memory, faults)
         devices, mig_faults = read_mig_devices(handle, gpu, profiles)
     else:
-        theirs = {instance.gpu_instance_id for instance in sort_out(gpu.uuid, gpu.partitioning.withheld)}
+        existing: Sequence[GpuInstance] = gpu.partitioning.withheld
+        if foreign_instances is not None:
+            existing = foreign_instances(gpu.uuid, existing)
+        theirs = {instance.gpu_instance_id for instance in existing}
         if not theirs:
             return gpu
         profiles = {row.profile.profile_id: row.profile for row in gpu.partitioning.profiles}
-        devices, mig_faults = read_mig_devices(handle, gpu, profiles, theirs.__contains__)
+        devices, mig_faults = read_mig_devices(handle, gpu, profiles, theirs)
     faults += mig_faults
     return replace(gpu, mig_devices=devices)
 
@@ -134,7 +130,7 @@ def _profiles(
     return read
 
 
-def read_pulse() -> Pulse:
+def read_nvml_fingerprint() -> NvmlFingerprint:
     """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
 
     One entry a GPU, None for one that does not answer.
@@ -143,10 +139,10 @@ def read_pulse() -> Pulse:
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
-    return tuple(_pulse_of(index) for index in range(count))
+    return tuple(_fingerprint_of(index) for index in range(count))
 
 
-def _pulse_of(index: int) -> Beat | None:
+def _fingerprint_of(index: int) -> GpuFingerprint | None:
     """UUID, minor number and MIG mode: after a drain another card may stand at this index."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -155,7 +151,7 @@ def _pulse_of(index: int) -> Beat | None:
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
     except (pynvml.NVMLError, DraDriverError):
         return None
-    return Beat(uuid, minor, None if mode is None else (int(mode[0]), int(mode[1])))
+    return GpuFingerprint(uuid, minor, None if mode is None else (int(mode[0]), int(mode[1])))
 
 
 def _read_versions(log: FaultLog) -> DriverVersions:

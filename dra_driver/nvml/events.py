@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pynvml
 
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
-from dra_driver.model.health import DoubleBitError, HealthEvent, Signals, Xid
+from dra_driver.model.health import DoubleBitError, HealthEvent, PolledHealth, Xid
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.health import find_gpu, read_health, read_instances
 
@@ -31,8 +31,8 @@ _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_L
 class HealthSource:
     """NVML as the health monitor uses it; for one thread.
 
-    Every call keeps the session from being shut down meanwhile. An event set of an earlier session is void
-    and was freed with it; `registered` then says that `register` is due.
+    No call is cut off by a shutdown of the session. An event set of an earlier session is void and was freed with that
+    session; `registered` is False then, and `register` is due.
     """
 
     def __init__(self, session: NvmlSession) -> None:
@@ -45,7 +45,8 @@ class HealthSource:
 
     @property
     def driver_loads(self) -> int:
-        """How often the driver answered again after NVML had said that it is not loaded; at least once each time."""
+        """How often the driver answered again after NVML had said that it is not loaded. Each time counts at least
+        once."""
         return self._driver_loads + self._session.driver_loads
 
     def driver_version(self) -> str | None:
@@ -103,7 +104,7 @@ class HealthSource:
                     return None
                 raise
 
-    def read(self, gpu_uuid: str) -> Signals:
+    def read(self, gpu_uuid: str) -> PolledHealth:
         """As `read_health`."""
         with self._using():
             return read_health(gpu_uuid)

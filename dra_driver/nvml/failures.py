@@ -14,10 +14,10 @@ from dra_driver.errors import (
     DraDriverError,
     DriverGoneError,
     NotSupportedError,
+    NvmlTransientError,
     NvmlUnavailableError,
-    PassingRefusalError,
+    NvmlUnknownOutcomeError,
     RetryableError,
-    UnsureOutcomeError,
 )
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ _ABSENT = frozenset(
         getattr(pynvml, "NVML_ERROR_ARGUMENT_VERSION_MISMATCH", 25),
     }
 )
-# What passes by itself within seconds. An answer of the second kind comes also where the call took effect.
+# What passes by itself within seconds. NVML gives the answers of `_UNSURE` also where the call took effect.
 _PASSING = frozenset(
     {
         pynvml.NVML_ERROR_MEMORY,
@@ -71,9 +71,9 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
     if code == pynvml.NVML_ERROR_IN_USE:
         return DeviceBusyError(f"{action}: {error}")
     if code in _PASSING:
-        return PassingRefusalError(f"{action}: {error}")
+        return NvmlTransientError(f"{action}: {error}")
     if code in _UNSURE:
-        return UnsureOutcomeError(f"{action}: {error}")
+        return NvmlUnknownOutcomeError(f"{action}: {error}")
     return RetryableError(f"{action}: {_REMEDIES.get(code, error)}")
 
 
@@ -82,7 +82,7 @@ def nvml_errors(action: str) -> Iterator[None]:
     """Raise our errors for everything that the binding raises inside.
 
     Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError,
-    PassingRefusalError (UnsureOutcomeError), RetryableError.
+    NvmlTransientError (NvmlUnknownOutcomeError), RetryableError.
     """
     try:
         yield

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.model.health import FabricState, Signals
+from dra_driver.model.health import FabricState, PolledHealth
 from dra_driver.nvml.failures import nvml_errors, supported
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def find_gpu(uuid: str) -> Handle:
             raise
 
 
-def read_health(uuid: str) -> Signals:
+def read_health(uuid: str) -> PolledHealth:
     """All signals of one GPU. What it does not tell, or fails to tell, is None.
 
     Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot even
@@ -80,7 +80,7 @@ def read_health(uuid: str) -> Signals:
     clocks = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     fabric, fabric_text = _fabric(ask, handle)
     action = ask(_recovery_action, handle)
-    return Signals(
+    return PolledHealth(
         recovery_action=action or next(iter(wants_reset), action),
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),

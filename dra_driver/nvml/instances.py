@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,10 +15,10 @@ from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
     NotSupportedError,
+    NvmlTransientError,
     NvmlUnavailableError,
-    PassingRefusalError,
+    NvmlUnknownOutcomeError,
     RetryableError,
-    UnsureOutcomeError,
 )
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
@@ -49,7 +49,7 @@ _LOOK_AT_CAPS = "`fuser -v /dev/nvidia-caps/*` on the node"
 def _whole(
     method: Callable[Concatenate[MigHardware, P], T],
 ) -> Callable[Concatenate[MigHardware, P], T]:
-    """The method as one operation, under which NVML is not shut down."""
+    """The method as one operation: NVML is not shut down before it ends."""
 
     @wraps(method)
     def as_operation(self: MigHardware, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -60,17 +60,17 @@ def _whole(
 
 
 class MigHardware:
-    """The MIG state of the GPUs, one question or one change a call, each done before NVML is shut down.
+    """The MIG state of the GPUs. A call asks one question or makes one change, and ends before NVML is shut down.
 
-    Every method finds its GPU anew, because a handle does not outlive a driver reload. Any thread may call;
-    that two change one GPU at a time is the caller's to prevent.
+    Every method finds its GPU anew, because a handle does not outlive a driver reload. Any thread may call; the
+    caller sees to it that no two threads change one GPU at a time.
 
     Raises, all methods: DeviceLostError where the GPU is gone or another one stands at its address,
-    NvmlUnavailableError, NotSupportedError, PassingRefusalError where it may work a moment later (UnsureOutcomeError
-    where it may have worked), RetryableError.
+    NvmlUnavailableError, NotSupportedError, NvmlTransientError where it may work a moment later
+    (NvmlUnknownOutcomeError where it may have worked), RetryableError.
     """
 
-    def __init__(self, operation: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+    def __init__(self, operation: Callable[[], AbstractContextManager[object]]) -> None:
         """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again."""
         self._operation = operation
         self._profiles: dict[tuple[str, str], dict[int, MigProfile]] = {}
@@ -137,7 +137,7 @@ class MigHardware:
         """Create a GPU instance at exactly this placement; its ID.
 
         Raises: RetryableError where an instance is in the way, or the driver took another placement;
-        PassingRefusalError also where MIG mode is off, and while nothing is in the way but the driver has no room.
+        NvmlTransientError also where MIG mode is off, and while nothing is in the way but the driver has no room.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a GPU instance of profile {profile_id} at {_slices(placement)} of GPU {gpu_uuid}"
@@ -159,7 +159,7 @@ class MigHardware:
             mode = mig_mode(handle, gpu_uuid)
             if mode is None or mode[0]:
                 raise
-            raise PassingRefusalError(f"{action}: MIG mode is off; it was switched off meanwhile") from error
+            raise NvmlTransientError(f"{action}: MIG mode is off; it was switched off meanwhile") from error
         try:
             with nvml_errors(f"{action}: read it back"):
                 info = pynvml.nvmlGpuInstanceGetInfo(made)
@@ -224,13 +224,13 @@ class MigHardware:
         """Create the compute instance that takes all of a GPU instance, as (ID, UUID of the MIG device).
         Nothing is left behind where it fails.
 
-        Raises: PassingRefusalError if the GPU instance is gone, or has compute instances already.
+        Raises: NvmlTransientError if the GPU instance is gone, or has compute instances already.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
-            raise PassingRefusalError(f"{action}: the GPU instance is gone; somebody destroyed it")
+            raise NvmlTransientError(f"{action}: the GPU instance is gone; somebody destroyed it")
         profiles = self._table(handle, gpu_uuid)
         with _making(action):
             profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
@@ -295,14 +295,12 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Why the driver has no room: an instance stays where it is, all else passes."""
+        """Why the driver has no room. Only an instance that is in the way is no transient reason."""
         try:
             found = self._instances(handle, gpu_uuid)
             profile = self._table(handle, gpu_uuid).get(profile_id)
         except DraDriverError as error:
-            return PassingRefusalError(
-                f"{action}: the driver has no room there; why cannot be read ({error})"
-            )
+            return NvmlTransientError(f"{action}: the driver has no room there; why cannot be read ({error})")
         in_the_way = [item for item in found if item.placement.overlaps(placement)]
         if in_the_way:
             return RetryableError(
@@ -313,7 +311,7 @@ class MigHardware:
             return RetryableError(
                 f"{action}: the GPU has no more of this profile; there are: {_listed(same)}"
             )
-        return PassingRefusalError(
+        return NvmlTransientError(
             f"{action}: the driver has no room there, though nothing is in the way; the memory of what was there may "
             f"still be being scrubbed (GPU instances there: {_listed(found) or 'none'})"
         )
@@ -321,12 +319,13 @@ class MigHardware:
 
 @contextmanager
 def _making(action: str) -> Iterator[None]:
-    """`nvml_errors` for what no process can hold, since it is yet to be made: the driver itself is busy then."""
+    """`nvml_errors` for something that no process can hold, because it does not exist yet: if NVML says that it is in
+    use, the driver itself is busy."""
     try:
         with nvml_errors(action):
             yield
     except DeviceBusyError as error:
-        raise PassingRefusalError(str(error)) from error
+        raise NvmlTransientError(str(error)) from error
 
 
 def _listed(instances: Iterable[GpuInstance]) -> str:
@@ -344,14 +343,14 @@ def _slices(placement: Placement) -> str:
 def _take_back(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
     """Destroy what was made before `error`.
 
-    Raises: UnsureOutcomeError where that fails, or `error` with a text that says so where GPU or driver are gone.
+    Raises: NvmlUnknownOutcomeError where that fails, or `error` with a text that says so where GPU or driver are gone.
     """
     try:
         with nvml_errors("destroy it again"):
             destroy(made)
     except DraDriverError as second:
         is_gone = isinstance(error, DeviceLostError | NvmlUnavailableError)
-        kind = type(error) if is_gone else UnsureOutcomeError
+        kind = type(error) if is_gone else NvmlUnknownOutcomeError
         raise kind(f"{error}; what was made is still there ({second})") from error
 
 

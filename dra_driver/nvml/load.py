@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.model.load import GpuLoad
+from dra_driver.model.gpu import GpuLoad
 from dra_driver.nvml.failures import supported
 from dra_driver.nvml.health import find_gpu
 

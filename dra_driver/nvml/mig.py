@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,25 +30,19 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 
 
-def _every(_gpu_instance_id: int) -> bool:
-    return True
-
-
 def read_mig_devices(
     handle: Handle,
     gpu: Gpu,
-    profiles: Mapping[int, MigProfile] | None = None,
-    wanted: Callable[[int], bool] = _every,
+    profiles: Mapping[int, MigProfile],
+    wanted: Container[int] | None = None,
 ) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
     """The MIG devices of a GPU in MIG mode, and what could not be read. GPU instances without a compute
     instance are no devices, and one that is destroyed meanwhile leaves a hole.
 
-    `profiles` is the GPU's table where it is known; `wanted` tells by the ID of a GPU instance whether its devices
-    matter. Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
+    `profiles` is the GPU's table by profile ID; `wanted` are the IDs of the GPU instances whose devices matter, None if
+    all do. Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
     """
     faults: list[DiscoveryFault] = []
-    if profiles is None:
-        profiles = read_profiles(handle, gpu, faults)
     devices: list[MigDevice] = []
     with nvml_errors(f"count the MIG devices of GPU {gpu.uuid}"):
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
@@ -79,7 +73,7 @@ def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
 
 
 def _mig_device_at(
-    index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Callable[[int], bool]
+    index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Container[int] | None
 ) -> MigDevice | None:
     """None for a hole, for a device that is not wanted, and for one that goes while it is read; another that
     comes in its place is read instead."""
@@ -89,7 +83,7 @@ def _mig_device_at(
             return None
         try:
             gpu_instance_id = int(pynvml.nvmlDeviceGetGpuInstanceId(mig))
-            if not wanted(gpu_instance_id):
+            if wanted is not None and gpu_instance_id not in wanted:
                 return None
             return _read_mig_device(mig, gpu_instance_id, handle, gpu, profiles)
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):

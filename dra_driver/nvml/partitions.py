@@ -23,9 +23,9 @@ _UNKNOWN_ARCHITECTURE = pynvml.NVML_DEVICE_ARCH_UNKNOWN
 
 
 class PartitionReader:
-    """Reads `Gpu.partitioning`. The tables of profiles are kept for a GPU and driver version, since they
-    never change; what exists on the GPU is read each time. `unread` are the GPUs of which something could not be
-    read when it was last tried."""
+    """Reads `Gpu.partitioning`. The table of profiles is kept for each GPU and driver version, since it never
+    changes; what exists on the GPU is read each time. `unread` has the UUIDs of the GPUs of which something could not
+    be read at the last try."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[str, str | None], tuple[PlacedProfile, ...]] = {}
@@ -35,11 +35,13 @@ class PartitionReader:
     def read(
         self, handle: Handle, gpu: Gpu, driver_version: str | None
     ) -> tuple[Partitioning | None, list[DiscoveryFault]]:
-        """How the GPU can be cut, with every GPU instance that exists as `withheld` and nothing as
-        `possible` yet, and what could not be read. None where MIG devices cannot be made on it: no MIG, a
-        guest of vGPU software, a mode that is off and needs a reset to be on; or where a part of the table
-        or of the GPU instances cannot be read, since what is not seen cannot be kept clear of: then it is what was
-        read last, if anything was, and the GPU is `unread`.
+        """How the GPU can be cut, and what could not be read. Every GPU instance that exists is `withheld`, and nothing
+        is `possible` yet.
+
+        None where MIG devices cannot be made on the GPU: it has no MIG, is a guest of vGPU software, or its mode is off
+        and needs a reset to be on. Where a part of the table or of the GPU instances cannot be read, the GPU is
+        `unread` and the answer is what was read last, None if there is none: nothing can be placed beside an instance
+        that is not seen.
 
         Raises: DeviceLostError, NvmlUnavailableError.
         """

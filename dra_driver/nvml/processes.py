@@ -20,10 +20,10 @@ PROCESS_LISTS = (
     ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
     ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
 )
-# It is there as long as its daemon, whoever computes through it; its clients are listed themselves.
+# It runs as long as its daemon, and its clients are listed themselves.
 _MPS_SERVER = "nvidia-cuda-mps-server"
 _LONGEST_NAME = 80
-# It does not tell, now or ever, as where it is asked without the privilege or for a kind that the device has not.
+# NVML never tells: the caller lacks the privilege, or the device has no such list.
 _REFUSALS = frozenset({pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_INVALID_ARGUMENT})
 
 

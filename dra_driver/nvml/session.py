@@ -20,7 +20,6 @@ LibraryLoader = Callable[[], object]
 
 _PATIENCE_S = 3.0
 _HUNG_AFTER_S = 60.0
-_NO_WAIT_S = 0.0
 
 
 def load_library(path: str) -> object:
@@ -31,17 +30,13 @@ def load_library(path: str) -> object:
         raise NvmlUnavailableError(f"cannot load the NVML library {path}: {error}") from error
 
 
-def _no_wait() -> float:
-    return _NO_WAIT_S
-
-
 class NvmlSession:
     """Owns the binding's global state.
 
     The library is loaded by path and handed to the binding, because it lies below a driver root and not
-    on the linker's path. After a driver reload `reopen` maps the new library. Calls themselves need no
-    lock: NVML is thread-safe. Those that must not be cut off by a shutdown are made inside `kept_open`, if the
-    next look makes up for them, or inside `operation`, if a GPU would be left half changed.
+    on the linker's path. After a driver reload `reopen` maps the new library. Calls need no lock: NVML is
+    thread-safe. A call that a shutdown must not cut off is made inside `kept_open`, if the next look makes up for it,
+    or inside `operation`, if a GPU would be left half changed.
     """
 
     def __init__(self, loader: LibraryLoader, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +50,7 @@ class NvmlSession:
         self._users = 0
         self._turn = threading.Condition()
         self._begun: dict[int, float] = {}
-        # Whoever comes before the first opening waits for it.
+        # Who comes before the first opening waits for it.
         self._is_changing = True
         self._failure: DraDriverError | None = None
 
@@ -71,7 +66,7 @@ class NvmlSession:
 
     @contextmanager
     def kept_open(self) -> Iterator[int]:
-        """Calls made inside are over before NVML is shut down, unless they take longer than a few seconds.
+        """NVML is shut down only after the calls made inside have ended, unless they take longer than a few seconds.
 
         Yields the number of the opening: handles and event sets of an earlier one must not be used any more.
         Raises: NvmlUnavailableError if NVML is not initialised.
@@ -88,12 +83,12 @@ class NvmlSession:
                 self._turn.notify_all()
 
     @contextmanager
-    def operation(self, patience: Callable[[], float] = _no_wait) -> Iterator[None]:
+    def operation(self, patience: Callable[[], float]) -> Iterator[None]:
         """NVML stays initialised until everything inside is done, however long a change of a GPU takes; within
         an operation of the same thread this does nothing more.
 
-        While NVML is being initialised, or is about to be, this waits for it: `patience` is asked how many seconds
-        at most, only then. Raises: NvmlUnavailableError, as from `open` where that failed; what `patience` raises.
+        While NVML is being initialised, or is about to be, this waits for it; only then `patience` is asked for how
+        many seconds at most. Raises: NvmlUnavailableError, as from `open` where that failed; what `patience` raises.
         """
         thread = threading.get_ident()
         if thread in self._begun:
@@ -113,7 +108,7 @@ class NvmlSession:
                 self._turn.notify_all()
 
     def open(self) -> None:
-        """Initialise NVML; nothing happens if it is already.
+        """Initialise NVML; nothing happens if it is initialised already.
 
         Raises: NvmlUnavailableError; RetryableError where access is refused.
         """
@@ -140,9 +135,9 @@ class NvmlSession:
     def reopen(self) -> None:
         """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
 
-        Operations that have begun are waited for and no new ones begin meanwhile. Raises: as `open`;
-        NvmlInUseError, with NVML as it was, if one of them takes longer than a few seconds. One that has not ended
-        after a minute hangs in the driver, and must not keep everybody from a new session.
+        This waits for operations that have begun, and no new ones begin meanwhile. An operation that has not ended
+        after a minute hangs in the driver and must not keep everybody from a new session. Raises: as `open`;
+        NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds.
         """
         with self._lock, self._changing():
             if self._is_open:
@@ -155,7 +150,7 @@ class NvmlSession:
             self._open_counted()
 
     def _give_way_to_operations(self) -> None:
-        """Raises: NvmlInUseError if some are under way, and none for so long that it hangs."""
+        """Raises: NvmlInUseError if operations are under way and none of them hangs."""
         if not self._begun:
             return
         longest = self._clock() - min(self._begun.values())
@@ -201,7 +196,7 @@ class NvmlSession:
             pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
 
     def _why_closed(self) -> NvmlUnavailableError:
-        """The error of the last opening, anew, since a traceback belongs to one thread."""
+        """The error of the last opening as a new object, since a traceback belongs to one thread."""
         if self._is_changing:
             return NvmlUnavailableError("NVML is being initialised")
         if self._failure is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pynvml
 
-from dra_driver.core.topology import can_be_whole
 from dra_driver.errors import DeviceLostError, DraDriverError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
@@ -23,10 +22,11 @@ _SWITCH = "switch"
 
 
 class PeerMemory:
-    """What was last read of GPUs out of MIG mode. The mode switches peer access off, so that a GPU that is in
-    it only until somebody wants the GPU whole would leave its NVLink domain and come back all the time.
+    """What was last read of each GPU while its MIG mode was off.
 
-    The mode may change at any moment, so that a reading counts only if the mode was off before and after it.
+    MIG mode switches peer access off. Without this memory a GPU that is in MIG mode only until somebody wants it whole
+    would leave its NVLink domain and come back all the time. The mode may change at any moment, so that a reading
+    counts only if the mode was off before and after it.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class PeerMemory:
         return replace(gpu, nvlink_links=links, fabric=fabric)
 
     def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
-        """Where a link leads, a PCI bus ID or a switch, which is a matter of wires; None where the driver does not
-        say."""
+        """Where a link leads: a PCI bus ID or a switch. It depends on wires alone and is read once. None where the
+        driver does not say."""
         key = (gpu.uuid, link)
         known = self._remotes.get(key)
         if known is None:
@@ -58,17 +58,14 @@ class PeerMemory:
         return known
 
 
-def read_reachable_pairs(
-    gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory | None = None
-) -> dict[frozenset[str], int]:
+def read_reachable_pairs(gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory) -> dict[frozenset[str], int]:
     """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly.
 
-    The driver's own word on peer access decides, since it knows of switch partitions; where it has none,
-    the links do. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG
-    mode now and can be whole again, it is the word in `memory`.
+    The driver's answer on peer access decides, because it knows of switch partitions; where it has none, the links
+    decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now and
+    can be whole again, the answer in `memory` counts.
     """
-    memory = PeerMemory() if memory is None else memory
-    linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and can_be_whole(gpu)]
+    linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and gpu.can_be_whole]
     out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}
     asked = {
         uuid
@@ -106,8 +103,8 @@ def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bo
 
 
 def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
-    """Whether it was when the GPU was read and still is; only a GPU that is cut on demand changes it while it is
-    in use by the driver."""
+    """Whether MIG mode was off when the GPU was read and still is. Only on a GPU that is cut on demand may it change
+    between the two."""
     if gpu.mig_enabled:
         return False
     if gpu.partitioning is None:

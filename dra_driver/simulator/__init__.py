@@ -1,7 +1,7 @@
-"""A machine with GPUs made of data, for tests and for clusters without GPUs.
+"""Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` renders a host root and keeps the machine's state in a locked file; `nvml_library` is an
-object that takes the place of the NVML library in the binding. See machines/README.md for the format.
+`create_machine` writes a host root and keeps the machine's state in a locked file. `nvml_library` makes an object that
+replaces the NVML library in the binding. See machines/README.md for the format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ground that a simulated machine stands on: its directory, its state, its host root."""
+"""The base of a simulated machine: its directory, its state, its host root."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class MachineBase:
     # --- changing it ---------------------------------------------------------------------------
 
     def setup(self, state: State) -> None:
-        """Write a new machine, or accept the one that is there if it is the same."""
+        """Write a new machine, or accept the existing one if it is the same."""
         with self._store.locked():
             if self._store.exists():
                 known = self._store.current()
@@ -115,7 +115,7 @@ class MachineBase:
             self._store.write(state)
 
     def heal(self) -> None:
-        """Render anew if a process died while it changed the tree."""
+        """Write the tree again if a process died while it changed the tree."""
         if self._host.is_current(self.current()):
             return
         with self._store.locked():
@@ -127,7 +127,7 @@ class MachineBase:
             yield state
 
     def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], int]) -> int:
-        """Change one GPU under the lock; what `change` raises leaves the machine as it was."""
+        """Change one GPU under the lock; if `change` raises, the machine stays as it was."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             return change(gpu, state.model_of(gpu))

@@ -1,4 +1,4 @@
-"""What the `simulate` commands do, without the command line: arguments in, lines or rows out."""
+"""The `simulate` commands without the command line: arguments in, lines or rows out."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _ERRORS = {
 
 
 def error_text(code: int) -> str:
-    """What nvmlErrorString says of a return code."""
+    """The text of nvmlErrorString for a return code."""
     return _ERRORS.get(code, "Unknown Error")
 
 

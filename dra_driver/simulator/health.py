@@ -1,4 +1,4 @@
-"""What can go wrong with a simulated GPU short of vanishing, and who uses it."""
+"""Everything that can go wrong with a simulated GPU except its loss, and the processes that use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Health(MachineBase):
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queue an Xid event for everybody who registered before."""
+        """Queue an Xid event for every event set that registered before."""
         self.raise_event(
             selector,
             pynvml.nvmlEventTypeXidCriticalError,
@@ -74,12 +74,12 @@ class Health(MachineBase):
             self._find(state, selector).retired_pending = int(pending)
 
     def set_slowdown(self, selector: Selector, reasons: int) -> None:
-        """Why the clocks are held down, as bits of nvmlClocksThrottleReason*; 0 for not at all."""
+        """Set why the clocks are held down, as bits of nvmlClocksThrottleReason*; 0 if they are not."""
         with self._change() as state:
             self._find(state, selector).slowdown = reasons
 
     def reset_gpu(self, selector: Selector) -> None:
-        """`nvidia-smi --gpu-reset`: what was pending is done, and volatile counters start anew."""
+        """`nvidia-smi --gpu-reset`: pending changes take effect, and volatile counters start again."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
@@ -114,7 +114,7 @@ class Health(MachineBase):
             self._find(state, selector).holders.append(holder)
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """The process is gone; without a pid all of them."""
+        """End the process; without a pid end all processes."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]

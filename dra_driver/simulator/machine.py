@@ -35,7 +35,7 @@ class Machine(Health):
                 state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
 
     def restore_gpu(self, selector: Selector) -> None:
-        """The GPU answers again; sessions that were opened without it need a new one."""
+        """The GPU answers again; a session that was opened without it must be opened again."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.lost = False
@@ -55,7 +55,7 @@ class Machine(Health):
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Pull a GPU out, as a surprise."""
+        """Pull a GPU out without warning."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.present = False
@@ -85,7 +85,7 @@ class Machine(Health):
             state.faults = []
 
     def consume_fault(self, fault: Fault) -> bool:
-        """Use a counted fault up by one; False if others have used it up meanwhile."""
+        """Count a counted fault down by one; False if other calls have used it up meanwhile."""
         key = (fault.function, fault.code, fault.gpu)
         with self._change() as state:
             for item in state.faults:
@@ -113,7 +113,7 @@ class Machine(Health):
             self._forget(state)
 
     def reboot(self) -> None:
-        """Instances, processes and settings are gone; lost GPUs are back; pending things take effect."""
+        """Reboot: instances, processes and settings are gone, lost GPUs are back, pending changes take effect."""
         with self._change() as state:
             state.boot_id = str(uuid.uuid4())
             state.driver_loaded = True
@@ -127,7 +127,7 @@ class Machine(Health):
             self._forget(state)
 
     def _forget(self, state: State) -> None:
-        """What lives in the driver's memory."""
+        """Forget everything that lives in the driver's memory."""
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))
         self._policies.reset()
@@ -202,7 +202,7 @@ def _refused(action: str, gpu: Gpu, refusal: mig.Refusal) -> InvalidConfigError:
 def create(
     name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
 ) -> Machine:
-    """A machine in a directory; one of the same name that is there is used as it is."""
+    """A machine in a directory; an existing one of the same name is used as it is."""
     state = catalogue.build(name)
     directory.mkdir(parents=True, exist_ok=True)
     if device_nodes not in ("auto", "real", "described"):

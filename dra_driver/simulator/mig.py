@@ -1,7 +1,7 @@
-"""The rules of MIG: which instances fit, which ids they get, which profiles a GPU instance offers.
+"""The rules of MIG: which instances fit, which IDs they get, which profiles a GPU instance offers.
 
-All functions work on values of a private copy of the machine; a refusal is a `Refusal` with the NVML code
-that the driver would return.
+All functions work on a private copy of the machine; they raise a `Refusal` with the NVML code that the driver would
+return.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXTRA_COMPUTE_ENUMS = {7, 8}
 
 
 class Refusal(Exception):  # noqa: N818 - a return code of the driver, not a fault of ours
-    """The driver says no, with this NVML return code."""
+    """The driver refuses with this NVML return code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -30,7 +30,7 @@ class Refusal(Exception):  # noqa: N818 - a return code of the driver, not a fau
 
 @dataclass(frozen=True, slots=True)
 class ComputeProfile:
-    """A compute instance profile as one GPU instance offers it."""
+    """A compute instance profile of one GPU instance."""
 
     id: int
     slices: int
@@ -90,7 +90,7 @@ def remaining_capacity(gpu: Gpu, model: Model, profile: MigProfile) -> int:
 
 
 def _engines_left(gpu: Gpu, model: Model, wanted: MigProfile) -> bool:
-    """Whether slices and engines suffice; only the media extensions ever run out before the memory does."""
+    """Whether enough slices and engines are free; only the media extensions can run out before the memory."""
     rows = [wanted]
     for item in gpu.instances:
         row = profile_by_id(model, item.profile_id)
@@ -118,7 +118,7 @@ def create_gpu_instance(
     free = free_placements(gpu, model, profile)
     if not free or (placement is not None and placement[0] not in free):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
-    # Left to itself the driver fills from the end, which is what makes creation order matter.
+    # Without a placement the driver fills from the end, so the order of creation matters.
     start = placement[0] if placement is not None else free[-1]
     taken = {item.id for item in gpu.instances}
     wanted_ids = _instance_ids(model, profile, start)
@@ -203,7 +203,7 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
 
 
 def set_mode(gpu: Gpu, model: Model, on: int) -> int:
-    """Change the mode; the result is the activation status, which may be a refusal."""
+    """Change the mode; the result is the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
@@ -226,7 +226,7 @@ def set_mode(gpu: Gpu, model: Model, on: int) -> int:
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
-    """Instances never survive; the mode survives only where it is kept in the board's memory."""
+    """After a reboot: no instance survives; the mode survives only if the board's memory keeps it."""
     gpu.instances = []
     gpu.holders = []
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending

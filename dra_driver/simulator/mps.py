@@ -1,4 +1,4 @@
-"""MPS on a simulated machine: its programs in the host root, how they misbehave, which clients they saw."""
+"""MPS on a simulated machine: its programs in the host root, their faults, and the clients that connected."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _VOLTA = (7, 0)
 
 @dataclass(frozen=True, slots=True)
 class MpsBehaviour:
-    """How control daemons behave from now on; None is as usual.
+    """How control daemons behave from now on; None means as usual.
 
-    `fail_to_start` is what stands in control.log then, `server_state` what get_server_status answers,
-    `silent` takes commands and never answers, `server_lingers` leaves servers behind when the daemon dies.
+    With `fail_to_start` they do not start and write this text to control.log. `server_state` is the answer of
+    get_server_status. With `silent` they take commands and never answer. With `server_lingers` their servers stay when
+    the daemon dies.
     """
 
     start_delay_ms: int | None = None
@@ -38,7 +39,7 @@ class MpsBehaviour:
 
 
 def set_mps_behaviour(host_root: Path, behaviour: MpsBehaviour, device_uuid: str = "*") -> None:
-    """Make the daemons of a device, or of all, behave so."""
+    """Make the daemons of one device, or of all devices, behave like this."""
     path = host_root / BEHAVIOUR_FILE
     rules = json.loads(path.read_text()) if path.exists() else {}
     rules[device_uuid] = {name: value for name, value in asdict(behaviour).items() if value is not None}

@@ -1,6 +1,6 @@
-"""Settings that nvidia-smi, a shell script, can change as well: small files, one for each GPU.
+"""Settings that nvidia-smi, here a shell script, can change too: a small file for each GPU.
 
-They lie inside the host root, so that the script finds them from its own path, also after a chroot.
+The files are inside the host root, so that the script finds them from its own path, also after a chroot.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Policies:
         temporary.replace(path)
 
     def reset(self) -> None:
-        """What a driver reload or a reboot does."""
+        """Set the defaults again, as a driver reload or a reboot does."""
         for setting in (COMPUTE_MODE, TIMESLICE):
             shutil.rmtree(self.directory / setting, ignore_errors=True)
         self.prepare()

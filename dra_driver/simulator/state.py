@@ -1,7 +1,7 @@
-"""What a simulated machine is: plain values that go to and come from one JSON file.
+"""The state of a simulated machine: plain values that one JSON file keeps.
 
-Static facts (models, buses, wiring) and everything that can change (MIG, loss, faults, events) live in
-the same document, so a second process needs nothing but the file.
+Constant facts (models, buses, wiring) and everything that can change (MIG, loss, faults, events) are in the same
+document, so a second process needs only the file.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Gpu:
 
 @dataclass(slots=True)
 class Fault:
-    """What the next matching NVML calls do instead of, or before, answering."""
+    """What the next matching NVML calls do before they answer, or instead of the answer."""
 
     function: str
     code: int | None = None
@@ -174,7 +174,7 @@ class Event:
 
 @dataclass(slots=True)
 class Function:
-    """Another PCI function of the vendor that is no GPU: an NVSwitch, an audio function."""
+    """Another PCI function of the vendor, such as an NVSwitch or an audio function."""
 
     bus_id: str
     pcie: str

@@ -1,7 +1,7 @@
 """The machine file: read cheaply, changed under a lock that all processes share.
 
-Readers take no lock: the file is replaced by rename, and its modification time strictly grows with every
-change, so one stat() tells whether the parsed copy is current.
+Readers take no lock: a rename replaces the file, and its modification time grows with every change. So one stat() shows
+whether the parsed copy is current.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Store:
         before = self._cached[0] if self._cached is not None else 0
         mtime = max(time.time_ns(), before + _MTIME_STEP_NS)
         os.utime(temporary, ns=(mtime, mtime))
-        if temporary.stat().st_mtime_ns <= before:  # a file system that keeps whole seconds
+        if temporary.stat().st_mtime_ns <= before:  # for a file system that keeps whole seconds only
             os.utime(temporary, ns=(mtime, before + _COARSE_STEP_NS))
         mtime = temporary.stat().st_mtime_ns
         temporary.replace(self.path)

@@ -22,12 +22,12 @@ def parse_pairs(pairs: dict[str, int]) -> Wiring:
 
 
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
-    """All links of the GPU end at switches; `switches` are their addresses, or one placeholder."""
+    """All links of the GPU lead to switches; `switches` are their addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
 def wire_pairs(gpus: list[Gpu], models: dict[str, Model], wiring: Wiring) -> None:
-    """Direct links between GPUs, numbered in the order of the pairs; what is left is unconnected."""
+    """Direct links between GPUs, numbered in the order of the pairs; the other links are not connected."""
     for gpu in gpus:
         gpu.links = []
     for (first, second), count in wiring.items():

@@ -1,6 +1,6 @@
 """`make bench`: the budgets of docs/architecture.md, measured on this machine and printed as a table.
 
-The daemon runs as a process of its own on a simulated DGX H100, with the embedded API server and kubelet in
+The daemon runs as a process of its own on a simulated DGX H100, with the playground's API server and kubelet in
 this one. Every figure is the median of several runs; the exit code is 1 if a budget is not met.
 
     python hack/bench             everything that takes seconds
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from measurements import Node, growth_over_cycles, idle, parallel_prepares, shares, single_prepares, wipes

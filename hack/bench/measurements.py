@@ -1,12 +1,10 @@
-"""What is measured: one daemon process on a simulated node, asked as a kubelet asks it."""
+"""The measurements: one daemon process on a simulated node, called as a kubelet calls it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -14,27 +12,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
-from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
+from playground.kubelet import KubeletSettings
+from playground.node import DRIVER, JsonObject, PlaygroundNode
+
 from dra_driver.model.claim import ClaimRef, Prepared
-from dra_driver.simulator import create_machine
 
-DRIVER = "gpu.nvidia.com"
 NODE = "bench-node"
 GPUS = 8
 _WAIT_S = 30.0
 _WORKERS_LEAVE_S = 12.0
 """Worker threads of the gRPC server stay for ten seconds after their last call."""
 
-JsonObject = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What is there after many cycles that was not there before."""
+    """What many cycles have left behind."""
 
     memory_mib: float
     files: int
@@ -44,75 +37,48 @@ class Growth:
 
 def cdi_root(root: Path) -> Path:
     """A directory in memory, as /var/run is on a node, for the CDI specs of what lies at `root`; on its disk where
-    there is none. Who asks for it removes it."""
+    there is none. The caller removes it."""
     memory = Path("/dev/shm")
     chosen = (memory if os.access(memory, os.W_OK | os.X_OK) else root) / f"{root.name}-cdi"
     chosen.mkdir()
     return chosen
 
 
-class Node:
-    """API server, kubelet and the daemon as a process; `registered_s` and `published_s` count from its start."""
+class Node(PlaygroundNode):
+    """A node whose daemon is a process; `registered_s` and `published_s` count from its start.
 
-    def __init__(self, root: Path, machine: str = "dgx-h100", config: str | None = None) -> None:
-        self.root = root
-        self.cdi = cdi_root(root)
-        self._config = config
-        self._machine = machine
-        self.server = EmbeddedApiServer()
-        registry = root / "plugins_registry"
-        registry.mkdir()
-        self.kubelet = EmbeddedKubelet(registry, KubeletSettings(poll_s=0.002))
-        self.registered_s = 0.0
-        self.published_s = 0.0
+    With `config`, the text of a configuration file, the driver has that.
+    """
+
+    def __init__(self, root: Path, config: str | None = None) -> None:
+        # The hardware is there before the driver starts.
+        super().__init__(
+            root, name=NODE, kubelet=KubeletSettings(poll_s=0.002), cdi=cdi_root(root), device_nodes="auto"
+        )
         self._claims = 0
-
-    def __enter__(self) -> Node:
-        self.server.start()
-        self.server.add("nodes", {"metadata": {"name": NODE}})
-        self.server.write_kubeconfig(self.root / "kubeconfig")
-        self.kubelet.start()
-        create_machine(self._machine, self.root / "machine")  # hardware is there before the driver starts
+        options = ["--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0", "--mps-host", "child"]
+        if config is not None:
+            (root / "config.yaml").write_text(config)
+            options += ["--config", str(root / "config.yaml")]
         started = time.monotonic()
-        self.process = self._spawn()
+        self.process = self.start_daemon("--log-level", "warning", *options)
+        self.published_s = 0.0
         published = threading.Thread(target=self._note_published, args=(started,))
         published.start()
         self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
         self.registered_s = time.monotonic() - started
         published.join()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """End everything."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(_WAIT_S)
-        self.kubelet.stop()
-        self.server.stop()
+        super().stop()
         shutil.rmtree(self.cdi)
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        program = Path(sys.executable).parent / "gpu-dra-driver"
-        command = [str(program), "run", "--node-name", NODE, "--kubeconfig", str(self.root / "kubeconfig")]
-        command += ["--simulate", self._machine, "--simulator-dir", str(self.root / "machine")]
-        command += ["--cdi-root", str(self.cdi), "--log-level", "warning"]
-        command += ["--kubelet-registrar-directory-path", str(self.root / "plugins_registry")]
-        command += ["--kubelet-plugins-directory-path", str(self.root / "plugins")]
-        command += ["--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0", "--mps-host", "child"]
-        if self._config is not None:
-            file = self.root / "config.yaml"
-            file.write_text(self._config)
-            command += ["--config", str(file)]
-        return subprocess.Popen(command)
 
     def _note_published(self, started: float) -> None:
         wait_for(lambda: len(self.devices()) == GPUS)
         self.published_s = time.monotonic() - started
-
-    def devices(self) -> list[JsonObject]:
-        """Devices in the API server."""
-        slices = self.server.objects("resourceslices")
-        return [device for entry in slices for device in entry["spec"].get("devices", [])]
 
     def add_claim(self, device: str, *, share: bool = False) -> ClaimRef:
         """A claim that is allocated one device, or a share of it."""
@@ -175,7 +141,7 @@ class Node:
 
     def files(self) -> set[str]:
         """Files of claims on disk."""
-        places = (self.cdi, self.root / "plugins" / DRIVER / "claims")
+        places = (self.cdi, self.plugin_dir / "claims")
         return {str(path) for place in places for path in place.glob("*")}
 
 
@@ -215,11 +181,9 @@ def parallel_prepares(node: Node, count: int) -> list[float]:
 def wipes(node: Node, count: int) -> list[float]:
     """Seconds from the deletion of all slices, as by a kubelet that starts, until the devices are back."""
     took: list[float] = []
-    resource = node.server.resource("resourceslices")
     for _ in range(count):
         time.sleep(0.3)
-        for entry in node.server.objects("resourceslices"):
-            node.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
+        node.wipe()
         started = time.monotonic()
         wait_for(lambda: len(node.devices()) == GPUS)
         took.append(time.monotonic() - started)
@@ -235,7 +199,7 @@ def idle(node: Node, duration_s: float) -> tuple[float, float]:
 
 
 def growth_over_cycles(node: Node, cycles: int) -> Growth:
-    """What stays behind after many cycles of Prepare and Unprepare."""
+    """What many cycles of Prepare and Unprepare leave behind."""
     names = [device["name"] for device in node.devices()]
     refs = [node.add_claim(name) for name in names]
 

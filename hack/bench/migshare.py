@@ -1,6 +1,6 @@
-"""What the driver itself takes of the making of a MIG device: the Prepare, less the time inside NVML.
+"""The driver's own time when it makes a MIG device: the time of the Prepare without the time inside NVML.
 
-The daemon runs in this process, so that the time of every NVML call can be taken off.
+The daemon runs in this process, so that the time of every NVML call can be subtracted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measurements import DRIVER, NODE, cdi_root, wait_for
+from measurements import NODE, cdi_root, wait_for
+from playground.kubelet import KubeletSettings
+from playground.node import DRIVER, PlaygroundNode
 
-from dra_driver.app.driver import Driver
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
-from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
+from dra_driver.app.daemon import Driver
+from dra_driver.app.platforms import platform_of
 from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef, Prepared
-from dra_driver.platforms import platform_of
-from dra_driver.settings import Settings
 from dra_driver.simulator.hostroot import render
 
 _PROFILE = "1g.10gb"
@@ -79,66 +78,43 @@ def own_shares(root: Path, count: int) -> list[float]:
     """Milliseconds of each Prepare of a MIG device that has to be made, without NVML's part."""
     configure_logs("warning", "json")
     leave_programs_alone()
-    server = EmbeddedApiServer()
-    server.start()
-    server.add("nodes", {"metadata": {"name": NODE}})
-    server.write_kubeconfig(root / "kubeconfig")
-    registry = root / "registry"
-    registry.mkdir()
-    kubelet = EmbeddedKubelet(registry, KubeletSettings(poll_s=0.002))
-    kubelet.start()
-    cdi = cdi_root(root)
-    settings = Settings(
-        node_name=NODE,
-        cdi_root=str(cdi),
-        kubelet_registrar_directory_path=str(registry),
-        kubelet_plugins_directory_path=str(root / "plugins"),
-        kubeconfig=str(root / "kubeconfig"),
-        simulate="dgx-h100",
-        simulator_dir=str(root / "machine"),
-        dynamic_mig=True,
+    node = PlaygroundNode(
+        root, name=NODE, kubelet=KubeletSettings(poll_s=0.002), cdi=cdi_root(root), device_nodes="auto"
     )
+    settings = replace(node.settings, dynamic_mig=True)
     platform = platform_of(settings)
     library = TimedLibrary(platform.load_nvml())
     driver = Driver(settings, replace(platform, load_nvml=lambda: library))
     driver.start()
     try:
-        kubelet.wait_registered(DRIVER)
+        node.kubelet.wait_registered(DRIVER)
         names: list[str] = []
 
         def published() -> bool:
-            names[:] = _devices(server)
+            names[:] = _devices(node)
             return bool(names)
 
         wait_for(published)
         time.sleep(2.0)  # the driver's files are not of this second
-        return [_one(server, kubelet.prepare, kubelet.unprepare, names[0], library) for _ in range(count)]
+        return [_one(node, names[0], library) for _ in range(count)]
     finally:
         driver.stop()
-        kubelet.stop()
-        server.stop()
-        shutil.rmtree(cdi)
+        node.stop()
+        shutil.rmtree(node.cdi)
 
 
-def _devices(server: EmbeddedApiServer) -> list[str]:
+def _devices(node: PlaygroundNode) -> list[str]:
     return [
         device["name"]
-        for entry in server.objects("resourceslices")
-        for device in entry["spec"].get("devices", [])
+        for device in node.devices()
         if device["attributes"].get("profile") == {"string": _PROFILE}
     ]
 
 
-def _one(
-    server: EmbeddedApiServer,
-    prepare: Callable[..., Any],
-    unprepare: Callable[..., Any],
-    device: str,
-    library: TimedLibrary,
-) -> float:
+def _one(node: PlaygroundNode, device: str, library: TimedLibrary) -> float:
     name = f"mig-{time.monotonic_ns()}"
     result = {"request": "mig", "driver": DRIVER, "pool": NODE, "device": device}
-    stored = server.add(
+    stored = node.server.add(
         "resourceclaims",
         {
             "metadata": {"name": name, "namespace": "default"},
@@ -152,10 +128,10 @@ def _one(
     ref = ClaimRef("default", name, stored["metadata"]["uid"])
     library.reset()
     started = time.monotonic()
-    outcome = prepare(DRIVER, [ref])[ref.uid]
+    outcome = node.kubelet.prepare(DRIVER, [ref])[ref.uid]
     duration = time.monotonic() - started
     if not isinstance(outcome, Prepared) or library.creator is None:
         raise AssertionError(outcome)
     own = duration - library.seconds()
-    unprepare(DRIVER, [ref])
+    node.kubelet.unprepare(DRIVER, [ref])
     return own * 1000

@@ -1,4 +1,4 @@
-"""More of what the fuzzer feeds: answers of the API server, what people hand to commands, and texts for the log."""
+"""More fuzz targets: answers of the API server, files that people give to commands, and texts for the log."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 from unittest import mock
 
 from dra_driver import logs
-from dra_driver.cli.documents import read_documents
-from dra_driver.core import celeval, celsyntax
-from dra_driver.core.celvalues import CelError, Semver
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
-from dra_driver.kube.apierrors import api_errors, check_status
+from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_claim_now
 from dra_driver.kube.endpoint import kubeconfig_endpoint
 from dra_driver.kube.slices import slice_event
-from dra_driver.kube.watchstream import WatchStream
+from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.model.claim import ClaimRef
+from dra_driver.validation.documents import read_documents
+from dra_driver.validation.rules.cel import evaluate as celeval
+from dra_driver.validation.rules.cel import syntax as celsyntax
+from dra_driver.validation.rules.cel.values import CelError, Semver
 
 LONGEST_WAIT_S = 600.0
 LONGEST_ERROR = 2_000

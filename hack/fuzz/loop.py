@@ -48,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An input that should have been harmless, and what it did."""
+    """An input that should have been harmless, and its effect."""
 
     target: str
     content: bytes
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """What became of one target."""
+    """The result of one target."""
 
     target: str
     runs: int = 0

@@ -1,6 +1,6 @@
-"""What the fuzzer feeds: everything that reads bytes from a socket, a claim, a file or a program.
+"""The fuzz targets: every function that reads bytes from a socket, a claim, a file or a program.
 
-Each swallows the errors that the docstring announces and lets all others through.
+Each target catches the errors that the function's docstring names, and no others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from google.protobuf.message import DecodeError
 
 from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
-from dra_driver.core.cdi import file_stem
-from dra_driver.core.cdi_rules import faults
-from dra_driver.core.devicemetadata import cdi_file, check_names, container_path, directory_name, requests_of
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.rules.checks import faults
+from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
+from dra_driver.cdi.rules.spec import file_stem
+from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, read_configs
 from dra_driver.errors import (
     ClaimRefusedError,
     DraDriverError,
@@ -26,27 +29,29 @@ from dra_driver.errors import (
     PermanentError,
     StateError,
 )
+from dra_driver.health import store as healthstore
 from dra_driver.host import nvidia_smi
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.journal import record_codec as codec
+from dra_driver.journal import records
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.kube.convert import from_version, to_version
-from dra_driver.kubelet.claimcheck import check_claims
+from dra_driver.kubelet.claim_check import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
+from dra_driver.mig import ledger
+from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.ids import is_dns_label, pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
-from dra_driver.mps import limits, protocol
+from dra_driver.mps import limit_commands as limits
+from dra_driver.mps import protocol
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.records import DaemonRecords
-from dra_driver.services.checks.runtime import RuntimeChecks, read_configs
 from dra_driver.settings import read_config_file
-from dra_driver.state import codec, healthstore
-from dra_driver.state.cdi_directory import CdiDirectory
-from dra_driver.state.claimlocks import ClaimLocks
-from dra_driver.state.metadatafiles import MetadataFiles
-from dra_driver.state.migledger import MigLedger
-from dra_driver.state.records import RecordStore
 from fuzz import answers, samples
 from fuzz.loop import Target
 from fuzz.samples import DEVICE, DRIVER, GPU, UID
@@ -55,6 +60,7 @@ Json = dict[str, Any]
 Parser = Callable[[bytes], object]
 
 BASE = Path("/base")
+SMI = DriverPrograms("/", {"nvidia-smi": "/nvidia-smi"}, "/bin")
 
 
 def targets(scratch: Path) -> tuple[Target, ...]:
@@ -120,15 +126,15 @@ def claim_names(content: bytes) -> None:
     with suppress(ClaimRefusedError):
         _check_below(BASE / f"{file_stem(DRIVER, uid)}.json", "a CDI spec")
     with suppress(StateError):
-        _check_below(RecordStore(BASE)._path(uid), "a claim record")
+        _check_below(BASE / f"{records._checked(uid)}.json", "a claim record")
     with suppress(PermanentError):
         _check_below(MpsLayout(BASE).record(name), "an MPS record")
     with suppress(PermanentError):
         _check_below(MpsLayout(BASE).directory(name), "an MPS directory")
     with suppress(StateError):
-        _check_below(MigLedger(BASE)._entry_path(name), "a ledger entry")
+        _check_below(BASE / f"{ledger._checked_device(name)}.json", "a ledger entry")
     with suppress(StateError):
-        _check_below(MigLedger(BASE)._mode_path(uid), "the ledger of a MIG mode")
+        _check_below(BASE / f"{ledger._mode_name(uid)}.json", "the ledger of a MIG mode")
     with suppress(ClaimRefusedError):
         _check_metadata_paths(AllocatedClaim(ref, claim.results, (), pod_claim or None))
 
@@ -207,11 +213,11 @@ def ledger_file(directory: Path) -> Parser:
     def parse(content: bytes) -> None:
         """The MIG ledger with a bad entry and a bad mode in it."""
         with _file(directory, f"{DEVICE}.json", content), _file(directory, f"mode-{GPU}.json", content):
-            ledger = MigLedger(directory)
-            if any(not is_dns_label(device) for device in ledger.all()):
+            kept = MigLedger(directory)
+            if any(not is_dns_label(device) for device in kept.all()):
                 raise AssertionError("a device of any name")
-            ledger.owned_modes()
-            ledger.owned_lately("boot")
+            kept.owned_modes()
+            kept.owned_lately("boot")
 
     return parse
 
@@ -301,8 +307,8 @@ def smi_output(content: bytes) -> None:
     """What nvidia-smi says, with any exit code."""
     code = content[0] if content else 0
     said = content[1:].decode(errors="replace")
-    with mock.patch.object(nvidia_smi, "_run_bounded", return_value=(code, said)), suppress(DraDriverError):
-        nvidia_smi.NvidiaSmi(lambda: ("/nvidia-smi", "/lib/libnvidia-ml.so.1")).set_time_slice(GPU, 1)
+    with mock.patch.object(nvidia_smi, "run_program", return_value=(code, said)), suppress(DraDriverError):
+        nvidia_smi.NvidiaSmi(lambda: SMI).set_time_slice(GPU, 1)
 
 
 def proc(directory: Path) -> Parser:

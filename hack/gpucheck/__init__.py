@@ -1,1 +1,1 @@
-"""Compares what the driver makes of a machine with real GPUs with what the machine itself says. Read-only."""
+"""Compares what the driver finds on a machine with real GPUs with what the machine's own tools show. Read-only."""

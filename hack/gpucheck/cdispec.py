@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dra_driver.core.cdi_rules import faults
-from dra_driver.core.planning import plan_claim
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.rules.checks import faults
+from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import DraDriverError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
@@ -19,13 +21,15 @@ from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import OfferedDevice
-from dra_driver.services.cdisteps import CdiSteps
+from dra_driver.mps.layout import mps_layout
 from gpucheck.findings import Section
 from gpucheck.view import NODE, Machine, Options, View
 
 JsonObject = dict[str, Any]
 
 CLAIM_UID = "00000000-0000-4000-8000-000000000000"
+_NOWHERE = Path("/nonexistent")
+"""A check writes no spec, and its claim uses no MPS."""
 _CAPS = "/dev/nvidia-caps/"
 _CUDA_NEEDS = ("libcuda.so.", "libnvidia-ml.so.", "libnvidia-ptxjitcompiler.so.")
 _ELF = b"\x7fELF\x02"
@@ -33,16 +37,13 @@ _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 _CACHE_ENTRY = re.compile(rb"(/[\x21-\x7e]+/lib[\x21-\x7e]*\.so[\x21-\x7e]*)\x00")
 
 
-class _NothingWritten:
-    """The CDI directory of a check: no spec is there, and none may come."""
+class _NothingMade:
+    """The MIG devices on demand of a check, which makes none."""
 
-    def write(self, claim_uid: str, spec: JsonObject) -> bool:
-        raise AssertionError("a check writes no CDI spec")
+    def created_instance(self, device: str) -> None:
+        return None
 
-    def remove(self, claim_uid: str) -> bool:
-        raise AssertionError("a check removes no CDI spec")
-
-    def read(self, claim_uid: str) -> JsonObject | None:
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
         return None
 
 
@@ -56,10 +57,12 @@ class SpecMaker:
         self._installation = DriverRoot(paths, nodes=nodes, hook=options.nvidia_cdi_hook_path)
         self._steps = CdiSteps(
             options.driver_name,
-            _NothingWritten(),
+            CdiDirectory(_NOWHERE, options.driver_name),
             self._installation,
             GpuNodes(paths, nodes=nodes),
             lambda: view.inventory.versions.driver,
+            mps_layout(_NOWHERE).directories,
+            _NothingMade(),
         )
 
     def spec(self, devices: list[OfferedDevice]) -> JsonObject:
@@ -149,7 +152,7 @@ def _mount_fault(machine: Machine, mount: JsonObject) -> str | None:
         is_right = stat.S_ISSOCK(mode) or (machine.is_simulated and stat.S_ISREG(mode))
         return None if is_right else "is mounted writable like a socket but is none"
     if not stat.S_ISREG(mode):
-        return "is no regular file"
+        return "is not a regular file"
     if ".so" in path.name and not machine.is_simulated:
         return _library_fault(path)
     return None
@@ -214,7 +217,7 @@ def _check_hooks(section: Section, machine: Machine, spec: JsonObject) -> None:
         section.good(
             path is not None and path.is_file() and path.stat().st_mode & 0o111,
             role,
-            f"{program} is no program on the host",
+            f"{program} is not a program on the host",
         )
 
 

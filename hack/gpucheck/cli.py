@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dra_driver.core.slices import Pool, build_pool
 from dra_driver.logs import configure_logs
 from dra_driver.model.inventory import Inventory
+from dra_driver.slices.rules.build import Pool, build_pool
 from gpucheck.cdispec import check_spec
 from gpucheck.findings import Section, count_differences, verdict
 from gpucheck.smicompare import check_kernel, check_smi, find_smi
@@ -26,7 +26,7 @@ OK, DIFFERENT, CANNOT_RUN = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
-    """0: nothing differs, 1: something does, 2: there is nothing to check."""
+    """Exit codes. 0: no difference, 1: a difference, 2: there is nothing to check."""
     parsed = _parser().parse_args(arguments)
     configure_logs("critical", "console")
     options = Options(
@@ -108,7 +108,7 @@ def check(
 
 
 def check_discovery(view: View, pool: Pool) -> Section:
-    """What could not be read or published. GPUs that are bound to another driver are a choice, not a fault."""
+    """What could not be read or published. A GPU that is bound to another driver is not a fault."""
     section = Section("discovery", checked=len(view.inventory.gpus))
     for fault in view.inventory.faults:
         tell = section.note if fault.subject.startswith("PCI function") else section.differs

@@ -14,7 +14,7 @@ _TITLE_WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A `difference` counts against the machine or the driver, a `note` is only worth knowing."""
+    """A `difference` is a fault of the machine or the driver; a `note` is information only."""
 
     level: Level
     subject: str
@@ -32,7 +32,7 @@ class Section:
 
     @property
     def differences(self) -> int:
-        """How many findings count."""
+        """The number of differences."""
         return sum(finding.level == "difference" for finding in self.findings)
 
     def same(self, subject: str, what: str, ours: object, theirs: object, source: str) -> None:
@@ -88,12 +88,12 @@ class Section:
 
 
 def count_differences(sections: Iterable[Section]) -> int:
-    """Over all sections."""
+    """The number of differences in all sections."""
     return sum(section.differences for section in sections)
 
 
 def verdict(sections: Iterable[Section]) -> str:
-    """The last word: `OK` or `3 differences`."""
+    """The verdict: `OK` or `3 differences`."""
     found = count_differences(sections)
     return _plural(found, "difference") if found else "OK"
 

@@ -33,7 +33,7 @@ def handle_of(gpu: Gpu) -> Handle:
 
 
 class Reader:
-    """Asks one GPU; what it does not answer is None."""
+    """Asks one GPU; a value that it does not answer is None."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -75,7 +75,7 @@ class Reader:
         )
 
     def board(self) -> JsonObject:
-        """What belongs to this board alone, in the words of a machine file; None where it is not told."""
+        """The facts of this board alone, under the names of a machine file; None if NVML does not tell one."""
         return {
             "serial": self.get(pynvml.nvmlDeviceGetSerial),
             # The binding's default argument is shared by all calls, so one is given.

@@ -1,4 +1,4 @@
-"""The NVML library with nothing but its getters: what is not listed here cannot be called at all.
+"""The NVML library with its getters only: a function that is not listed here cannot be called.
 
 The binding looks each C function up by name in the library object that it was given. It is given this one,
 which holds the listed functions only and not the library, so no way leads from it to a setter.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 NO_PERMISSION = 4
-"""NVML's return code for callers that may not do what they ask for."""
+"""NVML's return code for a caller without permission."""
 
 ALLOWED = frozenset(
     {

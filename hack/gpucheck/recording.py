@@ -106,18 +106,18 @@ def anonymise(document: JsonObject) -> JsonObject:
 
 
 class CannotRecordError(Exception):
-    """There will be no recording; the text is one line."""
+    """The machine cannot be recorded; the text is one line and says why."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """No anchors: people read these files and pass parts of them on."""
+    """Writes no anchors: people read these files and copy parts of them."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _invented(*names: object) -> uuid.UUID:
-    """Made of positions alone, so that nothing leads back to the machine."""
+    """A UUID made from positions alone, so that it does not identify the machine."""
     return uuid.uuid5(_NAMESPACE, "/".join(map(str, names)))
 
 
@@ -155,7 +155,7 @@ def _gpu(view: View, reader: Reader, model: str) -> JsonObject:
         "minor": gpu.minor,
         "numa": -1 if gpu.numa_node is None else gpu.numa_node,
         "cpus": _text(view, bus, "local_cpulist") or None,
-        # Some containers do not see where the GPU is; no PCI root is made up for it then.
+        # Some containers do not see where the GPU is; the recording then has no PCI root for it.
         "pcie": _parents(view, bus) or "unknown",
         "addressing": None if gpu.addressing_mode is None else gpu.addressing_mode.lower(),
         **reader.board(),

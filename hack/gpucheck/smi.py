@@ -1,4 +1,4 @@
-"""nvidia-smi, asked only what changes nothing, and its answers as values."""
+"""Runs nvidia-smi with arguments that change nothing, and parses its answers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SmiInstance:
 
 @dataclass(frozen=True, slots=True)
 class SmiDetails:
-    """What only the XML tells of a GPU; None where it does not."""
+    """Facts of a GPU that only the XML has; None if it does not have one."""
 
     minor: int | None
     bus_id: str | None

@@ -1,4 +1,4 @@
-"""What nvidia-smi and the kernel driver's own files say, beside what discovery found."""
+"""Compares what nvidia-smi and the kernel driver's files say with what discovery found."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import shutil
 from itertools import combinations
 from pathlib import Path
 
-from dra_driver.core.topology import nvlink_domains
 from dra_driver.errors import DraDriverError
 from dra_driver.host.driver_root import find_nvidia_smi, find_nvml_library
+from dra_driver.inventory.rules.nvlink import nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import Inventory
@@ -201,7 +201,7 @@ def _compare_instances(
             what = f"GPU instance {mig.gpu_instance_id} (profile, start, size)"
             section.same(gpu.uuid, what, ours, theirs.get(key), source)
     for uuid, instance in sorted(theirs.keys() - used):
-        section.note(uuid, f"GPU instance {instance} has no compute instance and so is no device")
+        section.note(uuid, f"GPU instance {instance} has no compute instance, so it is not a device")
 
 
 def _check_links(section: Section, inventory: Inventory, listed: list[SmiGpu], smi: NvidiaSmi) -> None:

@@ -1,4 +1,5 @@
-"""The spec beside the one that NVIDIA's container toolkit makes: only ours, only theirs, and does it matter."""
+"""Compares our spec with the one that NVIDIA's container toolkit makes: what only one of them has, and whether that
+matters."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def check_toolkit(view: View, options: Options, ours: JsonObject | None) -> Sect
     section = Section("nvidia-ctk")
     program = find_ctk(view, options)
     if ours is None:
-        section.skip("there is no spec of ours to compare")
+        section.skip("this driver wrote no spec to compare with")
         return section
     if program is None:
         section.skip("nvidia-ctk is not on this machine")
@@ -201,7 +202,7 @@ def _judged(
     whose: str,
     harmless: Iterable[tuple[str, str, str]],
 ) -> None:
-    """Each value that matters is a difference of its own; the others are told together, by reason."""
+    """Each value that matters is one difference; all other values become one note for each reason."""
     by_reason: dict[str, list[str]] = {}
     for value in sorted(values):
         reason = next(

@@ -12,13 +12,11 @@ from dra_driver.errors import DraDriverError
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.rooted_tree import join_root
-from dra_driver.model.gpu import Gpu
+from dra_driver.inventory.discovery import discover_once
+from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance
-from dra_driver.model.pulse import Pulse
-from dra_driver.services.discovery import Discovery
-from dra_driver.services.hostview import HostView
+from dra_driver.nvml.reader import NvmlReader
 from gpucheck.guard import ReadOnlyLibrary
 
 NODE = "gpu-check"
@@ -26,7 +24,7 @@ NODE = "gpu-check"
 
 
 class CannotRunError(Exception):
-    """There is nothing to check; the text is one line."""
+    """There is nothing to check; the text is one line and says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +88,12 @@ def simulated_machine(name: str, directory: Path) -> Machine:
     return Machine(paths, device_node_reader(machine), lambda: nvml_library(machine), is_simulated=True)
 
 
-class GuardedNvml:
-    """The NVML session as discovery wants it, through the guard alone."""
+class GuardedNvml(NvmlReader):
+    """NVML as discovery wants it, through the guard alone."""
 
     def __init__(self, machine: Machine) -> None:
-        from dra_driver.nvml.session import NvmlSession
-
+        super().__init__(self._guarded)
         self._load = machine.load_nvml
-        self._session = NvmlSession(self._guarded)
         self._guards: list[ReadOnlyLibrary] = []
 
     @property
@@ -107,36 +103,8 @@ class GuardedNvml:
 
     @property
     def missing(self) -> set[str]:
-        """Functions that were asked for and that the library does not have."""
+        """Functions that the driver looked up and that the library does not have."""
         return {name for guard in self._guards for name in guard.missing}
-
-    def open(self) -> None:
-        """Initialise. Raises: DraDriverError."""
-        self._session.open()
-
-    def reopen(self) -> None:
-        """Initialise anew. Raises: DraDriverError."""
-        self._session.reopen()
-
-    def close(self) -> None:
-        """Shut down."""
-        self._session.close()
-
-    def read_inventory(self) -> Inventory:
-        """All GPUs that NVML shows."""
-        from dra_driver.nvml.discovery import read_inventory
-
-        return read_inventory()
-
-    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-        """MIG mode and GPU instances of a partitioned GPU."""
-        from dra_driver.nvml.partitions import read_what_exists
-
-        return read_what_exists(gpu)
-
-    def pulse(self) -> Pulse:
-        """Nothing to watch: a check looks once."""
-        return ()
 
     def _guarded(self) -> object:
         guard = ReadOnlyLibrary(self._load())
@@ -157,20 +125,17 @@ class View:
 def opened(machine: Machine) -> Iterator[View]:
     """Discover a machine's devices. Raises: CannotRunError if there is no NVML or no GPU."""
     nvml = GuardedNvml(machine)
-    discovery = Discovery(nvml, HostView(machine.paths), lambda: None)
     try:
         try:
-            nvml.open()
+            nvml.session.open()
+            inventory = discover_once(nvml, HostView(machine.paths), None)
         except DraDriverError as error:
             raise CannotRunError(str(error)) from error
-        discovery.scan_now(0)
-        if discovery.inventory is None or discovery.state.problem is not None:
-            raise CannotRunError(discovery.state.problem or "devices were not discovered")
-        if not discovery.inventory.gpus:
+        if not inventory.gpus:
             raise CannotRunError("NVML answers, but shows no GPU")
-        yield View(machine, nvml, discovery.inventory)
+        yield View(machine, nvml, inventory)
     finally:
-        discovery.stop()
+        nvml.close()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from recorded_node import RecordedNode
@@ -109,7 +110,12 @@ def page() -> str:
     # Short, because the path of a socket has 107 bytes at most.
     with tempfile.TemporaryDirectory(prefix="r-") as directory, RecordedNode(Path(directory)) as node:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            printed = list(pool.map(lambda command: _run(command, node.where(*command.where)), COMMANDS))
+            printed = list(
+                pool.map(
+                    lambda command: _run(command, node.flags(command.where)),
+                    COMMANDS,
+                )
+            )
         stable = [_stable(text, Path(directory), node.uids) for text in printed]
     parts = [_INTRODUCTION]
     title = ""

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from dra_driver.core.standardclasses import standard_classes
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
-from dra_driver.embedded.kubelet import EmbeddedKubelet
+from playground.node import DRIVER, JsonObject, PlaygroundNode
+
 from dra_driver.model.claim import ClaimRef, Prepared
-from dra_driver.simulator import create_machine
 
-JsonObject = dict[str, Any]
-
-DRIVER = "gpu.nvidia.com"
 NODE = "gpu-node-1"
 MACHINE = "dgx-h100"
 _NAMESPACE = "ml"
@@ -47,73 +39,33 @@ dynamicMig:
 """
 
 
-class RecordedNode:
-    """Inside `with` the node is at work; `uids` are those of its claims, in the order of their making."""
+class RecordedNode(PlaygroundNode):
+    """The node is at work once it is made; `uids` are those of its claims, in the order of their making."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        super().__init__(root, MACHINE, name=NODE, cdi_hook=True)
         self.uids: list[str] = []
-
-    def __enter__(self) -> RecordedNode:
-        root = self._root
-        (root / "plugins_registry").mkdir()
         (root / "device-plugins").mkdir()
         (root / "config.yaml").write_text(_CONFIG)
-        self._machine = create_machine(MACHINE, root / "machine", device_nodes="described", cdi_hook=True)
-        runtime = self._machine.host_root / "etc/containerd/config.toml"
+        self.options["--config"] = str(root / "config.yaml")
+        runtime = self.machine.host_root / "etc/containerd/config.toml"
         runtime.parent.mkdir(parents=True)
-        runtime.write_text(_CONTAINERD.format(cdi=root / "cdi"))
-        self._server = EmbeddedApiServer()
-        self._server.start()
-        self._server.add("nodes", {"metadata": {"name": NODE}})
-        self._server.add("namespaces", {"metadata": {"name": _NAMESPACE}})
-        for entry in standard_classes(DRIVER).values():
-            self._server.add("deviceclasses", dict(entry), group="resource.k8s.io")
-        self._server.write_kubeconfig(root / "kubeconfig")
-        self._kubelet = EmbeddedKubelet(root / "plugins_registry")
-        self._kubelet.start()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dra_driver.cli.main", "run", *self._options()]
-        )
+        runtime.write_text(_CONTAINERD.format(cdi=self.cdi))
+        self.server.add("namespaces", {"metadata": {"name": _NAMESPACE}})
+        more = ("--mps-host", "child", "--healthcheck-port", "-1", "--log-level", "error")
+        self._process = self.start_daemon(*more)
         try:
             self._begin()
         except BaseException:
-            self._leave()
+            self.stop()
             raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave()
-
-    def where(self, *names: str) -> list[str]:
-        """The options of a command that say where this node is, of those it has."""
-        values = {
-            "--node-name": NODE,
-            "--kubeconfig": str(self._root / "kubeconfig"),
-            "--config": str(self._root / "config.yaml"),
-            "--simulate": MACHINE,
-            "--simulator-dir": str(self._root / "machine"),
-            "--cdi-root": str(self._root / "cdi"),
-            "--kubelet-registrar-directory-path": str(self._root / "plugins_registry"),
-            "--kubelet-plugins-directory-path": str(self._root / "plugins"),
-        }
-        return [part for name in names for part in (name, values[name])]
-
-    def _options(self) -> Sequence[str]:
-        where = self.where(
-            "--node-name", "--kubeconfig", "--config", "--simulate", "--simulator-dir", "--cdi-root",
-            "--kubelet-registrar-directory-path", "--kubelet-plugins-directory-path",
-        )  # fmt: skip
-        return [*where, "--mps-host", "child", "--healthcheck-port", "-1", "--log-level", "error"]
 
     def _begin(self) -> None:
-        self._kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
-        gpus = [str(row["uuid"]) for row in self._machine.describe()]
+        self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        gpus = [str(row["uuid"]) for row in self.machine.describe()]
         names = [f"gpu-{uuid[4:12]}" for uuid in gpus]
         small, large = f"{names[7]}-mig-1g10gb-19-0", f"{names[7]}-mig-3g40gb-9-4"
-        self._wait("the devices", lambda: {*names[:7], small, large} <= self._devices())
+        self._wait("the devices", lambda: {*names[:7], small, large} <= self._names())
         self._prepare("training", names[2], names[_BROKEN], pods=("training-0", "training-1"))
         self._prepare("embedding", small, pods=("embedding-7d9c5b8f64-x2k9q",))
         self._prepare("inference", large, pods=("inference-0",))
@@ -123,9 +75,9 @@ class RecordedNode:
                 "consumedCapacity": {"shares": "1"},
             }
             self._prepare(f"notebook-{number}", names[6], pods=(f"notebook-{number}",), **share)
-        self._machine.set_remapped_rows(_BROKEN, uncorrectable=1, pending=True)
-        self._machine.raise_xid(_BROKEN, _UNCONTAINED_MEMORY_ERROR)
-        self._machine.hold_gpu(2, 4711, "python")
+        self.machine.set_remapped_rows(_BROKEN, uncorrectable=1, pending=True)
+        self.machine.raise_xid(_BROKEN, _UNCONTAINED_MEMORY_ERROR)
+        self.machine.hold_gpu(2, 4711, "python")
         wanted = {"xid", "row-remap"}
         self._wait("the broken GPU's taints", lambda: self._taints(names[_BROKEN]) >= wanted)
         # It is written after they are published, and not again until something changes.
@@ -140,7 +92,7 @@ class RecordedNode:
         ]
         reserved = [{"resource": "pods", "name": pod, "uid": f"uid-of-{pod}"} for pod in pods]
         one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
-        stored = self._server.add(
+        stored = self.server.add(
             "resourceclaims",
             {
                 "metadata": {"name": name, "namespace": _NAMESPACE},
@@ -151,7 +103,7 @@ class RecordedNode:
         )
         ref = ClaimRef(_NAMESPACE, name, stored["metadata"]["uid"])
         self.uids.append(ref.uid)
-        outcome = self._kubelet.prepare(DRIVER, [ref])[ref.uid]
+        outcome = self.kubelet.prepare(DRIVER, [ref])[ref.uid]
         if not isinstance(outcome, Prepared):
             raise SystemExit(f"record: claim {name} could not be prepared: {outcome.error}")
 
@@ -159,7 +111,7 @@ class RecordedNode:
         """Let everything be some hours old, so that ages do not depend on how fast this machine is."""
         now = datetime.now(UTC)
         ages = (timedelta(days=2, hours=5), timedelta(hours=26), timedelta(hours=7, minutes=30))
-        directory = self._root / "plugins" / DRIVER
+        directory = self.plugin_dir
         for number, uid in enumerate(self.uids):
             age = ages[number] if number < len(ages) else timedelta(minutes=50 - number, seconds=30)
             file = directory / "claims" / f"{uid}.json"
@@ -172,19 +124,15 @@ class RecordedNode:
         (directory / "health.json").write_text(json.dumps(health))
 
     def _health(self) -> JsonObject:
-        file = self._root / "plugins" / DRIVER / "health.json"
+        file = self.plugin_dir / "health.json"
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
-    def _devices(self) -> set[str]:
-        return {device["name"] for device in self._published()}
+    def _names(self) -> set[str]:
+        return {device["name"] for device in self.devices()}
 
     def _taints(self, name: str) -> set[str]:
-        found = (device for device in self._published() if device["name"] == name)
+        found = (device for device in self.devices() if device["name"] == name)
         return {taint["key"].partition("/")[2] for device in found for taint in device.get("taints", ())}
-
-    def _published(self) -> list[JsonObject]:
-        slices = self._server.objects("resourceslices")
-        return [device for entry in slices for device in entry["spec"].get("devices", [])]
 
     def _wait(self, what: str, done: Callable[[], object]) -> None:
         deadline = time.monotonic() + _WAIT_S
@@ -193,19 +141,15 @@ class RecordedNode:
                 raise SystemExit(f"record: waited in vain for {what}")
             time.sleep(0.01)
 
-    def _leave(self) -> None:
-        """No MPS daemon may outlive the node."""
+    def stop(self) -> None:
+        """End everything; no MPS daemon may outlive the node."""
         try:
             if self.uids:
-                self._kubelet.unprepare(DRIVER, [ClaimRef(_NAMESPACE, "any", uid) for uid in self.uids])
+                self.kubelet.unprepare(DRIVER, [ClaimRef(_NAMESPACE, "any", uid) for uid in self.uids])
         finally:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(_WAIT_S)
-        self._kubelet.stop()
-        self._server.stop()
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(_WAIT_S)
+            super().stop()
 
 
 def _reasons(health: JsonObject) -> list[JsonObject]:

@@ -13,21 +13,25 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.core.slicediff import Owner
-from dra_driver.errors import NvmlUnavailableError
+from dra_driver.app.platforms import platform_of
+from dra_driver.inventory.discovery import discover_once
+from dra_driver.inventory.host_facts import HostView
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.dropped import dropped_fields
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.nodes import node_uid
-from dra_driver.kube.slicecache import SliceCache
+from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
-from dra_driver.platforms import NvmlReader, platform_of
-from dra_driver.services.discovery import Discovery
-from dra_driver.services.hostview import HostView
-from dra_driver.services.publisher import Publisher
+from dra_driver.model.sharing import NO_SHARING
+from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings
+from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.publisher import Publisher
+from dra_driver.slices.rules.build import untainted
+from dra_driver.slices.rules.diff import Owner
+
+_log = structlog.get_logger(__name__)
 
 DRIVER = "gpu.nvidia.com"
 _PUBLISHED_S = 300.0
@@ -46,15 +50,26 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
     with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
         settings = Settings("any", simulate=machine, simulator_dir=scratch, dynamic_mig=dynamic_mig)
         platform = platform_of(settings)
-        discovery = Discovery(
-            NvmlReader(platform.load_nvml, settings.on_demand), HostView(platform.paths), lambda: None
-        )
-        discovery.scan_now(30.0)
-        found, problem = discovery.inventory, discovery.state.problem
-        discovery.stop()
-    if found is None:
-        raise NvmlUnavailableError(problem or "devices were not discovered")
-    return found
+        reader = NvmlReader(platform.load_nvml, settings.on_demand)
+        try:
+            return discover_once(reader, HostView(platform.paths), None)
+        finally:
+            reader.close()
+
+
+class _Failures:
+    """Says what goes wrong; everything else that a publisher tells is of no interest."""
+
+    def published(self, lag_s: float) -> None: ...
+
+    def publish_failed(self, error: Exception) -> None:
+        _log.warning("publish_failed", reason=str(error))
+
+    def contested(self, reason: str) -> None: ...
+
+    def device_left_out(self, fault: str) -> None: ...
+
+    def fields_dropped(self, gates: str) -> None: ...
 
 
 class NodePublisher:
@@ -71,8 +86,14 @@ class NodePublisher:
             lambda: content,
             self._cache,
             lambda: Owner(DRIVER, name, node_uid(self._client, name)),
-            dropped_fields,
-            dry_run=self._cache.dry_run,
+            NO_SHARING,
+            may_publish=lambda: True,
+            partitions=PartitionSupport(
+                lambda: None, _log.warning, caution=lambda _: None, warn=_log.warning
+            ),
+            informational=InformationalTaints(lambda: True),
+            taints=lambda _: untainted,
+            observer=_Failures(),
         )
 
     def watch(self) -> None:
@@ -87,7 +108,6 @@ class NodePublisher:
     def publish(self) -> None:
         """Begin to publish."""
         self.publisher.start()
-        self.publisher.mark_dirty()
 
     def wait_published(self) -> None:
         """Raises: TimeoutError."""

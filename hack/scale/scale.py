@@ -3,7 +3,7 @@
 The real client, slice cache and publisher of the daemon run once for each node, many in a process; the rest of it
 says nothing to the API server while its node is quiet. The exit code is 1 if a restart of all of them wrote anything.
 
-    scale.py                            1,000 nodes against the embedded server
+    scale.py                            1,000 nodes against the playground's API server
     scale.py --binaries DIR             against etcd and kube-apiserver from there, started for this
     scale.py --kubeconfig FILE          against a server that runs; --pid kube-apiserver=N to measure it
     scale.py --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
@@ -28,17 +28,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import publishers
 import servers
 
-from dra_driver.core.slicediff import Owner, slice_changes
-from dra_driver.core.slices import build_pool
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.inventory import Inventory
+from dra_driver.slices.rules.build import build_pool
+from dra_driver.slices.rules.diff import Owner, slice_changes
 
 _PREFIX = "scale-node-"
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
@@ -195,7 +196,7 @@ def chosen_server(
         return servers.given(arguments.kubeconfig, {name: int(pid) for name, pid in pids.items()})
     if arguments.binaries:
         return servers.started(arguments.binaries, scratch)
-    return servers.embedded(scratch)
+    return servers.playground(scratch)
 
 
 def main() -> int:

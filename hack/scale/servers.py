@@ -1,4 +1,4 @@
-"""The API server that is measured: the embedded one as a process, a real one started here, or one that runs."""
+"""The API server that is measured: the playground one as a process, a real one started here, or one that runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from playground.apiserver.server import PlaygroundApiServer
+
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -48,13 +49,15 @@ def _resident_mib(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def embedded(scratch: Path) -> Iterator[Server]:
-    """The embedded server as a process."""
+def playground(scratch: Path) -> Iterator[Server]:
+    """The playground's API server as a process."""
     kubeconfig = scratch / "kubeconfig"
-    process = subprocess.Popen([sys.executable, __file__, str(kubeconfig)], stdin=subprocess.PIPE)
+    command = [sys.executable, __file__, str(kubeconfig)]
+    imports = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=os.environ | imports, stdin=subprocess.PIPE)
     try:
         _wait_ready(kubeconfig)
-        yield Server(kubeconfig, {"embedded API server": process.pid})
+        yield Server(kubeconfig, {"playground's API server": process.pid})
     finally:
         process.kill()
         process.wait()
@@ -150,8 +153,8 @@ def _wait_ready(kubeconfig: Path) -> None:
 
 
 def _serve(kubeconfig: Path) -> None:
-    """The embedded server until standard input ends."""
-    with EmbeddedApiServer(history=100_000) as server:
+    """The playground's API server until standard input ends."""
+    with PlaygroundApiServer(history=100_000) as server:
         server.write_kubeconfig(kubeconfig)
         sys.stdin.read()
 

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from node import DRIVER, PARTITIONED_GPUS, SoakNode, wait_for
+from node import PARTITIONED_GPUS, SoakNode, wait_for
+from playground.kubelet_client import KubeletError
+from playground.node import DRIVER
 
-from dra_driver.embedded.allocator import AllocationError
-from dra_driver.embedded.kubelet_client import KubeletError
 from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.validation.rules.allocator import AllocationError
 
 JsonObject = dict[str, Any]
 

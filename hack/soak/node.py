@@ -7,26 +7,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
-from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
-from dra_driver.embedded.scheduler import EmbeddedScheduler
-from dra_driver.simulator import Machine, create_machine
+from playground.node import DRIVER, PlaygroundNode
 
-DRIVER = "gpu.nvidia.com"
 NODE = "soak-node"
 MACHINE = "dgx-h100"
 SHARED_GPUS, PARTITIONED_GPUS = (0, 1), (4, 5, 6, 7)
-CLASSES = ("gpu", "mig")
 _WAIT_S = 60.0
-
-JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +40,11 @@ def wait_for(what: str, done: Callable[[], Any], timeout_s: float = _WAIT_S) -> 
     return value
 
 
-class SoakNode:
+class SoakNode(PlaygroundNode):
     """Everything of one node below `root`; the daemon runs from `start` to `end` or `kill`, any number of times."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.registry = root / "plugins_registry"
-        self.registry.mkdir()
-        self.machine: Machine = create_machine(MACHINE, root / "machine", device_nodes="described")
-        self.server = EmbeddedApiServer()
-        self.server.start()
-        self.server.add("nodes", {"metadata": {"name": NODE}})
-        self.server.write_kubeconfig(root / "kubeconfig")
-        for kind in CLASSES:
-            expression = f"device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{kind}'"
-            spec = {"selectors": [{"cel": {"expression": expression}}]}
-            self.server.add(
-                "deviceclasses",
-                {"metadata": {"name": f"{kind}.nvidia.com"}, "spec": spec},
-                group="resource.k8s.io",
-            )
-        self.scheduler = EmbeddedScheduler(self.server)
-        self.kubelet = EmbeddedKubelet(self.registry, KubeletSettings(), on_wipe=lambda _: self.wipe())
-        self.kubelet.start()
+        super().__init__(root, MACHINE, name=NODE)
         self.process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] = (root / "driver.log").open("ab")
         self._write_config()
@@ -92,14 +66,8 @@ class SoakNode:
 
     def start(self) -> None:
         """Start the daemon and wait until the kubelet has it."""
-        program = Path(sys.executable).parent / "gpu-dra-driver"
-        command = [str(program), "run", "--node-name", NODE, "--kubeconfig", str(self.root / "kubeconfig")]
-        command += ["--simulate", MACHINE, "--simulator-dir", str(self.root / "machine")]
-        command += ["--cdi-root", str(self.root / "cdi"), "--config", str(self.root / "config.yaml")]
-        command += ["--kubelet-registrar-directory-path", str(self.registry)]
-        command += ["--kubelet-plugins-directory-path", str(self.root / "plugins")]
-        command += ["--mps-host", "child", "--log-level", "warning"]
-        self.process = subprocess.Popen(command, stderr=self._log, stdout=self._log)
+        more = ["--config", str(self.root / "config.yaml"), "--mps-host", "child", "--log-level", "warning"]
+        self.process = self.start_daemon(*more, log=self._log)
         wait_for("the registration", lambda: any(one.connected for one in self.kubelet.instances(DRIVER)))
 
     def end(self) -> None:
@@ -116,11 +84,10 @@ class SoakNode:
             self.process.wait(_WAIT_S)
             self.process = None
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End everything."""
         self.end()
-        self.kubelet.stop()
-        self.server.stop()
+        super().stop()
         self._log.close()
 
     def wear(self) -> Wear:
@@ -133,17 +100,6 @@ class SoakNode:
         return Wear(int(resident.split()[1]) / 1024, *counts)
 
     # --- what is there ---------------------------------------------------------------------------
-
-    def wipe(self) -> None:
-        """Delete the node's slices, as a kubelet that starts."""
-        resource = self.server.resource("resourceslices")
-        for entry in self.server.objects("resourceslices"):
-            self.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
-
-    def devices(self) -> list[JsonObject]:
-        """Published devices in their order."""
-        slices = self.server.objects("resourceslices")
-        return [device for entry in slices for device in entry["spec"].get("devices", [])]
 
     def is_tainted(self, gpu_uuid: str) -> bool:
         """Whether some device of the GPU is published with a taint."""
@@ -159,8 +115,7 @@ class SoakNode:
 
     def state(self) -> dict[str, Any]:
         """Everything that claims, crashes and faults may have left."""
-        claims, cdi = self.root / "plugins" / DRIVER / "claims", self.root / "cdi"
-        ledger = self.root / "plugins" / DRIVER / "mig"
+        claims, ledger, cdi = self.plugin_dir / "claims", self.plugin_dir / "mig", self.cdi
         gpus = [self.machine.gpu(index) for index in range(8)]
         return {
             "records": sorted(path.name for path in claims.glob("*")),

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from churn import Churn
@@ -138,7 +139,7 @@ def main() -> int:
             print("the daemon's last words:", *node.last_log_lines(), sep="\n  ")
             raise
         finally:
-            node.close()
+            node.stop()
             node.stop_mps_daemons()
     return 0 if as_new else 1
 

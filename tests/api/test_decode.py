@@ -103,7 +103,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
             "kind: {'a': 1} is not supported; use one of GpuConfig, MigDeviceConfig, VfioDeviceConfig",
         ),
         (parameters(x="a" * 11000), "the parameters have 11070 bytes; at most 10240 are allowed"),
-        (parameters(x={1}), "the parameters are no JSON: Object of type set is not JSON serializable"),
+        (parameters(x={1}), "the parameters are not valid JSON: Object of type set is not JSON serializable"),
         (parameters(shring=1), "GpuConfig is not valid: shring: unknown field"),
         (parameters(sharing=[]), "GpuConfig is not valid: sharing: must be an object"),
         (parameters(sharing={}), "GpuConfig is not valid: sharing.strategy: is required"),
@@ -158,7 +158,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         (
             mps(defaultPerDevicePinnedMemoryLimit={"one": "1Gi"}),
             "GpuConfig is not valid: sharing.mpsConfig: defaultPerDevicePinnedMemoryLimit: "
-            "'one' is no device UUID or index",
+            "'one' is not a device UUID or an index",
         ),
         (
             mps(multiUser="yes"),

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from playground.kubelet import KubeletSettings, PlaygroundKubelet
+from playground.kubelet_client import KubeletError
 
-from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
-from dra_driver.embedded.kubelet_client import KubeletError
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef
 from tests.e2e.conftest import _cluster, cluster, example
@@ -36,15 +36,17 @@ _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 class ConformanceNode(Node):
     """A node whose kubelet deletes slices as a real one does, and can be exchanged for one of other settings."""
 
-    def use_kubelet(self, **settings: Any) -> EmbeddedKubelet:
+    def use_kubelet(self, **settings: Any) -> PlaygroundKubelet:
         """Another kubelet over the same directories takes over; it begins with deleting the node's slices."""
-        return self._exchange(EmbeddedKubelet(self.registry, KubeletSettings(**settings), on_wipe=self._wipe))
+        return self._exchange(
+            PlaygroundKubelet(self.registry, KubeletSettings(**settings), on_wipe=self._wipe)
+        )
 
-    def use_kubelet_quietly(self, **settings: Any) -> EmbeddedKubelet:
+    def use_kubelet_quietly(self, **settings: Any) -> PlaygroundKubelet:
         """The same without the deletion."""
-        return self._exchange(EmbeddedKubelet(self.registry, KubeletSettings(**settings)))
+        return self._exchange(PlaygroundKubelet(self.registry, KubeletSettings(**settings)))
 
-    def _exchange(self, kubelet: EmbeddedKubelet) -> EmbeddedKubelet:
+    def _exchange(self, kubelet: PlaygroundKubelet) -> PlaygroundKubelet:
         self.kubelet.stop()
         self.kubelet = kubelet
         kubelet.start()
@@ -92,8 +94,8 @@ class ConformanceNode(Node):
 
 @pytest.fixture
 def make_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ConformanceNode]]:
-    monkeypatch.setattr("dra_driver.services.monitor._WAIT_S", 0.05)
-    monkeypatch.setattr("dra_driver.services.discovery._LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.1)
     with ExitStack() as stack:
 
         def make(machine: str = "dgx-h100") -> ConformanceNode:
@@ -157,7 +159,7 @@ def other_driver() -> Iterator[Callable[[ConformanceNode, FakeClaims], KubeletPl
         settings = PluginSettings(
             driver=OTHER_DRIVER, registry_dir=node.registry, plugins_dir=node.root / "plugins", grace_s=1.0
         )
-        plugin = KubeletPlugin(settings, claims)
+        plugin = KubeletPlugin(settings, claims, ready=lambda: True)
         started.append(plugin)
         plugin.start()
         node.kubelet.wait_registered(OTHER_DRIVER, timeout_s=SLOW_S)
@@ -171,7 +173,7 @@ def other_driver() -> Iterator[Callable[[ConformanceNode, FakeClaims], KubeletPl
 HOLD_LOCK = """
 import fcntl, os, sys
 sys.path.insert(0, sys.argv[2])
-from dra_driver.state.filelock import WHOLE_FILE_WRITE_LOCK
+from dra_driver.files.file_lock import WHOLE_FILE_WRITE_LOCK
 descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
 fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, WHOLE_FILE_WRITE_LOCK)
 print("held", flush=True)

@@ -7,8 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from playground.apiserver import Identity, PlaygroundApiServer
+from playground.kubelet_client import KubeletError
 
-from dra_driver.core.limits import (
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.slice_cache import SliceCache
+from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.slices.rules.api_limits import (
     MAX_ATTRIBUTES_AND_CAPACITIES,
     MAX_COUNTER_SETS_PER_SLICE,
     MAX_COUNTERS_PER_SET,
@@ -17,23 +27,12 @@ from dra_driver.core.limits import (
     MAX_VALID_VALUES,
     device_faults,
 )
-from dra_driver.core.slicediff import Owner
-from dra_driver.core.slices import Pool, SliceContent, build_pool
-from dra_driver.embedded.allocator import AllocationError
-from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
-from dra_driver.embedded.kubelet_client import KubeletError
-from dra_driver.kube.client import ApiClient
-from dra_driver.kube.dropped import dropped_fields
-from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slicecache import SliceCache
-from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from dra_driver.model.inventory import Inventory
-from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.services.publisher import Publisher
+from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
+from dra_driver.slices.rules.diff import Owner
+from dra_driver.validation.rules.allocator import AllocationError
 from tests.conformance.conftest import ConformanceNode, Process, end, in_background
-from tests.core.samples import h100, inventory
+from tests.fakes.samples import h100, inventory
+from tests.fakes.slices import publisher_of
 from tests.integration.conftest import DRIVER, NODE, Json, eventually
 
 MakeNode = Callable[..., ConformanceNode]
@@ -409,6 +408,8 @@ def test_c21_taints(node: ConformanceNode) -> None:
     tainted = eventually(lambda: [device for device in node.devices() if device.get("taints")])
     [device] = tainted
     assert {taint["effect"] for taint in device["taints"]} == {"NoSchedule"}
+    # The monitor may have heard of it before discovery looks, which it does every second.
+    eventually(lambda: node.driver.discovery.inventory.lost)
     everything = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
     with pytest.raises(AllocationError):
         node.claim("all", everything)
@@ -425,12 +426,10 @@ def test_c21_taints(node: ConformanceNode) -> None:
 class Publishing:
     """The publishing half of a driver for any inventory."""
 
-    def __init__(self, server: EmbeddedApiServer, client: ApiClient, content: Inventory) -> None:
+    def __init__(self, server: PlaygroundApiServer, client: ApiClient, content: Inventory) -> None:
         [uid] = [entry["metadata"]["uid"] for entry in server.objects("nodes", group="")]
         self.cache = SliceCache(SliceClient(ResourceApi(client), DRIVER, NODE), self._changed)
-        self.publisher = Publisher(
-            lambda: content, self.cache, lambda: Owner(DRIVER, NODE, uid), dropped_fields
-        )
+        self.publisher = publisher_of(lambda: content, self.cache, lambda: Owner(DRIVER, NODE, uid))
 
     def run(self) -> None:
         """Publish once, then end."""
@@ -512,8 +511,8 @@ def test_c22_many_full_slices(
     """As many creates as there are slices, full of plain or of the largest devices, no other write, and all stored."""
     content, pool = full()
     count = len(pool.slices)
-    monkeypatch.setattr("dra_driver.services.publisher.build_pool", lambda *_: pool)
-    with EmbeddedApiServer() as server:
+    monkeypatch.setattr("dra_driver.slices.publisher.build_pool", lambda *_: pool)
+    with PlaygroundApiServer() as server:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(tmp_path / "kubeconfig")
         client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playground.apiserver import Identity, PlaygroundApiServer
 
-from dra_driver.app.driver import Driver
-from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
+from dra_driver.app.daemon import Driver
 from dra_driver.errors import InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -20,7 +20,7 @@ from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import ConformanceNode, LockHolder, Process, in_background, quietly
 from tests.conformance.test_cluster_level import Publishing
-from tests.core.samples import NODE, h100, inventory
+from tests.fakes.samples import NODE, h100, inventory
 from tests.integration.conftest import DRIVER, Json, eventually
 from tests.kubelet.support import claim, prepare
 
@@ -177,8 +177,8 @@ def test_c25_generations(
     writes: list[str],
 ) -> None:
     """The pool keeps its generation while one slice changes and none is made, and moves on with all slices else."""
-    monkeypatch.setattr("dra_driver.core.slices.MAX_DEVICES_PER_SLICE", 1)
-    with EmbeddedApiServer() as server:
+    monkeypatch.setattr("dra_driver.slices.rules.build.MAX_DEVICES_PER_SLICE", 1)
+    with PlaygroundApiServer() as server:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(tmp_path / "kubeconfig")
         client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))
@@ -194,7 +194,7 @@ def test_c25_generations(
 
 def test_c25_foreign_changes_and_dropped_fields(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices that others delete are put back each time; fields that the server drops are not sent again and again."""
-    monkeypatch.setattr("dra_driver.services.publisher._QUIET_AFTER_WRITE_S", 0.001)
+    monkeypatch.setattr("dra_driver.slices.publisher._QUIET_AFTER_WRITE_S", 0.001)
     node = make_node()
     node.server.gates["DRAConsumableCapacity"] = False
     shared = {"sharing": share_all(SharingRule("shares", 4))}

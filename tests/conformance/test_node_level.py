@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playground.kubelet_client import Instance, KubeletError
 
-from dra_driver.embedded.kubelet_client import Instance, KubeletError
 from dra_driver.errors import FatalError, StateError
+from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.registration import Registrar
@@ -20,7 +21,6 @@ from dra_driver.kubelet.v1 import DraV1
 from dra_driver.kubelet.workers import Workers
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.services.healthstream import HealthStream
 from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
 from tests.integration.conftest import DRIVER, NODE, Json, eventually
 from tests.kubelet.support import FakeClaims
@@ -260,7 +260,7 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
         ended.append(1)
 
     monkeypatch.setattr(HealthStream, "watch", counted)
-    monkeypatch.setattr("dra_driver.services.monitor._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
     assert node.driver is not None
     node.driver.stop()
     kubelet = node.use_kubelet(health=version, health_retry_s=0.05)
@@ -291,9 +291,9 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
 
 def test_c10_health_that_nobody_can_tell(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a look at a GPU hangs it is told as unknown, then healthy again; a driver that ends tells no more."""
-    monkeypatch.setattr("dra_driver.services.monitor._LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr("dra_driver.services.monitor._FRESH_S", 0.5)
-    monkeypatch.setattr("dra_driver.services.healthstream._RESEND_S", 0.1)
+    monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._FRESH_S", 0.5)
+    monkeypatch.setattr("dra_driver.health.kubelet_stream._RESEND_S", 0.1)
     node = make_node()
     driver = node.start_driver()
     name = node.wait_devices(8)[2]["name"]

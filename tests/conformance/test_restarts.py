@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+from playground.kubelet_client import KubeletError
 
-from dra_driver.embedded.kubelet_client import KubeletError
+from dra_driver.journal.records import RecordStore
 from dra_driver.kubelet.server import KubeletPlugin
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from dra_driver.state.records import RecordStore
 from tests.conformance.conftest import (
     OTHER_DRIVER,
     SLOW_S,
@@ -32,7 +32,7 @@ Spawn = Callable[..., Process]
 
 DIE_BEFORE_THE_RECORD_SAYS_PREPARED = """
 import os, signal
-from dra_driver.state.records import RecordStore
+from dra_driver.journal.records import RecordStore
 
 save = RecordStore.save
 
@@ -46,7 +46,7 @@ RecordStore.save = save_or_die
 
 DIE_BEFORE_THE_RECORD_GOES = """
 import os, signal
-from dra_driver.state.records import RecordStore
+from dra_driver.journal.records import RecordStore
 
 RecordStore.delete = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 """

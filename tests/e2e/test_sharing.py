@@ -65,11 +65,11 @@ def _state() -> dict[str, str]:
 
 
 def control_processes() -> list[str]:
-    """Process IDs of all MPS control daemons and servers on the node."""
-    found = []
+    """Process IDs of all MPS control daemons and servers of the simulated node; other tests here may have others."""
+    program, found = f"{SIMULATOR_DIR}/root/usr/bin/nvidia-cuda-mps-".encode(), []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if b"nvidia-cuda-mps-" in file.read_bytes():
+            if program in file.read_bytes():
                 found.append(file.parent.name)
     return found
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,31 @@ from typing import Any
 
 import pytest
 
-from dra_driver.core.mpsclient import uses_mps
-from dra_driver.core.planning import device_of_cdi_name
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.claims.prepare import Identity
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import PermanentError
+from dra_driver.files.atomic import TEMPORARY_SUFFIX
+from dra_driver.files.formats import NewerFormatError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.host.mig_caps import MigCaps
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.executor import Executor, StepDispatcher
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.collector import MigCollector
+from dra_driver.mig.context import MigContext
+from dra_driver.mig.create import MigDevices
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.mig.steps import MigSteps
+from dra_driver.mig.users import MigUsers
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import Inventory, PossibleMig
+from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.model.steps import (
     CreateMig,
@@ -34,38 +48,18 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
-from dra_driver.mps.computemode import DEFAULT, EXCLUSIVE_PROCESS
+from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS
+from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import mps_layout
-from dra_driver.mps.processes import ProcessId
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
-from dra_driver.nvml.discovery import read_inventory
 from dra_driver.nvml.instances import MigHardware
-from dra_driver.services.cdisteps import CdiSteps
-from dra_driver.services.discovery import Discovery
-from dra_driver.services.executor import Executor
-from dra_driver.services.hostview import HostView
-from dra_driver.services.metadatasteps import MetadataSteps
-from dra_driver.services.migdevices import MigDevices
-from dra_driver.services.migkeeper import MigKeeper
-from dra_driver.services.migsteps import MigSteps
-from dra_driver.services.migusers import MigUsers
-from dra_driver.services.preparer import Identity, Preparer
-from dra_driver.services.sharingsteps import MpsSteps, TimeSliceSteps
-from dra_driver.services.steps import StepDispatcher
+from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import device_node_reader
 from dra_driver.simulator.policy import TIMESLICE, Policies
-from dra_driver.state.cdi_directory import CdiDirectory
-from dra_driver.state.claimlocks import ClaimLocks
-from dra_driver.state.files import TEMPORARY_SUFFIX
-from dra_driver.state.formats import NewerFormatError
-from dra_driver.state.locks import GpuLocks
-from dra_driver.state.metadatafiles import MetadataFiles
-from dra_driver.state.migledger import MigLedger
-from dra_driver.state.records import RecordStore
-from tests.core.samples import DRIVER, NODE, claim, result
-from tests.fakes.machines import SessionNvml, SimulatedNode
+from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import Clock
-from tests.fakes.preparing import Claims, Crash, Devices, Outcomes
+from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of
+from tests.fakes.samples import DRIVER, NODE, claim, result
 
 MACHINE = "h100-mig-static"
 ON_DEMAND = (6, 7)
@@ -78,26 +72,16 @@ EFFECTS = frozenset({
 _SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4")
 
 
-@dataclass
-class _OnDemandNvml(SessionNvml):
-    def read_inventory(self) -> Inventory:
-        return read_inventory(lambda gpu: gpu.index in ON_DEMAND)
-
-
 class Site:
     """What outlives the plugin: the machine, and the MPS host, whose daemons here are records and nothing else."""
 
     def __init__(self, directory: Path) -> None:
-        self.simulated = SimulatedNode(MACHINE, directory)
+        self.simulated = SimulatedNode(MACHINE, directory, lambda gpu: gpu.index in ON_DEMAND)
         self.machine = self.simulated.machine
         self.policies = Policies(self.machine.host_root)
         self.nodes = device_node_reader(self.machine)
         self.driver_root = DriverRoot(self.simulated.paths, nodes=self.nodes)
-        nvml = _OnDemandNvml(self.simulated.session)
-        discovery = Discovery(nvml, HostView(self.simulated.paths), lambda: None)
-        discovery.scan_now(5)
-        assert discovery.inventory is not None
-        self.inventory = discovery.inventory
+        self.inventory = self.simulated.discover()
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
         self._at_first = self.settings()
 
@@ -111,7 +95,7 @@ class Site:
         return self._name(
             index,
             lambda offered: (
-                not isinstance(offered, PossibleMig)
+                not isinstance(offered, DynamicMigDevice)
                 and hasattr(offered, "mig")
                 and (offered.mig.profile.name, offered.mig.placement.start) == (profile, start)
             ),
@@ -121,7 +105,7 @@ class Site:
         return self._name(
             index,
             lambda offered: (
-                isinstance(offered, PossibleMig)
+                isinstance(offered, DynamicMigDevice)
                 and (offered.profile.name, offered.placement.start) == (profile, start)
             ),
         )
@@ -177,7 +161,7 @@ class TimeSliceSettings:
 
     site: Site
 
-    def set_time_slice(self, gpu_uuid: str, level: int) -> None:
+    def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = 20.0) -> None:
         self.site.policies.set(TIMESLICE, gpu_uuid, level)
 
 
@@ -309,30 +293,29 @@ class KindNode:
         self.ledger = MigLedger(plugin / "mig", self.clock)
         self.ledger.open(boot_id)
         self.mps = RecordedMpsHost(site, plugin, boot_id)
-        hardware = self.deaths.effects_of(MigHardware())
-        users = MigUsers(self.records, self._lost_devices)
-        self.mig = MigDevices(hardware, self.ledger, users, boot_id, clock=self.clock, pause=self.clock.pause)
-        self.keeper = MigKeeper(
-            self.mig, hardware, self.ledger, users, self.locks, boot_id, adopt="leave",
-            on_change=lambda: None, clock=self.clock,
-        )  # fmt: skip
+        context = MigContext(
+            self.deaths.effects_of(MigHardware(nullcontext)),
+            self.ledger,
+            MigUsers(self.records, SpecsWithoutRecord(self.records, self.specs).lost_devices),
+            boot_id,
+            lambda *_what: None,
+            left_over=lambda: None,
+            operation=nullcontext,
+            clock=self.clock,
+            pause=self.clock.pause,
+        )
+        self.mig = MigDevices(context)
+        self.collector = MigCollector(context, self.mig, self.locks, adopt="leave", on_change=lambda: None)
         self.executor = Executor(
             self.records,
-            StepDispatcher(self._runners(users)),
+            StepDispatcher(self._runners(context)),
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
-        self.preparer = Preparer(
-            Identity(DRIVER, NODE, sharing(site), metadata),
-            self.claims,
-            Devices(site.inventory),
-            self.records,
-            self._orphans,
-            self.claim_locks,
-            self.locks,
-            self.executor,
-            Outcomes(),
-        )
+        self.outcomes = Outcomes()
+        self.preparer = claims_of(
+            self, Identity(DRIVER, NODE, sharing(site), metadata), Devices(site.inventory), Users()
+        ).preparer
 
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
@@ -340,7 +323,7 @@ class KindNode:
             self.site, self.directory, **{"boot_id": self.boot_id, "metadata": self.metadata, **options}
         )
         node.claims.allocated |= self.claims.allocated
-        node.keeper.look()
+        node.collector.look()
         return node
 
     def prepare(self, wanted: AllocatedClaim) -> Any:
@@ -367,17 +350,21 @@ class KindNode:
         }
         return {**files, "GPUs": self.site.settings()}
 
-    def _runners(self, users: MigUsers) -> dict[type, Any]:
+    def _runners(self, context: MigContext) -> dict[type, Any]:
         site, paths = self.site, self.site.simulated.paths
-        mig = MigSteps(self.mig, users, MigCaps(paths.proc).exist)
+        mig = MigSteps(context, self.mig, paths.proc)
         settings = self.deaths.effects_of(TimeSliceSettings(site))
         mps = self.deaths.effects_of(self.mps)
         return {
             CreateMig: mig,
             LeaveMigMode: mig,
             SetTimeSlice: TimeSliceSteps(settings, self.records),
-            RunMps: MpsSteps(mps, self.records, self._lost_mps_users, self._uuid_of),
-            WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: site.inventory, self.realised),
+            RunMps: MpsSteps(
+                mps, self.records, SpecsWithoutRecord(self.records, self.specs).mps_users, self._uuid_of
+            ),
+            WriteDeviceMetadata: MetadataSteps(
+                self.metadata_files, lambda: site.inventory, self.created_instance
+            ),
             WriteCdiSpec: CdiSteps(
                 DRIVER,
                 self.specs,
@@ -389,33 +376,17 @@ class KindNode:
             ),
         }
 
-    def realised(self, device: str) -> Any:
+    def created_instance(self, device: str) -> Any:
         with suppress(NewerFormatError):
-            return self.mig.realised(device)
+            return self.mig.ownership.created_instance(device)
         return None
 
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        return MigHardware().minor(gpu_uuid, pci_bus_id)
+        return MigHardware(nullcontext).minor(gpu_uuid, pci_bus_id)
 
     def _uuid_of(self, device: str) -> str | None:
-        made = self.realised(device)
+        made = self.created_instance(device)
         return None if made is None else made.uuid
-
-    def _orphans(self, records: Mapping[str, ClaimRecord]) -> Sequence[tuple[str, Sequence[str]]]:
-        if not self.records.quarantined():
-            return ()
-        return [(uid, names) for uid, names in self.specs.list().items() if uid not in records]
-
-    def _lost_devices(self) -> set[str]:
-        return {device_of_cdi_name(name) for _, names in self._orphans(self.records.all()) for name in names}
-
-    def _lost_mps_users(self) -> dict[str, list[str]]:
-        records = self.records.all()
-        return {
-            uid: [device_of_cdi_name(name) for name in names]
-            for uid, names in self.specs.list().items()
-            if uid not in records and uses_mps(self.specs.read(uid))
-        }
 
 
 def _is_fixed(path: Path) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "dra_driver"
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 _LOGGERS = {"_log", "log", "logger"}
+_WORKER = "dra_driver/concurrency/worker.py"
+"""Logs the event that each of its users names as `crash_event`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,10 @@ def _calls(file: Path) -> Iterator[LogCall]:
     aliases = dict(_aliases(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            levels = _levels(node.func, aliases)
+            crash_event = next((item.value for item in node.keywords if item.arg == "crash_event"), None)
+            if crash_event is not None:  # what a BackgroundWorker logs of its work
+                yield LogCall(f"{name}:{node.lineno}", name, ("exception",), _literals(crash_event), ())
+            levels = () if name == _WORKER else _levels(node.func, aliases)
             if levels:
                 fields = tuple(keyword.arg or "**" for keyword in node.keywords)
                 events = _literals(_event_argument(node, levels))

@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pynvml
 
+from dra_driver.inventory.discovery import Discovery, discover_once
+from dra_driver.inventory.host_facts import HostView
+from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance
-from dra_driver.model.pulse import Pulse
-from dra_driver.nvml.discovery import read_inventory, read_pulse
-from dra_driver.nvml.partitions import read_what_exists
-from dra_driver.nvml.session import NvmlSession
-from dra_driver.services.discovery import Discovery
-from dra_driver.services.hostview import HostView
+from dra_driver.nvml.discovery import ForeignInstances, ScanMemory, read_gpus
+from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import Machine, create_machine, nvml_library
 
 
-@dataclass
-class SessionNvml:
-    """NVML as discovery wants it."""
-
-    session: NvmlSession
-
-    def reopen(self) -> None:
-        self.session.reopen()
-
-    def close(self) -> None:
-        self.session.close()
-
-    def read_inventory(self) -> Inventory:
-        return read_inventory()
-
-    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-        return read_what_exists(gpu)
-
-    def pulse(self) -> Pulse:
-        return read_pulse()
+def read_inventory(
+    on_demand: Callable[[Gpu], bool] | None = None,
+    memory: ScanMemory | None = None,
+    foreign_instances: ForeignInstances | None = None,
+) -> Inventory:
+    """What NVML shows in the session that is open, with NVLink domains."""
+    return with_nvlink_domains(read_gpus(on_demand, memory or ScanMemory(), foreign_instances))
 
 
 class SimulatedNode:
     """One machine with its NVML session and its host."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, on_demand: Callable[[Gpu], bool] | None = None) -> None:
         self.machine: Machine = create_machine(name, directory, device_nodes="described")
         root = self.machine.host_root
         self.paths = HostPaths(
@@ -55,8 +40,8 @@ class SimulatedNode:
             proc=str(root / "proc"),
             sys=str(root / "sys"),
         )
-        self.session = NvmlSession(lambda: nvml_library(self.machine))
-        self.nvml = SessionNvml(self.session)
+        self.nvml = NvmlReader(lambda: nvml_library(self.machine), on_demand)
+        self.session = self.nvml.session
         self.changes = 0
 
     def read(self) -> Inventory:
@@ -65,14 +50,11 @@ class SimulatedNode:
         return read_inventory()
 
     def discovery(self) -> Discovery:
-        return Discovery(self.nvml, HostView(self.paths), self._changed)
+        return Discovery(self.nvml, HostView(self.paths), self._changed, list, None, list)
 
     def discover(self) -> Inventory:
         """NVML's part and the host's part."""
-        discovery = self.discovery()
-        discovery.scan_now(5)
-        assert discovery.inventory is not None, discovery.state.problem
-        return discovery.inventory
+        return discover_once(self.nvml, HostView(self.paths), None)
 
     def close(self) -> None:
         self.session.close()

@@ -4,31 +4,31 @@ binding below. `restarted` is the next instance of the plugin over the same dire
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dra_driver.core.planning import Plan, PlannedDevice
+from dra_driver.journal.executor import Executor, StepDispatcher
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.collector import MigCollector
+from dra_driver.mig.context import MigContext
+from dra_driver.mig.create import MigDevices
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.mig.steps import MigSteps
+from dra_driver.mig.users import MigUsers
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import PossibleMig
-from dra_driver.model.mig import MigProfile, Placement
+from dra_driver.model.inventory import DynamicMigDevice
+from dra_driver.model.mig import GpuAddress, MigProfile, Placement
+from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
 from dra_driver.nvml.instances import MigHardware
-from dra_driver.services.executor import Executor
-from dra_driver.services.migdevices import MigDevices
-from dra_driver.services.migkeeper import MigKeeper
-from dra_driver.services.migsteps import MigSteps
-from dra_driver.services.migusers import MigUsers
-from dra_driver.services.steps import StepDispatcher
-from dra_driver.state.locks import GpuLocks
-from dra_driver.state.migledger import MigLedger
-from dra_driver.state.records import RecordStore
-from tests.core.samples import claim as a_claim
-from tests.core.samples import result
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Crash
+from tests.fakes.samples import claim as a_claim
+from tests.fakes.samples import result
 
 CHANGES = frozenset({
     "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
@@ -99,7 +99,7 @@ class MigNode:
         self.directory = directory
         self.boot_id = boot_id
         self.gpu_uuid = self.machine.gpu(0).uuid
-        self.where = (self.gpu_uuid, None)
+        self.address = GpuAddress(self.gpu_uuid, None)
         self.lost: tuple[str, ...] = ()
         self.told: list[tuple[str, str, str | None]] = []
         self.told_of_modes: list[tuple[str, str, str | None]] = []
@@ -107,7 +107,7 @@ class MigNode:
         self.changes = 0
         self.clock = Clock()
         self.countdown = Countdown()
-        self.hardware = MigHardware()
+        self.hardware = MigHardware(nullcontext)
         self.ledger = MigLedger(directory / "mig", self.clock)
         self.ledger.open(boot_id)
         self.records = RecordStore(directory / "claims")
@@ -115,52 +115,57 @@ class MigNode:
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
         self.users = MigUsers(self.records, lambda: self.lost)
-        hardware, ledger = self.countdown.counted(self.hardware), self.countdown.counted(self.ledger)
-        self.devices = MigDevices(
-            hardware,
-            ledger,
+        self.context = MigContext(
+            self.countdown.counted(self.hardware),
+            self.countdown.counted(self.ledger),
             self.users,
             boot_id,
+            self._observed,
             left_over=self._left_over,
-            observe=self._observed,
+            operation=nullcontext,
             clock=self.clock,
             pause=self.clock.pause,
         )
-        self.steps = MigSteps(self.devices, self.users, lambda *_ids: True)
+        self.devices = MigDevices(self.context)
+        self.ownership = self.devices.ownership
+        self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
         self.executor = Executor(
             self.countdown.counted(self.records),
             StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}),
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
-        self.keeper = MigKeeper(
-            self.devices, hardware, ledger, self.users, self.locks, boot_id,
-            adopt=adopt, on_change=self._changed, clock=self.clock,
-        )  # fmt: skip
+        self.collector = MigCollector(
+            self.context, self.devices, self.locks, adopt=adopt, on_change=self._changed
+        )
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
 
     # --- what is asked for ---------------------------------------------------------------------
 
-    def wanted(self, profile: str, start: int) -> PossibleMig:
+    def wanted(self, profile: str, start: int) -> DynamicMigDevice:
         """The device of a profile at a placement of GPU 0."""
         gpu = self.machine.gpu(0)
         row = next(item for item in self.machine.current().model_of(gpu).mig if item.name == profile)
         assert start in row.starts
-        return PossibleMig(
+        return DynamicMigDevice(
             f"gpu-0-mig-{row.id}-{start}",
             Gpu(uuid=gpu.uuid),
             MigProfile(row.id, row.name, row.slices, row.max_instances, 0, 0, 0, 0, 0, 0, row.memory_mib),
             Placement(start, row.size),
         )
 
-    def step(self, wanted: PossibleMig) -> CreateMig:
+    def step(self, wanted: DynamicMigDevice) -> CreateMig:
         profile = wanted.profile
         return CreateMig(wanted.name, self.gpu_uuid, None, profile.profile_id, profile.name, wanted.placement)
 
     def prepare(
-        self, wanted: PossibleMig, uid: str = "uid-1", *others: PossibleMig, tries_again: bool = False
+        self,
+        wanted: DynamicMigDevice,
+        uid: str = "uid-1",
+        *others: DynamicMigDevice,
+        tries_again: bool = False,
     ) -> ClaimRecord:
         devices = (wanted, *others)
         claim = a_claim(*(item.name for item in devices), uid=uid)
@@ -170,7 +175,11 @@ class MigNode:
         return self._carry_out(a_claim("gpu-0", uid=uid), (LeaveMigMode(self.gpu_uuid, None),))
 
     def _carry_out(
-        self, claim: AllocatedClaim, steps: tuple[Step, ...], *wanted: PossibleMig, tries_again: bool = False
+        self,
+        claim: AllocatedClaim,
+        steps: tuple[Step, ...],
+        *wanted: DynamicMigDevice,
+        tries_again: bool = False,
     ) -> ClaimRecord:
         planned = tuple(PlannedDevice(result(item.name), item) for item in wanted)
         with self.locks.hold({self.gpu_uuid}, 5):

@@ -10,22 +10,23 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.journal.record_codec import decode
 from dra_driver.model.claim import AllocatedClaim, PodRef, Prepared
-from dra_driver.model.health import HealthState, Reason, Severity, Subject
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import Placement
-from dra_driver.mps.computemode import EXCLUSIVE_PROCESS
+from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.nvml.instances import MigHardware
 from dra_driver.simulator.policy import TIMESLICE
-from dra_driver.state.codec import decode
-from dra_driver.state.healthstore import HealthStore, KeptHealth
-from tests.core.samples import claim, result
 from tests.fakes.kindnode import MPS, TIME_SLICING, KindNode, Site, parameters, share
 from tests.fakes.preparing import Crash
+from tests.fakes.samples import claim, result
 
 DATA = Path(__file__).parents[1] / "data"
 BOOT = "boot-1"
@@ -81,8 +82,8 @@ def half_done_claims(site: Site) -> Mapping[str, AllocatedClaim]:
 def health(site: Site) -> KeptHealth:
     xid = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error", reset_seen=True)
     row = Reason("row-remapping", "pending", Severity.DEGRADED, 90, 90, "a row is to be remapped", "poll")
-    whole = HealthState(Subject(site.gpu(2).uuid), (xid, row), 3, None, (50, 100), 700)
-    part = HealthState(Subject(site.gpu(0).uuid, 1, 0), (xid,), identity="MIG-1")
+    whole = HealthState(HealthTarget(site.gpu(2).uuid), (xid, row), 3, None, (50, 100), 700)
+    part = HealthState(HealthTarget(site.gpu(0).uuid, 1, 0), (xid,), identity="MIG-1")
     return KeptHealth(BOOT, "580.95.05", (whole, part))
 
 
@@ -172,7 +173,7 @@ class OldState:
     def node(self, boot_id: str = BOOT) -> KindNode:
         """Today's driver over it, which knows the claims as the API server has them."""
         node = KindNode(self.site, self.directory, boot_id=boot_id, metadata=METADATA)
-        node.keeper.look()
+        node.collector.look()
         return node
 
     def claims(self) -> dict[str, AllocatedClaim]:
@@ -209,7 +210,7 @@ def put(site: Site, fixture: Path, directory: Path, *, reboot: bool = False) -> 
 
 def _made_again(site: Site, fixture: Path) -> Iterator[tuple[str, str]]:
     """What the claims had made, made on the machine: MIG UUIDs then and now."""
-    hardware = MigHardware()
+    hardware = MigHardware(nullcontext)
     for path in sorted(fixture.glob("plugin/mig/gpu-*.json")):
         entry = json.loads(path.read_text())
         where = (entry["gpuUUID"], entry["pciBusID"])

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from dra_driver.core.planning import Plan
+from dra_driver.app.wiring.claims import ClaimParts, claim_parts
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.claims.consumers import RecordedPods
+from dra_driver.claims.device_users import InUse
+from dra_driver.claims.prepare import Identity
+from dra_driver.claims.reconciler import Reconciler, Rhythm
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.executor import Executor, StepDispatcher
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.services.executor import Executor
-from dra_driver.services.metadatasteps import MetadataSteps
-from dra_driver.services.preparer import Identity, Preparer
-from dra_driver.services.steps import StepDispatcher
-from dra_driver.services.waiting import Patience, Releases
-from dra_driver.state.cdi_directory import CdiDirectory
-from dra_driver.state.claimlocks import ClaimLocks
-from dra_driver.state.locks import GpuLocks
-from dra_driver.state.metadatafiles import MetadataFiles
-from dra_driver.state.records import RecordStore
-from tests.core.samples import DRIVER, NODE
+from tests.fakes.samples import DRIVER, NODE
 
 
 class Crash(BaseException):
@@ -143,6 +149,51 @@ class Outcomes:
         assert ref.uid in told
         self.told.append((action, type(error).__name__))
 
+    def recovered(self, ref: ClaimRef, why: str) -> None:
+        self.told.append(("recovered", why))
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        self.told.append(("still in use", text))
+
+
+@dataclass
+class Users:
+    """What computes on the devices of claims, by their UID."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def told(self, record: ClaimRecord) -> str | None:
+        return self.texts.get(record.ref.uid)
+
+    def of(self, record: ClaimRecord) -> InUse | None:
+        text = self.told(record)
+        return None if text is None else InUse(frozenset({1}), text)
+
+
+def claims_of(
+    node: Any,
+    identity: Identity,
+    devices: Any,
+    users: Any,
+    timeouts: WaitTimeouts = WaitTimeouts(),  # noqa: B008
+) -> ClaimParts:
+    """Prepare and Unprepare over the records, locks, specs and executor of a node."""
+    return claim_parts(
+        identity,
+        lookup=node.claims,
+        discovery=devices,
+        records=node.records,
+        without_record=SpecsWithoutRecord(node.records, node.specs),
+        claim_locks=node.claim_locks,
+        gpu_locks=node.locks,
+        executor=node.executor,
+        users=users,
+        observer=node.outcomes,
+        make_sure=lambda: None,
+        timeouts=timeouts,
+        rhythm=Rhythm(),
+    )
+
 
 class Node:
     """One instance of the plugin over a directory; `restarted` is the next one over the same."""
@@ -155,7 +206,7 @@ class Node:
         boot_id: str = "boot-1",
         claims: Claims | None = None,
         metadata: tuple[str, ...] = (),
-        patience: Patience = Patience(),  # noqa: B008  frozen
+        patience: WaitTimeouts = WaitTimeouts(),  # noqa: B008  frozen
     ) -> None:
         self.directory = directory
         self.metadata = metadata
@@ -182,28 +233,16 @@ class Node:
             must_last=lambda plan: True,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
-        self.releases = Releases(
-            self.claims,
-            self.records,
-            DRIVER,
-            on_wait=lambda ref: self.waited_for.append(ref.uid),
-            users=lambda holder: self.users.get(holder.ref.uid),
-            patience=patience,
-        )
         self.waited_for: list[str] = []
         self.users: dict[str, str] = {}
-        self.preparer = Preparer(
-            Identity(DRIVER, NODE, metadata=metadata),
-            self.claims,
-            self.devices,
-            self.records,
-            self._orphans,
-            self.claim_locks,
-            self.locks,
-            self.executor,
-            self.outcomes,
-            self.releases,
-        )
+        self.serve(Identity(DRIVER, NODE, metadata=metadata))
+
+    def serve(self, identity: Identity) -> None:
+        """Put Prepare and Unprepare together over what the node has now."""
+        parts = claims_of(self, identity, self.devices, Users(self.users), self.patience)
+        parts.reconciler.look_soon = lambda ref: self.waited_for.append(ref.uid)  # type: ignore[method-assign]
+        self.preparer, self.unpreparer = parts.preparer, parts.unpreparer
+        self.line, self.under_way = parts.line, parts.under_way
 
     def restarted(self, *, boot_id: str = "boot-1", metadata: tuple[str, ...] | None = None) -> Node:
         assert self.devices.inventory is not None
@@ -231,10 +270,30 @@ class Node:
             if path.is_file() and path.parent.name != "locks" and path.name != ".boot"
         }
 
-    def _orphans(self, records: Mapping[str, ClaimRecord]) -> Sequence[tuple[str, Sequence[str]]]:
-        if not self.records.quarantined():
-            return ()
-        return [(uid, names) for uid, names in self.specs.list().items() if uid not in records]
+
+def reconciler_of(
+    node: Any,
+    told: Any,
+    *,
+    in_use: Callable[[ClaimRecord], InUse | None] = lambda record: None,
+    make_sure: Callable[[], object] = lambda: None,
+    rhythm: Rhythm = Rhythm(between_requests_s=0),  # noqa: B008  frozen
+    clock: Callable[[], float] = time.monotonic,
+) -> Reconciler:
+    """A reconciler over a node of its own pace, which tells `told`."""
+    return Reconciler(
+        node.records,
+        node.claims,
+        node.unpreparer,
+        SpecsWithoutRecord(node.records, node.specs),
+        SimpleNamespace(of=in_use),  # type: ignore[arg-type]
+        RecordedPods(node.records, node.claim_locks),
+        DRIVER,
+        told,
+        make_sure,
+        rhythm,
+        clock,
+    )
 
 
 def in_threads(*calls: Callable[[], object]) -> list[object]:

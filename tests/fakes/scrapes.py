@@ -14,9 +14,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver.model.claim import PodRef
-from dra_driver.model.health import HealthState, Reason, Severity, Subject
-from dra_driver.services.metrics import Metrics
-from tests.core.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.observability.metrics import Metrics
+from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 BEGIN, END = "<!-- metrics: generated -->", "<!-- end -->"
@@ -55,11 +55,11 @@ def by_label(metrics: Metrics, name: str, *labels: str) -> dict[tuple[str, ...],
 class KnownHealth:
     """What a monitor would answer."""
 
-    known: dict[Subject, HealthState] = field(default_factory=dict)
+    known: dict[HealthTarget, HealthState] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     xids: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def states(self) -> Mapping[Subject, HealthState]:
+    def states(self) -> Mapping[HealthTarget, HealthState]:
         return self.known
 
     def is_fresh(self, gpu_uuid: str) -> bool:
@@ -68,15 +68,15 @@ class KnownHealth:
     def xid_counts(self) -> Mapping[tuple[str, int], int]:
         return self.xids
 
-    def has(self, severity: Severity, key: str, subject: Subject) -> None:
+    def has(self, severity: Severity, key: str, target: HealthTarget) -> None:
         reason = Reason(key, "79", severity, 1, 1, "text")
-        state = self.known.get(subject, HealthState(subject))
-        self.known[subject] = replace(state, reasons=(*state.reasons, reason))
+        state = self.known.get(target, HealthState(target))
+        self.known[target] = replace(state, reasons=(*state.reasons, reason))
 
 
 @dataclass
 class Told:
-    """What an announcer counts."""
+    """What an event recorder counts."""
 
     written: int = 0
     dropped: int = 0
@@ -86,12 +86,12 @@ class Told:
 def complete_metrics() -> Metrics:
     """Every view is shown, and everything that has no series before it happens did happen."""
     health = KnownHealth(xids={(uuid(0), 79): 1})
-    health.has(Severity.UNHEALTHY, "xid", Subject(uuid(0)))
-    health.has(Severity.UNHEALTHY, "xid", Subject(uuid(2), 7, 0))
+    health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(0)))
+    health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(2), 7, 0))
     prepared = record(hold(GPU_0), hold(MIG_1G))
     records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
-    metrics.show.claims(lambda: records)
+    metrics.show.claims(lambda: records, lambda device: None, lambda record: record.claim.pods)
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)
@@ -101,7 +101,7 @@ def complete_metrics() -> Metrics:
     metrics.show.readiness(list)
     metrics.show.problem(list)
     metrics.show.mps(lambda: ["ready"])
-    metrics.show.notices(Told())
+    metrics.show.reports(Told())
     return metrics
 
 

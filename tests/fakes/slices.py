@@ -9,8 +9,54 @@ from collections.abc import Callable
 from typing import Any
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.model.sharing import NO_SHARING
+from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.publisher import Publisher
+from dra_driver.slices.rules.build import untainted
 
 JsonObject = dict[str, Any]
+
+
+class Heard:
+    """What an observer of the publisher hears."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self.failures: list[Exception] = []
+        self.told: list[str] = []
+
+    def published(self, lag_s: float) -> None:
+        self.lags.append(lag_s)
+
+    def publish_failed(self, error: Exception) -> None:
+        self.failures.append(error)
+
+    def contested(self, reason: str) -> None:
+        self.told.append(reason)
+
+    def device_left_out(self, fault: str) -> None:
+        self.told.append(fault)
+
+    def fields_dropped(self, gates: str) -> None:
+        self.told.append(gates)
+
+
+def publisher_of(
+    inventory: Callable[[], Any], slices: Any, owner: Callable[[], Any], **more: Any
+) -> Publisher:
+    """A publisher that always leads, on a server that takes everything; `more` replaces parts of that."""
+    partitions = PartitionSupport(lambda: None, _ignore, caution=lambda _: None, warn=_ignore)
+    parts: dict[str, Any] = {
+        "may_publish": lambda: True,
+        "partitions": partitions,
+        "informational": InformationalTaints(lambda: True),
+        "taints": lambda informational: untainted,
+        "observer": Heard(),
+    }
+    return Publisher(inventory, slices, owner, NO_SHARING, **parts | more)
+
+
+def _ignore(_text: str) -> None: ...
 
 
 class FakeSlices:
@@ -56,6 +102,10 @@ class FakeSlices:
         self._begin("delete", name)
         with self._lock:
             self._objects.pop(name, None)
+
+    def dry_run(self, obj: JsonObject) -> JsonObject:
+        """What an update would store; the store is the same for both."""
+        return self.store(copy.deepcopy(obj))
 
     # --- as others see it ------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 from gpucheck.cli import CANNOT_RUN, DIFFERENT, OK, main
 from gpucheck.view import Options, real_machine, simulated_machine
 
-from dra_driver import platforms
+from dra_driver.app import platforms
 from dra_driver.settings import Settings
 from dra_driver.simulator import machine_names
 from tests.hack.support import full_smi, looking_at

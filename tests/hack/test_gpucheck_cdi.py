@@ -13,7 +13,7 @@ from gpucheck.findings import Section
 from gpucheck.toolkit import check_toolkit, compare_specs
 from gpucheck.view import Options, View
 
-from dra_driver.core import cdi_rules
+from dra_driver.cdi.rules import checks as cdi_rules
 from dra_driver.simulator import create_machine
 from tests.hack.support import looking_at, script
 
@@ -58,9 +58,9 @@ def test_every_path_that_is_not_there_is_told(view: View, monkeypatch: pytest.Mo
     section, _ = check_spec(view, OPTIONS)
     found = "\n".join(texts(section))
     assert "libnvidia-ngx.so.580.95.05: is not on the host" in found
-    assert "libnvoptix.so.580.95.05: is no regular file" in found
+    assert "libnvoptix.so.580.95.05: is not a regular file" in found
     assert "device node /dev/nvidia5 is not on the host" in found
-    assert "nvidia-cdi-hook is no program on the host" in found
+    assert "nvidia-cdi-hook is not a program on the host" in found
 
 
 def test_capability_nodes_may_be_missing_but_not_be_others(

@@ -12,10 +12,10 @@ from gpucheck.cli import DIFFERENT, OK, main
 from gpucheck.recording import CannotRecordError, anonymise, record, write
 from gpucheck.replay import check_recording
 
-from dra_driver.core.slices import build_pool
 from dra_driver.model.inventory import Inventory
 from dra_driver.simulator import machine_names, open_machine
 from dra_driver.simulator.topology import active_links
+from dra_driver.slices.rules.build import build_pool
 from tests.hack.support import looking_at, machine_file
 
 H100 = {"model": "h100-sxm", "addressing": "hmm"}

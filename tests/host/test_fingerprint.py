@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.host.fingerprint import HardwareFingerprint, driver_fingerprint, instance_fingerprint
+from dra_driver.host.fingerprint import HostFingerprintReader
+from dra_driver.model.fingerprint import HostFingerprint
 from tests.host.trees import pci_function, put
 
 
-def fingerprint(sys: str, proc: str) -> tuple[object, ...]:
-    return (HardwareFingerprint(sys, proc).read(), driver_fingerprint(proc), instance_fingerprint(proc))
+def fingerprint(sys: str, proc: str) -> HostFingerprint:
+    return HostFingerprintReader(sys, proc).read()
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_the_fingerprint_changes_when_something_comes(tmp_path: Path, path: str)
 
 def test_only_functions_of_nvidia_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual functions of network cards come and go; a slot may get another card."""
-    fingerprint = HardwareFingerprint(str(tmp_path / "sys"), str(tmp_path / "proc"))
+    fingerprint = HostFingerprintReader(str(tmp_path / "sys"), str(tmp_path / "proc"))
     functions = tmp_path / "sys/bus/pci/devices"
     pci_function(tmp_path / "sys", "0000:1b:00.0")
     before = fingerprint.read()
@@ -44,7 +45,8 @@ def test_only_functions_of_nvidia_count(tmp_path: Path, monkeypatch: pytest.Monk
     read_text = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path, **kw: reads.append(path) or read_text(path, **kw))
     assert fingerprint.read() == before
-    assert [path.parent.name for path in reads] == ["0000:02:10.2"], "the vendors of the others are known"
+    vendors = [path.parent.name for path in reads if path.name == "vendor"]
+    assert vendors == ["0000:02:10.2"], "the vendors of the others are known"
     put(functions, "0000:02:10.2/vendor", "0x10de\n")
     after = fingerprint.read()
     assert after != before
@@ -58,9 +60,9 @@ def test_instances_are_told_by_the_minor_number_of_their_gpu(tmp_path: Path) -> 
     proc = str(tmp_path / "proc")
     for path in ("gpu0/mig/gi1/ci0/access", "gpu12/mig/gi1/access", "mig/config", "gpux/mig/gi0/access"):
         put(tmp_path, f"proc/driver/nvidia/capabilities/{path}")
-    found = instance_fingerprint(proc)
+    found = fingerprint("", proc).instances
     assert set(found) == {0, 12}
     put(tmp_path, "proc/driver/nvidia/capabilities/gpu12/mig/gi1/ci0/access")
-    after = instance_fingerprint(proc)
+    after = fingerprint("", proc).instances
     assert (after[0], after[12] != found[12]) == (found[0], True)
-    assert driver_fingerprint(proc) == ""
+    assert fingerprint("", proc).driver == ""

@@ -162,10 +162,10 @@ def test_the_hook_is_asked_once_until_it_is_replaced(driver: Path, tmp_path: Pat
 def test_one_that_was_asked_for_is_never_dropped_silently(driver: Path, host: Path) -> None:
     put_hook(host, USUAL)
     host_path = "/opt/toolkit/nvidia-cdi-hook"
-    remedy = rf"--nvidia-cdi-hook-path {host_path} is no file on the host: install"
+    remedy = rf"--nvidia-cdi-hook-path {host_path} is not a file on the host: install"
     with pytest.raises(RetryableError, match=remedy):
         finder(driver, host, host_path).find()
-    with pytest.raises(RetryableError, match=r"/run/nvidia/driver/usr/bin/hook is no file"):
+    with pytest.raises(RetryableError, match=r"/run/nvidia/driver/usr/bin/hook is not a file"):
         finder(driver, None, "/run/nvidia/driver/usr/bin/hook").find()
     with pytest.raises(RetryableError, match="give the absolute path"):
         finder(driver, None, "nvidia-cdi-hook").find()

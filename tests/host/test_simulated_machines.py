@@ -11,15 +11,15 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from dra_driver.core.cdi import claim_spec
-from dra_driver.core.cdi_rules import faults
+from dra_driver.cdi.rules.checks import faults
+from dra_driver.cdi.rules.spec import claim_spec
 from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.host import HostPaths
 from dra_driver.simulator import create_machine, device_node_reader, machine_names
-from tests.core.cdi_schema import SCHEMA
+from tests.cdi.cdi_schema import SCHEMA
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
 GOLDEN = Path(__file__).parent / "golden"

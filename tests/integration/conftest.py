@@ -1,4 +1,4 @@
-"""A whole node: the real daemon on a simulated machine, with the embedded API server, scheduler and kubelet."""
+"""A whole node: the real daemon on a simulated machine, with the playground's API server, scheduler and kubelet."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from playground.node import DRIVER, PlaygroundNode
+from playground.scheduler import reserve
 
-from dra_driver.app.driver import Driver
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
-from dra_driver.embedded.kubelet import EmbeddedKubelet
-from dra_driver.embedded.scheduler import EmbeddedScheduler, reserve
+from dra_driver.app.daemon import Driver
 from dra_driver.model.claim import ClaimRef
-from dra_driver.settings import Settings
-from dra_driver.simulator import Machine, create_machine
 
-DRIVER = "gpu.nvidia.com"
 NODE = "node-a"
 
 Json = dict[str, Any]
@@ -35,40 +31,11 @@ def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
     return value
 
 
-class Node:
+class Node(PlaygroundNode):
     """One node below `root`. `start_driver` may be called again after `driver.stop()`, as after a restart."""
 
     def __init__(self, root: Path, machine: str = "dgx-h100") -> None:
-        self.root = root
-        self.registry = root / "plugins_registry"
-        self.registry.mkdir()
-        self.cdi = root / "cdi"
-        self.plugin_dir = root / "plugins" / DRIVER
-        self.server = EmbeddedApiServer()
-        self.server.start()
-        self.server.add("nodes", {"metadata": {"name": NODE}})
-        self.server.write_kubeconfig(root / "kubeconfig")
-        for kind in ("gpu", "mig"):
-            expression = f"device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{kind}'"
-            spec = {"selectors": [{"cel": {"expression": expression}}]}
-            self.server.add(
-                "deviceclasses",
-                {"metadata": {"name": f"{kind}.nvidia.com"}, "spec": spec},
-                group="resource.k8s.io",
-            )
-        self.scheduler = EmbeddedScheduler(self.server)
-        self.kubelet = EmbeddedKubelet(self.registry)
-        self.kubelet.start()
-        self.machine: Machine = create_machine(machine, root / "machine", device_nodes="described")
-        self.settings = Settings(
-            node_name=NODE,
-            cdi_root=str(self.cdi),
-            kubelet_registrar_directory_path=str(self.registry),
-            kubelet_plugins_directory_path=str(root / "plugins"),
-            kubeconfig=str(root / "kubeconfig"),
-            simulate=machine,
-            simulator_dir=str(root / "machine"),
-        )
+        super().__init__(root, machine, name=NODE)
         self.driver: Driver | None = None
 
     def start_driver(self, **changes: Any) -> Driver:
@@ -82,14 +49,10 @@ class Node:
     def stop(self) -> None:
         if self.driver is not None:
             self.driver.stop()
-        self.kubelet.stop()
-        self.server.stop()
+        super().stop()
 
     def slices(self) -> list[Json]:
         return self.server.objects("resourceslices")
-
-    def devices(self) -> list[Json]:
-        return [device for entry in self.slices() for device in entry["spec"].get("devices", [])]
 
     def wait_devices(self, count: int) -> list[Json]:
         return eventually(lambda: devices if len(devices := self.devices()) == count else None)
@@ -140,7 +103,7 @@ class Node:
 @pytest.fixture(autouse=True)
 def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitor waits for events in NVML and hears of its end afterwards."""
-    monkeypatch.setattr("dra_driver.services.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
 
 
 @pytest.fixture

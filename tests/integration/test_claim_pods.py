@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.model.claim import Prepared
-from dra_driver.state.readonly import read_state
 from tests.fakes.scrapes import labelled, scraped
 from tests.integration.conftest import NODE, Node
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 def told(node: Node) -> list[tuple[str, str, str]]:
     """Claim, pod and UUID of each series."""
     assert node.driver is not None
-    found = list(labelled(scraped(node.driver._metrics), "nvidia_dra_claim_info"))
+    found = list(labelled(scraped(node.driver.metrics), "nvidia_dra_claim_info"))
     assert {(entry["namespace"], entry["node"]) for entry in found} <= {("default", NODE)}
     return sorted((entry["claim"], entry["pod"], entry["uuid"]) for entry in found)
 
@@ -48,8 +48,8 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
     node.scheduler.allocate_claim("default", "shared", pod=pod("second"))
     node.scheduler.release_claim("default", "shared", pod=pod("first"))
     assert node.driver is not None
-    release = node.driver._release
-    assert release._reconciler.look() is None
+    reconciler = node.driver.claims.reconciler
+    assert reconciler.look() is None
     now = ["pod-of-shared", "second"]
     assert told(node) == sorted(("shared", name, uuid) for name in now)
     assert written(node) == {"shared": now}
@@ -59,7 +59,7 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
     assert isinstance(node.prepare(ref)[ref.uid], Prepared)
     assert told(node) == sorted(("shared", name, uuid) for name in [*now, "third"])
     assert written(node) == {"shared": now}
-    assert release._reconciler.look() is None
+    assert reconciler.look() is None
     assert written(node) == {"shared": [*now, "third"]}
 
     node.driver.stop()

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.cli.claims import age, pods_text
-from dra_driver.cli.documents import read_documents
-from dra_driver.cli.machinefit import MachineFit
-from dra_driver.core.slices import build_pool
-from dra_driver.core.standardclasses import standard_classes
+from dra_driver.cli.claims import pods_text
+from dra_driver.diagnostics.rules.prepared_claims import age_text, usage_text
 from dra_driver.errors import InvalidConfigError
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced, UnknownSharingMode
 from dra_driver.model.steps import CreateMig, RunMps, UnknownStep, WriteCdiSpec
-from dra_driver.model.usage import MpsShared, TimeSliced, UnknownUsage, Usage
-from dra_driver.services.preparedclaims import usage_text
-from dra_driver.state.migledger import MigLedger
-from dra_driver.state.records import RecordStore
-from tests.core.samples import MIXED, h100, inventory
+from dra_driver.slices.rules.build import build_pool
+from dra_driver.validation.documents import read_documents
+from dra_driver.validation.machine_fit import MachineFit
+from dra_driver.validation.rules.standard_classes import standard_classes
+from tests.fakes.samples import MIXED, h100, inventory
 from tests.integration.conftest import DRIVER, NODE, Node
 from tests.integration.test_process import call, environment
 
@@ -257,7 +257,7 @@ def test_claims_of_a_driver_at_work(node: Node) -> None:
     ],
 )
 def test_ages(seconds: float, text: str) -> None:
-    assert age(seconds) == text
+    assert age_text(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def test_pods_as_text(names: str | None, text: str) -> None:
         (TimeSliced(9), "time-slicing, 9"),
         (MpsShared(SPEC), "MPS"),
         (MpsShared(SPEC, None, 25), "MPS, at most 25 % of threads"),
-        (UnknownUsage("quantum"), "quantum (of a newer release)"),
+        (UnknownSharingMode("quantum"), "quantum (of a newer release)"),
     ],
 )
-def test_usages(usage: Usage, text: str | None) -> None:
+def test_usages(usage: SharingMode, text: str | None) -> None:
     assert usage_text(usage) == text
 
 
@@ -449,8 +449,8 @@ def test_each_mistake_has_its_sentence() -> None:
             assert report["faults"] == [], report
     rest = [report["faults"] for report in reports[len(WRONG) :]]
     assert rest[0] == ["a is written twice"]
-    assert rest[1] == ["is no object"]
-    assert rest[2][0].startswith("is no YAML: ")
+    assert rest[1] == ["is not an object"]
+    assert rest[2][0].startswith("is not valid YAML: ")
 
 
 def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
@@ -532,14 +532,14 @@ def make_slices() -> Callable[[], list[Json]]:
         ("kind: Pod\nspec: {containers: [{name: a, name: b}]}",
          [(1, "document", "spec.containers[0].name is written twice")]),
         ("base: &b {x: 1}\nkind: A\nmore: {<<: *b, y: *b}\n", [(1, "A", None)]),
-        ("kind: A\nmetadata: {generateName: g-}\n---\n\t", [(1, "A g-", None), (4, "document", "is no YAML: ")]),
+        ("kind: A\nmetadata: {generateName: g-}\n---\n\t", [(1, "A g-", None), (4, "document", "is not valid YAML: ")]),
         ("a: &x [*x]", [(1, "configuration", None)]),
         ("a: &x0 [1]\n" + "".join(f"b{n}: &x{n + 1} [{', '.join([f'*x{n}'] * 10)}]\n" for n in range(9)),
-         [(1, "document", "its aliases stand for too much")]),
+         [(1, "document", "its aliases stand for too many values")]),
         (f"a: &x {'x' * 100_000}\nb: [{', '.join(['*x'] * 1000)}]\n",
-         [(1, "document", "its aliases stand for too much")]),
-        ("'{': '" + "{" * 3000, [(1, "document", "is no YAML: ")]),
-        ("[" * 5000, [(1, "document", "is no YAML: ")]),
+         [(1, "document", "its aliases stand for too many values")]),
+        ("'{': '" + "{" * 3000, [(1, "document", "is not valid YAML: ")]),
+        ("[" * 5000, [(1, "document", "is not valid YAML: ")]),
     ],
 )  # fmt: skip
 def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str | None]]) -> None:
@@ -557,5 +557,5 @@ def test_a_directory_without_documents_and_a_file_that_is_no_text(tmp_path: Path
     with pytest.raises(InvalidConfigError, match="there are no YAML files in"):
         list(read_documents([str(tmp_path)]))
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidConfigError, match="is no text file"):
+    with pytest.raises(InvalidConfigError, match="is not a text file"):
         list(read_documents([str(tmp_path)]))

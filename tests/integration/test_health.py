@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import ApiUnavailableError
-from dra_driver.kube.claimstatus import ClaimStatusClient
-from dra_driver.model.health import Subject
+from dra_driver.kube.claim_status_client import ClaimStatusClient
+from dra_driver.model.health import HealthTarget
 from tests.integration.conftest import Json, Node, eventually
 from tests.integration.test_mig import named
 
@@ -42,14 +42,14 @@ def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Nod
         ref = node.allocated_by_hand(name, named(node, "1g.10gb", number))
         node.prepare(ref)
     eventually(lambda: ready(node) == {"a": PREPARED, "b": PREPARED})
-    made: Any = driver.mig.realised(named(node, "1g.10gb", 0))
+    made: Any = driver.mig.created_instance(named(node, "1g.10gb", 0))
     node.machine.raise_xid(
         0, 95, gpu_instance=made.gpu_instance_id, compute_instance=made.compute_instance_id
     )
     eventually(lambda: ready(node) == {"a": ("False", "GPUUnhealthy"), "b": PREPARED})
     concerned = ["Node/node-a", "Pod/pod-of-a", "ResourceClaim/a"]
     eventually(lambda: told(node, "GPUUnhealthy") == concerned)
-    whole = Subject(made.gpu_uuid)
+    whole = HealthTarget(made.gpu_uuid)
     node.machine.raise_xid(0, 48)
     eventually(lambda: driver.health.monitor.state(whole).reasons)
     eventually(lambda: ready(node)["b"] == ("False", "GPUUnhealthy"))
@@ -64,7 +64,7 @@ def test_the_status_follows_a_gpu_that_is_lost_and_comes_back(node: Node) -> Non
     eventually(lambda: ready(node) == {"one": ("False", "GPULost")})
     node.machine.restore_gpu(0)
     node.driver.discovery.request_rescan()
-    node.driver.health.monitor._next_look = 0.0
+    node.driver.health.monitor._next_poll = 0.0
     eventually(lambda: ready(node) == {"one": PREPARED})
 
 
@@ -93,14 +93,14 @@ def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
     node.prepare(node.claim("one"))
     new = node.start_driver(pod_uid="bbbb")
     eventually(lambda: new.discovery.inventory is not None)
-    eventually(lambda: new._may_tell() and not old._may_tell())
+    eventually(lambda: new.leadership.is_ours() and not old.leadership.is_ours())
     eventually(lambda: len(new.health.monitor.states()) == 8)
     gpu, other = (found.uuid for found in list(node.machine.current().present)[:2])
 
     def everybody_hears(index: int, xid: int, uuid: str) -> bool:
         # In one process the end of the one's events may be noticed by the other, who misses what comes meanwhile.
         node.machine.raise_xid(index, xid)
-        return all(driver.health.monitor.state(Subject(uuid)).reasons for driver in (old, new))
+        return all(driver.health.monitor.state(HealthTarget(uuid)).reasons for driver in (old, new))
 
     eventually(lambda: everybody_hears(0, 79, gpu))
     eventually(lambda: ready(node) == {"one": ("False", "GPUUnhealthy")})
@@ -108,8 +108,8 @@ def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
     assert gpu in kept.read_text()
     assert told(node, "GPUUnhealthy") == ["Node/node-a", "Pod/pod-of-one", "ResourceClaim/one"]
     # Not stopped: that would end NVML for the whole process.
-    new._turn.withdraw()
-    eventually(lambda: old._may_tell() and not new._may_tell())
+    new.leadership.withdraw()
+    eventually(lambda: old.leadership.is_ours() and not new.leadership.is_ours())
     eventually(lambda: everybody_hears(1, 48, other))
     eventually(lambda: other in kept.read_text() and gpu in kept.read_text())
     eventually(lambda: told(node, "GPUUnhealthy").count("Node/node-a") == 2)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from dra_driver.app.driver import Driver
+from dra_driver.app.daemon import Driver
+from dra_driver.health import monitor
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.model.claim import Prepared
-from dra_driver.services import monitor
 from tests.fakes.scrapes import by_label
 from tests.integration.conftest import Node, eventually
 from tests.integration.test_mig import named
@@ -21,7 +21,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], float]:
-    return by_label(driver._metrics, f"nvidia_dra_{name}", *labels)
+    return by_label(driver.metrics, f"nvidia_dra_{name}", *labels)
 
 
 def health_of(driver: Driver, device: str) -> int:
@@ -47,7 +47,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node()
-    monkeypatch.setattr(monitor, "_LOOK_EVERY_S", 1000.0)
+    monkeypatch.setattr(monitor, "_POLL_EVERY_S", 1000.0)
     driver = node.start_driver(dynamic_mig=True)
     eventually(lambda: len(node.devices()) == 8 * 26)
     name = named(node, "1g.10gb", 0)
@@ -55,7 +55,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     for claim, device in (("keeps", bystander), ("first", name)):
         ref = node.allocated_by_hand(claim, device)
         assert isinstance(node.prepare(ref)[ref.uid], Prepared)
-    made = driver.mig.realised(name)
+    made = driver.mig.created_instance(name)
     assert made is not None
     ids = (made.gpu_instance_id, made.compute_instance_id)
     node.machine.raise_xid(0, 95, gpu_instance=ids[0], compute_instance=ids[1])
@@ -72,7 +72,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     eventually(lambda: tainted() == [])
     again = node.allocated_by_hand("again", name)
     assert isinstance(node.prepare(again)[again.uid], Prepared)
-    successor = driver.mig.realised(name)
+    successor = driver.mig.created_instance(name)
     assert successor is not None
     assert (successor.gpu_instance_id, successor.compute_instance_id) == ids
     assert health_of(driver, name) == v1.HEALTHY

@@ -23,7 +23,7 @@ def test_hundred_claims_at_once_on_sixteen_gpus(
 ) -> None:
     """All are answered, each with its device and its share; when they are gone nothing of them is left."""
     monkeypatch.setitem(Workers.__init__.__kwdefaults__, "idle_s", 0.2)
-    monkeypatch.setattr("dra_driver.services.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     node = make_node("dgx-2")
     node.start_driver(sharing=share_all(SharingRule("shares", 8)))
     names = [device["name"] for device in node.wait_devices(GPUS)]

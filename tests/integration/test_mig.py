@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.app import migparts
+from dra_driver.app import daemon
+from dra_driver.app.wiring import mig as migparts
+from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.nvml.session import NvmlSession
-from dra_driver.services import partitionsupport, waiting
-from dra_driver.services.waiting import Patience
+from dra_driver.slices import api_support as partitionsupport
 from tests.fakes.scrapes import by_label
 from tests.integration.conftest import NODE, Node, eventually
 
@@ -180,7 +181,7 @@ def test_server_that_counts_later_gets_everything(
     made.server.gates["DRAPartitionableDevices"] = False
     driver = made.start_driver(dynamic_mig=True)
     made.wait_devices(8)
-    assert driver._publisher.wait_published(10)
+    assert driver.publishing.publisher.wait_published(10)
     made.server.gates["DRAPartitionableDevices"] = True
     made.wait_devices(8 * PER_GPU)
 
@@ -278,8 +279,8 @@ def test_users_are_told_what_was_made_and_switched(node: Node) -> None:
 def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = partial(Patience, refused_pause_s=0.01, refused_pause_most_s=0.01, refused_s=0.3)
-    monkeypatch.setattr(waiting, "Patience", quick)
+    quick = partial(WaitTimeouts, refused_pause_s=0.01, refused_pause_most_s=0.01, refused_s=0.3)
+    monkeypatch.setattr(daemon, "WaitTimeouts", quick)
     node = make_node()
     node.start_driver(dynamic_mig=True)
     eventually(lambda: len(node.devices()) == 8 * PER_GPU)
@@ -306,8 +307,8 @@ def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
 def errors_of(node: Node) -> tuple[float, float]:
     """How many creations of MIG devices failed, and how many Prepares."""
     assert node.driver is not None
-    creations = by_label(node.driver._metrics, "nvidia_dra_mig_errors_total", "operation", "error_type")
-    prepares = by_label(node.driver._metrics, "nvidia_dra_node_prepare_errors_total", "error_type")
+    creations = by_label(node.driver.metrics, "nvidia_dra_mig_errors_total", "operation", "error_type")
+    prepares = by_label(node.driver.metrics, "nvidia_dra_node_prepare_errors_total", "error_type")
     return creations["create", "busy"], prepares["busy",]
 
 
@@ -317,8 +318,8 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     """Another GPU is plugged in meanwhile; that is no time to adopt what others made."""
     assert node.driver is not None
     reconciled, looked = [], []
-    monkeypatch.setattr(node.driver.mig.keeper, "reconcile", reconciled.append)
-    monkeypatch.setattr(node.driver.mig, "look_soon", lambda: looked.append(1))
+    monkeypatch.setattr(node.driver.mig.collector, "reconcile", reconciled.append)
+    monkeypatch.setattr(node.driver.mig.collector, "look_soon", lambda: looked.append(1))
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
     assert isinstance(node.prepare(ref)[ref.uid], Prepared)
     initialise, begun, gate, waits = NvmlSession._open, Event(), Event(), Event()

@@ -9,14 +9,14 @@ from pathlib import Path
 import yaml
 
 from dra_driver.cli.tables import device_table
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig
 from dra_driver.simulator import create_machine
-from dra_driver.state.migledger import MigLedger
-from dra_driver.state.records import RecordStore
 from tests.integration.conftest import DRIVER
 from tests.integration.test_process import call
 

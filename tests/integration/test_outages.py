@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playground.apiserver.server import Identity, PlaygroundApiServer
 
-from dra_driver.core.slicediff import Owner
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer, Identity
+from dra_driver.files import atomic as files
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.dropped import dropped_fields
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slicecache import SliceCache
+from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from dra_driver.services.publisher import Publisher
-from dra_driver.state import files
-from tests.core.samples import h100, inventory
+from dra_driver.slices.rules.diff import Owner
+from tests.fakes.samples import h100, inventory
+from tests.fakes.slices import publisher_of
 from tests.integration.conftest import DRIVER, NODE, Node, eventually
 
 OUTAGE_S = 600.0
@@ -38,8 +37,8 @@ OUTAGE_S = 600.0
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at the hardware come sooner; nothing else differs."""
-    monkeypatch.setattr("dra_driver.services.monitor._WAIT_S", 0.05)
-    monkeypatch.setattr("dra_driver.services.discovery._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.05)
 
 
 def prepared(node: Node, count: int) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) 
     assert (node.specs(), node.records()) == ([], [])
 
 
-class Patience:
+class WaitTimeouts:
     """Stands in for an event whose waits pass at once; ends after so many seconds of them."""
 
     def __init__(self, seconds: float) -> None:
@@ -117,9 +116,9 @@ class Patience:
 
 
 @pytest.fixture
-def failing(tmp_path: Path) -> Iterator[tuple[EmbeddedApiServer, ResourceApi]]:
+def failing(tmp_path: Path) -> Iterator[tuple[PlaygroundApiServer, ResourceApi]]:
     """A server that answers every request with what its faults say."""
-    with EmbeddedApiServer() as server:
+    with PlaygroundApiServer() as server:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(tmp_path / "kubeconfig")
         client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))
@@ -134,14 +133,14 @@ FAULTS = [(503, None, 40), (429, "20", 40), (500, None, 40)]
 
 @pytest.mark.parametrize(("status", "retry_after", "most"), FAULTS, ids=["503", "429", "500"])
 def test_watching_costs_little_while_the_server_is_away(
-    failing: tuple[EmbeddedApiServer, ResourceApi], status: int, retry_after: str | None, most: int
+    failing: tuple[PlaygroundApiServer, ResourceApi], status: int, retry_after: str | None, most: int
 ) -> None:
     """Ten minutes of trouble cost few requests, ever rarer and never in step; the server's own wish is granted."""
     server, api = failing
     server.faults.fail(10_000, status, retry_after=retry_after)
     before = len(server.requests)
     caches = [SliceCache(SliceClient(api, DRIVER, NODE), lambda: None) for _ in range(2)]
-    patience = [Patience(OUTAGE_S) for _ in caches]
+    patience = [WaitTimeouts(OUTAGE_S) for _ in caches]
     for cache, stop in zip(caches, patience, strict=True):
         cache._stop = stop
         cache._run()
@@ -159,7 +158,7 @@ def test_watching_costs_little_while_the_server_is_away(
 
 @pytest.mark.parametrize(("status", "retry_after", "most"), FAULTS, ids=["503", "429", "500"])
 def test_publishing_costs_little_while_the_server_refuses(
-    failing: tuple[EmbeddedApiServer, ResourceApi], status: int, retry_after: str | None, most: int
+    failing: tuple[PlaygroundApiServer, ResourceApi], status: int, retry_after: str | None, most: int
 ) -> None:
     """The same of the writer, which keeps trying for as long as its slices are not there."""
     server, api = failing
@@ -168,11 +167,11 @@ def test_publishing_costs_little_while_the_server_refuses(
     assert cache.synced.wait(10)
     [node_object] = server.objects("nodes", group="")
     owner = Owner(DRIVER, NODE, node_object["metadata"]["uid"])
-    publisher = Publisher(lambda: inventory(h100(0)), cache, lambda: owner, dropped_fields)
+    publisher = publisher_of(lambda: inventory(h100(0)), cache, lambda: owner)
     server.faults.fail(10_000, status, retry_after=retry_after, method="POST")
-    patience = publisher._stopping = Patience(OUTAGE_S)
+    patience = publisher._worker._stopping = WaitTimeouts(OUTAGE_S)
     publisher.mark_dirty()
-    publisher._run()
+    publisher._worker._run()
     cache.stop()
     writes = server.writes("resourceslices")
     assert 5 <= len(writes) <= most
@@ -311,8 +310,8 @@ def test_driver_is_reloaded_under_load(node: Node) -> None:
 
 def test_hanging_nvml_delays_nobody_who_needs_it_not(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one GPU hangs every call of NVML, known devices are served, and a call that needs a look is bounded."""
-    monkeypatch.setattr("dra_driver.services.claimcalls._SCAN_WAIT_S", 0.2, raising=False)
-    monkeypatch.setattr("dra_driver.services.preparer._SCAN_WAIT_S", 0.2, raising=False)
+    monkeypatch.setattr("dra_driver.claims.attempt._SCAN_WAIT_S", 0.2, raising=False)
+    monkeypatch.setattr("dra_driver.claims.prepare._SCAN_WAIT_S", 0.2, raising=False)
     known = prepared(node, 4)
     others = [
         node.allocated_by_hand(f"other-{device['name']}", device["name"]) for device in node.devices()[4:]

@@ -85,6 +85,9 @@ def test_only_root_reads_state_and_only_root_writes_anything(spawn: Callable[...
             status = path.lstat()
             mode, name = stat.S_IMODE(status.st_mode), str(path.relative_to(node.root))
             assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid()), name
+            if path.parent.name == "host.lib":  # the driver's libraries for nvidia-smi
+                assert path.readlink().is_relative_to(node.machine.host_root), name
+                continue
             assert not stat.S_ISLNK(status.st_mode), name
             if path == node.registry:
                 continue  # the kubelet's

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playground.apiserver.server import PlaygroundApiServer
 
-from dra_driver.app import releaseparts
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
+from dra_driver.app import daemon
+from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.reconciler import Rhythm
+from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.nodes import node_uid
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.services.claimreader import ClaimReader
-from dra_driver.services.reconciler import Reconciler, Rhythm
-from dra_driver.services.waiting import Patience
-from tests.core.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE
-from tests.core.samples import result as allocated
 from tests.fakes.preparing import Node as SmallNode
+from tests.fakes.preparing import reconciler_of
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE
+from tests.fakes.samples import result as allocated
 from tests.integration.conftest import Node, eventually
 
 
@@ -150,20 +152,17 @@ class Told:
 class Stage:
     """A node with two prepared claims and a reconciler, over a real HTTP connection to the API server."""
 
-    def __init__(self, directory: Path, server: EmbeddedApiServer) -> None:
+    def __init__(self, directory: Path, server: PlaygroundApiServer) -> None:
         self.server = server
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(directory / "kubeconfig")
         self.client = ApiClient(load_endpoint(str(directory / "kubeconfig")))
-        claims = ClaimReader(ResourceApi(self.client))
+        claims = ClaimLookup(ClaimClient(ResourceApi(self.client)), ClaimConsumers())
         self.node = SmallNode(directory, MIXED, claims=claims)  # type: ignore[arg-type]
         self.told = Told()
         self.now = 0.0
-        self.reconciler = Reconciler(
-            self.node.records,
-            claims,
-            self.node.preparer,
-            DRIVER,
+        self.reconciler = reconciler_of(
+            self.node,
             self.told,
             make_sure=lambda: node_uid(self.client, NODE),
             rhythm=Rhythm(between_requests_s=0, request_s=1.0),
@@ -203,7 +202,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    with EmbeddedApiServer() as server:
+    with PlaygroundApiServer() as server:
         made = Stage(tmp_path, server)
         yield made
         made.client.close()
@@ -230,38 +229,38 @@ def test_claim_that_was_made_anew_under_its_name_frees_the_old_one(stage: Stage)
     assert stage.told.recovered_claims == ["one was deleted and made anew"]
 
 
-def outage(server: EmbeddedApiServer) -> None:
+def outage(server: PlaygroundApiServer) -> None:
     server.faults.down = True
 
 
-def starting(server: EmbeddedApiServer) -> None:
+def starting(server: PlaygroundApiServer) -> None:
     server.faults.fail(100, 503, reason="ServiceUnavailable")
 
 
-def proxy(server: EmbeddedApiServer) -> None:
+def proxy(server: PlaygroundApiServer) -> None:
     server.faults.fail(100, 404, reason="NotFound", body=b"default backend - 404")
 
 
-def other_paths(server: EmbeddedApiServer) -> None:
+def other_paths(server: PlaygroundApiServer) -> None:
     server.faults.fail(100, 404, reason="NotFound", path="/resource.k8s.io/", body=b"404 page not found")
 
 
-def forbidden(server: EmbeddedApiServer) -> None:
+def forbidden(server: PlaygroundApiServer) -> None:
     server.faults.fail(100, 403, reason="Forbidden")
 
 
-def nonsense(server: EmbeddedApiServer) -> None:
+def nonsense(server: PlaygroundApiServer) -> None:
     server.faults.fail(100, 200, path="/resourceclaims/", body=b'{"kind": "ResourceClaim"}')
 
 
-def empty(server: EmbeddedApiServer) -> None:
+def empty(server: PlaygroundApiServer) -> None:
     """Its data was lost: no claims, and no nodes."""
     server.operations.delete(server.resource("nodes", group=""), ("", NODE), {})
 
 
 @pytest.mark.parametrize("fault", [outage, starting, proxy, other_paths, forbidden, nonsense, empty])
 def test_nothing_is_taken_back_while_the_api_server_is_unsure(
-    stage: Stage, fault: Callable[[EmbeddedApiServer], None]
+    stage: Stage, fault: Callable[[PlaygroundApiServer], None]
 ) -> None:
     stage.delete("one")
     stage.delete("two")
@@ -281,8 +280,7 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the whole driver, which stops at once though somebody waits."""
-    fast = partial(Reconciler, rhythm=Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
-    monkeypatch.setattr(releaseparts, "Reconciler", fast)
+    monkeypatch.setattr(daemon, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
     node = make_node()
     driver = node.start_driver()
     node.wait_devices(8)
@@ -311,8 +309,7 @@ def events(node: Node, reason: str) -> list[dict[str, Any]]:
 def test_stale_claim_stays_while_a_process_computes_on_its_device(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    fast = partial(Reconciler, rhythm=Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1))
-    monkeypatch.setattr(releaseparts, "Reconciler", fast)
+    monkeypatch.setattr(daemon, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1))
     node = make_node()
     if kind == "mig":
         node.machine.set_mig_mode(0, on=True)
@@ -349,8 +346,8 @@ def test_who_waits_for_a_stale_claim_hears_of_the_process(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert node.driver is not None
-    releases = node.driver._release.releases
-    monkeypatch.setattr(releases, "_patience", Patience(ask_again_s=0.05, stop_s=0))
+    line = node.driver.claims.line
+    monkeypatch.setattr(line, "_timeouts", WaitTimeouts(ask_again_s=0.05, stop_s=0))
     [device] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 0]
     old, new = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
     assert isinstance(node.prepare(old)[old.uid], Prepared)
@@ -358,11 +355,14 @@ def test_who_waits_for_a_stale_claim_hears_of_the_process(
     delete(node, old)
     with ThreadPoolExecutor(1) as pool:
         waiting = begin(pool, node, new)
-        eventually(lambda: any(place.users for place in releases._line) or waiting.done())
-        releases.stop()  # as at the end of the kubelet's deadline
+        eventually(
+            lambda: any(attempt.users for attempt in node.driver.claims.under_way.line) or waiting.done()
+        )
+        line.stop()  # as at the end of the kubelet's deadline
         failed = waiting.result(20)
     assert isinstance(failed, Failed)
     assert (
         f"device {device} is still being torn down for claim default/old (UID {old.uid}), which was deleted, but "
-        f"process 4711 (python3) still computes on {device} (GPU {node.machine.gpu(0).uuid}): end that on the node"
+        f"process 4711 (python3) still computes on {device} (GPU {node.machine.gpu(0).uuid}): end that process on "
+        "the node"
     ) in failed.error

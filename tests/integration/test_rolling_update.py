@@ -9,21 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from playground.apiserver.server import PlaygroundApiServer
 
-from dra_driver.core.slicediff import Owner
-from dra_driver.embedded.apiserver.server import EmbeddedApiServer
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.dropped import dropped_fields
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.nodes import node_uid
-from dra_driver.kube.slicecache import SliceCache
+from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
-from dra_driver.services import publisher as publisher_module
-from dra_driver.services.publisher import Publisher
-from dra_driver.state.turns import PublishingTurn
-from tests.core.samples import DRIVER, NODE, h100, inventory
+from dra_driver.slices import publisher as publisher_module
+from dra_driver.slices.leadership import InstanceLeadership
+from dra_driver.slices.rules.diff import Owner
+from tests.fakes.samples import DRIVER, NODE, h100, inventory
+from tests.fakes.slices import publisher_of
 from tests.integration.conftest import eventually
 
 
@@ -32,15 +31,13 @@ class Instance:
 
     def __init__(self, root: Path, client: ApiClient, name: str, content: Inventory) -> None:
         self.names = [device.name for device in content.devices()]
-        self.turn = PublishingTurn(root / "publishers", name)
+        self.turn = InstanceLeadership(root / "publishers", name)
         self._cache = SliceCache(SliceClient(ResourceApi(client), DRIVER, NODE), self._slices_changed)
-        self.publisher = Publisher(
+        self.publisher = publisher_of(
             lambda: content,
             self._cache,
             lambda: Owner(DRIVER, NODE, node_uid(client, NODE)),
-            dropped_fields,
             may_publish=self.turn.is_ours,
-            dry_run=self._cache.dry_run,
         )
         self._cache.start()
         self.publisher.start()
@@ -61,7 +58,7 @@ class Instance:
 
 
 class World:
-    def __init__(self, root: Path, server: EmbeddedApiServer, stack: ExitStack) -> None:
+    def __init__(self, root: Path, server: PlaygroundApiServer, stack: ExitStack) -> None:
         self._root, self.server, self._stack = root, server, stack
         server.write_kubeconfig(root / "kubeconfig")
 
@@ -91,11 +88,11 @@ class World:
 
 @pytest.fixture
 def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr(publisher_module, "_TURN_AGAIN_S", 0.1)
+    monkeypatch.setattr(publisher_module, "_LEADERSHIP_AGAIN_S", 0.1)
     with ExitStack() as stack:
 
         def make(**options: object) -> World:
-            server = stack.enter_context(EmbeddedApiServer(**options))
+            server = stack.enter_context(PlaygroundApiServer(**options))
             server.add("nodes", {"metadata": {"name": NODE}})
             return World(tmp_path, server, stack)
 
@@ -173,8 +170,8 @@ def test_restart_writes_nothing_on_a_server_with_gates_off(
     make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Several slices would even move on to a new generation, which no server takes for the same content."""
-    monkeypatch.setattr("dra_driver.core.slices.MAX_DEVICES_PER_SLICE", chunk)
-    monkeypatch.setattr("dra_driver.core.slices.wire_device", tainted)
+    monkeypatch.setattr("dra_driver.slices.rules.build.MAX_DEVICES_PER_SLICE", chunk)
+    monkeypatch.setattr("dra_driver.slices.rules.build.wire_device", tainted)
     world = make_world(gates={"DRADeviceTaints": False})
     first = world.start("first", OLD).register()
     assert first.publisher.wait_published(20)
@@ -197,7 +194,7 @@ def test_restart_writes_nothing_on_a_server_with_gates_off(
 
 
 def tainted(offered: object, content: Inventory) -> dict:
-    from dra_driver.core.attributes import wire_device
+    from dra_driver.slices.rules.attributes import wire_device
 
     taint = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
     return wire_device(offered, content) | {"taints": [taint]}

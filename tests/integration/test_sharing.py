@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def shared(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
 def snapshot(node: Node) -> dict[str, bytes]:
     """Everything below the plugin's directory and the GPUs' settings, without locks and logs of hosts."""
     files = {
-        str(path.relative_to(node.root)): path.read_bytes() if path.is_file() else b"directory"
+        str(path.relative_to(node.root)): _content(path) if path.is_file() else b"directory"
         for top in (node.plugin_dir, node.cdi)
         for path in sorted(top.rglob("*"))
         if path.parent.name not in ("locks", "publishers")
@@ -83,6 +84,14 @@ def snapshot(node: Node) -> dict[str, bytes]:
         for index, row in enumerate(node.machine.describe())
     }
     return files | processes | settings
+
+
+def _settled(node: Node) -> dict[str, bytes] | None:
+    """The snapshot; None while something goes away under the look."""
+    try:
+        return snapshot(node)
+    except FileNotFoundError:
+        return None
 
 
 def _content(file: Path) -> bytes:
@@ -167,7 +176,7 @@ def test_limits_that_cannot_be_are_refused(shared: Callable[..., Node], mps: Jso
 
 def test_multi_user_before_volta_is_refused_and_off_by_default(make_node: Callable[..., Node]) -> None:
     """Every card of the catalogue is Volta or newer, so the rule is looked at in planning alone."""
-    from dra_driver.core.planning import plan_claim
+    from dra_driver.claims.rules.plan import plan_claim
     from dra_driver.errors import ClaimRefusedError
     from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
     from dra_driver.model.gpu import Gpu
@@ -436,3 +445,107 @@ def test_time_slice_is_set_again_when_the_driver_was_reloaded_while_the_plugin_w
     node.machine.load_driver()
     node.start_driver(mps_host="child")
     eventually(lambda: node.machine.timeslice(1) == 3)
+
+
+# --- claims end whatever became of their tools ----------------------------------------------------
+
+SLICED = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Long"})
+MPS = parameters(strategy="MPS", mpsConfig={"defaultActiveThreadPercentage": 25})
+
+BROKEN = {
+    "missing": None,
+    "no permission": "echo 'Insufficient Permissions'; exit 4",
+    "driver package upgraded": "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+    "foreign libc": "echo '/lib/libc.so.6: undefined symbol: __tunable_get_val, version GLIBC_PRIVATE' >&2; exit 127",
+    "no interpreter": "exit 126",
+    "crashed": "exit 255",
+    "says nothing": "exit 1",
+}
+
+
+@contextmanager
+def broken_smi(node: Node, script: str | None) -> Iterator[None]:
+    """nvidia-smi as it is after a driver package was replaced or taken away; whole again afterwards."""
+    smi = node.machine.host_root / "usr/bin/nvidia-smi"
+    whole = smi.rename(smi.with_name("whole"))
+    if script is not None:
+        smi.write_text(f"#!/bin/sh\n{script}\n")
+        smi.chmod(0o755)
+    try:
+        yield
+    finally:
+        whole.replace(smi)
+
+
+@pytest.mark.parametrize("script", BROKEN.values(), ids=BROKEN)
+def test_sliced_claim_ends_though_nvidia_smi_is_broken(
+    shared: Callable[..., Node], script: str | None
+) -> None:
+    node = shared()
+    name = node.devices()[2]["name"]
+    ref = node.allocated_by_hand("sliced", name, config=SLICED)
+    ready(node, ref)
+    with broken_smi(node, script):
+        assert node.unprepare(ref) == {ref.uid: None}
+        assert (node.records(), list(node.cdi.glob(f"*{ref.uid}*"))) == ([], [])
+        refused = node.allocated_by_hand("refused", name, config=SLICED)
+        assert "nvidia-smi" in error(node, refused)
+        assert node.records() == [], "what was refused leaves nothing"
+        plain = node.allocated_by_hand("plain", name)
+        ready(node, plain)
+        assert node.unprepare(plain) == {plain.uid: None}
+    ready(node, refused)
+
+
+@pytest.mark.parametrize("script", BROKEN.values(), ids=BROKEN)
+def test_mps_claim_ends_though_nvidia_smi_is_broken_and_the_gpu_is_given_back_later(
+    shared: Callable[..., Node], script: str | None
+) -> None:
+    node = shared()
+    before = snapshot(node)
+    device = node.devices()[0]
+    ref = node.allocated_by_hand("mps", device["name"], config=MPS)
+    ready(node, ref)
+    with broken_smi(node, script):
+        assert node.unprepare(ref) == {ref.uid: None}
+        now = snapshot(node)
+        assert (node.records(), [key for key in now if key.startswith("process")]) == ([], [])
+        assert node.machine.compute_mode(device["attributes"]["uuid"]["string"]) == 3, "cannot be set now"
+    eventually(lambda: _settled(node) == before)
+
+
+def test_mps_claim_is_refused_and_ends_where_no_host_was_installed(make_node: Callable[..., Node]) -> None:
+    """The base of daemonset/ has none."""
+    node = make_node()
+    node.start_driver(mps_host="external")
+    node.wait_devices(8)
+    before = snapshot(node)
+    name = node.devices()[0]["name"]
+    ref = node.allocated_by_hand("mps", name, config=MPS)
+    assert "no MPS host answers" in error(node, ref)
+    assert snapshot(node) == before
+    assert node.unprepare(ref) == {ref.uid: None}
+    plain = node.allocated_by_hand("plain", name)
+    ready(node, plain)
+    assert node.unprepare(plain) == {plain.uid: None}
+    assert snapshot(node) == before
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
+    shared: Callable[..., Node], lost: bool
+) -> None:
+    node = shared()
+    before = snapshot(node)
+    ref = node.allocated_by_hand("mps", node.devices()[0]["name"], config=MPS)
+    ready(node, ref)
+    node.driver.stop()  # and the host with it, whose daemons run on
+    if lost:
+        next((node.plugin_dir / "mps").glob("*.json")).write_text("{")
+    node.start_driver(mps_host="external")
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.records() == []
+    assert [key for key in snapshot(node) if key.startswith("process")] != [], "nobody could stop it"
+    node.driver.stop()
+    node.start_driver(mps_host="child")
+    eventually(lambda: _settled(node) == before)

@@ -21,19 +21,19 @@ import pytest
 import yaml
 
 from dra_driver.cli.top import screen
-from dra_driver.core.topview import NodeView
+from dra_driver.diagnostics import snapshot as snapshot_module
+from dra_driver.diagnostics.rules.top_screen import NodeView
+from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.errors import NvmlUnavailableError
+from dra_driver.health.store import KeptHealth, encode
+from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.health import HealthState, Reason, Severity, Subject
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.platforms import NvmlReader
-from dra_driver.services import nodelook
-from dra_driver.services.nodelook import NodeLook, Nvml, Place
+from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import Machine, create_machine, nvml_library
-from dra_driver.state.healthstore import KeptHealth, encode
-from dra_driver.state.records import RecordStore
 from tests.integration.conftest import DRIVER, Node, eventually
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
@@ -207,14 +207,14 @@ def machine(memory_path: Path) -> Machine:
 
 
 @pytest.fixture
-def look_at(memory_path: Path) -> Iterator[Callable[[Nvml], NodeLook]]:
+def look_at(memory_path: Path) -> Iterator[Callable[[Any], NodeSnapshot]]:
     """Makes looks at a directory, at a fixed time."""
     with ExitStack() as stack:
 
-        def make(nvml: Nvml) -> NodeLook:
+        def make(nvml: Any) -> NodeSnapshot:
             directory = memory_path / "plugin"
-            place = Place("node-a", DRIVER, directory, memory_path / "cdi", "boot-1", lambda gpu: False)
-            made = NodeLook(place, nvml, lambda: NOW)
+            paths = NodePaths("node-a", DRIVER, directory, memory_path / "cdi", "boot-1")
+            made = NodeSnapshot(paths, nvml, lambda gpu: False, lambda: NOW)
             stack.callback(made.close)
             return made
 
@@ -235,7 +235,7 @@ def told(view: NodeView) -> list[tuple[str, str, str, float | None]]:
 
 
 def test_kept_health_and_what_nvml_says_now_are_put_together(
-    machine: Machine, look_at: Callable[[Nvml], NodeLook], memory_path: Path
+    machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
 ) -> None:
     uuids = [row["uuid"] for row in machine.describe()]
     names = list(gpu_device_names(uuids).values())
@@ -243,10 +243,10 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     write_health(
         memory_path,
         "boot-1",
-        HealthState(Subject(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
-        HealthState(Subject(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
-        HealthState(Subject(uuids[3]), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
-        HealthState(Subject("GPU-pulled"), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
+        HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
+        HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
+        HealthState(HealthTarget(uuids[3]), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
+        HealthState(HealthTarget("GPU-pulled"), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
     )
     machine.set_slowdown(2, 0x40)
     machine.set_mig_mode(1, on=True)
@@ -281,8 +281,8 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     write_health(
         memory_path,
         "boot-0",
-        HealthState(Subject(uuids[0]), (pending,)),
-        HealthState(Subject(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
+        HealthState(HealthTarget(uuids[0]), (pending,)),
+        HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
     )
     machine.set_slowdown(2, 0)
     view = look.view(20)
@@ -290,7 +290,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     assert any("from before the last boot" in note for note in view.notes)
 
 
-def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[Nvml], NodeLook]) -> None:
+def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[Any], NodeSnapshot]) -> None:
     look = look_at(NvmlReader(lambda: nvml_library(machine)))
     assert len(look.view(20).gpus) == 4
     machine.lose_gpu(2)
@@ -328,14 +328,14 @@ class OddNvml:
     def close(self) -> None:
         self.closed += 1
 
-    def pulse(self) -> tuple[Hashable, ...]:
+    def nvml_fingerprint(self) -> tuple[Hashable, ...]:
         return ()
 
     def read_inventory(self) -> Inventory:
         return Inventory(DriverVersions("580.95.05", (13, 0)))
 
 
-def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Nvml], NodeLook]) -> None:
+def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Any], NodeSnapshot]) -> None:
     nvml = OddNvml()
     look = look_at(nvml)
     for _ in range(3):
@@ -356,9 +356,11 @@ def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Nvml], NodeLook]) 
     ],
 )
 def test_nvml_that_fails_costs_only_its_part(
-    error: Exception, said: str, look_at: Callable[[Nvml], NodeLook], memory_path: Path
+    error: Exception, said: str, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
 ) -> None:
-    write_health(memory_path, "boot-1", HealthState(Subject("GPU-1"), (reason("xid", "79", Severity.LOST),)))
+    write_health(
+        memory_path, "boot-1", HealthState(HealthTarget("GPU-1"), (reason("xid", "79", Severity.LOST),))
+    )
     nvml = OddNvml(error)
     look = look_at(nvml)
     for _ in range(2):
@@ -369,9 +371,12 @@ def test_nvml_that_fails_costs_only_its_part(
 
 
 def test_mps_host_that_does_not_answer_is_not_waited_for(
-    look_at: Callable[[Nvml], NodeLook], tmp_path: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+    look_at: Callable[[Any], NodeSnapshot],
+    tmp_path: Path,
+    memory_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nodelook, "_MPS_WAIT_S", 0.05)
+    monkeypatch.setattr(snapshot_module, "_MPS_WAIT_S", 0.05)
     path = memory_path / "plugin/mps/host.sock"
     path.parent.mkdir(parents=True)
     error = NvmlUnavailableError("no driver")

@@ -1,6 +1,6 @@
 """Fixtures of the API tests.
 
-`target` runs a test against the embedded server in every combination of served versions, or, with
+`target` runs a test against the playground's API server in every combination of served versions, or, with
 DRA_TEST_KUBECONFIG set, against that real cluster (`pytest -m cluster tests/kube`).
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.embedded.apiserver import EmbeddedApiServer
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.slices import SliceClient
@@ -35,7 +35,7 @@ class Target:
     api: ResourceApi
     node: str
     namespace: str
-    server: EmbeddedApiServer | None
+    server: PlaygroundApiServer | None
 
     def slices(self) -> SliceClient:
         return SliceClient(self.api, DRIVER, self.node)
@@ -53,7 +53,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     if request.param == "real":
         yield from _real_target(Path(str(_REAL)), node)
         return
-    with EmbeddedApiServer(served=request.param, bookmark_s=0.1) as server:
+    with PlaygroundApiServer(served=request.param, bookmark_s=0.1) as server:
         kubeconfig = tmp_path / "kubeconfig"
         server.write_kubeconfig(kubeconfig)
         server.add("nodes", {"metadata": {"name": node}})
@@ -73,17 +73,17 @@ def _real_target(kubeconfig: Path, node: str) -> Iterator[Target]:
 
 
 @pytest.fixture
-def server() -> Iterator[EmbeddedApiServer]:
-    with EmbeddedApiServer(bookmark_s=0.1) as server:
+def server() -> Iterator[PlaygroundApiServer]:
+    with PlaygroundApiServer(bookmark_s=0.1) as server:
         yield server
 
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[Callable[..., ApiClient]]:
-    """Make clients for embedded servers; all are closed at the end."""
+    """Make clients for API servers of the playground; all are closed at the end."""
     clients: list[ApiClient] = []
 
-    def make(server: EmbeddedApiServer, *, token: str | None = None, **options: Any) -> ApiClient:
+    def make(server: PlaygroundApiServer, *, token: str | None = None, **options: Any) -> ApiClient:
         kubeconfig = tmp_path / f"kubeconfig-{len(clients)}"
         server.write_kubeconfig(kubeconfig, token=token)
         clients.append(ApiClient(load_endpoint(kubeconfig), **({"timeout_s": 5} | options)))

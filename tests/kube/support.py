@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.versions import ResourceApi
 
 DRIVER = "gpu.nvidia.com"
@@ -97,3 +98,8 @@ def write_claim_status(api: ResourceApi, claim: dict[str, Any]) -> dict[str, Any
         body=claim,
         action="test",
     )
+
+
+def claim_status_client(api, driver, node, *, note_pods=lambda uid, pods: None, **more):
+    """A client whose reader of pods is nobody unless a test says so."""
+    return ClaimStatusClient(api, driver, node, note_pods=note_pods, **more)

@@ -11,14 +11,14 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from playground.apiserver import Identity, PlaygroundApiServer
 
 import dra_driver
-from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
+from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.apierrors import PathNotFoundError, WatchExpiredError
+from dra_driver.kube.api_errors import PathNotFoundError, WatchExpiredError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.ratelimit import TokenBucket
 
 NODES = "/api/v1/nodes"
 
@@ -58,7 +58,8 @@ def test_error_is_permanent_when_server_refuses(server, client, status, reason):
         client.request("POST", NODES, action="create node", body={})
     assert (caught.value.status, caught.value.reason) == (status, reason)
     assert (
-        str(caught.value) == f"create node: the embedded server was told to fail this request (HTTP {status})"
+        str(caught.value)
+        == f"create node: the playground's API server was told to fail this request (HTTP {status})"
     )
     assert isinstance(caught.value, WatchExpiredError) == (status == 410)
     assert is_not_found(caught.value) == (status == 404)
@@ -232,7 +233,7 @@ def test_sixteen_threads_share_connections(server, client):
 
 
 def test_token_is_needed_when_server_asks(connect):
-    with EmbeddedApiServer(tokens={"secret": Identity("driver")}) as server:
+    with PlaygroundApiServer(tokens={"secret": Identity("driver")}) as server:
         with pytest.raises(ApiRejectedError) as caught:
             connect(server).request("GET", NODES, action="list nodes")
         assert caught.value.status == 401
@@ -240,7 +241,7 @@ def test_token_is_needed_when_server_asks(connect):
 
 
 def test_foreign_slice_is_refused_when_token_is_bound_to_a_node(connect):
-    with EmbeddedApiServer(tokens={"secret": Identity("driver", node="mine")}) as server:
+    with PlaygroundApiServer(tokens={"secret": Identity("driver", node="mine")}) as server:
         client = connect(server, token="secret")
         body = {"metadata": {"name": "s"}, "spec": {"nodeName": "other"}}
         with pytest.raises(
@@ -253,7 +254,7 @@ def test_foreign_slice_is_refused_when_token_is_bound_to_a_node(connect):
 def test_token_file_is_read_again_when_it_is_replaced(tmp_path):
     from dra_driver.kube.endpoint import load_endpoint
 
-    with EmbeddedApiServer(tokens={"old": Identity("driver")}) as server:
+    with PlaygroundApiServer(tokens={"old": Identity("driver")}) as server:
         token = tmp_path / "token"
         token.write_text("old\n")
         server.write_kubeconfig(tmp_path / "kubeconfig", token_file=token)
@@ -281,7 +282,7 @@ def test_request_is_repeated_when_another_thread_read_the_new_token_first(connec
         def refresh(self):
             return False
 
-    with EmbeddedApiServer(tokens={"new": Identity("driver")}) as server:
+    with PlaygroundApiServer(tokens={"new": Identity("driver")}) as server:
         source = Rotated()
         url = connect(server).endpoint.server
         client = ApiClient(

@@ -1,11 +1,11 @@
-"""Server-side apply of claim states as the driver relies on it; runs against the embedded and a real server."""
+"""Server-side apply of claim states as the driver relies on it; runs against the playground and a real server."""
 
 from __future__ import annotations
 
 import pytest
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.claimstatus import APPLY_PATCH
+from dra_driver.kube.claim_status_client import APPLY_PATCH
 from tests.kube.support import DRIVER, allocated_claim
 
 _PLACE = {"driver": DRIVER, "pool": "n", "device": "gpu-0"}

@@ -1,4 +1,4 @@
-"""Claims and nodes as the driver reads them; runs against the embedded and a real server."""
+"""Claims and nodes as the driver reads them; runs against the playground and a real server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dra_driver.errors import ApiRejectedError, ClaimRefusedError
 from dra_driver.kube.claims import ClaimClient, parse_allocated_claim, reserved_pods
-from dra_driver.kube.nodes import node_uid
+from dra_driver.kube.cluster import node_uid
 from dra_driver.model.claim import ClaimNow, ClaimRef, DeviceConfig, DeviceResult, PodRef
 
 _REQUESTS = [

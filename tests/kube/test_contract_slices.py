@@ -1,4 +1,4 @@
-"""What the driver relies on from an API server about slices; runs against the embedded and a real one."""
+"""What the driver relies on from an API server about slices; runs against the playground and a real one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.apierrors import WatchExpiredError
-from dra_driver.kube.dropped import dropped_fields
+from dra_driver.kube.api_errors import WatchExpiredError
 from dra_driver.kube.slices import SliceClient
+from dra_driver.slices.rules.dropped_fields import dropped_fields
 from tests.kube.support import DRIVER, bump, make_slice
 
 

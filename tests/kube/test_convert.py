@@ -1,4 +1,4 @@
-"""Conversion between the versions of the API: lossless, and equal to the embedded server's own."""
+"""Conversion between the versions of the API: lossless, and equal to the playground's API server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import copy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from playground.apiserver.convert import decode, encode
+from playground.apiserver.resources import BY_PLURAL, RESOURCE_GROUP
 
-from dra_driver.embedded.apiserver.convert import decode, encode
-from dra_driver.embedded.apiserver.resources import BY_PLURAL, RESOURCE_GROUP
 from dra_driver.kube.convert import VERSIONS, from_version, to_version
 
 _names = st.text("abcdefghij-", min_size=1, max_size=8)

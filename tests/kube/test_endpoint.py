@@ -9,8 +9,8 @@ import sys
 import textwrap
 
 import pytest
+from playground.apiserver import Identity, PlaygroundApiServer
 
-from dra_driver.embedded.apiserver import EmbeddedApiServer, Identity
 from dra_driver.errors import ApiUnavailableError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.credentials import FileToken
@@ -112,7 +112,7 @@ def test_static_token_becomes_a_bearer_header(tmp_path):
 
 
 def test_outside_a_pod_the_error_names_the_flag():
-    with pytest.raises(InvalidConfigError, match="this is no pod; give a kubeconfig with --kubeconfig"):
+    with pytest.raises(InvalidConfigError, match="this is not a pod; give a kubeconfig with --kubeconfig"):
         load_endpoint(environ={})
 
 
@@ -160,7 +160,7 @@ def test_exec_plugin_gives_the_token(tmp_path):
     user = {
         "exec": {"apiVersion": credential["apiVersion"], "command": str(plugin), "interactiveMode": "Never"}
     }
-    with EmbeddedApiServer(tokens={"from-plugin": Identity("me")}) as server:
+    with PlaygroundApiServer(tokens={"from-plugin": Identity("me")}) as server:
         path = write(tmp_path / "kubeconfig", user=user, cluster={"server": server.url})
         client = ApiClient(load_endpoint(path))
         assert client.request("GET", NODES, action="list nodes")["items"] == []
@@ -171,7 +171,7 @@ def test_models_are_not_imported_when_not_needed(tmp_path):
     path = write(tmp_path / "kubeconfig")
     code = f"""
         import sys
-        import dra_driver.kube.client, dra_driver.kube.slicecache, dra_driver.kube.claims, dra_driver.kube.nodes
+        import dra_driver.kube.client, dra_driver.kube.slice_cache, dra_driver.kube.claims, dra_driver.kube.cluster
         from dra_driver.kube.endpoint import load_endpoint
         load_endpoint({str(path)!r})
         bad = [m for m in sys.modules if m.partition(".")[0] in ("kubernetes", "requests", "grpc", "pydantic")]
@@ -181,7 +181,7 @@ def test_models_are_not_imported_when_not_needed(tmp_path):
 
 
 def test_error_names_ca_when_certificate_is_not_trusted(certificates, tmp_path):
-    with EmbeddedApiServer(tls=certificates("one")) as server:
+    with PlaygroundApiServer(tls=certificates("one")) as server:
         other, _ = certificates("two")
         path = write(
             tmp_path / "kubeconfig", cluster={"server": server.url, "certificate-authority": str(other)}
@@ -193,7 +193,7 @@ def test_error_names_ca_when_certificate_is_not_trusted(certificates, tmp_path):
 
 
 def test_ca_is_loaded_again_when_it_is_replaced(certificates, tmp_path):
-    with EmbeddedApiServer(tls=certificates("one"), tokens={"t": Identity("me")}) as server:
+    with PlaygroundApiServer(tls=certificates("one"), tokens={"t": Identity("me")}) as server:
         (tmp_path / "ca.crt").write_bytes(certificates("two")[0].read_bytes())
         (tmp_path / "token").write_text("t")
         environ = POD | {"KUBERNETES_SERVICE_PORT": str(server.port)}
@@ -210,7 +210,7 @@ def test_ca_is_loaded_again_when_it_is_replaced(certificates, tmp_path):
 def test_watch_stops_promptly_over_tls(certificates, tmp_path):
     import threading
 
-    with EmbeddedApiServer(tls=certificates("one")) as server:
+    with PlaygroundApiServer(tls=certificates("one")) as server:
         server.write_kubeconfig(tmp_path / "kubeconfig")
         client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))
         stream = client.watch(NODES, action="watch", query={"watch": "true"}, idle_timeout_s=5)
@@ -231,7 +231,7 @@ def test_client_certificate_works_inline_and_as_file(certificates, tmp_path):
         "client-key-data": base64.b64encode(key.read_bytes()).decode(),
     }
     files = {"client-certificate": cert.name, "client-key": key.name}
-    with EmbeddedApiServer(tls=(cert, key)) as server:
+    with PlaygroundApiServer(tls=(cert, key)) as server:
         for number, user in enumerate((inline, files)):
             cluster = {"server": server.url, "certificate-authority": cert.name}
             path = write(cert.parent / f"kubeconfig-{number}", cluster=cluster, user=user)
@@ -241,7 +241,7 @@ def test_client_certificate_works_inline_and_as_file(certificates, tmp_path):
 
 
 def test_insecure_skips_verification(certificates, tmp_path):
-    with EmbeddedApiServer(tls=certificates("one")) as server:
+    with PlaygroundApiServer(tls=certificates("one")) as server:
         cluster = {"server": server.url, "insecure-skip-tls-verify": True}
         client = ApiClient(load_endpoint(write(tmp_path / "kubeconfig", cluster=cluster)))
         assert client.request("GET", NODES, action="list nodes")["items"] == []

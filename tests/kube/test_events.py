@@ -1,4 +1,4 @@
-"""Events as users read them; runs against the embedded and a real server."""
+"""Events as users read them; runs against the playground and a real server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.notices import EventObject, claim_object, node_object
+from dra_driver.model.events import EventObject, claim_object, node_object
 from tests.kube.support import DRIVER
 
 _START = datetime(2026, 8, 7, 12, tzinfo=UTC)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from playground.apiserver import PlaygroundApiServer
+from playground.apiserver.operations import now
 
-from dra_driver.embedded.apiserver import EmbeddedApiServer
-from dra_driver.embedded.apiserver.operations import now
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.dropped import could_be_dropped
-from dra_driver.kube.slicecache import SliceCache
+from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
+from dra_driver.slices.rules.dropped_fields import could_be_dropped
 from tests.kube.support import DRIVER, bump, make_slice
 
 _TAINT = {"key": "gpu.nvidia.com/x", "value": "y", "effect": "NoSchedule"}
@@ -42,7 +42,7 @@ def test_dry_run_is_refused_like_an_update(target):
 
 @pytest.mark.parametrize("served", [("v1",), ("v1beta1",)])
 def test_dry_run_shows_what_a_gate_drops(connect, served):
-    with EmbeddedApiServer(gates={"DRADeviceTaints": False}, served=served) as server:
+    with PlaygroundApiServer(gates={"DRADeviceTaints": False}, served=served) as server:
         slices = SliceClient(ResourceApi(connect(server)), DRIVER, "n")
         stored = slices.create(make_slice("n"))
         wanted = stored | {"spec": make_slice("n", devices=[{"name": "gpu-0", "taints": [_TAINT]}])["spec"]}

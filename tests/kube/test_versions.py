@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.embedded.apiserver import EmbeddedApiServer
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.apierrors import PathNotFoundError
+from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
@@ -26,13 +26,13 @@ from tests.kube.support import DRIVER, make_slice
     ],
 )
 def test_best_served_version_is_chosen(connect, served, chosen):
-    with EmbeddedApiServer(served=served) as server:
+    with PlaygroundApiServer(served=served) as server:
         assert ResourceApi(connect(server)).version == chosen
 
 
 @pytest.mark.parametrize("served", [(), ("v1alpha3",), ("v2",)])
 def test_error_names_kubernetes_versions_when_none_fits(connect, served):
-    with EmbeddedApiServer(served=served) as server, pytest.raises(ApiRejectedError) as caught:
+    with PlaygroundApiServer(served=served) as server, pytest.raises(ApiRejectedError) as caught:
         ResourceApi(connect(server)).discover()
     assert "needed: one of v1, v1beta2, v1beta1" in str(caught.value)
     assert f"served: {', '.join(served) or 'none'}" in str(caught.value)
@@ -42,9 +42,9 @@ def test_error_names_kubernetes_versions_when_none_fits(connect, served):
 def test_claims_are_not_taken_for_deleted_when_no_version_is_served(connect):
     """Else every claim of the node would be taken back."""
     ref = ClaimRef("default", "absent", "uid-1")
-    with EmbeddedApiServer(served=()) as server, pytest.raises(PathNotFoundError):
+    with PlaygroundApiServer(served=()) as server, pytest.raises(PathNotFoundError):
         ClaimClient(ResourceApi(connect(server))).look(ref)
-    with EmbeddedApiServer() as server:
+    with PlaygroundApiServer() as server:
         assert ClaimClient(ResourceApi(connect(server))).look(ref) is None
 
 
@@ -68,7 +68,7 @@ def test_missing_object_costs_one_request(server, connect):
 
 @pytest.mark.parametrize("operation", ["list", "create", "update", "delete", "get", "watch"])
 def test_other_version_is_used_when_cluster_was_upgraded(connect, operation):
-    with EmbeddedApiServer(served=("v1beta1",)) as server:
+    with PlaygroundApiServer(served=("v1beta1",)) as server:
         claim = server.add(
             "resourceclaims", {"metadata": {"name": "c", "namespace": "default"}}, group="resource.k8s.io"
         )
@@ -95,7 +95,7 @@ def test_other_version_is_used_when_cluster_was_upgraded(connect, operation):
 
 
 def test_old_version_is_kept_while_it_is_served(connect):
-    with EmbeddedApiServer(served=("v1beta1",)) as server:
+    with PlaygroundApiServer(served=("v1beta1",)) as server:
         api = ResourceApi(connect(server))
         slices = SliceClient(api, DRIVER, "n")
         slices.list()
@@ -105,7 +105,7 @@ def test_old_version_is_kept_while_it_is_served(connect):
 
 
 def test_versions_are_tried_in_turn_when_discovery_is_forbidden(connect):
-    with EmbeddedApiServer(served=("v1beta1",)) as server:
+    with PlaygroundApiServer(served=("v1beta1",)) as server:
         server.faults.fail(2, 403, reason="Forbidden", path="/apis/resource.k8s.io")
         api = ResourceApi(connect(server))
         assert api.version == "v1"
@@ -127,7 +127,7 @@ def test_version_is_chosen_later_when_server_is_down_at_first(server, connect):
 
 @pytest.mark.parametrize("name", ["..", ".", ""])
 def test_impossible_name_never_reaches_the_server(server, connect, name):
-    with pytest.raises(ApiRejectedError, match="is no name of an API object"):
+    with pytest.raises(ApiRejectedError, match="cannot be the name of an API object"):
         ClaimClient(ResourceApi(connect(server))).get_claim("default", name)
     assert [r.path for r in server.requests] == ["/apis/resource.k8s.io"]
 

@@ -31,7 +31,7 @@ def node():
 
 @pytest.fixture
 def wiped():
-    """What the embedded kubelets wiped."""
+    """What the playground's kubelets wiped."""
     return []
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+from playground.kubelet import KubeletSettings, PlaygroundKubelet
 
-from dra_driver.embedded.kubelet import EmbeddedKubelet, KubeletSettings
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.registration import Registrar
@@ -44,15 +44,18 @@ class FakeClaims:
 
     def __init__(self, label="driver") -> None:
         self.label = label
+        self.has_left: Callable | None = None
         self.asked: list[tuple[str, tuple[ClaimRef, ...], float | None]] = []
         self.on_prepare: Callable = lambda claims: {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
         self.on_unprepare: Callable = lambda claims: {ref.uid: None for ref in claims}
 
-    def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping:
+    def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable) -> Mapping:
+        self.has_left = has_left
         self.asked.append(("prepare", tuple(claims), deadline_s))
         return self.on_prepare(claims)
 
-    def unprepare(self, claims: Sequence[ClaimRef], deadline_s: float | None) -> Mapping:
+    def unprepare(self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable) -> Mapping:
+        self.has_left = has_left
         self.asked.append(("unprepare", tuple(claims), deadline_s))
         return self.on_unprepare(claims)
 
@@ -88,7 +91,9 @@ class Node:
             "grace_s": 5.0,
             "guard_s": 0.02,
         } | (settings or {})
-        plugin = KubeletPlugin(PluginSettings(**options), claims or FakeClaims(), **callbacks)
+        plugin = KubeletPlugin(
+            PluginSettings(**options), claims or FakeClaims(), **{"ready": lambda: True, **callbacks}
+        )
         self.started.append(plugin)
         if start:
             plugin.start()
@@ -164,12 +169,12 @@ def made_node() -> Iterator[Node]:
 
 
 @contextmanager
-def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., EmbeddedKubelet]]:
-    """Starts embedded kubelets, with changes to FAST, and stops them at the end."""
+def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., PlaygroundKubelet]]:
+    """Starts kubelets of the playground, with changes to FAST, and stops them at the end."""
     started = []
 
     def make(**changes):
-        kubelet = EmbeddedKubelet(node.registry, replace(FAST, **changes), on_wipe=wiped.append)
+        kubelet = PlaygroundKubelet(node.registry, replace(FAST, **changes), on_wipe=wiped.append)
         kubelet.start()
         started.append(kubelet)
         return kubelet
@@ -200,6 +205,6 @@ def made_registrars(node: Node) -> Iterator[Callable[..., Registrar]]:
         listener.stop(0)
 
 
-def methods(kubelet: EmbeddedKubelet, *names: str) -> list[str]:
+def methods(kubelet: PlaygroundKubelet, *names: str) -> list[str]:
     """The recorded calls of these methods."""
     return [call.method for call in kubelet.calls() if call.method in names]

@@ -105,6 +105,20 @@ def test_service_sees_the_time_the_kubelet_still_waits(dra, claims):
     assert remaining[2] is None
 
 
+def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
+    gate = claims.on_prepare = Gate()
+    with channel(dra) as opened:
+        request = dra_v1_pb2.NodePrepareResourcesRequest
+        call = opened.unary_unary(V1 + "NodePrepareResources", request.SerializeToString)
+        wire = dra_v1_pb2.Claim(namespace="default", name="one", uid="uid-1")
+        asked = call.future(request(claims=[wire]), timeout=30)
+        assert gate.entered.wait(20)
+        assert not claims.has_left()
+        asked.cancel()
+        eventually(claims.has_left)
+    gate.opened.set()
+
+
 def test_late_answer_is_dropped_and_the_retry_can_run_beside_the_first(dra, claims):
     gate = claims.on_prepare = Gate()
     with pytest.raises(grpc.RpcError) as caught:

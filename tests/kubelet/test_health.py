@@ -6,7 +6,7 @@ import pytest
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.kubelet import server as kubelet_server
-from dra_driver.kubelet.health import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS, HealthServer, Liveness, dial
+from dra_driver.kubelet.grpc_health import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS, HealthServer, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
 from dra_driver.kubelet.pb import grpc_health_pb2 as pb
 from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, eventually, get_info, prepare

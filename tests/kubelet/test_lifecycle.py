@@ -1,5 +1,6 @@
 """Start, stop and death of the plugin at its sockets."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -272,10 +273,15 @@ def test_plugin_killed_with_calls_in_flight_leaves_sockets_that_the_next_one_rep
         "from tests.kubelet.support import FakeClaims, DRIVER\n"
         "from dra_driver.kubelet.server import KubeletPlugin, PluginSettings\n"
         "root = Path(sys.argv[1])\n"
-        "KubeletPlugin(PluginSettings(DRIVER, root / 'registry', root / 'plugins'), FakeClaims()).start()\n"
+        "settings = PluginSettings(DRIVER, root / 'registry', root / 'plugins')\n"
+        "KubeletPlugin(settings, FakeClaims(), ready=lambda: True).start()\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(node.root)], stdout=subprocess.DEVNULL) as process:
+    command, environment = (
+        [sys.executable, "-c", code, str(node.root)],
+        {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as process:
         try:
             eventually((node.registry / f"{DRIVER}-reg.sock").exists, 20)
         finally:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from dra_driver.kubelet import health, listener
+from dra_driver.kubelet import grpc_health as health
+from dra_driver.kubelet import listener
 from dra_driver.kubelet.pb import grpc_health_pb2
 from dra_driver.kubelet.v1 import MAX_CLAIMS
 from tests.kubelet.support import FakeClaims, Gate, ask, claim, eventually, get_info, prepare, unprepare
@@ -23,7 +24,7 @@ def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_wor
             call(dra, *refs)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.details() == (
-            "the call names 1025 claims and at most 1024 are taken; spread them over several calls"
+            "the call names 1025 claims, but one call may have at most 1024; make several calls"
         )
     assert claims.asked == []
     assert len(prepare(dra, *refs[:MAX_CLAIMS]).claims) == MAX_CLAIMS

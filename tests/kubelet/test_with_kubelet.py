@@ -1,4 +1,4 @@
-"""The plugin and the embedded kubelet: calls, two instances, absence, health."""
+"""The plugin and the playground's kubelet: calls, two instances, absence, health."""
 
 import threading
 import time
@@ -6,9 +6,9 @@ from concurrent import futures
 
 import grpc
 import pytest
+from playground.kubelet_client import KubeletError
 
-from dra_driver.embedded.kubelet_client import KubeletError
-from dra_driver.kubelet.dra_health import DraHealth
+from dra_driver.kubelet.device_health import DraHealth
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.registration import Registrar

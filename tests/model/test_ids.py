@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dra_driver.model.ids import gpu_device_names, is_dns_label, mig_device_name, pci_bus_id
 from dra_driver.model.mig import Placement
-from tests.core.samples import ONE_G, THREE_G, mig
+from tests.fakes.samples import ONE_G, THREE_G, mig
 
 uuids = st.uuids().map(lambda value: f"GPU-{value}")
 same_start = st.text("0123456789abcdef", min_size=12, max_size=12)
@@ -33,7 +33,7 @@ def test_bus_id_has_the_form_of_sysfs(text: str, expected: str) -> None:
 )
 def test_bus_id_is_refused_when_it_has_another_form(text: str) -> None:
     with pytest.raises(
-        ValueError, match=re.escape(f"{text!r} is no PCI bus ID; expected the form 0000:1b:00.0")
+        ValueError, match=re.escape(f"{text!r} is not a PCI bus ID; expected the form 0000:1b:00.0")
     ):
         pci_bus_id(text)
 

@@ -1,8 +1,8 @@
 from dataclasses import replace
 
-from dra_driver.model.inventory import MigPartition, WholeGpu
+from dra_driver.model.inventory import StaticMigDevice, WholeGpu
 from dra_driver.model.record import ClaimRecord
-from tests.core.samples import (
+from tests.fakes.samples import (
     GPU_0,
     GPU_1,
     MIG_1G,
@@ -26,8 +26,8 @@ def test_devices_come_in_publishing_order_when_gpus_are_mixed() -> None:
     assert list(MIXED.devices()) == [
         WholeGpu(GPU_0, gpus[0]),
         WholeGpu(GPU_1, gpus[1]),
-        MigPartition(MIG_1G, gpus[2], gpus[2].mig_devices[0]),
-        MigPartition(MIG_3G, gpus[2], gpus[2].mig_devices[1]),
+        StaticMigDevice(MIG_1G, gpus[2], gpus[2].mig_devices[0]),
+        StaticMigDevice(MIG_3G, gpus[2], gpus[2].mig_devices[1]),
     ]
 
 
@@ -53,7 +53,7 @@ def test_compute_instances_are_devices_of_their_own_when_they_share_a_gpu_instan
 
 def test_device_is_found_by_its_name() -> None:
     found = MIXED.by_name[MIG_3G]
-    assert isinstance(found, MigPartition)
+    assert isinstance(found, StaticMigDevice)
     assert (found.uuid, found.gpu.uuid) == (found.mig.uuid, uuid(2))
     assert list(MIXED.by_name) == [GPU_0, GPU_1, MIG_1G, MIG_3G]
 

@@ -18,7 +18,7 @@ from dra_driver.model.sharing import (
     is_device_uuid,
     share_all,
 )
-from tests.core.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, h100, uuid
+from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, h100, uuid
 
 MEMORY = SharingRule("memory", enforce="mps")
 FOUR = SharingRule("shares", 4)

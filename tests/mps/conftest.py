@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import structlog
 
-from dra_driver.cli.mps_host import installed_programs
+from dra_driver.host.driver_programs import installed_programs
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.mps import processes
-from dra_driver.mps.computemode import NvidiaSmiComputeMode
-from dra_driver.mps.control import ControlProgram
-from dra_driver.mps.conversation import Timings
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_conversation import Timings
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
 from dra_driver.mps.supervisor import HostTools, Supervisor
@@ -53,11 +53,11 @@ class Host:
     def __init__(self, top: Path, machine: Machine) -> None:
         self.machine = machine
         self.layout = MpsLayout(top / "mps")
-        programs = installed_programs(str(machine.host_root), self.layout.libraries)
+        programs = installed_programs(str(machine.host_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
             ControlProgram(programs),
             MountsWherePossible(KernelMounter(self.layout.root)),
-            NvidiaSmiComputeMode(programs),
+            ComputeMode(programs),
         )
         self._open: list[Supervisor] = []
 

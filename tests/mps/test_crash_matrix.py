@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dra_driver.mps import daemon as daemon_module
-from dra_driver.mps import processes
-from dra_driver.mps.computemode import EXCLUSIVE_PROCESS, NvidiaSmiComputeMode
-from dra_driver.mps.control import ControlProgram
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.mounts import KernelMounter, is_tmpfs
 from dra_driver.mps.records import DaemonRecords
 
@@ -22,11 +22,11 @@ STEPS = [
     (DaemonRecords, "remove"),
     (KernelMounter, "mount"),
     (KernelMounter, "unmount"),
-    (NvidiaSmiComputeMode, "set"),
+    (ComputeMode, "set"),
     (ControlProgram, "start"),
     (ControlProgram, "ask"),
-    (daemon_module, "clear_directory"),
-    (daemon_module, "end_users"),
+    (ControlProgram, "end_users"),
+    (daemon_module, "_clear_directory"),
     (daemon_module, "remove_directory"),
 ]
 

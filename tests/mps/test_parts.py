@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import NotSupportedError, PermanentError, RetryableError, StateError
+from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.mps import processes
-from dra_driver.mps.computemode import NvidiaSmiComputeMode
-from dra_driver.mps.control import log_tail, shorten_logs
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon_control import log_tail, shorten_logs
+from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import MpsLayout, mps_layout
-from dra_driver.mps.limits import is_answer, limit_commands
+from dra_driver.mps.limit_commands import is_answer, limit_commands
 from dra_driver.mps.mounts import KernelMounter, half_of_memory, is_tmpfs
-from dra_driver.mps.processes import ProcessId
-from dra_driver.mps.programs import DriverPrograms, InstalledPrograms
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
@@ -57,7 +58,7 @@ def test_paths_lie_below_the_plugins_directory():
     assert layout.directories("gpu-1").pipe == "/p/gpu.nvidia.com/mps/gpu-1/pipe"
     assert layout.record("gpu-1") == Path("/p/gpu.nvidia.com/mps/gpu-1.json")
     for name in ("", "..", "a/b", "A", "x" * 64, "host.sock"):
-        with pytest.raises(PermanentError, match="no device name"):
+        with pytest.raises(PermanentError, match="not a device name"):
             layout.directory(name)
 
 
@@ -93,7 +94,7 @@ def smi(tmp_path, script):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    return NvidiaSmiComputeMode(lambda: DriverPrograms("/", {"nvidia-smi": str(program)}, os.environ["PATH"]))
+    return ComputeMode(lambda: DriverPrograms("/", {"nvidia-smi": str(program)}, os.environ["PATH"]))
 
 
 def test_a_gpu_without_compute_mode_has_none(tmp_path):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError
-from dra_driver.mps import processes
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.child_host import spawn_host
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
-from dra_driver.mps.spawn import spawn_host
 
 
 @pytest.fixture

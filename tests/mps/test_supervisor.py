@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import FatalError, NotSupportedError, PermanentError, RetryableError
-from dra_driver.mps import processes
-from dra_driver.mps.computemode import EXCLUSIVE_PROCESS
-from dra_driver.mps.control import ControlProgram
+from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS
+from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
-from dra_driver.mps.programs import DriverPrograms
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need root")
@@ -154,8 +154,8 @@ def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
         ({"default_active_thread_percentage": 0}, "percentage is 0; it must be from 1 to 100"),
         ({"default_active_thread_percentage": 101}, "percentage is 101"),
         ({"default_memory_limit_mib": 0}, "memory limit is 0 MiB"),
-        ({"uuid": "0"}, "'0' is no UUID of a GPU"),
-        ({"device": "../x"}, "no device name"),
+        ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
+        ({"device": "../x"}, "is not a device name"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(host, changes, text):
@@ -410,7 +410,7 @@ def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost):
     old.close()
     lost(host.layout.record("gpu-2"))
     new = host.supervisor()
-    with pytest.raises(PermanentError, match="'-L' is no UUID of a GPU"):
+    with pytest.raises(PermanentError, match="'-L' is not the UUID of a GPU"):
         new.stop("gpu-2", 10, gpu_uuid="-L", kind="gpu")
     new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid, kind="gpu")
     assert_nothing_left(host)
@@ -595,6 +595,9 @@ def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
 
         def ask(self, *_, timeout_s):
             return ["100.0"]
+
+        def end_users(self, *_):
+            """None are left."""
 
         def get(self, _):
             return None

@@ -13,11 +13,11 @@ from dra_driver.errors import DeviceLostError, NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions
 from dra_driver.model.mig import Placement
-from dra_driver.nvml.discovery import read_inventory, read_pulse
+from dra_driver.nvml.discovery import read_nvml_fingerprint
 from dra_driver.nvml.readings import read_gpu
-from dra_driver.nvml.topology import read_reachable_pairs
+from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 from dra_driver.simulator import catalogue, machine_names
-from tests.fakes.machines import SimulatedNode
+from tests.fakes.machines import SimulatedNode, read_inventory
 
 Make = Callable[[str], SimulatedNode]
 
@@ -196,7 +196,7 @@ def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make
     node.session.open()
     gpus = [read_gpu(index)[:2] for index in range(8)]
     node.machine.lose_gpu(0)
-    pairs = read_reachable_pairs(gpus)
+    pairs = read_reachable_pairs(gpus, PeerMemory())
     assert len(pairs) == 7 * 6 / 2
     assert not any(gpus[0][1].uuid in pair for pair in pairs)
 
@@ -459,31 +459,31 @@ def test_lost_gpu_is_reported_as_a_hidden_function(machine: Make) -> None:
     assert [fault.subject for fault in found.faults] == [f"PCI function {bus_id}"]
 
 
-# --- the pulse ---------------------------------------------------------------------------------------
+# --- the fingerprint ---------------------------------------------------------------------------------------
 
 
-def test_pulse_stays_while_nothing_happens(machine: Make) -> None:
+def test_fingerprint_stays_while_nothing_happens(machine: Make) -> None:
     node = machine("h100-mig-static")
     node.read()
-    assert read_pulse() == read_pulse()
+    assert read_nvml_fingerprint() == read_nvml_fingerprint()
 
 
 @pytest.mark.parametrize(
     "happens", [lambda machine: machine.lose_gpu(3), lambda machine: machine.set_mig_mode(3, True)]
 )
-def test_pulse_differs_when_a_gpu_is_lost_or_changes_its_mode(
+def test_fingerprint_differs_when_a_gpu_is_lost_or_changes_its_mode(
     machine: Make, happens: Callable[[Any], object]
 ) -> None:
     node = machine("dgx-h100")
     node.read()
-    before = read_pulse()
+    before = read_nvml_fingerprint()
     happens(node.machine)
-    assert read_pulse() != before
+    assert read_nvml_fingerprint() != before
 
 
-def test_pulse_fails_when_the_driver_is_gone(machine: Make) -> None:
+def test_fingerprint_fails_when_the_driver_is_gone(machine: Make) -> None:
     node = machine("dgx-h100")
     node.read()
     node.machine.unload_driver()
     with pytest.raises(NvmlUnavailableError):
-        read_pulse()
+        read_nvml_fingerprint()

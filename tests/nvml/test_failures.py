@@ -6,10 +6,10 @@ from dra_driver.errors import (
     DeviceLostError,
     DriverGoneError,
     NotSupportedError,
+    NvmlTransientError,
     NvmlUnavailableError,
-    PassingRefusalError,
+    NvmlUnknownOutcomeError,
     RetryableError,
-    UnsureOutcomeError,
 )
 from dra_driver.nvml.failures import nvml_errors, supported, translated
 
@@ -31,12 +31,12 @@ EXPECTED = {
     pynvml.NVML_ERROR_NOT_SUPPORTED: NotSupportedError,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: NotSupportedError,
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: NotSupportedError,
-    pynvml.NVML_ERROR_MEMORY: PassingRefusalError,
-    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: PassingRefusalError,
-    pynvml.NVML_ERROR_NOT_READY: PassingRefusalError,
-    pynvml.NVML_ERROR_INVALID_STATE: PassingRefusalError,
-    pynvml.NVML_ERROR_TIMEOUT: UnsureOutcomeError,
-    pynvml.NVML_ERROR_UNKNOWN: UnsureOutcomeError,
+    pynvml.NVML_ERROR_MEMORY: NvmlTransientError,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: NvmlTransientError,
+    pynvml.NVML_ERROR_NOT_READY: NvmlTransientError,
+    pynvml.NVML_ERROR_INVALID_STATE: NvmlTransientError,
+    pynvml.NVML_ERROR_TIMEOUT: NvmlUnknownOutcomeError,
+    pynvml.NVML_ERROR_UNKNOWN: NvmlUnknownOutcomeError,
 }
 
 

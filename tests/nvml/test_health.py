@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterator
 import pynvml
 import pytest
 
-from dra_driver.core.health import observe
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
-from dra_driver.model.health import DoubleBitError, HealthEvent, HealthState, Look, Signals, Subject, Xid
+from dra_driver.health.rules.state import observe
+from dra_driver.model.health import (
+    DoubleBitError,
+    HealthEvent,
+    HealthState,
+    HealthTarget,
+    PolledHealth,
+    PollResult,
+    Xid,
+)
 from dra_driver.nvml import session as session_module
 from dra_driver.nvml.events import HealthSource
 from dra_driver.nvml.health import read_health, read_instances
@@ -44,18 +52,18 @@ def test_every_machine_is_well_at_first(machine, name):
     made.session.open()
     for gpu in made.machine.current().present:
         signals = read_health(gpu.uuid)
-        assert observe(HealthState(Subject(gpu.uuid)), Look(signals), 1).reasons == ()
+        assert observe(HealthState(HealthTarget(gpu.uuid)), PollResult(signals), 1).reasons == ()
 
 
 def test_every_signal(node):
     machine, gpu = node.machine, uuid(node)
-    well = Signals(0, False, False, None, 0, "ready", "", frozenset())
+    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset())
     assert read_health(gpu) == well
     machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
     machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
     machine.set_ecc_errors(0, corrected=9, uncorrected=4)
     machine.set_slowdown(0, 0x8 | 0x40)
-    assert read_health(gpu) == Signals(4, True, True, None, 4, "ready", "", frozenset({"thermal"}))
+    assert read_health(gpu) == PolledHealth(4, True, True, None, 4, "ready", "", frozenset({"thermal"}))
     machine.set_slowdown(0, 0x8)
     assert read_health(gpu).slowdowns == {"hardware"}
     machine.set_slowdown(0, 0)

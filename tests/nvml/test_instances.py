@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -16,18 +17,18 @@ from dra_driver.errors import (
     DeviceBusyError,
     DeviceLostError,
     NotSupportedError,
+    NvmlTransientError,
     NvmlUnavailableError,
-    PassingRefusalError,
+    NvmlUnknownOutcomeError,
     RetryableError,
-    UnsureOutcomeError,
 )
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
 from dra_driver.nvml.instance_handles import whole_compute_profile
 from dra_driver.nvml.instances import MigHardware
 from dra_driver.simulator.state import Gpu
 from dra_driver.simulator.state import MigProfile as Row
-from tests.core.samples import ONE_G
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.samples import ONE_G
 
 Make = Callable[[str], SimulatedNode]
 
@@ -43,7 +44,7 @@ class Bench:
     def __init__(self, node: SimulatedNode, by_address: bool = True) -> None:
         self.node = node
         self.machine = node.machine
-        self.hardware = MigHardware()
+        self.hardware = MigHardware(nullcontext)
         node.session.open()
         self.where = (self.gpu.uuid, self.gpu.bus_id if by_address else None)
 
@@ -199,13 +200,13 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
     bench.machine.set_fault(
         "nvmlDeviceCreateGpuInstanceWithPlacement", code="insufficient-resources", count=2
     )
-    with pytest.raises(PassingRefusalError, match=r"though nothing is in the way; .*scrubbed") as caught:
+    with pytest.raises(NvmlTransientError, match=r"though nothing is in the way; .*scrubbed") as caught:
         bench.make()
     assert f"(GPU instances there: GPU instance {made} (profile 19) at memory slices 6-6)" in str(
         caught.value
     )
     bench.machine.set_fault("nvmlDeviceGetGpuInstances", code="timeout")
-    with pytest.raises(PassingRefusalError, match="the driver has no room there; why cannot be read"):
+    with pytest.raises(NvmlTransientError, match="the driver has no room there; why cannot be read"):
         bench.make()
     bench.machine.clear_faults()
     bench.make()
@@ -213,7 +214,7 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
 
 def test_creation_while_mig_mode_is_off_can_be_tried_again(bench: Bench) -> None:
     bench.machine.set_mig_mode(0, False)
-    with pytest.raises(PassingRefusalError, match="MIG mode is off"):
+    with pytest.raises(NvmlTransientError, match="MIG mode is off"):
         bench.make()
 
 
@@ -227,12 +228,12 @@ def test_creation_while_mig_mode_is_off_can_be_tried_again(bench: Bench) -> None
         ),
         ("no-permission", RetryableError, "run as root"),
         ("reset-required", RetryableError, "nvidia-smi --gpu-reset"),
-        ("in-use", PassingRefusalError, "In use"),
-        ("not-ready", PassingRefusalError, "Not Ready|code 27"),
-        ("invalid-state", PassingRefusalError, "Invalid State|code 29"),
-        ("memory", PassingRefusalError, "Insufficient Memory"),
-        ("unknown", UnsureOutcomeError, "Unknown"),
-        ("timeout", UnsureOutcomeError, "Timeout"),
+        ("in-use", NvmlTransientError, "In use"),
+        ("not-ready", NvmlTransientError, "Not Ready|code 27"),
+        ("invalid-state", NvmlTransientError, "Invalid State|code 29"),
+        ("memory", NvmlTransientError, "Insufficient Memory"),
+        ("unknown", NvmlUnknownOutcomeError, "Unknown"),
+        ("timeout", NvmlUnknownOutcomeError, "Timeout"),
     ],
 )
 @pytest.mark.parametrize("what", ["GPU", "compute"])
@@ -262,7 +263,7 @@ def test_refusal_of_an_instance_has_its_class_and_leaves_nothing(
 @pytest.mark.parametrize("code", ["unknown", "in-use"])
 def test_refusal_of_a_gpu_instance_leaves_room_for_the_next(bench: Bench, code: str) -> None:
     bench.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", code=code, count=1)
-    with pytest.raises(PassingRefusalError):
+    with pytest.raises(NvmlTransientError):
         bench.make()
     assert bench.hardware.instances(*bench.where) == ()
     assert bench.make_device()[2].startswith("MIG-")
@@ -313,11 +314,11 @@ def test_what_cannot_be_taken_back_is_told(bench: Bench) -> None:
     made = bench.make()
     for function in ("nvmlComputeInstanceGetInfo*", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"):
         bench.machine.set_fault(function, code="unknown")
-    with pytest.raises(UnsureOutcomeError, match="what was made is still there"):
+    with pytest.raises(NvmlUnknownOutcomeError, match="what was made is still there"):
         bench.hardware.create_compute(*bench.where, made)
     bench.machine.clear_faults()
     bench.machine.set_fault("nvmlGpuInstanceDestroy", code="in-use")
-    for code, error in (("no-permission", UnsureOutcomeError), ("gpu-is-lost", DeviceLostError)):
+    for code, error in (("no-permission", NvmlUnknownOutcomeError), ("gpu-is-lost", DeviceLostError)):
         bench.machine.set_fault("nvmlGpuInstanceGetInfo", code=code, count=1)
         with pytest.raises(error, match="what was made is still there"):
             bench.make(PROFILE_1G, LAST)
@@ -325,7 +326,7 @@ def test_what_cannot_be_taken_back_is_told(bench: Bench) -> None:
 
 
 def test_compute_instance_in_a_gpu_instance_that_is_gone_can_be_tried_again(bench: Bench) -> None:
-    with pytest.raises(PassingRefusalError, match="the GPU instance is gone"):
+    with pytest.raises(NvmlTransientError, match="the GPU instance is gone"):
         bench.hardware.create_compute(*bench.where, 3)
 
 
@@ -485,8 +486,8 @@ def test_mode_that_the_call_refuses_names_a_monitor(bench: Bench) -> None:
     [
         ("NVML_ERROR_IN_USE", DeviceBusyError, "a monitor such as DCGM"),
         ("NVML_ERROR_RESET_REQUIRED", RetryableError, "nvidia-smi --gpu-reset"),
-        ("NVML_ERROR_UNKNOWN", UnsureOutcomeError, "Unknown Error"),
-        ("NVML_ERROR_NOT_READY", PassingRefusalError, ""),
+        ("NVML_ERROR_UNKNOWN", NvmlUnknownOutcomeError, "Unknown Error"),
+        ("NVML_ERROR_NOT_READY", NvmlTransientError, ""),
         ("NVML_SUCCESS", RetryableError, "takes effect with the next reset"),
     ],
 )
@@ -551,7 +552,7 @@ def test_lost_gpu_and_missing_driver_have_their_own_errors(bench: Bench) -> None
 def test_list_of_instances_is_whole_or_fails(bench: Bench) -> None:
     bench.make()
     bench.machine.set_fault("nvmlDeviceGetGpuInstanceProfileInfoV", code="timeout", count=1)
-    fresh = MigHardware()
+    fresh = MigHardware(nullcontext)
     with pytest.raises(RetryableError, match="read GPU instance profile 0"):
         fresh.instances(*bench.where)
     assert len(fresh.instances(*bench.where)) == 1

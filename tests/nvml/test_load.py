@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
-from dra_driver.model.load import GpuLoad
+from dra_driver.model.gpu import GpuLoad
 from dra_driver.nvml.load import read_load
 
 

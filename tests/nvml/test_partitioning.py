@@ -10,17 +10,17 @@ from typing import Any
 import pynvml
 import pytest
 
-from dra_driver.core.topology import nvlink_domains
 from dra_driver.errors import RetryableError, StateError
+from dra_driver.inventory.rules.nvlink import nvlink_domains, with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
-from dra_driver.nvml.discovery import ScanMemory, never, read_inventory
+from dra_driver.nvml.discovery import ScanMemory
 from dra_driver.nvml.partitions import read_what_exists
-from dra_driver.platforms import NvmlReader
+from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import catalogue, machine_names, nvml_library
-from tests.core.samples import ONE_G, h100
-from tests.fakes.machines import SimulatedNode
+from tests.fakes.machines import SimulatedNode, read_inventory
+from tests.fakes.samples import ONE_G, h100
 
 Make = Callable[[str], SimulatedNode]
 
@@ -92,7 +92,7 @@ def test_only_selected_gpus_can_be_cut(dgx: SimulatedNode) -> None:
     chosen = node.machine.gpu(2).uuid
     found = read_inventory(lambda gpu: gpu.uuid == chosen)
     assert [gpu.partitioning is not None for gpu in found.gpus] == [index == 2 for index in range(8)]
-    assert not any(gpu.partitioning for gpu in read_inventory(never).gpus)
+    assert not any(gpu.partitioning for gpu in read_inventory(lambda gpu: False).gpus)
 
 
 def test_gpu_instance_without_a_compute_instance_is_seen(machine: Make) -> None:
@@ -404,11 +404,11 @@ def test_reader_selects_and_remembers(machine: Make) -> None:
     plain.close()
     reader = NvmlReader(lambda: nvml_library(node.machine), always)
     reader.reopen()
-    healthy = reader.read_inventory()
+    healthy = with_nvlink_domains(reader.read_inventory())
     assert all(gpu.partitioning for gpu in healthy.gpus)
     node.machine.set_fault(TABLE_CALLS[0], code="unknown")
     node.machine.set_mig_mode(0, True)
-    found = reader.read_inventory()
+    found = with_nvlink_domains(reader.read_inventory())
     assert found.nvlink_domains == healthy.nvlink_domains
     assert found.gpus[1:] == healthy.gpus[1:]
     reader.close()
@@ -458,10 +458,10 @@ def test_details_are_read_of_others_instances_alone(machine: Make) -> None:
     everything = scan(node).gpus[0].mig_devices
     theirs = everything[1].gpu_instance_id
 
-    def sort_out(_uuid: str, existing: Any) -> Any:
+    def foreign_instances(_uuid: str, existing: Any) -> Any:
         return [instance for instance in existing if instance.gpu_instance_id == theirs]
 
-    found = read_inventory(always, ScanMemory(), sort_out)
+    found = read_inventory(always, ScanMemory(), foreign_instances)
     assert found.gpus[0].mig_devices == everything[1:2]
 
     def unreadable(_uuid: str, _existing: Any) -> Any:

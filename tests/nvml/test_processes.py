@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import pytest
 
-from dra_driver.errors import DeviceLostError, NvmlUnavailableError, PassingRefusalError, RetryableError
+from dra_driver.errors import DeviceLostError, NvmlTransientError, NvmlUnavailableError, RetryableError
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.instances import MigHardware
 from dra_driver.nvml.processes import read_processes
-from dra_driver.platforms import NvmlReader
+from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library
 from tests.fakes.machines import SimulatedNode
 
@@ -47,7 +48,7 @@ def test_server_of_mps_is_no_user(node: SimulatedNode, name: str, mps: bool) -> 
 
 
 def test_mig_device_has_its_own_processes(node: SimulatedNode) -> None:
-    hardware, gpu = MigHardware(), node.machine.gpu(2)
+    hardware, gpu = MigHardware(nullcontext), node.machine.gpu(2)
     where = (gpu.uuid, gpu.bus_id)
     hardware.set_mode(*where, on=True)
     made = [hardware.create(*where, 19, Placement(start, 1)) for start in (0, 1)]
@@ -86,8 +87,8 @@ def test_process_without_a_name_is_told_by_its_number(node: SimulatedNode) -> No
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("UNKNOWN", PassingRefusalError),
-        ("TIMEOUT", PassingRefusalError),
+        ("UNKNOWN", NvmlTransientError),
+        ("TIMEOUT", NvmlTransientError),
         ("GPU_IS_LOST", DeviceLostError),
         ("UNINITIALIZED", NvmlUnavailableError),
         ("DRIVER_NOT_LOADED", NvmlUnavailableError),

@@ -136,10 +136,10 @@ def test_operation_is_not_cut_off_and_the_next_one_waits(bench: Bench) -> None:
     order: list[str] = []
 
     def first() -> None:
-        with session.operation():
+        with session.operation(lambda: 0.0):
             begun.set()
             assert second_waits.wait(10)
-            with session.operation():
+            with session.operation(lambda: 0.0):
                 order.append(f"first sees {pynvml.nvmlDeviceGetCount()}")
             assert first_ends.wait(10)
             order.append("first ends")
@@ -170,10 +170,10 @@ def test_reopening_gives_way_to_a_long_operation_but_not_to_a_hung_one(
     session = bench.session
 
     def begin_and_end() -> None:
-        with session.operation():
+        with session.operation(lambda: 0.0):
             assert pynvml.nvmlDeviceGetCount() == 4
 
-    with session.operation():
+    with session.operation(lambda: 0.0):
         bench.now += 59
         with pytest.raises(NvmlInUseError, match="a change of a GPU is under way"):
             session.reopen()
@@ -195,7 +195,7 @@ def test_operation_waits_no_longer_than_its_patience(bench: Bench) -> None:
         assert bench.opening.wait(10)
         with (
             pytest.raises(NvmlUnavailableError, match="NVML is being initialised") as caught,
-            session.operation(),
+            session.operation(lambda: 0.0),
         ):
             pass
         assert not isinstance(caught.value, DriverGoneError)
@@ -214,11 +214,11 @@ def test_operation_tells_why_nvml_could_not_be_initialised(bench: Bench) -> None
     with pytest.raises(DriverGoneError):
         session.reopen()
     for _ in range(2):
-        with pytest.raises(DriverGoneError, match="is not loaded"), session.operation():
+        with pytest.raises(DriverGoneError, match="is not loaded"), session.operation(lambda: 0.0):
             pass
     bench.node.machine.load_driver()
     session.reopen()
-    with session.operation():
+    with session.operation(lambda: 0.0):
         assert pynvml.nvmlDeviceGetCount() == 4
     session.close()
     with pytest.raises(NvmlUnavailableError, match="NVML is not initialised"), session.operation(lambda: 10):
@@ -229,7 +229,7 @@ def test_end_of_the_process_cuts_off_no_operation(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    with bench.session.operation():
+    with bench.session.operation(lambda: 0.0):
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
     assert [line["event"] for line in logs] == ["nvml_left_open"]

@@ -15,17 +15,17 @@ from fuzz.parsers import targets
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.errors import DraDriverError
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.records import DaemonRecords
-from dra_driver.state.cdi_directory import CdiDirectory
-from dra_driver.state.claimlocks import ClaimLocks
-from dra_driver.state.metadatafiles import MetadataFiles
-from dra_driver.state.migledger import MigLedger
-from dra_driver.state.records import RecordStore
 
 DRIVER = "gpu.nvidia.com"
 LINK = "leads-out"

@@ -81,9 +81,12 @@ class Mps:
 
     def end(self) -> None:
         if self.daemon is not None:
-            self.daemon.terminate()
-            self.daemon.communicate(timeout=20)
-            self.daemon = None
+            daemon, self.daemon = self.daemon, None
+            daemon.terminate()
+            try:
+                daemon.communicate(timeout=20)
+            finally:
+                daemon.kill()  # nothing is left of a test that fails
 
 
 @pytest.fixture

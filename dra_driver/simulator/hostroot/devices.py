@@ -1,4 +1,4 @@
-"""/dev: the nodes of the driver, and the reader that answers for nodes that could not be made."""
+"""/dev: the nodes of the driver, and a reader that describes nodes that could not be made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VIDEO, _RENDER = 44, 993
 
 
 def devices(state: State) -> Entries:
-    """Nodes stay while the driver is unloaded, as on a host; those of the DRM subsystem go."""
+    """While the driver is unloaded, its nodes stay, as on a host; the nodes of the DRM subsystem disappear."""
     system = state.system
     entries: Entries = {
         "dev/nvidiactl": Node(NVIDIA_MAJOR, 255),
@@ -53,10 +53,10 @@ def devices(state: State) -> Entries:
 
 
 class SimulatedDeviceNodes:
-    """Reads device nodes below the host root, made or merely described.
+    """Reads device nodes below the host root, real or described.
 
-    Has the interface of the host room's reader. A path may be one below the host root, or one as
-    containers see it (`/dev/nvidia0`).
+    It has the interface of the reader in `host`. A path may be one below the host root, or one as containers see it
+    (`/dev/nvidia0`).
     """
 
     def __init__(self, host_root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What can stand in the tree, and making it so with as few writes as possible."""
+"""The kinds of entries of the tree, and how to write them with as few writes as possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A Unix socket that nobody listens on."""
+    """A Unix socket on which no process listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Tree:
         self._known_directories: set[str] = set()
 
     def sync(self, old: Entries | None, new: Entries, stale: list[str]) -> None:
-        """Make it equal to `new`. With `old` only differences are touched, without it the disk is compared."""
+        """Make it equal to `new`. With `old`, only the differences between both are written; without it, `new` is
+        compared with the disk."""
         for path in stale if old is None else [path for path in old if path not in new]:
             if path not in new:
                 self._remove(path, new)
@@ -121,7 +122,7 @@ class Tree:
                 os.chown(new, 0, entry.gid)
         else:
             _write(new, b"", 0o644)
-        if self._fresh:  # nobody looks yet, so there is nothing to replace in one step
+        if self._fresh:  # no process looks yet, so nothing has to be replaced in one step
             return
         try:
             os.replace(new, full)  # noqa: PTH105
@@ -185,7 +186,7 @@ def _unlink(path: str) -> None:
 
 
 def _bind(path: str) -> None:
-    """A socket file; a plain file where the path is longer than a socket address may be."""
+    """A socket file; a plain file if the path is too long for a socket address."""
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(path)

@@ -15,10 +15,10 @@ _PATHS = "rendered.paths"
 
 
 class HostRoot:
-    """`<directory>/root`. All methods want the machine's lock held.
+    """`<directory>/root`. The caller of each method holds the machine's lock.
 
-    The marker names the version of the machine that the tree shows; a process that died half-way leaves
-    none, and then the next one compares the whole tree with the disk.
+    The marker names the version of the machine that the tree shows. A process that died half-way leaves no marker; then
+    the next process compares the whole tree with the disk.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -43,7 +43,7 @@ class HostRoot:
             return False
 
     def render(self, old: State | None, new: State) -> None:
-        """Show `new`; with an `old` that the tree shows, only what differs is touched."""
+        """Show `new`; if the tree shows `old`, only the differences are written."""
         wanted = self.entries(new)
         known = self._shown(old) if old is not None and self.is_current(old) else None
         stale: list[str] = []

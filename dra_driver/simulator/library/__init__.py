@@ -1,4 +1,4 @@
-"""A libnvidia-ml made of Python: the same function names, the same ctypes structures, the same return codes."""
+"""A libnvidia-ml in Python: the same function names, ctypes structures and return codes."""
 
 from dra_driver.simulator.library.assemble import SimulatedLibrary
 

@@ -21,10 +21,10 @@ class _Topics(System, Device, Fields, Instances, Links, Waiting):
 
 
 class SimulatedLibrary:
-    """Takes the place of the ctypes library in the binding.
+    """Replaces the ctypes library in the binding.
 
-    A function that the driver's version does not have is no attribute, as a missing symbol would be. The
-    version is that of the moment of loading; after a driver upgrade only a new object works.
+    A function that the driver's version does not have is not an attribute, like a missing symbol. The version is fixed
+    when the object is made; after a driver upgrade only a new object works.
     """
 
     def __init__(self, machine: Any) -> None:

@@ -1,4 +1,4 @@
-"""What all simulated functions share: the session, handles, and the checks before each call."""
+"""The base of all simulated functions: the session, handles, and the checks before each call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SINCE = {
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What an opaque handle stands for."""
+    """The object that an opaque handle means."""
 
     kind: int
     gpu: str
@@ -83,7 +83,7 @@ class Core:
         return int(pynvml.NVML_SUCCESS)
 
     def state(self) -> State:
-        """The machine, when this session may talk to its driver."""
+        """The machine, if this session may talk to its driver."""
         if self._references == 0:
             raise Return(pynvml.NVML_ERROR_UNINITIALIZED)
         state = self._read()
@@ -115,7 +115,7 @@ class Core:
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
-        """A full GPU; MIG device handles are refused as the hardware's library does."""
+        """A full GPU; like the real library, it refuses handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)

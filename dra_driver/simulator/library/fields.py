@@ -1,4 +1,4 @@
-"""nvmlDeviceGetFieldValues: one function with very many questions."""
+"""nvmlDeviceGetFieldValues: one function for very many values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAST_FIELD = 512
 
 
 class Fields(Core):
-    """Each question is answered, or refused, on its own."""
+    """Each value has its own return code."""
 
     def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
         state, gpu, parsed = self.device(handle)

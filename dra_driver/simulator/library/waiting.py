@@ -1,4 +1,4 @@
-"""Events: sets, registration, and the wait that sees what other processes raise."""
+"""Events: sets, registration, and the wait, which sees events that other processes raise."""
 
 from __future__ import annotations
 

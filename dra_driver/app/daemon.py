@@ -1,0 +1,359 @@
+"""The daemon: what exists, in which order it starts and stops, and who hears of which change. It decides nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from dra_driver.app.changes import (
+    Changes,
+    DriverReloaded,
+    HardwareChanged,
+    HealthChanged,
+    HealthShown,
+    InventoryChanged,
+    MigDeviceChanged,
+    MigSpaceFreed,
+    Registered,
+)
+from dra_driver.app.part import Part
+from dra_driver.app.platforms import Platform, mps_host_command, platform_of
+from dra_driver.app.wiring.claims import claim_parts
+from dra_driver.app.wiring.health import HealthParts
+from dra_driver.app.wiring.http import http_endpoint
+from dra_driver.app.wiring.kubelet import plugin_settings
+from dra_driver.app.wiring.metrics import show_mps, show_node, show_publishing
+from dra_driver.app.wiring.mig import MigParts
+from dra_driver.app.wiring.reporting import ReportingParts
+from dra_driver.app.wiring.slices import PublishingParts
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.claims.device_users import DeviceUsers
+from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.prepare import Identity
+from dra_driver.claims.reconciler import Rhythm
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.concurrency.token_bucket import TokenBucket
+from dra_driver.errors import FatalError
+from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.fingerprint import driver_fingerprint
+from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.processes import is_of_the_host
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.inventory.host_facts import HostView
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.executor import Executor, ObservedSteps, StepDispatcher
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.claims import ClaimClient
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import node_uid
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.kubelet.registration import RegistrationStatus
+from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.model.mig import GpuInstance
+from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.mps.child_host import ChildMpsHost
+from dra_driver.mps.client import MpsClient
+from dra_driver.mps.layout import mps_layout
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.observability.metrics import CountedCalls, Metrics
+from dra_driver.observability.probes import Probes
+from dra_driver.settings import Settings
+from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
+from dra_driver.sharing.timeslice_restore import TimeSliceRestore
+from dra_driver.slices.leadership import InstanceLeadership
+
+_log = structlog.get_logger(__name__)
+
+
+class Driver:
+    """The daemon. `start` returns when the kubelet can reach it; everything else starts in the background."""
+
+    def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
+        """Make every part; none runs yet. Raises: InvalidConfigError."""
+        self.settings = settings
+        platform = platform or platform_of(settings)
+        paths, plugin_dir = platform.paths, settings.plugin_directory
+        self._boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
+        self._stopped = threading.Event()
+        self._fatal: FatalError | None = None
+        self._running: list[Part] = []
+        changes = self._changes = Changes()
+
+        # What is on disk, for the next instance as well.
+        self.records = RecordStore(plugin_dir / "claims")
+        self._gpu_locks = GpuLocks(plugin_dir / "locks")
+        self._claim_locks = ClaimLocks(plugin_dir / "locks")
+        self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
+        self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
+        without_record = SpecsWithoutRecord(self.records, self._specs)
+        # The time at which it is made decides which instance is the newest.
+        leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
+        may_tell = leadership.speaks_for_node
+
+        # The API server.
+        self.metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
+        limiter = (
+            TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
+        )
+        self._client = ApiClient(
+            load_endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
+        )
+        api = ResourceApi(self._client)
+
+        # The node's GPUs.
+        smi = NvidiaSmi(installed_programs(paths.driver_root, plugin_dir / "host.lib"))
+        nvml = NvmlReader(platform.load_nvml, settings.on_demand, self._foreign_instances)
+        self.mig = MigParts(
+            settings,
+            paths,
+            self._boot_id,
+            self.records,
+            self._gpu_locks,
+            without_record.lost_devices,
+            partial(changes.tell, MigSpaceFreed()),
+            lambda *seen: changes.tell(MigDeviceChanged(*seen)),
+            nvml.operation,
+        )
+        self.discovery = Discovery(
+            nvml,
+            HostView(paths),
+            partial(changes.tell, InventoryChanged()),
+            partial(changes.tell, DriverReloaded()),
+            self.mig,
+            partial(changes.tell, HardwareChanged()),
+        )
+        self.health = HealthParts(
+            settings,
+            nvml.health_source(),
+            self.discovery.latest,
+            self.mig.ledger.all,
+            self._boot_id,
+            partial(changes.tell, HealthShown()),
+            lambda change: changes.tell(HealthChanged(change)),
+            may_tell,
+        )
+
+        # What users are told.
+        self.reporting = ReportingParts(
+            settings, api, self.metrics, self.discovery.latest, self.records, self.health, self.mig, may_tell
+        )
+
+        # Claims.
+        layout = self._layout = mps_layout(plugin_dir)
+        self._mps = (
+            MpsClient(layout)
+            if settings.mps_host == "external"
+            else ChildMpsHost(layout, mps_host_command(settings))
+        )
+        steps = StepDispatcher(
+            self.mig.runners()
+            | {
+                SetTimeSlice: TimeSliceSteps(smi, self.records),
+                RunMps: MpsSteps(self._mps, self.records, without_record.mps_users, self.mig.uuid_of),
+                WriteDeviceMetadata: MetadataSteps(
+                    self._metadata_files, self.discovery.latest, self.mig.created_instance
+                ),
+                WriteCdiSpec: CdiSteps(
+                    settings.driver_name,
+                    self._specs,
+                    DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path),
+                    GpuNodes(paths, nodes=platform.nodes),
+                    self.discovery.driver_version,
+                    layout.directories,
+                    self.mig,
+                ),
+            }
+        )
+        self.claims = claim_parts(
+            Identity(settings.driver_name, settings.node_name, settings.sharing, settings.metadata_versions),
+            lookup=ClaimLookup(ClaimClient(api), self.reporting.consumers),
+            discovery=self.discovery,
+            records=self.records,
+            without_record=without_record,
+            claim_locks=self._claim_locks,
+            gpu_locks=self._gpu_locks,
+            executor=Executor(self.records, ObservedSteps(steps, self.metrics), self._boot_id),
+            users=DeviceUsers(
+                nvml.processes,
+                self.mig.uuid_of,
+                self.records.all,
+                self._boot_id,
+                is_of_the_host=partial(is_of_the_host, paths.proc),
+                driver_is_gone=lambda: not driver_fingerprint(paths.proc),
+            ),
+            observer=self.reporting.reporter,
+            make_sure=partial(node_uid, self._client, settings.node_name),
+            timeouts=WaitTimeouts(),
+            rhythm=Rhythm(),
+        )
+
+        # The cluster and the kubelet.
+        self.publishing = PublishingParts(
+            settings,
+            self._client,
+            api,
+            leadership,
+            self.discovery.latest,
+            self.health.taints,
+            self.reporting.reporter.partitions_missing,
+            self.reporting.reporter.scheduler_outdated,
+            self.reporting.node,
+        )
+        self.probes = Probes(
+            lambda: self._plugin,
+            self.discovery,
+            lambda: self.publishing.publisher,
+            [self.health.monitor.problem],
+        )
+        self._plugin = KubeletPlugin(
+            plugin_settings(settings),
+            CountedCalls(self.claims.preparer, self.metrics),
+            ready=self.probes.is_ready,
+            on_status=self._registration_changed,
+            on_fatal=self.fail,
+            watch_device_health=self.health.stream.watch,
+        )
+        restore = TimeSliceRestore(self.records, self._gpu_locks, smi)
+        show_node(
+            self.metrics,
+            self.discovery.latest,
+            self.records,
+            self.health,
+            self.mig,
+            self.reporting,
+            self.probes,
+        )
+        show_mps(self.metrics, layout)
+        show_publishing(self.metrics, self.publishing)
+
+        changes.connect(
+            {
+                Registered: (leadership.announce, partial(changes.tell, InventoryChanged())),
+                InventoryChanged: (
+                    lambda: self.reporting.node.driver(self.discovery.unavailable()),
+                    self.reporting.claims.devices_changed,
+                    self.health.devices_changed,
+                    self.publishing.publisher.mark_dirty,
+                ),
+                DriverReloaded: (restore.driver_changed, lambda: self.mig.reconcile(self.discovery.latest())),
+                HardwareChanged: (restore.driver_changed, self.mig.look_soon),
+                HealthShown: (self.publishing.publisher.mark_dirty,),
+                HealthChanged: (self.reporting.claims.health_changed,),
+                MigDeviceChanged: (
+                    lambda *_: self.health.instances_changed(),
+                    self.reporting.reporter.mig_changed,
+                ),
+                MigSpaceFreed: (self.discovery.request_rescan,),
+            }
+        )
+
+    def _parts(self) -> Iterator[Part]:
+        """Everything that runs, in the order of starts."""
+        yield Part("api_client", stop=self._client.close)
+        yield Part("state", self._open_state)
+        yield from self.reporting.parts()
+        yield Part("mig_collector", self.mig.start, self.mig.stop)
+        yield Part("discovery", self.discovery.start, self.discovery.stop)
+        yield Part("health", self.health.monitor.start, self.health.monitor.stop)
+        yield Part("mps_host", self._start_mps_child, self._stop_mps_child)
+        yield Part("kubelet_plugin", self._plugin.start)
+        yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
+        yield from self.publishing.parts()
+        if self.settings.http_endpoint:
+            http = http_endpoint(self.settings, self.metrics.registry, self.probes)
+            yield Part("http", http.start, http.stop)
+
+    def _open_state(self) -> None:
+        self.records.open(self._boot_id)
+        self._gpu_locks.open()
+        self._claim_locks.open()
+        self._specs.create()
+        self._metadata_files.create()
+        self.mig.open()
+
+    def _start_mps_child(self) -> None:
+        """Start the MPS host if an earlier run left MPS daemons to watch; otherwise the first claim for MPS starts
+        it."""
+        if isinstance(self._mps, ChildMpsHost) and any(self._layout.root.glob("*.json")):
+            threading.Thread(target=self._mps.start_quietly, name="mps-child", daemon=True).start()
+
+    def _stop_mps_child(self) -> None:
+        if isinstance(self._mps, ChildMpsHost):
+            self._mps.close()
+
+    def start(self) -> None:
+        """Start every part. Raises: InvalidConfigError, StateError, FatalError; every part is stopped then."""
+        try:
+            for part in self._parts():
+                self._running.append(part)
+                if part.start is not None:
+                    part.start()
+        except BaseException:
+            self.stop()
+            raise
+        _log.info(
+            "driver_started", driver=self.settings.driver_name, node=self.settings.node_name, pid=os.getpid()
+        )
+
+    def stop(self) -> None:
+        """Stop the kubelet's side first, then the rest in reverse order; harmless twice.
+
+        Calls in flight finish, sockets are removed, slices and records stay.
+        """
+        # Before the server, which waits for streams and calls to end.
+        self.health.stream.stop()
+        self.claims.line.stop()
+        self._plugin.stop()
+        while self._running:
+            part = self._running.pop()
+            try:
+                if part.stop is not None:
+                    part.stop()
+            except Exception:  # noqa: BLE001  the other parts must be stopped too
+                _log.exception("stop_failed", part=part.name)
+        self._stopped.set()
+
+    def fail(self, error: FatalError) -> None:
+        """End `wait` with this error."""
+        self._fatal = error
+        self._stopped.set()
+
+    def end(self) -> None:
+        """End `wait`."""
+        self._stopped.set()
+
+    def wait(self) -> None:
+        """Block until `end` or a fatal error. Raises: FatalError."""
+        self._stopped.wait()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def problems(self) -> list[str]:
+        """What is wrong, one sentence each: first the faults that fail readiness, then the notes."""
+        return [*self.probes.readiness(), *self.probes.notes()]
+
+    def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
+        return self.mig.foreign_instances(gpu_uuid, existing)
+
+    def _registration_changed(self, status: RegistrationStatus) -> None:
+        """If this announcement fails, the publisher tries again."""
+        if status.registered:
+            self._changes.tell(Registered())
+
+    def _prepared_kinds(self) -> Iterator[str]:
+        for record in self.records.all().values():
+            yield from (held.kind for held in record.devices)

@@ -1,0 +1,235 @@
+"""What commands other than `run` find out about this machine, without a daemon. They change nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dra_driver.app.platforms import Platform, platform_of
+from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.settings import Settings, config_values
+
+if TYPE_CHECKING:
+    from dra_driver.diagnostics.doctor.checks import Check
+    from dra_driver.diagnostics.rules.mig_map import GpuMap
+    from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
+    from dra_driver.diagnostics.snapshot import NodeSnapshot
+    from dra_driver.kube.client import ApiClient
+    from dra_driver.model.mig import MigProfile
+    from dra_driver.validation.documents import Document
+    from dra_driver.validation.machine_fit import MachineFit
+
+JsonObject = dict[str, Any]
+
+_API_TIMEOUT_S = 4.0
+
+
+def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
+    """The slices that `run` would publish on this machine, and what discovery could not read.
+
+    Raises: NvmlUnavailableError.
+    """
+    from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk
+    from dra_driver.inventory.discovery import discover_once
+    from dra_driver.inventory.host_facts import HostView
+    from dra_driver.slices.rules.build import build_pool
+    from dra_driver.slices.rules.diff import Owner, slice_changes
+
+    platform = platform_of(settings)
+    with closing(NvmlReader(platform.load_nvml, settings.on_demand)) as reader:
+        inventory = discover_once(
+            reader,
+            HostView(platform.paths),
+            OwnershipOnDisk(settings.plugin_directory, _boot_id(platform) or "unknown"),
+        )
+    pool = build_pool(inventory, settings.node_name, settings.sharing)
+    changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
+    slices = [
+        {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}
+        for entry in changes.creates
+    ]
+    return slices, [*_unread(inventory), *pool.faults]
+
+
+def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
+    """The MIG profiles of this machine's GPUs, each once, and what could not be read.
+
+    Raises: NvmlUnavailableError.
+    """
+    from dra_driver.nvml.profiles import read_machine_profiles
+
+    with ExitStack() as session:
+        _open_nvml(platform_of(settings), session)
+        profiles, faults = read_machine_profiles()
+    return profiles, [f"{fault.subject}: {fault.text}" for fault in faults]
+
+
+def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
+    """What to draw of each GPU that is in MIG mode or whose MIG devices are made on demand, and what could not be read.
+
+    NVML stays open until `session` is closed: opening it anew after its last client takes seconds.
+    Raises: NvmlUnavailableError.
+    """
+    from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps, waiting_for_mig_mode
+    from dra_driver.diagnostics.state_on_disk import read_state
+
+    platform = platform_of(settings)
+    reader = _open_nvml(platform, session, lambda gpu: gpu.mig_enabled or _is_on_demand(settings, gpu))
+    inventory = reader.read_inventory()
+    notes = [*_unread(inventory), *waiting_for_mig_mode(inventory, lambda gpu: _is_on_demand(settings, gpu))]
+    state = read_state(settings.plugin_directory)
+    known = KnownState(state.records, state.owned, _boot_id(platform), is_known=not state.faults)
+    maps = gpu_maps(inventory, known, lambda gpu: _is_on_demand(settings, gpu))
+    return maps, notes + (list(state.faults) if maps else [])
+
+
+def node_snapshot(settings: Settings) -> NodeSnapshot:
+    """The node as `top` shows it. Raises: InvalidConfigError, StateError if a simulated machine cannot be made."""
+    from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
+
+    def on_demand(gpu: Gpu) -> bool:
+        return _is_on_demand(settings, gpu)
+
+    platform = platform_of(settings)
+    paths = NodePaths(
+        node=settings.node_name,
+        driver=settings.driver_name,
+        plugin_directory=settings.plugin_directory,
+        cdi_root=Path(settings.cdi_root),
+        boot_id=_boot_id(platform),
+    )
+    return NodeSnapshot(paths, NvmlReader(platform.load_nvml, on_demand), on_demand)
+
+
+def prepared_claims(settings: Settings) -> NodeClaims:
+    """What is prepared on this node, from its files alone."""
+    from dra_driver.diagnostics.prepared_claims import read_prepared_claims
+
+    # A simulated machine has its own boot ID. It is read here directly, because making the platform would repair the
+    # machine.
+    proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
+    return read_prepared_claims(
+        settings.plugin_directory,
+        Path(settings.cdi_root),
+        settings.driver_name,
+        Sysfs(proc=proc).boot_id(),
+        datetime.now(UTC),
+    )
+
+
+def doctor_checks(settings: Settings) -> list[Check]:
+    """All checks of `doctor`, in the order in which it prints them."""
+    from dra_driver.diagnostics.doctor.checks import Shared
+    from dra_driver.diagnostics.doctor.cluster import ClusterChecks
+    from dra_driver.diagnostics.doctor.driver import DriverChecks
+    from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
+    from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
+
+    platform = platform_of(settings)
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    host = host_directory(platform.paths, simulated=settings.simulate is not None, in_pod=in_pod)
+    driver = DriverChecks(
+        platform.paths,
+        platform.nodes,
+        Shared(lambda: _inventory_once(platform)),
+        settings.nvidia_cdi_hook_path,
+        settings.dynamic_mig,
+    )
+    kubelet = KubeletChecks(
+        settings.driver_name,
+        Path(settings.kubelet_registrar_directory_path),
+        Path(settings.kubelet_plugins_directory_path),
+        host,
+        settings.mps_host == "external",
+        Path(settings.cdi_root),
+    )
+    cluster = ClusterChecks(
+        Shared(lambda: _api_client(settings)),
+        settings.driver_name,
+        settings.node_name,
+        settings.dynamic_mig,
+        sharing=bool(settings.sharing.entries),
+        configured=settings.kubeconfig is not None or in_pod,
+    )
+    return [*driver.all(), *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]
+
+
+def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
+    """The machine on which `validate` tries claims, None if there is none; and a sentence about it.
+
+    Raises: NvmlUnavailableError if a simulated machine has no NVML.
+    """
+    from dra_driver.validation.machine_fit import MachineFit
+
+    name = settings.simulate or "this node"
+    try:
+        slices, _ = slices_to_publish(settings)
+    except NvmlUnavailableError as error:
+        if settings.simulate is not None:
+            raise
+        reason = str(error).partition(";")[0]
+        return (
+            None,
+            f"not tried on a machine, since this one has no usable GPU ({reason}); name one with --simulate",
+        )
+    fit = MachineFit(name, settings.driver_name, slices)
+    if settings.simulate is None and not fit.devices:
+        return None, "not tried on a machine, since this one has no GPU; name one with --simulate"
+    return fit, f"tried on {name} as it is empty: {len(fit.devices)} devices"
+
+
+def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:
+    """The settings in those of the documents that are configuration files, and the faults of these by their number."""
+    values: JsonObject = {}
+    faults: dict[int, tuple[str, ...]] = {}
+    for number, document in enumerate(documents):
+        if document.is_configuration:
+            try:
+                values |= config_values(document.content, Path(document.file))
+            except InvalidConfigError as error:
+                faults[number] = error.faults or (str(error),)
+    return values, faults
+
+
+def _is_on_demand(settings: Settings, gpu: Gpu) -> bool:
+    return settings.on_demand is not None and settings.on_demand(gpu)
+
+
+def _boot_id(platform: Platform) -> str | None:
+    return Sysfs(platform.paths.sys, platform.paths.proc).boot_id()
+
+
+def _open_nvml(
+    platform: Platform, session: ExitStack, on_demand: Callable[[Gpu], bool] | None = None
+) -> NvmlReader:
+    reader = NvmlReader(platform.load_nvml, on_demand)
+    reader.reopen()
+    session.callback(reader.close)
+    return reader
+
+
+def _inventory_once(platform: Platform) -> Inventory:
+    from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+
+    with ExitStack() as session:
+        return with_nvlink_domains(_open_nvml(platform, session).read_inventory())
+
+
+def _api_client(settings: Settings) -> ApiClient:
+    from dra_driver.kube.client import ApiClient
+    from dra_driver.kube.endpoint import load_endpoint
+
+    return ApiClient(load_endpoint(settings.kubeconfig), timeout_s=_API_TIMEOUT_S)
+
+
+def _unread(inventory: Inventory) -> list[str]:
+    """What could not be read of a machine."""
+    return [f"{fault.subject}: {fault.text}" for fault in inventory.faults]

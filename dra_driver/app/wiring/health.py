@@ -1,0 +1,92 @@
+"""The parts that watch the health of GPUs, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+
+from dra_driver.health.kubelet_stream import HealthStream
+from dra_driver.health.monitor import Monitor
+from dra_driver.health.rules.state import HealthPolicy
+from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
+from dra_driver.health.rules.xids import XidPolicy
+from dra_driver.health.shared_store import SharedHealth
+from dra_driver.health.store import HealthStore
+from dra_driver.model.health import HealthChange
+from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.nvml.events import HealthSource
+from dra_driver.settings import Settings
+from dra_driver.slices.rules.build import Taints
+
+
+class HealthParts:
+    """Monitor, stream and taints.
+
+    `inventory` answers what is published now, `owned` the ledger of MIG instances by device name. `on_change` is called
+    after each change that others see, `on_transition` with each entry of the history. While `may_keep` answers no,
+    another instance of the driver writes the file.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: HealthSource,
+        inventory: Callable[[], Inventory | None],
+        owned: Callable[[], Mapping[str, OwnedInstance]],
+        boot_id: str,
+        on_change: Callable[[], None],
+        on_transition: Callable[[HealthChange], None],
+        may_keep: Callable[[], bool],
+    ) -> None:
+        self._inventory = inventory
+        self._owned = owned
+        self.taint_policy = TaintPolicy(dict(settings.taint_effects))
+        self._on_change = on_change
+        kept = SharedHealth(HealthStore(settings.plugin_directory / "health.json"), may_keep)
+        self.monitor = Monitor(
+            source,
+            self._gpus,
+            kept,
+            boot_id,
+            on_change=self._changed,
+            on_transition=on_transition,
+            policy=HealthPolicy(xids=XidPolicy(settings.ignored_xids, settings.fatal_xids)),
+        )
+        self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)
+
+    def devices_changed(self) -> None:
+        """The inventory has changed."""
+        self.monitor.devices_changed()
+        self.stream.changed()
+
+    def instances_changed(self) -> None:
+        """A MIG device was made or destroyed on demand, so the known health may be that of an instance that is gone."""
+        if any(target.is_instance for target in self.monitor.states()):
+            self._changed()
+
+    def instances(self) -> Mapping[str, MadeInstance]:
+        """The made MIG devices on demand, by device name."""
+        return instances_by_device(self._owned().values())
+
+    def taints(self, informs: bool) -> Taints:
+        """How devices are tainted at the moment; `informs` says whether taints without an effect are wanted."""
+        return partial(
+            device_taints,
+            states=self.monitor.states(),
+            instances=self.instances(),
+            policy=replace(self.taint_policy, informational=informs),
+        )
+
+    def _changed(self) -> None:
+        self.stream.changed()
+        self._on_change()
+
+    def _gpus(self) -> Collection[str] | None:
+        inventory = self._inventory()
+        return None if inventory is None else [gpu.uuid for gpu in inventory.every_gpu]
+
+    def _devices(self) -> Collection[OfferedDevice]:
+        inventory = self._inventory()
+        return () if inventory is None else inventory.by_name.values()

@@ -1,0 +1,139 @@
+"""The parts that make MIG devices on demand, put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+
+from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.errors import DraDriverError, NvmlUnavailableError
+from dra_driver.files.formats import NewerFormatError
+from dra_driver.journal.executor import StepRunner
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.collector import MigCollector
+from dra_driver.mig.context import MigContext, MigObserver
+from dra_driver.mig.create import MigDevices
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.mig.steps import MigSteps
+from dra_driver.mig.users import MigUsers
+from dra_driver.model.host import HostPaths
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance, OwnedInstance
+from dra_driver.model.steps import CreateMig, LeaveMigMode
+from dra_driver.nvml.instances import MigHardware
+from dra_driver.settings import Settings
+
+_NVML_S = 30.0
+
+Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
+"""Keeps NVML initialised; the argument answers how many seconds it may wait for that."""
+
+
+class MigParts:
+    """Ledger, devices, steps and collector. They exist also if MIG on demand is switched off, because earlier claims
+    may still have to be taken back."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        paths: HostPaths,
+        boot_id: str,
+        records: RecordStore,
+        locks: GpuLocks,
+        lost_devices: Callable[[], Collection[str]],
+        on_change: Callable[[], None],
+        observe: MigObserver,
+        operation: Operation,
+    ) -> None:
+        def kept_open() -> AbstractContextManager[None]:
+            return operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
+
+        @contextmanager
+        def whole_action() -> Iterator[None]:
+            # Forgetting an entry, such as one of an older boot, needs no NVML. Everything else fails by itself.
+            with ExitStack() as held:
+                with suppress(NvmlUnavailableError):
+                    held.enter_context(kept_open())
+                yield
+
+        self._wanted = settings.dynamic_mig
+        self._boot_id = boot_id
+        self.ledger = MigLedger(settings.plugin_directory / "mig")
+        self._context = MigContext(
+            MigHardware(kept_open),
+            self.ledger,
+            MigUsers(records, lost_devices),
+            boot_id,
+            observe,
+            left_over=self.look_soon,
+            operation=whole_action,
+            clock=time.monotonic,
+            pause=time.sleep,
+        )
+        self.devices = MigDevices(self._context)
+        self.collector = MigCollector(
+            self._context,
+            self.devices,
+            locks,
+            adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
+            on_change=on_change,
+        )
+        self._steps = MigSteps(self._context, self.devices, paths.proc)
+
+    def open(self) -> None:
+        """Make the ledger's directory. Raises: StateError."""
+        self.ledger.open(self._boot_id)
+
+    def start(self) -> None:
+        """Start the collector, if the ledger has an entry or may get one."""
+        if self._wanted or self.ledger.all() or self.ledger.owned_modes():
+            self.collector.start()
+
+    def stop(self) -> None:
+        """Stop the collector; harmless if it was not started."""
+        self.collector.stop()
+
+    def runners(self) -> dict[type, StepRunner]:
+        """The runner of each type of step."""
+        return {CreateMig: self._steps, LeaveMigMode: self._steps}
+
+    def reconcile(self, inventory: Inventory | None) -> None:
+        """The driver was found for the first time or loaded again: adopt the instances that others made."""
+        if inventory is not None:
+            self.collector.reconcile(inventory)
+
+    def look_soon(self) -> None:
+        """An instance of ours may be left over, or the GPUs may have changed."""
+        self.collector.look_soon()
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        """The instances of a GPU that this driver does not give out."""
+        return self.devices.ownership.foreign_instances(gpu_uuid, existing)
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        """Whether this driver switched the GPU's MIG mode on."""
+        return self.devices.ownership.mode_is_ours(gpu_uuid)
+
+    def created_instance(self, device: str) -> OwnedInstance | None:
+        """The created instance of a device now; None if there is none, or if only a newer release can read its
+        entry."""
+        with suppress(NewerFormatError):
+            return self.devices.ownership.created_instance(device)
+        return None
+
+    def uuid_of(self, device: str) -> str | None:
+        """The UUID that a device has now."""
+        made = self.created_instance(device)
+        return None if made is None else made.uuid
+
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
+        """The GPU's device minor now; None if it is not known."""
+        with suppress(DraDriverError):
+            return self._context.hardware.minor(gpu_uuid, pci_bus_id)
+        return None
+
+    def claim_gone(self) -> None:
+        """A claim was unprepared."""
+        self.collector.claim_gone()

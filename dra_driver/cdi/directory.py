@@ -1,0 +1,154 @@
+"""The directory with the CDI specs of prepared claims. The container runtime watches it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dra_driver.cdi.rules.checks import faults
+from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import (
+    clear_abandoned,
+    make_directory,
+    read_or_none,
+    remove_file,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
+
+_SUFFIX = ".json"
+# Earlier drivers of this name wrote YAML. This one finds and removes both.
+_SUFFIXES = (_SUFFIX, ".yaml")
+_FILE_MODE = 0o644
+_DIRECTORY_MODE = 0o755
+
+
+class CdiDirectory:
+    """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice."""
+
+    def __init__(self, path: str | Path, driver_name: str, *, durable: bool = False) -> None:
+        """With `durable` a written spec survives a power cut. The driver does not need that: every Prepare checks the
+        file."""
+        self._path = Path(path)
+        self._driver_name = driver_name
+        self._durable = durable
+        # The driver's part of the last spec, after its checks, and its bytes. This part is most of a spec, and equal in
+        # # all specs.
+        self._good: tuple[Any, bytes] | None = None
+
+    def create(self) -> None:
+        """Create the directory if it is missing, and remove what killed writers left.
+
+        Raises: StateError.
+        """
+        make_directory(self._path, _DIRECTORY_MODE)
+        clear_abandoned(self._path, f".{self._prefix}")
+
+    def file(self, claim_uid: str) -> Path:
+        """The claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
+        return self._path / f"{file_stem(self._driver_name, claim_uid)}{_SUFFIX}"
+
+    def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
+        """Write the spec into the claim's file unless it is there already; returns whether it was written.
+
+        Raises: StateError if the file cannot be written, or if runtimes would refuse the spec.
+        """
+        file = self.file(claim_uid)
+        good = self._good
+        known = good if good is not None and good[0] == spec.get(COMMON) else None
+        content = encode(spec, None if known is None else known[1])
+        if read_or_none(file) == content:
+            return False
+        # An earlier claim had the same driver's part, and passed the checks.
+        check_spec(file, spec if known is None else {key: spec[key] for key in spec.keys() - {COMMON}})
+        if known is None and COMMON in spec:
+            self._good = (spec[COMMON], encoded(spec[COMMON]))
+        make_directory(self._path, _DIRECTORY_MODE)
+        write_atomically(file, content, mode=_FILE_MODE, durable=self._durable)
+        return True
+
+    def read(self, claim_uid: str) -> dict[str, Any] | None:
+        """The claim's spec; None if there is none or the file is not a valid spec. Raises: StateError."""
+        return _decoded(read_or_none(self.file(claim_uid)))
+
+    def verify(self, claim_uid: str, spec: dict[str, Any]) -> bool:
+        """Whether the claim's file holds exactly this spec. Raises: StateError."""
+        return read_or_none(self.file(claim_uid)) == encode(spec)
+
+    def remove(self, claim_uid: str) -> bool:
+        """Remove the claim's spec so that it does not come back; returns whether there was one. Raises: StateError."""
+        stem = file_stem(self._driver_name, claim_uid)
+        was_there = any([remove_file(self._path / f"{stem}{suffix}") for suffix in _SUFFIXES])
+        if was_there:
+            # Synced: a spec that came back after a power cut would have no record and stay for ever.
+            sync_removals(self._path)
+        return was_there
+
+    def list(self) -> dict[str, tuple[str, ...]]:
+        """The device names in each spec, by claim UID; no names for a file that is not a valid spec.
+
+        Raises: StateError.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for file in self._files():
+            if file.name.startswith(self._prefix) and file.suffix in _SUFFIXES:
+                uid = file.stem.removeprefix(self._prefix)
+                content = read_or_none(file)
+                found[uid] = (*found.get(uid, ()), *_device_names(uid, content, file.suffix))
+        return found
+
+    @property
+    def _prefix(self) -> str:
+        return file_stem(self._driver_name, "0").removesuffix("0")
+
+    def _files(self) -> Iterator[Path]:
+        try:
+            yield from sorted(self._path.iterdir())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise state_error("list", self._path, error) from error
+
+
+def check_spec(file: Path, spec: dict[str, Any]) -> None:
+    """Raises: StateError if container runtimes would refuse the spec for `file`."""
+    wrong = faults(spec)
+    if wrong:
+        raise StateError(
+            f"container runtimes would refuse the CDI spec {file}: {'; '.join(wrong)}; "
+            "this is a fault of the driver, please report it"
+        )
+
+
+def _decoded(content: bytes | None) -> dict[str, Any] | None:
+    try:
+        spec = json.loads(content) if content is not None else None
+    except (ValueError, RecursionError):
+        return None
+    return spec if isinstance(spec, dict) else None
+
+
+def _decoded_yaml(content: bytes | None) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(content or b"")
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ):  # YAML raises ValueError for a date that does not exist
+        return None
+
+
+def _device_names(claim_uid: str, content: bytes | None, suffix: str) -> tuple[str, ...]:
+    spec = _decoded(content) if suffix == _SUFFIX else _decoded_yaml(content)
+    devices = spec.get("devices") if isinstance(spec, dict) else None
+    if not isinstance(devices, list):
+        return ()
+    names = (device.get("name") for device in devices if isinstance(device, dict))
+    return tuple(name.removeprefix(f"{claim_uid}-") for name in names if isinstance(name, str))

@@ -1,0 +1,271 @@
+"""The files on the host that tell containers which devices they have, and the CDI specs that mount these files.
+
+    <plugin directory>/dra-device-metadata/<namespace>_<claim>/<request>/metadata.json
+    <CDI directory>/<driver>_metadata_<claim UID>_<request>.json
+
+A directory has the claim's name, and a claim may be deleted and created again under the same name. So the claim UID in
+each file decides to which claim the file belongs.
+
+Something else may be at the path of a file or directory: some runtimes make a directory where a file to mount is
+missing. It is moved away when the claim is prepared, and removed with the claim.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from dra_driver.cdi.directory import check_spec
+from dra_driver.cdi.rules.metadata import (
+    cdi_file,
+    cdi_file_prefix,
+    cdi_spec,
+    check_names,
+    directory_name,
+    owner_and_generation,
+    requests_of,
+)
+from dra_driver.cdi.rules.spec import checked_claim_uid
+from dra_driver.cdi.rules.spec import encode as encode_spec
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import (
+    clear_abandoned,
+    is_abandoned,
+    make_directory,
+    read_or_none,
+    remove_file,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
+from dra_driver.model.claim import AllocatedClaim
+
+_log = structlog.get_logger(__name__)
+
+DIRECTORY = "dra-device-metadata"
+_FILE = "metadata.json"
+_SPEC_SUFFIX = ".json"
+_FILE_MODE = 0o644
+_DIRECTORY_MODE = 0o755
+
+
+class MetadataFiles:
+    """Metadata files and their CDI specs. Each write ends with a rename. Writes are not synced, because every Prepare
+    checks the files. Removals are synced, because a file that came back after a power cut would stay for ever."""
+
+    def __init__(self, plugin_directory: str | Path, cdi_root: str | Path, driver_name: str) -> None:
+        self._directory = Path(plugin_directory) / DIRECTORY
+        self._cdi = Path(cdi_root)
+        self._driver_name = driver_name
+
+    def create(self) -> None:
+        """Remove what killed writers left, and directories that a power cut left empty. A new directory is made with
+        its first file. Raises: StateError."""
+        for claim in _entries(self._directory):
+            # List all of them first: removing one changes the time of the claim's directory.
+            abandoned = {path: _is_abandoned(path) for path in (*_readable_entries(claim), claim)}
+            for directory, is_old in abandoned.items():
+                if stat.S_ISDIR(_mode(directory)):
+                    with suppress(StateError):
+                        clear_abandoned(directory)
+                if is_old:
+                    with suppress(OSError):  # most are not empty
+                        directory.rmdir()
+        clear_abandoned(self._cdi, f".{cdi_file_prefix(self._driver_name)}")
+
+    def file(self, claim: AllocatedClaim, request: str) -> Path:
+        """The file of a top-level request. Raises: ClaimRefusedError if a name cannot be part of a path."""
+        check_names(claim)
+        return self._directory / directory_name(claim.ref) / request / _FILE
+
+    def write(self, claim: AllocatedClaim, request: str, encode: Callable[[int], bytes]) -> None:
+        """Write the request's file, with the content that `encode` gives for its generation, and the CDI spec that
+        mounts it.
+
+        The generation is 1 at first; each change of the content adds one. Raises: StateError, ClaimRefusedError.
+        """
+        file = self.file(claim, request)
+        content = read_or_none(file)
+        owned = None if content is None else owner_and_generation(content)
+        generation = owned[1] if owned is not None and owned[0] == claim.ref.uid else 0
+        if not generation or content != encode(generation):
+            self._make_directory(file.parent)
+            write_atomically(file, encode(generation + 1), mode=_FILE_MODE, durable=False)
+        self._write_spec(claim, request, file)
+
+    def in_place(self, claim: AllocatedClaim) -> bool:
+        """Whether each request has its file and its CDI spec. Raises: StateError, ClaimRefusedError."""
+        return all(
+            read_or_none(self.file(claim, request)) is not None
+            and read_or_none(self._spec(claim.ref.uid, request)) is not None
+            for request in requests_of(claim)
+        )
+
+    def remove(self, claim: AllocatedClaim) -> None:
+        """Remove the claim's files and CDI specs; some or all may be missing.
+
+        Raises: StateError, ClaimRefusedError.
+        """
+        check_names(claim)
+        self._remove_specs(claim.ref.uid)
+        directory = self._directory / directory_name(claim.ref)
+        for request in _entries_of_claim(directory):
+            if _owner(request) in (None, claim.ref.uid):
+                _remove_request(request)
+        _remove_if_empty(directory)
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove the files and CDI specs of a claim of which only the UID is known.
+
+        Raises: StateError, ClaimRefusedError.
+        """
+        checked_claim_uid(claim_uid)
+        self._remove_specs(claim_uid)
+        for request in list(self._request_directories()):
+            if _owner(request) == claim_uid:
+                _remove_request(request)
+                _remove_if_empty(request.parent)
+
+    def _make_directory(self, request: Path) -> None:
+        """Make a request's directory. Raises: StateError."""
+        for place in (request.parent, request):  # a link at this path was made by a person
+            if stat.S_ISLNK(_mode(place)):
+                _remove_stray(place)
+        try:
+            make_directory(request, _DIRECTORY_MODE)
+        except StateError:
+            places = (self._directory, request.parent, request)
+            if not any([_remove_stray(place) for place in places if not place.is_dir()]):
+                raise
+            make_directory(request, _DIRECTORY_MODE)
+
+    def _write_spec(self, claim: AllocatedClaim, request: str, file: Path) -> None:
+        spec = cdi_spec(self._driver_name, claim, request, str(file))
+        path = self._spec(claim.ref.uid, request)
+        content = encode_spec(spec)
+        if read_or_none(path) == content:
+            return
+        check_spec(path, spec)
+        make_directory(self._cdi, _DIRECTORY_MODE)
+        write_atomically(path, content, mode=_FILE_MODE, durable=False)
+
+    def _spec(self, claim_uid: str, request: str) -> Path:
+        return self._cdi / cdi_file(self._driver_name, checked_claim_uid(claim_uid), request)
+
+    def _remove_specs(self, claim_uid: str) -> None:
+        """Find the specs by their file names, which end with the request; a request name has no underscore."""
+        prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
+        found = [
+            path
+            for path in _entries(self._cdi)
+            if path.name.startswith(prefix)
+            and path.suffix == _SPEC_SUFFIX
+            and path.stem.rpartition("_")[0] == prefix
+        ]
+        for path in found:
+            remove_file(path)
+        if found:
+            sync_removals(self._cdi)
+
+    def _request_directories(self) -> Iterator[Path]:
+        for claim in _entries(self._directory):
+            yield from _readable_entries(claim)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return []
+        raise state_error("list", directory, error) from error
+
+
+def _entries_of_claim(directory: Path) -> list[Path]:
+    """As `_entries`; nothing for a link, because its target does not belong to the driver."""
+    return [] if stat.S_ISLNK(_mode(directory)) else _entries(directory)
+
+
+def _readable_entries(directory: Path) -> list[Path]:
+    """As `_entries_of_claim`; nothing if the disk fails, so that the driver can still serve other claims."""
+    try:
+        return _entries_of_claim(directory)
+    except StateError:
+        return []
+
+
+def _mode(path: Path) -> int:
+    """The mode of the path itself, links not followed; 0 if it is not known."""
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
+
+
+def _owner(request: Path) -> str | None:
+    """The claim UID in the file of a request's directory; None if there is none."""
+    content = read_or_none(request / _FILE)
+    owned = None if content is None else owner_and_generation(content)
+    return None if owned is None else owned[0]
+
+
+def _remove_request(directory: Path) -> None:
+    """Remove a request's directory, with all that is in it, or whatever else is at its path."""
+    try:
+        if not stat.S_ISDIR(directory.lstat().st_mode):
+            _remove_stray(directory)
+            return
+        file = directory / _FILE
+        has_stray = file.exists() and not file.is_file()
+        shutil.rmtree(directory)
+        if has_stray:
+            _log.warning("stray_removed", path=str(file))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise state_error("remove", directory, error) from error
+
+
+def _remove_stray(path: Path) -> bool:
+    """Remove whatever is at the path of a directory and is not one; whether there was anything. Raises: StateError."""
+    try:
+        path.unlink()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise state_error("remove", path, error) from error
+    _log.warning("stray_removed", path=str(path))
+    return True
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Remove the directory if it is empty, or whatever else is at its path, so that it does not come back."""
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        _remove_stray(directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # the parent directory is a link to itself
+            return
+        if error.errno != errno.ENOTEMPTY:
+            raise state_error("remove", directory, error) from error
+        sync_removals(directory)
+    else:
+        sync_removals(directory.parent)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    try:
+        return is_abandoned(directory)
+    except OSError:
+        return False

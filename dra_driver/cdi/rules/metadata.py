@@ -1,0 +1,195 @@
+"""The files that tell a claim's containers which devices they have: names, content and the CDI spec of each.
+
+A file belongs to one top-level request. It is a stream of JSON documents, one for each version of the format,
+newest first; a reader takes the first that it knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dra_driver.cdi.rules.checks import minimum_version
+from dra_driver.cdi.rules.spec import checked_claim_uid
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
+from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.sharing_mode import MpsShared, SharingMode
+from dra_driver.slices.rules.attributes import wire_device
+
+JsonObject = dict[str, Any]
+
+CONTAINER_DIRECTORY = "/var/run/kubernetes.io/dra-device-attributes"
+_API_GROUP = "metadata.resource.k8s.io"
+_CLASS = "metadata"
+_MOUNT_OPTIONS = ("ro", "bind")
+_LABEL = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
+_SUBDOMAIN = re.compile(
+    r"(?=.{1,253}\Z)[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
+)
+_LONGEST_FILE_NAME = 255
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedDevice:
+    """An allocation result, and all that is known of its device: attributes in the form of a slice."""
+
+    result: DeviceResult
+    attributes: JsonObject
+
+
+def check_names(claim: AllocatedClaim) -> None:
+    """Raises: ClaimRefusedError if a name that becomes a part of a path is not a valid Kubernetes name."""
+    checked_claim_uid(claim.ref.uid)
+    named = [
+        ("namespace", claim.ref.namespace, _LABEL),
+        ("name", claim.ref.name, _SUBDOMAIN),
+        *(("request", result.base_request, _LABEL) for result in claim.results),
+    ]
+    if claim.pod_claim_name is not None:
+        named.append(("annotation with the pod's claim name", claim.pod_claim_name, _LABEL))
+    for what, name, rule in named:
+        if rule.fullmatch(name) is None:
+            raise ClaimRefusedError(
+                f"the claim's {what} {name!r} cannot be part of a path, so its containers cannot get the metadata "
+                "of their devices; correct the name, or set --device-metadata off"
+            )
+
+
+def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
+    """The top-level requests that have a device, each once, in the order of the results."""
+    return tuple(dict.fromkeys(result.base_request for result in claim.results))
+
+
+def directory_name(ref: ClaimRef) -> str:
+    """The directory of a claim's files on the host; its name has the UID instead of a claim name that is too long."""
+    name = f"{ref.namespace}_{ref.name}"
+    return name if len(name) <= _LONGEST_FILE_NAME else f"{ref.namespace}_{ref.uid}"
+
+
+def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
+    """Where a container finds the file of a request."""
+    kind, name = ("resourceclaims", claim.ref.name)
+    if claim.pod_claim_name is not None:
+        kind, name = ("resourceclaimtemplates", claim.pod_claim_name)
+    return f"{CONTAINER_DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
+
+
+def cdi_id(driver: str, claim_uid: str, request: str) -> str:
+    """The qualified CDI name that mounts the file of a request."""
+    return f"{driver}/{_CLASS}={_cdi_device(claim_uid, request)}"
+
+
+def cdi_file_prefix(driver: str) -> str:
+    """The prefix of the names of all CDI specs of metadata."""
+    return f"{driver}_{_CLASS}_"
+
+
+def cdi_file(driver: str, claim_uid: str, request: str) -> str:
+    """The name of the CDI spec that mounts the file of a request."""
+    return f"{cdi_file_prefix(driver)}{_cdi_device(claim_uid, request)}.json"
+
+
+def cdi_spec(driver: str, claim: AllocatedClaim, request: str, host_path: str) -> JsonObject:
+    """The CDI spec that mounts the file of a request, read-only."""
+    mount = {
+        "hostPath": host_path,
+        "containerPath": container_path(claim, request, driver),
+        "options": list(_MOUNT_OPTIONS),
+    }
+    device = {"name": _cdi_device(claim.ref.uid, request), "containerEdits": {"mounts": [mount]}}
+    spec = {"cdiVersion": "", "kind": f"{driver}/{_CLASS}", "devices": [device]}
+    return {**spec, "cdiVersion": minimum_version(spec)}
+
+
+def _cdi_device(claim_uid: str, request: str) -> str:
+    return f"{claim_uid}_{request}"
+
+
+def described(
+    result: DeviceResult,
+    offered: OfferedDevice,
+    usage: SharingMode,
+    inventory: Inventory,
+    made: OwnedInstance | None,
+) -> DescribedDevice:
+    """What the node's slice says of the device, and what is only known after its Prepare.
+
+    `made` is the created instance of a MIG device on demand.
+    """
+    attributes = {**wire_device(offered, inventory)["attributes"], **_of_today(offered, made)}
+    if result.share_id is not None:
+        attributes["shareID"] = {"string": result.share_id}
+    if isinstance(usage, MpsShared):
+        attributes |= _ints(
+            mpsPinnedMemoryLimitMiB=usage.memory_limit_mib,
+            mpsActiveThreadPercentage=usage.active_thread_percentage,
+        )
+    return DescribedDevice(result, {name: attributes[name] for name in sorted(attributes)})
+
+
+def _of_today(offered: OfferedDevice, made: OwnedInstance | None) -> JsonObject:
+    match offered:
+        case StaticMigDevice(mig=mig):
+            return _ints(gpuInstanceID=mig.gpu_instance_id, computeInstanceID=mig.compute_instance_id)
+        case DynamicMigDevice() if made is not None:
+            uuid = {} if not made.uuid else {"uuid": {"string": made.uuid}}
+            ids = _ints(gpuInstanceID=made.gpu_instance_id, computeInstanceID=made.compute_instance_id)
+            return uuid | ids
+        case _:
+            return {}
+
+
+def _ints(**values: int | None) -> JsonObject:
+    return {name: {"int": value} for name, value in values.items() if value is not None}
+
+
+def encode(
+    claim: AllocatedClaim,
+    devices: Sequence[DescribedDevice],
+    versions: Iterable[str],
+    generation: int,
+) -> bytes:
+    """The file of one top-level request, with its devices; the same input gives the same bytes."""
+    by_request: dict[str, list[JsonObject]] = {}
+    for device in devices:
+        result = device.result
+        entry: JsonObject = {"driver": result.driver, "pool": result.pool, "name": result.device}
+        if device.attributes:
+            entry["attributes"] = device.attributes
+        by_request.setdefault(result.request, []).append(entry)
+    ref = claim.ref
+    metadata = {"name": ref.name, "namespace": ref.namespace, "uid": ref.uid, "generation": generation}
+    pod_claim = {} if claim.pod_claim_name is None else {"podClaimName": claim.pod_claim_name}
+    requests = [{"name": name, "devices": entries} for name, entries in by_request.items()]
+    return b"".join(
+        json.dumps(
+            {
+                "kind": "DeviceMetadata",
+                "apiVersion": f"{_API_GROUP}/{version}",
+                "metadata": metadata,
+                **pod_claim,
+                "requests": requests,
+            },
+            indent=2,
+        ).encode("ascii")
+        + b"\n"
+        for version in versions
+    )
+
+
+def owner_and_generation(content: bytes) -> tuple[str, int] | None:
+    """The claim UID and the generation in a file; None if it is not a valid metadata file of ours."""
+    try:
+        document, _ = json.JSONDecoder().raw_decode(content.decode())
+        metadata = document["metadata"]
+        uid, generation = metadata["uid"], metadata["generation"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not isinstance(uid, str) or not isinstance(generation, int) or isinstance(generation, bool):
+        return None
+    return uid, generation

@@ -1,0 +1,251 @@
+"""CDI specs: one for each claim, with the driver's files once and the nodes of each device."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dra_driver.cdi.rules.checks import minimum_version
+from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
+
+CLASS = "claim"
+COMMON = "containerEdits"
+"""The field of a spec with the driver's part, which is most of a spec and equal in all specs."""
+
+_UID = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?\Z")
+_FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
+_SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
+_COMMON_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
+_WORLD_RW = 0o006
+_LIBRARY_SUBDIRS = ("gbm", "vdpau")
+
+# Without it the NVIDIA container runtime, if it is installed, would inject all GPUs as well.
+_NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
+
+
+def checked_claim_uid(claim_uid: str) -> str:
+    """The UID, if it can be part of a file name and of a CDI device name.
+
+    Raises: ClaimRefusedError.
+    """
+    if _UID.fullmatch(claim_uid) is None or ".." in claim_uid:
+        raise ClaimRefusedError(
+            f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
+        )
+    return claim_uid
+
+
+def spec_kind(driver_name: str) -> str:
+    """The CDI kind of a driver's claims, such as `k8s.gpu.nvidia.com/claim`."""
+    return f"k8s.{driver_name}/{CLASS}"
+
+
+def device_name(claim_uid: str, device: str) -> str:
+    """The device's name in the spec. The UID makes it unique over time, because runtimes cache specs."""
+    return f"{claim_uid}-{device}"
+
+
+def cdi_id(driver_name: str, claim_uid: str, device: str) -> str:
+    """The qualified name that the kubelet hands to the runtime."""
+    return f"{spec_kind(driver_name)}={device_name(claim_uid, device)}"
+
+
+def file_stem(driver_name: str, claim_uid: str) -> str:
+    """The name of a claim's spec file without its suffix."""
+    return f"k8s.{driver_name}-{CLASS}_{checked_claim_uid(claim_uid)}"
+
+
+def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
+    """The bytes of a spec file; the same spec gives the same bytes. `common` is the driver's part of the spec, if it
+    was encoded before."""
+    parts = (
+        encoded(key) + b":" + (common if common is not None and key == COMMON else encoded(value))
+        for key, value in spec.items()
+    )
+    return b"{" + b",".join(parts) + b"}\n"
+
+
+def encoded(part: Any) -> bytes:
+    """The bytes of a part of a spec in its file."""
+    return json.dumps(part, separators=(",", ":")).encode("ascii")
+
+
+def claim_spec(
+    claim_uid: str,
+    driver_name: str,
+    driver: DriverFiles,
+    devices: Sequence[CdiDevice],
+    common: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The spec of a claim's devices. A device that occurs twice unchanged is listed once. `common` are the
+    `common_edits` of the driver, if they were made before.
+
+    Raises: RetryableError if a node is missing without which the containers would have no GPU; ClaimRefusedError if the
+    claim has no device, or two different devices with the same name.
+    """
+    checked_claim_uid(claim_uid)
+    spec: dict[str, Any] = {
+        "cdiVersion": "",
+        "kind": spec_kind(driver_name),
+        COMMON: common_edits(driver) if common is None else common,
+        "devices": [
+            {
+                "name": device_name(claim_uid, device.name),
+                "containerEdits": _device_edits(device, driver.hook),
+            }
+            for device in _distinct(claim_uid, devices)
+        ],
+    }
+    spec["cdiVersion"] = minimum_version(spec)
+    return spec
+
+
+def _check_common_nodes(driver: DriverFiles) -> None:
+    present = {node.node.path for node in driver.nodes}
+    for path in _COMMON_NODES:
+        if path not in present:
+            raise RetryableError(
+                f"device node {path} is missing on the host, and no container can use a GPU without it: "
+                "load the NVIDIA kernel modules and run `nvidia-modprobe -u -c=0` there"
+            )
+
+
+def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
+    """The devices sorted by name, each once. Two requests of a claim may have the same device, one with adminAccess."""
+    by_name: dict[str, CdiDevice] = {}
+    for device in devices:
+        if not device.nodes:
+            raise RetryableError(
+                f"device {device.name} has no device node on the host, so its container would have no GPU: "
+                "load the NVIDIA driver and run `nvidia-modprobe` there"
+            )
+        if by_name.setdefault(device.name, device) != device:
+            raise ClaimRefusedError(
+                f"claim {claim_uid} has device {device.name} twice with different settings; "
+                "give both requests the same configuration"
+            )
+    if not by_name:
+        raise ClaimRefusedError(f"claim {claim_uid} has no device of this driver; a CDI spec needs one")
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def common_edits(driver: DriverFiles) -> dict[str, Any]:
+    """What every container gets of the driver, for any device. Raises: RetryableError if a node is missing without
+    which the container would have no GPU."""
+    _check_common_nodes(driver)
+    env = [_NO_SECOND_INJECTION]
+    if driver.libcuda_dirs:
+        env.append(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(driver.libcuda_dirs)}")
+    files = (*driver.libraries, *driver.binaries, *driver.firmware, *driver.configs)
+    mounts = [*_file_mounts(files, _FILE_OPTIONS), *_file_mounts(driver.sockets, _SOCKET_OPTIONS)]
+    if driver.hook is None:
+        taken = {file.container_path for file in files}
+        mounts.extend(
+            _mount(host_path, path, _FILE_OPTIONS)
+            for path, host_path in _names_without_hook(driver).items()
+            if path not in taken
+        )
+    edits: dict[str, Any] = {"env": env, **_node_edits(driver.nodes), "mounts": mounts}
+    if driver.hook is not None:
+        edits["hooks"] = _common_hooks(driver, driver.hook)
+    return edits
+
+
+def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
+    """The file to mount at each path, if no hook makes links or runs ldconfig in the container.
+
+    Every library is mounted under all its names: at its path on the host, and in each directory in which some dynamic
+    linker looks by default. Images of another distribution do not look where this host's linker looks.
+    """
+    names = {link.path: link.host_path for link in driver.links}
+    known = [(file.container_path, file.host_path) for file in driver.libraries]
+    for path, host_path in (*known, *names.copy().items()):
+        directory, _, name = path.rpartition("/")
+        below = directory.rpartition("/")[2]
+        tail = f"{below}/{name}" if below in _LIBRARY_SUBDIRS else name
+        for linker_dir in driver.linker_dirs:
+            names.setdefault(f"{linker_dir}/{tail}", host_path)
+    return names
+
+
+def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
+    """The hooks in this order, because the compatibility check and ldconfig look at the links."""
+    hooks = []
+    if driver.links:
+        hooks.append(_symlink_hook(hook, ((link.path, link.target) for link in driver.links)))
+    if "enable-cuda-compat" in driver.hook_verbs:
+        hooks.append(_hook(hook, "enable-cuda-compat", [f"--host-driver-version={driver.version}"]))
+    ldconfig = ["--ldconfig-path", driver.ldconfig] if driver.ldconfig is not None else []
+    folders = [text for directory in driver.library_dirs for text in ("--folder", directory)]
+    hooks.append(_hook(hook, "update-ldcache", [*ldconfig, *folders]))
+    if "disable-device-node-modification" in driver.hook_verbs:
+        hooks.append(_hook(hook, "disable-device-node-modification", []))
+    return hooks
+
+
+def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
+    edits = _node_edits((*device.nodes, *device.drm))
+    if device.env:
+        edits["env"] = list(device.env)
+    if device.mounts:
+        edits["mounts"] = [_cdi_mount(mount) for mount in device.mounts]
+    if device.links and hook is not None:
+        edits["hooks"] = [_symlink_hook(hook, device.links)]
+    return edits
+
+
+def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
+    """The nodes, and the groups that a user other than root needs to open them."""
+    edits: dict[str, Any] = {"deviceNodes": [_node(node) for node in nodes]}
+    gids = {node.node.gid for node in nodes if node.node.mode & _WORLD_RW != _WORLD_RW} - {0}
+    if gids:
+        edits["additionalGids"] = sorted(gids)
+    return edits
+
+
+def _node(node: HostNode) -> dict[str, Any]:
+    """A device node with its type and numbers, so that the runtime does not look for the node on the host."""
+    device = node.node
+    entry: dict[str, Any] = {"path": device.path}
+    if node.host_path != device.path:
+        entry["hostPath"] = node.host_path
+    entry.update(
+        type=device.type, major=device.major, minor=device.minor, fileMode=device.mode, permissions="rwm"
+    )
+    if device.uid:
+        entry["uid"] = device.uid
+    if device.gid:
+        entry["gid"] = device.gid
+    return entry
+
+
+def _file_mounts(files: Iterable[DriverFile], options: Sequence[str]) -> list[dict[str, Any]]:
+    return [_mount(file.host_path, file.container_path, options) for file in files]
+
+
+def _cdi_mount(mount: CdiMount) -> dict[str, Any]:
+    return _mount(mount.host_path, mount.container_path, mount.options)
+
+
+def _mount(host_path: str, container_path: str, options: Sequence[str]) -> dict[str, Any]:
+    return {"hostPath": host_path, "containerPath": container_path, "options": list(options)}
+
+
+def _symlink_hook(hook: str, links: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    return _hook(
+        hook, "create-symlinks", [text for path, target in links for text in ("--link", f"{target}::{path}")]
+    )
+
+
+def _hook(hook: str, verb: str, args: Sequence[str]) -> dict[str, Any]:
+    program = hook.rpartition("/")[2]
+    command = [program, "hook", verb] if program == "nvidia-ctk" else [program, verb]
+    return {
+        "hookName": "createContainer",
+        "path": hook,
+        "args": [*command, *args],
+        "env": ["NVIDIA_CTK_DEBUG=false"],
+    }

@@ -1,0 +1,161 @@
+"""The step that writes a claim's CDI spec, and its undo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, assert_never
+
+import structlog
+
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.rules.mps_edits import with_mps
+from dra_driver.cdi.rules.spec import claim_spec, common_edits
+from dra_driver.errors import StateError
+from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.model.driver_files import CdiDevice, DriverFiles
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mps import MpsDirectories
+from dra_driver.model.plan import Plan, PlannedDevice
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing_mode import MpsShared
+from dra_driver.model.steps import Step
+
+_log = structlog.get_logger(__name__)
+
+
+class MadeInstances(Protocol):
+    """The MIG devices that are made on demand. `app` puts them together, so this room cannot import the class."""
+
+    def created_instance(self, device: str) -> OwnedInstance | None:
+        """The instance that stands for a device now; None if it was not made."""
+
+    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
+        """The GPU's device minor now: it may change with the MIG mode."""
+
+
+class CdiSteps:
+    """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
+    is gone because the driver or the toolkit was replaced."""
+
+    def __init__(
+        self,
+        driver_name: str,
+        specs: CdiDirectory,
+        installation: DriverRoot,
+        nodes: GpuNodes,
+        driver_version: Callable[[], str | None],
+        mps_directories: Callable[[str], MpsDirectories],
+        instances: MadeInstances,
+    ) -> None:
+        self._driver_name = driver_name
+        self._specs = specs
+        self._installation = installation
+        self._nodes = nodes
+        self._driver_version = driver_version
+        self._mps_directories = mps_directories
+        self._instances = instances
+        self._lock = threading.Lock()
+        self._told: tuple[str, ...] = ()
+        self._common: tuple[DriverFiles, dict[str, Any]] | None = None
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
+        self._specs.write(plan.claim.ref.uid, self.spec(plan))
+
+    def spec(self, plan: Plan) -> dict[str, Any]:
+        """The spec as it would be written now."""
+        files = self._installation.files(self._driver_version())
+        self._tell(files.notes)
+        return claim_spec(
+            plan.claim.ref.uid,
+            self._driver_name,
+            files,
+            [self._device(device) for device in plan.devices],
+            self._common_edits(files),
+        )
+
+    def _common_edits(self, files: DriverFiles) -> dict[str, Any]:
+        """As `common_edits`; the same object until the host's files change, so a caller must not change it."""
+        known = self._common
+        if known is not None and known[0] is files:
+            return known[1]
+        edits = common_edits(files)
+        self._common = (files, edits)
+        return edits
+
+    def _tell(self, notes: tuple[str, ...]) -> None:
+        """Log what the host lacks: once, and again when that changes."""
+        with self._lock:
+            if notes == self._told:
+                return
+            self._told = notes
+        if notes:
+            _log.warning("driver_files_incomplete", notes=list(notes))
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Remove the claim's spec; running containers keep what they have."""
+        self._specs.remove(record.ref.uid)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether the claim's spec file is there."""
+        return self._specs.read(record.ref.uid) is not None
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove the spec of a claim that has no record."""
+        self._specs.remove(claim_uid)
+
+    def _device(self, planned: PlannedDevice) -> CdiDevice:
+        device = self._bare_device(planned)
+        match planned.usage:
+            case MpsShared() as usage:
+                return with_mps(device, usage, self._mps_directories(planned.offered.name))
+            case _:
+                return device
+
+    def _bare_device(self, planned: PlannedDevice) -> CdiDevice:
+        match planned.offered:
+            case WholeGpu(gpu=gpu):
+                return self._nodes.whole_gpu(planned.cdi_device, self._minor(gpu), gpu.pci_bus_id)
+            case StaticMigDevice(gpu=gpu, mig=mig):
+                return self._nodes.mig_device(
+                    planned.cdi_device,
+                    gpu.minor,
+                    gpu.pci_bus_id,
+                    mig.gpu_instance_id,
+                    mig.compute_instance_id,
+                    graphics="+gfx" in mig.profile.name,
+                )
+            case DynamicMigDevice() as possible:
+                return self._made_device(planned, possible)
+            case _:
+                assert_never(planned.offered)
+
+    def _made_device(self, planned: PlannedDevice, possible: DynamicMigDevice) -> CdiDevice:
+        gpu = possible.gpu
+        made = self._instances.created_instance(possible.name)
+        if made is None or made.gpu_instance_id is None or made.compute_instance_id is None:
+            if planned.result.admin_access:
+                # A claim with admin access makes no MIG device; it monitors through the GPU's node.
+                return self._nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
+            raise StateError(
+                f"MIG device {possible.name} does not exist, although an earlier step makes it; this is a fault of the "
+                "driver, please report it"
+            )
+        return self._nodes.mig_device(
+            planned.cdi_device,
+            made.gpu_minor if made.gpu_minor is not None else gpu.minor,
+            gpu.pci_bus_id,
+            made.gpu_instance_id,
+            made.compute_instance_id,
+            graphics="+gfx" in possible.profile.name,
+        )
+
+    def _minor(self, gpu: Gpu) -> int | None:
+        if gpu.partitioning is None:
+            return gpu.minor
+        now = self._instances.minor(gpu.uuid, gpu.pci_bus_id)
+        return gpu.minor if now is None else now

@@ -1,0 +1,166 @@
+"""Which processes still compute on what a claim holds.
+
+A pod can be deleted in the API server while its processes still run: they hang in the NVIDIA driver, or somebody made
+the kubelet forget a pod that it could not end. Which processes count:
+
+| Process | Counts | Why |
+|---|---|---|
+| in a container, or of unknown origin | yes | it may be the claim's |
+| in a service or login session of the host, by its cgroup | no | pods use claims; a display server never ends |
+| the server of MPS | no | it ends with its daemon, which stops when the claim is taken back |
+| on a device of which another claim holds a share | no | it may be that claim's; no other claim gets the device |
+| on a device that is held with admin access only | no | the device belongs to another claim |
+
+A claim with admin access does not hold the device. If its processes compute there, they count all the same: no device
+is given out while a process uses it.
+
+| NVML | Then |
+|---|---|
+| shows no process | no process uses the device. (NVML shows none, too, where it cannot see the host's processes) |
+| does not have the device, or the GPU is lost | the same: nothing computes there, and no claim gets the device |
+| is not available, because the kernel driver is not loaded | the same |
+| is not available for another reason, hangs, fails | the users are not known, so the driver asks again later |
+
+The processes of an earlier boot are gone, so a record of an earlier boot has no users.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from dra_driver.concurrency.bounded_call import BoundedCall
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, RetryableError
+from dra_driver.model.record import ClaimRecord, HeldDevice
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """Processes that compute on a claim's devices: their IDs, and a clause `process 4711 (python3) still computes on
+    gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`."""
+
+    pids: frozenset[int]
+    text: str
+
+
+class DeviceUsers:
+    """Asks NVML, and waits at most `wait_s` seconds for its answer. For many threads."""
+
+    def __init__(
+        self,
+        processes: Callable[[str], Mapping[int, str]],
+        uuid_of: Callable[[str], str | None],
+        records: Callable[[], Mapping[str, ClaimRecord]],
+        boot_id: str,
+        *,
+        is_of_the_host: Callable[[int], bool],
+        driver_is_gone: Callable[[], bool],
+        wait_s: float = 2.0,
+    ) -> None:
+        """`processes` answers the processes on the GPU or MIG device with a UUID, as `read_processes` does. `uuid_of`
+        answers the UUID that a MIG device on demand has now, by the device's name; None if it does not exist."""
+        self._processes = processes
+        self._uuid_of = uuid_of
+        self._records = records
+        self._boot_id = boot_id
+        self._is_of_the_host = is_of_the_host
+        self._driver_is_gone = driver_is_gone
+        self._wait_s = wait_s
+        self._turn = threading.Lock()
+        self._asked: dict[str, BoundedCall[Mapping[int, str]]] = {}
+
+    def of(self, record: ClaimRecord) -> InUse | None:
+        """The processes that compute on the claim's devices; None if there are none.
+
+        Raises: DraDriverError if NVML does not tell that now.
+        """
+        end = time.monotonic() + self._wait_s
+        users: dict[int, str] = {}
+        used: list[str] = []
+        unsure: RetryableError | None = None
+        for held in self._own_devices(record):
+            uuid = held.uuid or self._uuid_of(held.device)
+            if uuid is None:
+                continue
+            try:
+                found = self._users_of(uuid, held.device, end)
+            except RetryableError as error:
+                unsure = unsure or error
+                continue
+            if found:
+                users |= found
+                used.append(f"{held.device} (GPU {held.gpu_uuid})")
+        if users:
+            return InUse(frozenset(users), _text(users, used))
+        if unsure is not None:
+            raise unsure
+        return None
+
+    def told(self, record: ClaimRecord) -> str | None:
+        """For people: which processes compute on the claim's devices; None if there are none, or if that is not
+        known."""
+        try:
+            found = self.of(record)
+        except DraDriverError:
+            return None
+        return None if found is None else found.text
+
+    def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
+        """The devices that no other claim holds."""
+        if record.boot_id != self._boot_id:
+            return
+        shared = {
+            (held.gpu_uuid, held.device)
+            for uid, other in self._records().items()
+            for held in other.devices
+            if uid != record.ref.uid and not held.admin_access
+        }
+        for held in record.devices:
+            key = (held.gpu_uuid, held.device)
+            if not held.admin_access and key not in shared:
+                shared.add(key)  # once, though the claim may hold several shares of it
+                yield held
+
+    def _users_of(self, uuid: str, device: str, end: float) -> dict[int, str]:
+        """Raises: RetryableError if NVML does not answer by `end` (time.monotonic()), or fails."""
+        hangs = RetryableError(f"NVML does not answer what computes on {device}")
+        if not self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise hangs
+        try:
+            asked = self._asked.setdefault(
+                uuid, BoundedCall(f"NVML about {device}", partial(self._ask, uuid))
+            )
+            if asked.is_asking:
+                raise hangs  # It hangs since an earlier call, so this one does not wait for it.
+            asked.ask()
+            found, problem = asked.answer(max(0.0, end - time.monotonic()))
+            if asked.is_asking:
+                raise hangs
+            del self._asked[uuid]
+        finally:
+            self._turn.release()
+        if found is None or problem is not None:
+            raise RetryableError(problem or f"NVML does not tell what computes on {device}")
+        return {pid: text for pid, text in found.items() if not self._is_of_the_host(pid)}
+
+    def _ask(self, uuid: str) -> Mapping[int, str]:
+        try:
+            return self._processes(uuid)
+        except DeviceLostError:
+            return {}
+        except NvmlUnavailableError:
+            if self._driver_is_gone():
+                return {}
+            raise
+
+
+def _text(users: Mapping[int, str], used: list[str]) -> str:
+    named = [users[pid] for pid in sorted(users)]
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    verb = "computes" if len(named) == 1 else "compute"
+    return f"{', '.join(named[:_MOST_NAMED])}{more} still {verb} on {', '.join(used)}"

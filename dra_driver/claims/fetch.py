@@ -1,0 +1,126 @@
+"""Reads the claims that a call names from the API server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
+import structlog
+
+from dra_driver.claims.attempt import KubeletCall, PrepareAttempt
+from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.rules.plan import our_part
+from dra_driver.concurrency.backoff import Backoff
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.api_errors import PathNotFoundError
+from dra_driver.kube.claims import ClaimClient
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
+
+_log = structlog.get_logger(__name__)
+
+_NOT_FOUND = 404
+_READERS = 8
+_FIRST_PAUSE_S = 0.5
+_MOST_PAUSE_S = 4.0
+_LOOK_EVERY_S = 1.0
+
+
+class ClaimLookup:
+    """Claims in the API server. Each read also notes the pods of the claim."""
+
+    def __init__(self, client: ClaimClient, consumers: ClaimConsumers) -> None:
+        self._client = client
+        self._consumers = consumers
+
+    def read(self, ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        """The claim with the allocation of all drivers.
+
+        Raises: ClaimRefusedError if the claim is deleted, replaced or not allocated; ApiUnavailableError,
+        ApiRejectedError if the API server does not tell.
+        """
+        try:
+            claim = self._client.get_allocated(ref, timeout_s=timeout_s)
+        except PathNotFoundError:
+            raise
+        except ApiRejectedError as error:
+            if error.status == _NOT_FOUND:
+                raise ClaimRefusedError(
+                    f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
+                ) from error
+            raise
+        self._consumers.note(ref.uid, claim.pods)
+        return claim
+
+    def look(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        """The claim of that name as the API server has it now; None if the API server says that there is none.
+
+        Raises: ApiUnavailableError, ApiRejectedError if the API server does not tell.
+        """
+        now = self._client.look(ref, timeout_s=timeout_s)
+        if now is not None:
+            self._consumers.note(now.uid, now.pods)
+        return now
+
+
+class ClaimFetch:
+    """Begins an attempt for each claim of a call. It holds no lock."""
+
+    def __init__(self, lookup: ClaimLookup, records: RecordStore, driver: str) -> None:
+        self._lookup = lookup
+        self._records = records
+        self._driver = driver
+
+    def all(self, refs: Sequence[ClaimRef], call: KubeletCall) -> list[PrepareAttempt]:
+        """An attempt for every claim. All claims are read at the same time: if the API server hangs, the call waits
+        once, not once for each claim."""
+        if len(refs) == 1:
+            return [self._one(refs[0], call)]
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="read-claims") as pool:
+            # Each runs in a copy of the context, so that its log events have the request's ID.
+            begun = [pool.submit(copy_context().run, self._one, ref, call) for ref in refs]
+            return [one.result() for one in begun]
+
+    def _one(self, ref: ClaimRef, call: KubeletCall) -> PrepareAttempt:
+        started = time.monotonic()
+        fetched: AllocatedClaim | Exception
+        try:
+            fetched = self._allocated(ref, call)
+        except Exception as error:  # noqa: BLE001  told as this claim's error
+            fetched = error
+        return PrepareAttempt(ref, call, fetched, time.monotonic() - started)
+
+    def _allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
+        """Our part of the claim: from the API server, or from the record if the API server does not tell."""
+        known = self._records.get(ref.uid)
+        is_prepared = known is not None and known.phase == "prepared"
+        try:
+            if is_prepared:
+                return our_part(self._lookup.read(ref, call.left_for_known()), self._driver)
+            return our_part(self._read(ref, call), self._driver)
+        except (ApiUnavailableError, ApiRejectedError) as error:
+            # A refusal (no permission, version not served) says as little about the claim as no answer at all.
+            if known is None or not is_prepared:
+                raise
+            _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
+            return known.claim
+
+    def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
+        """As `ClaimLookup.read`. If the API server says when to come back, and the kubelet still waits then, the claim
+        is read again: the kubelet would come back after a minute or more."""
+        backoff = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S)
+        while True:
+            try:
+                return self._lookup.read(ref, call.left())
+            except ApiUnavailableError as error:
+                if error.retry_after_s is None:
+                    raise
+                pause = backoff.next(error.retry_after_s)
+                if pause >= call.left():
+                    raise
+            again = time.monotonic() + pause
+            while (rest := again - time.monotonic()) > 0:
+                time.sleep(min(rest, _LOOK_EVERY_S))
+                call.left()  # raises if the kubelet has cancelled the call meanwhile

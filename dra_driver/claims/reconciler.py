@@ -1,0 +1,359 @@
+"""Takes back the devices of stale claims: claims that the kubelet will not unprepare any more.
+
+The kubelet unprepares the claims that it remembers. It forgets claims when its own state is lost, when a node was cut
+off, or when pods were removed while the driver was down. So the reconciler compares the records with the API server:
+soon after the start, every ten minutes, and when an attempt waits for a holder.
+
+    kept ──stale in a look──▶ stale ──still stale after a grace time──▶ taken back, as by the kubelet's Unprepare
+      ▲                         │  │
+      └──not stale in a look────┘  └── the API server does not tell, or a process computes on a device: stays stale
+
+| A crash … | leaves | and then |
+|---|---|---|
+| in a look, or while a claim is stale | the record | the grace time begins again |
+| while it is taken back | the record, with some undos done | the same; an undo may run again |
+| after that | nothing | nothing is to be done |
+
+- Only memory holds which claims are stale. So a driver that crashes again and again never takes a claim back too early,
+  and a single restart costs a minute.
+- A claim is stale only if the API server says that it does not exist, has another UID, or is not allocated to anything
+  that the record holds. If the API server gives any other answer for a claim (none, a refusal, a path that is not
+  served), the look skips that claim and a later look asks again. After three such answers in a row, or if there was no
+  other answer, the look ends and takes nothing back. It takes nothing back either if the API server does not know this
+  node: then it is the API server of another cluster or has lost its data.
+- A claim that is prepared meanwhile, here or by the other instance of a rolling update, keeps its devices: `reclaim`
+  checks that under the claim's lock. The kubelet's own Unprepare may come before, after or meanwhile.
+- While a process computes on a claim's devices (`claims.device_users`), or NVML does not tell, no other claim gets
+  them, however long that takes. The driver reports the process IDs once. It looks again every half minute, and when an
+  attempt waits for the device.
+- A record with steps of a newer release is reported and not touched: only that release can undo the steps.
+- If a claim is reserved for other pods than its record says, the reconciler writes the pods into the record
+  (`claims.consumers`), under the claim's lock too. For everything above it is still the same record.
+- A CDI spec without a record is removed in the same way if an earlier record gave the claim's name. Otherwise it is
+  only reported: the API server finds claims by name, not by UID, and containers from before may still need the spec.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from dra_driver.claims.consumers import RecordedPods
+from dra_driver.claims.device_users import DeviceUsers
+from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.outcomes import Observer
+from dra_driver.claims.rules.release import ReleaseReason, staleness
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+from dra_driver.claims.unprepare import Unpreparer
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import ApiUnavailableError, DraDriverError
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import UnknownStep
+
+_log = structlog.get_logger(__name__)
+_jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
+
+_STOP_S = 5.0
+_MOST_UNANSWERED_IN_A_ROW = 3
+_GONE = ReleaseReason("was deleted", is_final=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """Times in seconds. `grace_s` is the least time between the look that first finds a claim stale and the look that
+    takes it back. `retry_s` is the first pause after a failure; each further failure doubles it, up to `every_s`."""
+
+    first_s: float = 30.0
+    every_s: float = 600.0
+    grace_s: float = 60.0
+    retry_s: float = 30.0
+    between_requests_s: float = 0.1
+    request_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A claim to look at; `record` is None if only a CDI spec is left."""
+
+    ref: ClaimRef
+    record: ClaimRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stale:
+    """A stale claim; `since` is the clock's time of the look that first found it stale."""
+
+    subject: _Subject
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Why a claim is stale; None if it is not. The API server was asked at `looked_ns` (time.monotonic_ns())."""
+
+    why: ReleaseReason | None
+    looked_ns: int
+
+
+class _UnsureError(Exception):
+    """The API server does not tell whether a claim is stale; the cause says why."""
+
+
+class Reconciler:
+    """Looks in its own thread. Call `start` when the driver serves the kubelet."""
+
+    def __init__(
+        self,
+        records: RecordStore,
+        lookup: ClaimLookup,
+        unpreparer: Unpreparer,
+        without_record: SpecsWithoutRecord,
+        users: DeviceUsers,
+        recorded: RecordedPods,
+        driver: str,
+        observer: Observer,
+        make_sure: Callable[[], object],
+        rhythm: Rhythm = Rhythm(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`make_sure` raises a DraDriverError unless the API server knows this node."""
+        self._records = records
+        self._lookup = lookup
+        self._unpreparer = unpreparer
+        self._without_record = without_record
+        self._users = users
+        self._recorded = recorded
+        self._driver = driver
+        self._observer = observer
+        self._make_sure = make_sure
+        self._rhythm = rhythm
+        self._clock = clock
+        self._names: dict[str, ClaimRef] = {}
+        self._stale: dict[str, _Stale] = {}
+        self._kept: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+        self._failures = 0
+        self._unanswered = 0
+        self._asked: set[str] = set()
+        self._guard = threading.Lock()
+        self._next_full = math.inf
+        self._again = math.inf
+        self._due_at = math.inf
+        self._worker = BackgroundWorker(
+            "reconciler", self._turn, crash_event="reconciler_failed", on_crash=self._crashed
+        )
+
+    def start(self) -> None:
+        """Start looking. The first look comes after a while, in which the kubelet may unprepare the claims that it
+        knows."""
+        self._next_full = self._due_at = self._clock() + self._rhythm.first_s * _jitter.uniform(1.0, 1.2)
+        self._worker.start()
+
+    def stop(self) -> None:
+        """Stop looking. If a claim is being taken back, that ends within seconds, or the next run finishes it."""
+        self._worker.stop(_STOP_S)
+
+    def look_soon(self, ref: ClaimRef) -> None:
+        """Look at the claim soon: an attempt waits for what it holds."""
+        if ref.uid not in self._stale or ref.uid in self._kept:
+            with self._guard:
+                self._asked.add(ref.uid)
+            self._worker.wake()
+
+    def stale(self) -> list[ClaimRef]:
+        """The claims that were stale in the last look and still hold something."""
+        return [entry.subject.ref for entry in self._stale.copy().values()]
+
+    # --- when ----------------------------------------------------------------------------------
+
+    def _turn(self) -> float:
+        """Look if it is time, or if `look_soon` was called. Returns the seconds until the next look."""
+        with self._guard:
+            asked, self._asked = self._asked, set()
+        if asked or self._clock() >= self._due_at:
+            is_full = self._clock() >= self._next_full
+            pause = self.look(None if is_full else {*asked, *self._stale})
+            if is_full:
+                self._next_full = self._clock() + self._rhythm.every_s * _jitter.uniform(0.8, 1.2)
+            # Claims that could not be taken back are tried again without the others: a process may never end.
+            self._again = math.inf if pause is None else self._clock() + pause * _jitter.uniform(1.0, 1.2)
+            if self._failures > 0:
+                self._next_full = min(self._next_full, self._again)
+        return self._until_next()
+
+    def _crashed(self, _error: Exception) -> float:
+        self._again = self._clock() + self._rhythm.retry_s * _jitter.uniform(1.0, 1.2)
+        self._next_full = min(self._next_full, self._again)
+        return self._until_next()
+
+    def _until_next(self) -> float:
+        """Set the time of the next look; returns the seconds until then. The end of a grace time calls for a look."""
+        grace = self._rhythm.grace_s
+        soon = [entry.since + grace for entry in self._stale.values() if entry.since + grace > self._clock()]
+        self._due_at = min([self._next_full, self._again, *soon])
+        return self._due_at - self._clock()
+
+    # --- what ----------------------------------------------------------------------------------
+
+    def look(self, only: Collection[str] | None = None) -> float | None:
+        """Compare all claims of this node, or those with the UIDs in `only`, with the API server, and take back those
+        that have been stale for the grace time. Returns the seconds after which to try again, None if nothing
+        failed."""
+        try:
+            failed = self._take_back(self._judged(only))
+        except (_UnsureError, DraDriverError) as error:
+            return self._later(error)
+        self._failures = 0
+        return self._rhythm.retry_s if failed or self._unanswered else None
+
+    def _later(self, error: Exception) -> float:
+        cause = error.__cause__ or error
+        if not self._failures:
+            _log.warning("reconcile_delayed", reason=str(cause))
+        asked = (cause.retry_after_s or 0.0) if isinstance(cause, ApiUnavailableError) else 0.0
+        pause = min(self._rhythm.retry_s * 2.0 ** min(self._failures, 16), self._rhythm.every_s)
+        self._failures += 1
+        return max(pause, asked)
+
+    def _subjects(self) -> Iterator[_Subject]:
+        """The claims that hold something on this node."""
+        records = self._records.all()
+        specs = set(self._without_record.unrecorded(records))
+        names = {uid: record.ref for uid, record in records.items()}
+        self._names = names | {uid: ref for uid, ref in self._names.items() if uid in specs}
+        self._told = {(uid, text) for uid, text in self._told if uid in records or uid in specs}
+        for uid, record in records.items():
+            newer = [step.kind for step in record.steps if isinstance(step, UnknownStep)]
+            if newer:
+                self._tell_once(
+                    uid,
+                    f"a newer release made its steps {', '.join(newer)}; install that release again to take it back",
+                )
+            else:
+                yield _Subject(record.ref, record)
+        for uid in sorted(specs - records.keys()):
+            if uid in self._names:
+                yield _Subject(self._names[uid], None)
+            else:
+                self._tell_once(
+                    uid,
+                    "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it",
+                )
+
+    def _judged(self, only: Collection[str] | None) -> dict[str, _Verdict]:
+        """The stale claims of this look by UID. Raises: _UnsureError; claims that were stale before stay stale."""
+        subjects = {subject.ref.uid: subject for subject in self._subjects()}
+        verdicts: dict[str, _Verdict] = {}
+        unanswered: dict[str, _UnsureError] = {}
+        in_a_row = 0
+        for number, uid in enumerate([uid for uid in subjects if only is None or uid in only]):
+            if number and self._worker.pause(self._rhythm.between_requests_s):
+                break
+            try:
+                verdicts[uid] = self._judge(subjects[uid])
+                in_a_row = 0
+            except _UnsureError as error:
+                in_a_row += 1
+                if in_a_row >= _MOST_UNANSWERED_IN_A_ROW:
+                    raise
+                unanswered[uid] = error
+        if unanswered and not verdicts:
+            raise next(iter(unanswered.values()))
+        for uid, unsure in unanswered.items():
+            self._tell_once(
+                uid, f"the API server does not answer for it, and is asked again: {unsure.__cause__}"
+            )
+        self._unanswered = len(unanswered)
+        for uid in self._stale.keys() - subjects.keys():
+            del self._stale[uid]  # the kubelet unprepared it
+        now = self._clock()
+        for uid, verdict in verdicts.items():
+            before = self._stale.get(uid)
+            if verdict.why is None:
+                self._stale.pop(uid, None)
+            elif before is None or before.subject != subjects[uid]:
+                self._stale[uid] = _Stale(subjects[uid], now)
+                _log.info("claim_stale", claim=str(subjects[uid].ref), reason=verdict.why.why)
+        self._kept &= self._stale.keys()
+        return {uid: verdict for uid, verdict in verdicts.items() if verdict.why is not None}
+
+    def _judge(self, subject: _Subject) -> _Verdict:
+        looked_ns = time.monotonic_ns()
+        try:
+            now = self._lookup.look(subject.ref, self._rhythm.request_s)
+        except DraDriverError as error:
+            raise _UnsureError from error
+        if subject.record is not None:
+            why = staleness(subject.record, now, self._driver)
+            if why is None and now is not None and now.uid == subject.ref.uid:
+                self._recorded.keep(subject.record, now.pods, looked_ns)
+            return _Verdict(why, looked_ns)
+        is_there = now is not None and now.uid == subject.ref.uid
+        return _Verdict(None if is_there else _GONE, looked_ns)
+
+    def _take_back(self, stale: Mapping[str, _Verdict]) -> bool:
+        """Take back the claims that have been stale for the grace time; whether one could not be taken back. Raises:
+        DraDriverError if the API server does not know this node."""
+        now = self._clock()
+        due = [uid for uid in stale if now - self._stale[uid].since >= self._rhythm.grace_s]
+        if due:
+            self._make_sure()
+        failed = False
+        for uid in due:
+            if self._worker.is_stopping:
+                return failed
+            failed |= not self._taken_back(self._stale[uid].subject, stale[uid])
+        return failed
+
+    def _taken_back(self, subject: _Subject, verdict: _Verdict) -> bool:
+        """Take the claim back; False if the reconciler must try again."""
+        ref, why = subject.ref, verdict.why.why if verdict.why else ""
+        if subject.record is not None and self._is_kept(subject.record, why):
+            self._kept.add(ref.uid)
+            return False
+        self._kept.discard(ref.uid)
+        try:
+            done = self._unpreparer.reclaim(ref, subject.record, verdict.looked_ns)
+        except Exception as error:  # noqa: BLE001  one claim's failure must not keep the others
+            tell = _log.warning if isinstance(error, DraDriverError) else _log.exception
+            tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))
+            return False
+        self._stale.pop(ref.uid, None)
+        if done:
+            _log.warning("claim_recovered", claim=str(ref), claim_uid=ref.uid, reason=why)
+            self._observer.recovered(ref, why)
+        return True
+
+    def _is_kept(self, record: ClaimRecord, why: str) -> bool:
+        """Whether a process computes on the claim's devices, or whether that is not known now."""
+        ref = record.ref
+        try:
+            use = self._users.of(record)
+        except DraDriverError as error:
+            self._tell_once(ref.uid, f"it {why}; whether its devices are still in use is not known: {error}")
+            return True
+        if use is None:
+            return False
+        news = {(ref.uid, f"process {pid}") for pid in use.pids} - self._told
+        if news:
+            self._told |= news
+            text = (
+                f"{why}, but {use.text}; end that on the node (kill -9), or if it does not end, reset the GPU or "
+                "reboot the node; then the claim's devices are taken back"
+            )
+            _log.warning("claim_still_in_use", claim=str(ref), claim_uid=ref.uid, reason=f"it {text}")
+            self._observer.still_in_use(ref, text)
+        return True
+
+    def _tell_once(self, uid: str, text: str) -> None:
+        if (uid, text) not in self._told:
+            self._told.add((uid, text))
+            _log.warning("claim_not_reconciled", claim_uid=uid, reason=text)

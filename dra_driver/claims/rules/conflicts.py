@@ -1,0 +1,83 @@
+"""Which claims hold what another claim wants. No I/O.
+
+This is the last line of defence against double allocation: schedulers have allocated one device twice. Shares of one
+device are not a double allocation, but all claims that share a device must use it in the same mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.sharing.rules.modes import incompatibility
+
+Wanted = tuple[str, HeldDevice]
+"""The name of a claim's request, and the device that the claim would then hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A claim that keeps another claim from a device; `text` says so in a sentence."""
+
+    holder: ClaimRecord
+    held: HeldDevice
+    text: str
+
+
+class DeviceHeldError(ClaimRefusedError):
+    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first."""
+
+    def __init__(self, conflicts: Sequence[Conflict], wanted: Sequence[HeldDevice]) -> None:
+        super().__init__(conflicts[0].text)
+        self.conflicts = tuple(conflicts)
+        self.wanted = tuple(wanted)
+
+
+def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
+    """Raises: DeviceHeldError if another claim holds one of the devices, or shares it in another mode."""
+    conflicts = [conflict for record in others for conflict in _conflicts(wanted, record)]
+    if conflicts:
+        raise DeviceHeldError(conflicts, [device for _, device in wanted])
+
+
+def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord) -> Iterator[Conflict]:
+    for held in record.devices:
+        for request, device in wanted:
+            if not _same_silicon(held, device):
+                continue
+            if not _are_shares(held, device):
+                yield Conflict(
+                    record,
+                    held,
+                    f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
+                    f"{record.phase}); it becomes free when that claim's pod is gone",
+                )
+                continue
+            reason = incompatibility(held.usage, device.usage)
+            if reason is not None:
+                yield Conflict(
+                    record,
+                    held,
+                    f"request {request}: device {device.device} is shared with claim {record.ref}, and this claim "
+                    f"cannot share it in its own mode: {reason}",
+                )
+
+
+def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
+    """Whether both use the same silicon and neither has admin access. A held device of a kind that only a newer release
+    knows counts as the whole GPU."""
+    if held.admin_access or device.admin_access or held.gpu_uuid != device.gpu_uuid:
+        return False
+    if held.kind != "mig" or device.kind != "mig":
+        return True
+    if held.placement is not None and device.placement is not None:
+        return held.placement.overlaps(device.placement)
+    return held.device == device.device
+
+
+def _are_shares(held: HeldDevice, device: HeldDevice) -> bool:
+    """Whether both are shares of the same device."""
+    is_same = held.device == device.device
+    return is_same and held.share_id is not None and device.share_id not in (None, held.share_id)

@@ -1,0 +1,258 @@
+"""Decides how a claim is prepared: which devices, which steps, or why not. No I/O.
+
+States of a claim on this node, as its record shows them:
+
+    (no record) ──plan, record written──▶ preparing ──every step done──▶ prepared
+         ▲                                    │                             │
+         └──────── undo of every step, record removed (rollback, unprepare, recovery) ─────┘
+
+A crash in `preparing` leaves a record that names every step that may have had an effect. The next Prepare runs the same
+steps again (each converges); an Unprepare runs their undos. A Prepare in `prepared` runs the steps again too, because a
+reboot or a clean-up may have removed what they made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
+from dra_driver.cdi.rules.metadata import check_names
+from dra_driver.cdi.rules.spec import cdi_id
+from dra_driver.claims.rules.conflicts import refuse_held
+from dra_driver.errors import ClaimRefusedError, DeviceLostError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
+from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
+from dra_driver.model.steps import (
+    CreateMig,
+    LeaveMigMode,
+    RunMps,
+    SetTimeSlice,
+    Step,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
+from dra_driver.sharing.rules.modes import sharing_modes_of
+
+
+def our_part(claim: AllocatedClaim, driver: str) -> AllocatedClaim:
+    """The claim without the results and configs of other drivers: a claim may have devices of several drivers.
+
+    A config that is not opaque is kept: it comes from a newer Kubernetes and may be meant for us.
+    """
+    return replace(
+        claim,
+        results=tuple(result for result in claim.results if result.driver == driver),
+        configs=tuple(config for config in claim.configs if config.driver in (driver, None)),
+    )
+
+
+def plan_claim(
+    claim: AllocatedClaim,
+    inventory: Inventory,
+    pool: str,
+    driver: str,
+    others: Iterable[ClaimRecord],
+    sharing: SharingPolicy = NO_SHARING,
+    known: ClaimRecord | None = None,
+    metadata: tuple[str, ...] = (),
+) -> Plan:
+    """The plan for our part of a claim.
+
+    `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
+    claim's own record, `metadata` are the versions in which the node writes device metadata.
+    Raises: ClaimRefusedError that names the claim's request, the device and what to do (DeviceHeldError if other
+    claims hold it); InvalidConfigError for opaque parameters.
+    """
+    found = [(result, _as_held(_find(result, pool, inventory, known), known)) for result in claim.results]
+    _refuse_repeats(found)
+    kept = _kept_usages(claim, found, known)
+    usages = sharing_modes_of(claim, found, driver, sharing) if kept is None else kept
+    devices = tuple(PlannedDevice(*pair, usage) for pair, usage in zip(found, usages, strict=True))
+    if kept is None:
+        refuse_held([(device.result.request, device.held()) for device in devices], others)
+    return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, metadata)))
+
+
+def _kept_usages(
+    claim: AllocatedClaim, found: Sequence[tuple[DeviceResult, OfferedDevice]], known: ClaimRecord | None
+) -> list[SharingMode] | None:
+    """The sharing mode that a prepared claim has already; None if it is not decided yet.
+
+    The pod may be running: a new policy of the node or another release must not change what the pod has.
+    """
+    if known is None or known.phase != "prepared" or known.claim != claim:
+        return None
+    silicon = [(offered.name, offered.uuid, offered.gpu.uuid) for _, offered in found]
+    if silicon != [(held.device, held.uuid, held.gpu_uuid) for held in known.devices]:
+        return None
+    return [held.usage for held in known.devices]
+
+
+def _metadata(
+    claim: AllocatedClaim,
+    devices: Sequence[PlannedDevice],
+    known: ClaimRecord | None,
+    versions: tuple[str, ...],
+) -> tuple[WriteDeviceMetadata, ...]:
+    """A prepared claim keeps the metadata versions of its record, also none. Otherwise containers of one pod would see
+    different things, and a step that left the record would never be undone."""
+    steps: tuple[WriteDeviceMetadata, ...] = (WriteDeviceMetadata(versions),) if versions and devices else ()
+    if known is not None and known.devices == tuple(device.held() for device in devices):
+        kept = tuple(step for step in known.steps if isinstance(step, WriteDeviceMetadata))
+        steps = kept if kept or known.phase == "prepared" else steps
+    if steps:
+        check_names(claim)
+    return steps
+
+
+def _steps(devices: Sequence[PlannedDevice], metadata: Iterable[Step]) -> tuple[Step, ...]:
+    """The steps, each once, in a fixed order: first silicon, then settings and daemons, then files, the CDI spec
+    last."""
+    used = [device for device in devices if not device.result.admin_access]
+    whole = {
+        LeaveMigMode(offered.gpu.uuid, offered.gpu.pci_bus_id)
+        for offered in (device.offered for device in used)
+        if isinstance(offered, WholeGpu) and offered.gpu.partitioning is not None
+    }
+    made = {_creation(device.offered) for device in used if isinstance(device.offered, DynamicMigDevice)}
+    time_slices = {
+        SetTimeSlice(device.offered.gpu.uuid, device.usage.interval)
+        for device in devices
+        if isinstance(device.usage, TimeSliced) and device.usage.interval
+    }
+    daemons = {
+        device.offered.name: device.usage.spec for device in devices if isinstance(device.usage, MpsShared)
+    }
+    return (
+        *sorted(whole, key=lambda step: step.gpu_uuid),
+        *sorted(made, key=lambda step: step.device),
+        *sorted(time_slices, key=lambda step: step.gpu_uuid),
+        *(RunMps(daemons[name]) for name in sorted(daemons)),
+        *metadata,
+        *((WriteCdiSpec(),) if devices else ()),
+    )
+
+
+def _creation(device: DynamicMigDevice) -> CreateMig:
+    profile = device.profile
+    return CreateMig(
+        device.name,
+        device.gpu.uuid,
+        device.gpu.pci_bus_id,
+        profile.profile_id,
+        profile.name,
+        device.placement,
+    )
+
+
+def _find(result: DeviceResult, pool: str, inventory: Inventory, known: ClaimRecord | None) -> OfferedDevice:
+    if result.pool != pool:
+        raise ClaimRefusedError(
+            f"request {result.request}: device {result.device} was allocated from pool {result.pool}, but this "
+            f"node serves pool {pool}; the pod landed on a node that its claim was not allocated for"
+        )
+    withheld = inventory.withheld_by_name.get(result.device)
+    if withheld is not None and known is not None and _holds(known, withheld.uuid):
+        return withheld
+    device = inventory.usable(result.device)
+    if device is not None:
+        if device.gpu.uuid in inventory.lost_uuids:
+            raise DeviceLostError(
+                f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which does not answer "
+                "any more; reset the GPU or reboot the node, or delete the pod so that it starts elsewhere"
+            )
+        return device
+    if withheld is None:
+        raise ClaimRefusedError(
+            f"request {result.request}: device {result.device} of pool {pool} does not exist on this node (any "
+            "more); delete the pod and its claim so that they are allocated anew"
+        )
+    raise ClaimRefusedError(
+        f"request {result.request}: device {result.device} is MIG device {withheld.uuid}, which somebody else "
+        "made on this GPU and which is therefore left alone; destroy it by hand (nvidia-smi mig), then delete the pod"
+    )
+
+
+def _holds(known: ClaimRecord, uuid: str) -> bool:
+    return any(held.uuid == uuid for held in known.devices)
+
+
+def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
+    """A MIG device that the driver made for the claim stays a device on demand, even if the node now offers it as a
+    static one."""
+    is_ours = known is not None and any(
+        held.device == device.name and held.placement is not None for held in known.devices
+    )
+    if is_ours and isinstance(device, StaticMigDevice):
+        return DynamicMigDevice(device.name, device.gpu, device.profile, device.placement)
+    return device
+
+
+def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None:
+    """A claim may have one device twice only with admin access or as different shares. It must not have the same
+    silicon under two names."""
+    used: list[tuple[DeviceResult, OfferedDevice]] = []
+    for result, offered in found:
+        if result.admin_access:
+            continue
+        for other, same in used:
+            if same.name == offered.name and other.share_id == result.share_id:
+                raise ClaimRefusedError(
+                    f"request {result.request}: device {offered.name} is allocated twice in this claim; "
+                    "delete the claim so that it is allocated anew"
+                )
+            if same.name != offered.name and _overlap(same, offered):
+                raise ClaimRefusedError(
+                    f"requests {other.request} and {result.request}: devices {same.name} and {offered.name} are the "
+                    "same silicon; delete the claim so that it is allocated anew"
+                )
+        used.append((result, offered))
+
+
+def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
+    """Whether two devices cannot be used at a time."""
+    if one.gpu.uuid != other.gpu.uuid:
+        return False
+    if isinstance(one, DynamicMigDevice) and isinstance(other, DynamicMigDevice):
+        return one.placement.overlaps(other.placement)
+    return isinstance(one, WholeGpu) or isinstance(other, WholeGpu)
+
+
+def lost_claim(uid: str, devices: Iterable[OfferedDevice]) -> ClaimRecord:
+    """A record for a claim whose own record was lost: it holds the devices that the claim's CDI spec names."""
+    held = tuple(held_silicon(device) for device in devices)
+    return ClaimRecord(AllocatedClaim(ClaimRef("?", "?", uid), ()), "prepared", "", held, ())
+
+
+def answer(claim: AllocatedClaim, driver: str, steps: Iterable[Step]) -> Prepared:
+    """The answer to the kubelet for a prepared claim; the same for the first and for any later Prepare.
+
+    `steps` are those of the claim's record. The first device of each request also mounts the request's metadata file.
+    """
+    uid = claim.ref.uid
+    is_described = any(isinstance(step, WriteDeviceMetadata) for step in steps)
+    first = {result.base_request: number for number, result in reversed([*enumerate(claim.results)])}
+    return Prepared(
+        tuple(
+            PreparedDevice(
+                requests=(result.base_request,),
+                pool=result.pool,
+                device=result.device,
+                cdi_ids=(
+                    cdi_id(driver, uid, cdi_device(result)),
+                    *(
+                        [metadata_cdi_id(driver, uid, result.base_request)]
+                        if is_described and first[result.base_request] == number
+                        else []
+                    ),
+                ),
+                share_id=result.share_id,
+            )
+            for number, result in enumerate(claim.results)
+        )
+    )

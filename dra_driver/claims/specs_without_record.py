@@ -1,0 +1,46 @@
+"""CDI specs without a record: all that is left of a claim whose record was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.rules.mps_edits import uses_mps
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.plan import device_of_cdi_name
+from dra_driver.model.record import ClaimRecord
+
+
+class SpecsWithoutRecord:
+    """Compares the CDI directory with the records. A record that cannot be read is set aside. The pod of its claim may
+    still run, but only the claim's CDI spec is known."""
+
+    def __init__(self, records: RecordStore, specs: CdiDirectory) -> None:
+        self._records = records
+        self._specs = specs
+
+    def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, frozenset[str]]:
+        """Device names by the UID of each claim whose record was lost; empty while no record is set aside."""
+        return self._devices(records) if self._records.quarantined() else {}
+
+    def lost_devices(self) -> set[str]:
+        """Names of all devices of claims whose record was lost."""
+        return {device for devices in self.lost(self._records.all()).values() for device in devices}
+
+    def mps_users(self) -> Mapping[str, frozenset[str]]:
+        """Names of the devices with MPS, by the UID of each claim without a record."""
+        found = self._devices(self._records.all())
+        return {uid: devices for uid, devices in found.items() if uses_mps(self._specs.read(uid))}
+
+    def unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
+        """UIDs of claims that have a spec, but no record, not even one that was set aside."""
+        set_aside = {path.name.partition(".json")[0] for path in self._records.quarantined()}
+        return {uid for uid, _ in self._without_record(records)} - set_aside
+
+    def _devices(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, frozenset[str]]:
+        return {
+            uid: frozenset(map(device_of_cdi_name, names)) for uid, names in self._without_record(records)
+        }
+
+    def _without_record(self, records: Mapping[str, ClaimRecord]) -> Iterator[tuple[str, Collection[str]]]:
+        return ((uid, names) for uid, names in self._specs.list().items() if uid not in records)

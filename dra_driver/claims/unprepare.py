@@ -1,0 +1,119 @@
+"""NodeUnprepareResources, and the same for claims that the kubelet does not unprepare any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from dra_driver.claims.attempt import CallsUnderWay, KubeletCall
+from dra_driver.claims.half_done import HalfDonePrepares
+from dra_driver.claims.outcomes import Observer, failed
+from dra_driver.concurrency.deadline import until
+from dra_driver.errors import RetryableError
+from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
+from dra_driver.journal.executor import Executor
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.claim import ClaimRef, UnprepareOutcome
+from dra_driver.model.record import ClaimRecord
+
+_log = structlog.get_logger(__name__)
+
+_RECLAIM_S = 30.0
+
+
+class Unpreparer:
+    """Takes back what a claim's record names, under the locks of the claim and of its GPUs."""
+
+    def __init__(
+        self,
+        records: RecordStore,
+        claim_locks: ClaimLocks,
+        gpu_locks: GpuLocks,
+        executor: Executor,
+        half_done: HalfDonePrepares,
+        under_way: CallsUnderWay,
+        observer: Observer,
+    ) -> None:
+        self._records = records
+        self._claim_locks = claim_locks
+        self._gpu_locks = gpu_locks
+        self._executor = executor
+        self._half_done = half_done
+        self._under_way = under_way
+        self._observer = observer
+
+    def unprepare(self, claims: Sequence[ClaimRef], call: KubeletCall) -> Mapping[str, UnprepareOutcome]:
+        """None for each claim that is not prepared now, also for one that never was; else an error."""
+        outcomes: dict[str, UnprepareOutcome] = {}
+        with until(call.deadline):
+            for ref in claims:
+                with bound_contextvars(claim_uid=ref.uid):
+                    outcomes[ref.uid] = self._told(ref, call)
+        return outcomes
+
+    def reclaim(
+        self, ref: ClaimRef, expected: ClaimRecord | None, looked_ns: int, within_s: float = _RECLAIM_S
+    ) -> bool:
+        """Unprepare a claim as if the kubelet had called; whether that was done.
+
+        It is not done if the claim's record is not `expected` any more, if the claim was prepared after `looked_ns`
+        (time.monotonic_ns()), when the API server was asked about it, or if it is being prepared now. Raises: what an
+        undo raised; the record stays.
+        """
+        call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
+        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._under_way.unpreparing(ref.uid):
+            started = time.monotonic()
+            with self._claim_locks.hold(ref.uid, call.left()) as guard:
+                is_wanted = guard.was_prepared_since(looked_ns) or self._under_way.is_preparing(ref.uid)
+                if is_wanted or self._records.get(ref.uid) != expected:
+                    return False
+                self._taken_back(ref, call, guard)
+        self._unprepared(ref, expected, time.monotonic() - started)
+        return True
+
+    def _told(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+        started = time.monotonic()
+        try:
+            with (
+                self._under_way.unpreparing(ref.uid),
+                self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard,
+            ):
+                record = self._taken_back(ref, call, guard)
+        except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
+            if isinstance(error, RetryableError):
+                self._under_way.note_unprepared(ref.uid, unfinished_since_ns=call.began_ns)
+            return failed(self._observer, "unprepare", ref, time.monotonic() - started, error)
+        self._unprepared(ref, record, time.monotonic() - started)
+        return None
+
+    def _taken_back(self, ref: ClaimRef, call: KubeletCall, guard: ClaimGuard) -> ClaimRecord | None:
+        if guard.was_prepared_by_call_after(call.began_ns):
+            raise RetryableError(
+                "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
+            )
+        record = self._records.get(ref.uid)
+        self._half_done.end(ref.uid)
+        gpus = record.locked_gpus if record else frozenset()
+        with self._gpu_locks.hold(gpus, call.left(), call.has_left):
+            call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
+            if record is None:
+                self._executor.forget(ref.uid)
+            else:
+                self._executor.take_back(record)
+        guard.note_unprepared(call.began_ns)
+        return record
+
+    def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
+        self._under_way.note_unprepared(ref.uid)
+        self._observer.unprepared(ref, duration_s)
+        _log.info(
+            "claim_unprepared",
+            claim=f"{ref.namespace}/{ref.name}",
+            claim_uid=ref.uid,
+            devices=[] if record is None else [held.device for held in record.devices],
+            duration_s=round(duration_s, 4),
+        )

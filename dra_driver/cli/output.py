@@ -1,0 +1,41 @@
+"""The forms in which commands print what they found."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Output(StrEnum):
+    """Forms of output."""
+
+    table = "table"
+    json = "json"
+    yaml = "yaml"
+
+
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print.")]
+
+
+def print_object(content: Any, output: Output) -> None:
+    """One object as JSON or YAML; tuples become lists. `table` is each command's own."""
+    if output is Output.json:
+        typer.echo(json.dumps(content, indent=2))
+    else:
+        import yaml
+
+        # Through JSON, because YAML would write a value that occurs twice as an anchor and an alias.
+        typer.echo(yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False), nl=False)
+
+
+def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
+    """Kubernetes objects: a List in JSON, or several YAML documents."""
+    if output is Output.json:
+        typer.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
+    else:
+        import yaml
+
+        typer.echo(yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False), nl=False)

@@ -1,0 +1,58 @@
+"""Asking something that may hang, without hanging with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from dra_driver.errors import DraDriverError
+
+T = TypeVar("T")
+
+
+class BoundedCall(Generic[T]):
+    """Calls `read` in threads of its own, one at a time; one that hangs is left behind when the process ends.
+
+    `what` begins the sentences on what went wrong. For callers in one thread.
+    """
+
+    def __init__(self, what: str, read: Callable[[], T]) -> None:
+        self._what = what
+        self._read = read
+        self._thread: threading.Thread | None = None
+        self._value: T | None = None
+        self._problem: str | None = None
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a call is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def ask(self) -> None:
+        """Begin a call, unless one is under way."""
+        if not self.is_asking:
+            self._thread = threading.Thread(target=self._run, name=f"ask {self._what}", daemon=True)
+            self._thread.start()
+
+    def answer(self, wait_s: float) -> tuple[T | None, str | None]:
+        """What the last call brought, None if it failed, and what is wrong with it; waits no longer than told.
+
+        While a call takes longer, the answer of the call before stands.
+        """
+        if self._thread is not None:
+            self._thread.join(wait_s)
+        if self.is_asking:
+            return self._value, f"{self._what} has not answered for more than {wait_s:g} s"
+        return self._value, self._problem
+
+    def _run(self) -> None:
+        value: T | None = None
+        problem: str | None = None
+        try:
+            value = self._read()
+        except DraDriverError as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001  a surprise costs this part of the answer, not the rest
+            problem = f"{self._what} answered with a surprise: {error!r}"
+        self._value, self._problem = value, problem

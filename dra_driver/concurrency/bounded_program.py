@@ -1,0 +1,69 @@
+"""Running a program with a time limit: one that hangs in the kernel must not hang its caller."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+_AFTER_KILL_S = 1.0
+
+_stuck: dict[str, subprocess.Popen[str]] = {}
+_guard = threading.Lock()
+
+
+def run_program(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    timeout_s: float,
+    lane: str,
+    text: str | None = None,
+) -> tuple[int, str]:
+    """Run a program with `text` as its input; returns the exit code and all output.
+
+    A program that does not end within `timeout_s` seconds is killed. If even that does not end it, as on a GPU that
+    hangs, a thread waits for it, and until then nothing else starts in the same `lane`. Raises: OSError, TimeoutError.
+    """
+    with _guard:
+        if lane in _stuck:
+            raise TimeoutError(f"process {_stuck[lane].pid} of an earlier try still hangs in the kernel")
+    child = subprocess.Popen(
+        list(arguments),
+        stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, _ = child.communicate(text, timeout=timeout_s)
+    except BaseException as error:
+        _give_up(child, lane)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"it did not end within {timeout_s:.3g} s") from error
+        raise
+    return child.returncode, output
+
+
+def _give_up(child: subprocess.Popen[str], lane: str) -> None:
+    child.kill()
+    try:
+        child.wait(_AFTER_KILL_S)
+    except subprocess.TimeoutExpired:
+        with _guard:
+            _stuck[lane] = child
+        threading.Thread(target=_reap, args=(child, lane), name="program-reaper", daemon=True).start()
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
+
+
+def _reap(child: subprocess.Popen[str], lane: str) -> None:
+    child.wait()
+    with _guard:
+        if _stuck.get(lane) is child:
+            del _stuck[lane]

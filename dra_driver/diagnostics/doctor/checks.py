@@ -1,0 +1,100 @@
+"""How checks are run: side by side, each with a time limit, so that none can spoil another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dra_driver.diagnostics.rules.findings import Finding, fail
+from dra_driver.errors import DraDriverError
+
+T = TypeVar("T")
+
+BOUND_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check under its name. `look` may raise anything."""
+
+    name: str
+    look: Callable[[], Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One line of the report."""
+
+    check: str
+    finding: Finding
+
+
+class Shared(Generic[T]):
+    """A value that several checks need. It is read once; if that fails, each of them gets the error."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._answer: tuple[T | None, Exception | None] | None = None
+
+    def get(self) -> T:
+        """Raises: what the reading raised."""
+        with self._lock:
+            if self._answer is None:
+                try:
+                    self._answer = (self._read(), None)
+                except Exception as error:  # noqa: BLE001  raised again below, each time the value is asked for
+                    self._answer = (None, error)
+            value, failure = self._answer
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]
+
+
+def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
+    """All outcomes in the order of the checks, after `bound_s` seconds at the latest.
+
+    A check that raises, or does not end in time, fails itself and no other.
+    """
+    found: dict[int, Finding] = {}
+    done = threading.Condition()
+
+    def look(number: int, check: Check) -> None:
+        finding = _looked(check)
+        with done:
+            found[number] = finding
+            done.notify_all()
+
+    for number, check in enumerate(checks):
+        threading.Thread(target=look, args=(number, check), name=f"check-{number}", daemon=True).start()
+    deadline = time.monotonic() + bound_s
+    with done:
+        while len(found) < len(checks) and (left := deadline - time.monotonic()) > 0:
+            done.wait(left)
+        answers = dict(found)
+    late = fail(
+        f"no answer within {bound_s:g} s", "look at the kernel log (`dmesg`) and the network for what hangs"
+    )
+    return [Outcome(check.name, answers.get(number, late)) for number, check in enumerate(checks)]
+
+
+def _looked(check: Check) -> Finding:
+    try:
+        return check.look()
+    except DraDriverError as error:
+        seen, _, remedy = str(error).rpartition("; ")
+        return (
+            fail(seen, remedy) if seen else fail(remedy, "do what the sentence says, then run doctor again")
+        )
+    except OSError as error:
+        return fail(
+            f"{error.filename or check.name}: {error.strerror or error}", "run doctor as root on the node"
+        )
+    except Exception as error:  # noqa: BLE001  one surprise must not hide what the other checks see
+        text = " ".join(str(error).split())
+        return fail(
+            f"the check itself failed: {type(error).__name__}: {text}", "please report this with the output"
+        )

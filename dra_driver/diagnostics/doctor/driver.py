@@ -1,0 +1,274 @@
+"""The NVIDIA driver on the host: kernel module, files, NVML, device nodes, hook, MIG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dra_driver.diagnostics.doctor.checks import Check, Shared
+from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.errors import DraDriverError, NvmlUnavailableError, RetryableError
+from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
+from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.hook import HookFinder
+from dra_driver.host.libraries import scan_libraries
+from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.rooted_tree import RootedTree, join_root
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.host import HostPaths
+from dra_driver.model.inventory import Inventory
+
+_KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
+_GPU_NODE = re.compile(r"nvidia(\d+)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class DriverChecks:
+    """Checks of one host. `inventory` raises what NVML answers."""
+
+    paths: HostPaths
+    nodes: DeviceNodeReader
+    inventory: Shared[Inventory]
+    hook: str | None = None
+    dynamic_mig: bool = False
+
+    def gpus_on_the_bus(self) -> Finding:
+        """Are there GPUs, and are they bound to the NVIDIA driver?"""
+        functions = [
+            item for item in Sysfs(self.paths.sys, self.paths.proc).nvidia_functions() if item.is_gpu
+        ]
+        if not functions:
+            return warn(
+                "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
+            )
+        passed = [item.bus_id for item in functions if (item.driver or "").startswith("vfio")]
+        unbound = [item.bus_id for item in functions if item.driver is None]
+        others = [
+            f"{item.bus_id} ({item.driver})"
+            for item in functions
+            if item.driver not in (None, "nvidia") and item.bus_id not in passed
+        ]
+        if others:
+            return fail(
+                f"bound to another driver: {named(others)}",
+                "`modprobe -r nouveau`, blacklist it, then reboot",
+            )
+        if unbound:
+            return fail(
+                f"bound to no driver: {named(unbound)}", "`modprobe nvidia`; then see `dmesg | grep -i nvrm`"
+            )
+        if passed:
+            return warn(
+                f"bound to vfio-pci for virtual machines: {named(passed)}; containers do not get them",
+                f"if that is not wanted: `driverctl unset-override {passed[0]}`",
+            )
+        return ok(f"{len(functions)} on the PCI bus, all bound to nvidia")
+
+    def kernel_driver(self) -> Finding:
+        """Is the kernel module loaded?"""
+        version = self._loaded_version()
+        if version is None:
+            path = f"{self.paths.proc}/driver/nvidia/version"
+            return fail(
+                f"not loaded ({path} is not there)",
+                "`modprobe nvidia` on the node; see `dmesg | grep -i nvrm`",
+            )
+        return ok(f"{version} loaded")
+
+    def driver_root(self) -> Finding:
+        """Are the driver's files below the driver root, of the version that is loaded?"""
+        root = self.paths.driver_root
+        where = "set --nvidia-driver-root (and --container-driver-root) to where the driver is installed"
+        if not Path(root).is_dir():
+            return fail(f"{root} is not a directory", where)
+        try:
+            find_nvml_library(root)
+        except NvmlUnavailableError:
+            return fail(f"libnvidia-ml.so.1 is not below {root}", f"install the NVIDIA driver, or {where}")
+        loaded = self._loaded_version()
+        libraries = scan_libraries(RootedTree(root), loaded)
+        if not libraries.versions:
+            return fail(
+                f"libcuda.so is not below {root}", f"install the compute libraries of the driver, or {where}"
+            )
+        if loaded is not None and loaded not in libraries.versions:
+            return fail(
+                f"{loaded} is loaded, but the libraries below {root} are {', '.join(libraries.versions)}",
+                "reload the kernel modules (`rmmod nvidia_uvm nvidia && modprobe nvidia`) or reboot the node",
+            )
+        if len(libraries.versions) > 1:
+            return warn(
+                f"libraries of several versions below {root}: {', '.join(libraries.versions)}",
+                f"remove the packages of all but {loaded or libraries.versions[0]}",
+            )
+        return ok(f"{libraries.versions[0]}, {len(libraries.files)} libraries below {root}")
+
+    def nvml(self) -> Finding:
+        """Does NVML answer, and for every GPU?"""
+        try:
+            inventory = self.inventory.get()
+        except DraDriverError as error:
+            seen = str(error).partition("; ")[0]
+            return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` tells why it fails")
+        loaded = self._loaded_version()
+        version = inventory.versions.driver
+        if loaded is not None and version is not None and loaded != version:
+            return fail(
+                f"NVML is {version}, the kernel module {loaded}",
+                "reload the kernel modules or reboot the node",
+            )
+        if inventory.faults:
+            first = inventory.faults[0]
+            more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
+            return warn(
+                f"{len(inventory.gpus)} GPUs answer; {first.subject}: {first.text}{more}",
+                "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
+            )
+        on_bus = len(Sysfs(self.paths.sys, self.paths.proc).gpu_functions())
+        if len(inventory.gpus) < on_bus:
+            return fail(
+                f"{len(inventory.gpus)} GPUs answer, {on_bus} are on the PCI bus", "`dmesg | grep -i nvrm`"
+            )
+        cuda = inventory.versions.cuda
+        shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
+        return ok(f"{len(inventory.gpus)} GPUs answer, driver {version or 'unknown'}{shown}")
+
+    def device_nodes(self) -> Finding:
+        """Are the nodes there through which containers reach the GPUs?"""
+        dev = DevRoot(self.paths, self.nodes)
+        if dev.node("/dev/nvidiactl") is None:
+            return fail(
+                "/dev/nvidiactl is missing", "`nvidia-modprobe` on the node, or start nvidia-persistenced"
+            )
+        if dev.node("/dev/nvidia-uvm") is None:
+            return fail("/dev/nvidia-uvm is missing, CUDA fails", "`nvidia-modprobe -u -c=0` on the node")
+        gpus = _or_none(self.inventory)
+        if gpus is None:
+            return ok("/dev/nvidiactl, /dev/nvidia-uvm; without NVML those of the GPUs are not known")
+        minors = {gpu.minor for gpu in gpus.gpus if gpu.minor is not None}
+        missing = sorted(minor for minor in minors if dev.node(f"/dev/nvidia{minor}") is None)
+        if missing:
+            return fail(
+                f"missing: {named([f'/dev/nvidia{minor}' for minor in missing])}",
+                f"`nvidia-modprobe -c={missing[0]}` on the node, or start nvidia-persistenced",
+            )
+        strays = sorted(self._node_minors(dev) - minors)
+        if strays:
+            return warn(
+                f"no GPU behind {named([f'/dev/nvidia{minor}' for minor in strays])}",
+                "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
+            )
+        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and {len(minors)} GPUs")
+
+    def mig_capabilities(self) -> Finding:
+        """Can containers be let into the MIG devices that exist?"""
+        inventory = _or_none(self.inventory)
+        if inventory is None:
+            return skip("not known without NVML")
+        migs = [(gpu, mig) for gpu in inventory.gpus for mig in gpu.mig_devices]
+        if not migs and not self.dynamic_mig:
+            return skip("no MIG devices")
+        caps = MigCaps(self.paths.proc)
+        if "nvidia-caps" not in caps.majors():
+            return fail(
+                f"the kernel lists no nvidia-caps in {self.paths.proc}/devices",
+                "`modprobe -r nvidia && modprobe nvidia` on the node; a driver before 450 has no MIG",
+            )
+        for gpu, mig in migs:
+            try:
+                caps.nodes(gpu.minor or 0, mig.gpu_instance_id, mig.compute_instance_id)
+            except RetryableError as error:
+                return fail(str(error), "`nvidia-smi mig -lgi` on the node; make the MIG device anew")
+        return ok(f"{len(migs)} MIG devices with their capabilities")
+
+    def mig_mode(self) -> Finding:
+        """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
+        inventory = _or_none(self.inventory)
+        if inventory is None:
+            return skip("not known without NVML")
+        on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
+        empty = [gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices]
+        if empty and not self.dynamic_mig:
+            return warn(
+                f"in MIG mode without MIG devices, so nothing of it is offered: {named(empty)}",
+                f"`nvidia-smi mig -i {empty[0]} -cgi 19 -C`, `nvidia-smi -i {empty[0]} -mig 0`, or --dynamic-mig",
+            )
+        return ok(f"{len(on)} of {len(inventory.gpus)} GPUs in MIG mode")
+
+    def cdi_hook(self) -> Finding:
+        """Is nvidia-cdi-hook there, which makes the links to libraries in containers?"""
+        try:
+            hook = HookFinder(self.paths, self.hook).find()
+        except RetryableError as error:
+            seen, _, remedy = str(error).partition(": ")
+            return fail(seen, remedy)
+        if hook is None:
+            return warn(
+                "nvidia-cdi-hook was not found; libraries are mounted under every name instead",
+                "install the NVIDIA container toolkit, or set --nvidia-cdi-hook-path (and --host-root in a pod)",
+            )
+        if hook.notes:
+            return warn(hook.notes[0], f"`{hook.host_path} --help` on the node")
+        return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
+
+    def persistence(self) -> Finding:
+        """Does something keep the driver's state while nobody uses a GPU?"""
+        roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
+        for root in roots:
+            tree = RootedTree(root)
+            for place in ("/run/nvidia-persistenced/socket", "/var/run/nvidia-persistenced/socket"):
+                if tree.file_or_socket(place) is not None:
+                    return ok(f"nvidia-persistenced runs ({place})")
+        return warn(
+            "nvidia-persistenced does not run: while the driver's pod is away GPUs lose their settings",
+            "`systemctl enable --now nvidia-persistenced` on the node",
+        )
+
+    def all(self) -> list[Check]:
+        """In the order in which one thing rests on another. On a node without GPU only the first can fail."""
+        return [
+            Check("GPUs", self.gpus_on_the_bus),
+            Check("kernel driver", self._if_needed(self.kernel_driver)),
+            Check("driver root", self._if_needed(self.driver_root)),
+            Check("NVML", self._if_needed(self.nvml)),
+            Check("device nodes", self._if_needed(self.device_nodes)),
+            Check("MIG mode", self._if_needed(self.mig_mode)),
+            Check("MIG capabilities", self._if_needed(self.mig_capabilities)),
+            Check("nvidia-cdi-hook", self._if_needed(self.cdi_hook)),
+            Check("persistence", self._if_needed(self.persistence)),
+        ]
+
+    def _if_needed(self, look: Callable[[], Finding]) -> Callable[[], Finding]:
+        def looked() -> Finding:
+            finding = look()
+            if finding.status in ("OK", "SKIP") or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
+                return finding
+            return skip(f"{finding.seen}; a node without GPU does not need it")
+
+        return looked
+
+    def _loaded_version(self) -> str | None:
+        try:
+            text = Path(self.paths.proc, "driver/nvidia/version").read_text("utf-8", errors="replace")
+        except OSError:
+            return None
+        match = _KERNEL_VERSION.search(text)
+        return match[1] if match is not None else None
+
+    def _node_minors(self, dev: DevRoot) -> set[int]:
+        try:
+            names = [entry.name for entry in Path(join_root(dev.root, "/dev")).iterdir()]
+        except OSError:
+            return set()
+        matches = (_GPU_NODE.match(name) for name in names)
+        found = {int(match[1]) for match in matches if match is not None}
+        return {minor for minor in found if dev.node(f"/dev/nvidia{minor}") is not None}
+
+
+def _or_none(shared: Shared[Inventory]) -> Inventory | None:
+    try:
+        return shared.get()
+    except DraDriverError:
+        return None

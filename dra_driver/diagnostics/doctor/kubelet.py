@@ -1,0 +1,211 @@
+"""The kubelet's directories on this node, the sockets in them, and the driver's own records."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from dra_driver.diagnostics.doctor.checks import Check
+from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.state_on_disk import read_state, set_aside_files
+from dra_driver.errors import RetryableError
+from dra_driver.kubelet.sockets import listening
+from dra_driver.mps.client import MpsClient
+from dra_driver.mps.layout import mps_layout
+
+_FULL_BYTES = 64 * 1024 * 1024
+_LITTLE_BYTES = 512 * 1024 * 1024
+_FEW_FILES = 1000
+_GET_INFO = "/pluginregistration.Registration/GetInfo"
+_ASK_S = 1.0
+_RECONNECT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletChecks:
+    """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
+
+    `mps_external`: MPS daemons are kept by a DaemonSet of their own; `cdi` is the directory with CDI specs.
+    """
+
+    driver: str
+    registry: Path
+    plugins: Path
+    host: str | None
+    mps_external: bool = True
+    cdi: Path | None = None
+
+    @property
+    def state(self) -> Path:
+        """The driver's own directory."""
+        return self.plugins / self.driver
+
+    def directories(self) -> Finding:
+        """Are the kubelet's directories there, and writable?"""
+        # A pod without privileges has its own directory mounted, and not those of other plugins.
+        plugins = self.plugins
+        if self.state.is_dir() and not os.access(plugins, os.W_OK | os.X_OK):
+            plugins = self.state
+        for path, flag in (
+            (self.registry, "--kubelet-registrar-directory-path"),
+            (plugins, "--kubelet-plugins-directory-path"),
+        ):
+            if not path.is_dir():
+                return fail(
+                    f"{path} is not there",
+                    f"`ps -o args= -C kubelet` tells the kubelet's --root-dir; set {flag} (and the mount) to match",
+                )
+            if not os.access(path, os.W_OK | os.X_OK):
+                return fail(
+                    f"{path} is not writable",
+                    "mount it writable into the driver's pod; it has to run as root",
+                )
+        return ok(f"{self.registry} and {plugins} are writable")
+
+    def sockets(self) -> Finding:
+        """Is one instance registered under the driver's name, or two in a rolling update?"""
+        if not self.registry.is_dir():
+            return skip(f"{self.registry} is not there")
+        dead: list[str] = []
+        alive: list[tuple[str, str]] = []
+        for path in sorted(self.registry.glob("*.sock")):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                continue
+            if listening(path):
+                answer = _plugin_of(path)
+                if answer is not None and answer[0] == self.driver:
+                    alive.append((path.name, answer[1]))
+            elif self.driver in path.name:
+                dead.append(str(path))
+        if self.state.is_dir():
+            own = sorted(self.state.glob("dra*.sock"))
+            dead += [str(path) for path in own if stat.S_ISSOCK(path.lstat().st_mode) and not listening(path)]
+        foreign = [name for name, endpoint in alive if not Path(endpoint).is_relative_to(self.state)]
+        if foreign:
+            return fail(
+                f"another driver is registered as {self.driver}: {named(foreign)}",
+                "uninstall it (`kubectl get daemonset -A | grep -i dra`), or give this one another --driver-name",
+            )
+        if len(alive) > 2:
+            return warn(
+                f"{len(alive)} instances are registered", "`kubectl get pods -A -o wide`: delete the old ones"
+            )
+        if dead:
+            return warn(
+                f"dead sockets: {named(dead)}",
+                f"`rm {dead[0]}`, if no instance of the driver is just starting",
+            )
+        if not alive:
+            return warn(
+                f"no instance of {self.driver} is registered", "start the driver; see its log if it runs"
+            )
+        update = " (a rolling update is under way)" if len(alive) == 2 else ""
+        return ok(f"{named([name for name, _ in alive])} answers{update}")
+
+    def space(self) -> Finding:
+        """Is there space for records and specs?"""
+        place = next(path for path in (self.state, *self.state.parents) if path.exists())
+        usage = shutil.disk_usage(place)
+        files = os.statvfs(place)
+        free = f"{usage.free // (1024 * 1024)} MiB free at {place}"
+        remedy = f"`df -h {place}`, `df -i {place}`: free some space; images and logs are the usual cause"
+        if usage.free < _FULL_BYTES or (files.f_files and files.f_favail < _FEW_FILES // 10):
+            return fail(
+                free if usage.free < _FULL_BYTES else f"{files.f_favail} inodes free at {place}", remedy
+            )
+        if usage.free < _LITTLE_BYTES or (files.f_files and files.f_favail < _FEW_FILES):
+            return warn(
+                free if usage.free < _LITTLE_BYTES else f"{files.f_favail} inodes free at {place}", remedy
+            )
+        return ok(free)
+
+    def records(self) -> Finding:
+        """Can the driver's records be read?"""
+        state = read_state(self.state)
+        if state.faults:
+            more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
+            return fail(
+                state.faults[0] + more,
+                "`gpu-dra-driver claims` lists them; the driver sets such files aside, not those of a newer release",
+            )
+        aside = set_aside_files(self.state, self.cdi, self.driver)
+        if aside:
+            places = sorted({str(path.parent) for path in aside})
+            return warn(
+                f"{len(aside)} set aside as unreadable: {named([path.name for path in aside])}",
+                f"look at them in {' and '.join(places)}, then remove them",
+            )
+        waiting = sum(1 for record in state.records if record.phase != "prepared")
+        if waiting:
+            return warn(
+                f"{len(state.records)} claims, {waiting} not prepared yet",
+                "`gpu-dra-driver claims` lists them",
+            )
+        return ok(f"{len(state.records)} prepared claims")
+
+    def device_plugin(self) -> Finding:
+        """Does NVIDIA's device plugin give out the same GPUs a second time?"""
+        places = [self.plugins.parent / "device-plugins"]
+        if self.host is not None:
+            places.append(Path(f"{self.host.rstrip('/')}/var/lib/kubelet/device-plugins"))
+        there = [place for place in places if place.is_dir()]
+        if not there:
+            return skip(f"{places[0]} is not visible from here; the node's allocatable resources tell too")
+        found = [path for place in there for path in sorted(place.glob("*.sock")) if "nvidia" in path.name]
+        alive = [path for path in found if listening(path)]
+        if alive:
+            return fail(
+                f"NVIDIA's device plugin runs here ({alive[0]}): both give out the same GPUs",
+                "`kubectl label node NODE nvidia.com/gpu.deploy.device-plugin=false`, or delete its DaemonSet",
+            )
+        return ok("NVIDIA's device plugin does not run here")
+
+    def mps_host(self) -> Finding:
+        """Does the MPS host answer? Claims with MPS wait for it."""
+        if not self.mps_external:
+            return skip("the driver keeps MPS daemons itself")
+        layout = mps_layout(self.state)
+        if not layout.socket.exists():
+            return ok("no MPS host; only claims with MPS need one (daemonset/components/mps)")
+        try:
+            MpsClient(layout, connect_s=_RECONNECT_S).ping(_ASK_S)
+        except RetryableError as error:
+            return warn(
+                f"the MPS host does not answer: {error}",
+                "`kubectl logs` of its pod; claims with MPS wait until it answers",
+            )
+        return ok("the MPS host answers")
+
+    def all(self) -> list[Check]:
+        """By name."""
+        return [
+            Check("kubelet directories", self.directories),
+            Check("registration", self.sockets),
+            Check("disk space", self.space),
+            Check("records", self.records),
+            Check("device plugin", self.device_plugin),
+            Check("MPS host", self.mps_host),
+        ]
+
+
+def _plugin_of(path: Path) -> tuple[str, str] | None:
+    """Name and endpoint that a plugin registers with; None if it does not answer."""
+    import grpc
+
+    from dra_driver.kubelet.pb import registration_pb2
+
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+    with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
+        call = channel.unary_unary(
+            _GET_INFO,
+            registration_pb2.InfoRequest.SerializeToString,
+            registration_pb2.PluginInfo.FromString,
+        )
+        try:
+            answer = call(registration_pb2.InfoRequest(), timeout=_ASK_S)
+        except grpc.RpcError:
+            return None
+    return answer.name, answer.endpoint

@@ -1,0 +1,209 @@
+"""Who holds which part of a GPU: what NVML shows put together with the claims' records and the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dra_driver.diagnostics.rules.mig_map import DrawnInstance, GpuMap
+from dra_driver.mig.rules.counters import partitioned
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import (
+    GpuInstance,
+    MigDevice,
+    MigProfile,
+    OwnedInstance,
+    Partitioning,
+    PlacedProfile,
+    Placement,
+)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
+
+_OURS = {
+    "creating": "being made by this driver",
+    "created": "made by this driver, held by no claim",
+    "orphan": "made by this driver, held by no claim, to be destroyed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownState:
+    """What the driver of this node remembers. `is_known` is false where that could not be read.
+
+    `boot_id` is the boot that runs now: an entry of the ledger from another one means nothing any more.
+    """
+
+    records: Sequence[ClaimRecord] = ()
+    owned: Sequence[OwnedInstance] = ()
+    boot_id: str | None = None
+    is_known: bool = True
+
+
+def gpu_maps(inventory: Inventory, known: KnownState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
+    """A drawing's content for each GPU that is in MIG mode or whose MIG devices are made on demand.
+
+    `inventory` is NVML's own: `partitioning` on every GPU that has profiles, with all GPU instances in
+    `withheld`, whoever made them.
+    """
+    names = gpu_device_names(gpu.uuid for gpu in inventory.gpus)
+    return [
+        _map_of(names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
+        for gpu in inventory.gpus
+        if gpu.partitioning is not None and (gpu.mig_enabled or on_demand(gpu))
+    ]
+
+
+def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool]) -> Iterator[str]:
+    """A sentence for each GPU on which MIG devices cannot be made on demand until somebody resets it."""
+    for gpu in inventory.gpus:
+        if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
+            yield (
+                f"GPU {gpu.uuid}: MIG devices cannot be made on demand, because its MIG mode is off and takes effect "
+                "only after a reset: run nvidia-smi -mig 1, then reset the GPU or reboot the node"
+            )
+
+
+def room_beside(table: Partitioning, taken: Sequence[GpuInstance]) -> tuple[tuple[str, int], ...]:
+    """How many instances of each profile fit beside those of `taken`, in publishing order; those with room only."""
+    possible = partitioned(table, taken, offers_whole=False).possible
+    profiles = {profile.profile_id: profile for profile, _ in possible}
+    return tuple((profile.name, _how_many(table, taken, profile)) for profile in profiles.values())
+
+
+def _how_many(table: Partitioning, taken: Sequence[GpuInstance], profile: MigProfile) -> int:
+    """One after the other where it ends first, which is the most that fits: placements are intervals."""
+    chosen: list[GpuInstance] = []
+    while True:
+        left = partitioned(table, [*taken, *chosen], offers_whole=False).possible
+        ends = [(place.start + place.size, place) for other, place in left if other == profile]
+        if not ends:
+            return len(chosen)
+        chosen.append(GpuInstance(-1, profile.profile_id, min(ends)[1]))
+
+
+def _memory_slices(profiles: Iterable[PlacedProfile]) -> int:
+    """Up to where the placements reach; 0 without any."""
+    return max((place.start + place.size for row in profiles for place in row.placements), default=0)
+
+
+def _map_of(name: str, gpu: Gpu, table: Partitioning, known: KnownState, on_demand: bool) -> GpuMap:
+    profiles = {placed.profile.profile_id: placed.profile for placed in table.profiles}
+    holders = _holders(gpu, known.records)
+    there = [
+        _existing(name, gpu, instance, profiles.get(instance.profile_id), holders, known, on_demand)
+        for instance in table.withheld
+    ]
+    missing = dict(_missing(gpu, table.withheld, known.records))
+    absent = [
+        DrawnInstance(step.placement, step.profile_name, ", ".join(holders.get(step.device, ())))
+        for step in missing.values()
+    ]
+    taken = [
+        *table.withheld,
+        *(GpuInstance(-1, step.profile_id, step.placement) for step in missing.values()),
+    ]
+    whole = _whole(gpu, known.records)
+    return GpuMap(
+        name=name,
+        product=gpu.product_name,
+        mode=("on" if gpu.mig_enabled else "off") + (", MIG devices on demand" if on_demand else ""),
+        memory_slices=_memory_slices(table.profiles),
+        instances=(*there, *absent),
+        room=() if whole else room_beside(table, taken),
+        whole_owner=whole,
+    )
+
+
+def _existing(
+    name: str,
+    gpu: Gpu,
+    instance: GpuInstance,
+    profile: MigProfile | None,
+    holders: Mapping[str, Sequence[str]],
+    known: KnownState,
+    on_demand: bool,
+) -> DrawnInstance:
+    devices = [mig for mig in gpu.mig_devices if mig.gpu_instance_id == instance.gpu_instance_id]
+    called = {mig_device_name(name, mig) for mig in devices}
+    if profile is not None:
+        called.add(mig_slot_name(name, profile, instance.placement))
+    claims = [holder for device in sorted(called) for holder in holders.get(device, ())]
+    return DrawnInstance(
+        placement=instance.placement,
+        profile=f"profile {instance.profile_id}" if profile is None else profile.name,
+        owner=", ".join(claims) or _without_claim(gpu, instance, devices, known, on_demand),
+        gpu_instance_id=instance.gpu_instance_id,
+        compute_instance_ids=tuple(sorted(mig.compute_instance_id for mig in devices)),
+    )
+
+
+def _without_claim(
+    gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: KnownState, on_demand: bool
+) -> str:
+    if not known.is_known:
+        return "unknown, since the driver's records could not be read"
+    for owned in known.owned:
+        if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
+            return _OURS[owned.phase]
+    if on_demand:
+        return "not ours"
+    return "free" if devices else "not offered"
+
+
+def _is_same(
+    owned: OwnedInstance, instance: GpuInstance, devices: Iterable[MigDevice], boot_id: str | None
+) -> bool:
+    """Whether the ledger means this very instance, and not one that is in its place now."""
+    return (
+        owned.slot == instance.slot
+        and boot_id in (None, owned.boot_id)
+        and owned.gpu_instance_id in (None, instance.gpu_instance_id)
+        and all(owned.uuid in (None, mig.uuid) for mig in devices)
+    )
+
+
+def _holders(gpu: Gpu, records: Iterable[ClaimRecord]) -> Mapping[str, list[str]]:
+    """Claims by the name of the device that they hold on a GPU; onlookers with admin access hold nothing."""
+    holders: dict[str, list[str]] = {}
+    for record in records:
+        for device in {
+            held.device for held in record.devices if _holds(held.gpu_uuid, gpu, held.admin_access)
+        }:
+            holders.setdefault(device, []).append(_claim(record))
+    return {device: sorted(claims) for device, claims in holders.items()}
+
+
+def _whole(gpu: Gpu, records: Iterable[ClaimRecord]) -> str | None:
+    claims = {
+        _claim(record)
+        for record in records
+        for held in record.devices
+        if held.kind == "gpu" and _holds(held.gpu_uuid, gpu, held.admin_access)
+    }
+    return ", ".join(sorted(claims)) or None
+
+
+def _holds(gpu_uuid: str, gpu: Gpu, admin_access: bool) -> bool:
+    return gpu_uuid == gpu.uuid and not admin_access
+
+
+def _missing(
+    gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
+) -> Iterator[tuple[tuple[int, Placement], CreateMig]]:
+    """Creations for claims whose GPU instance is not there: not made yet, or gone with a reboot."""
+    slots = {(instance.profile_id, instance.placement) for instance in existing}
+    for record in records:
+        for step in record.steps:
+            if isinstance(step, CreateMig) and step.gpu_uuid == gpu.uuid:
+                slot = (step.profile_id, step.placement)
+                if slot not in slots:
+                    yield slot, step
+
+
+def _claim(record: ClaimRecord) -> str:
+    return f"claim {record.ref.namespace}/{record.ref.name}" + (
+        " (preparing)" if record.phase == "preparing" else ""
+    )

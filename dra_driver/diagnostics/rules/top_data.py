@@ -1,0 +1,256 @@
+"""What `top` shows of a node, put together from NVML, the driver's files and the MPS host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps
+from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, PreparedClaim
+from dra_driver.diagnostics.rules.top_screen import (
+    Holding,
+    NodeView,
+    SeenDaemon,
+    SeenGpu,
+    SeenInstance,
+    SeenReason,
+)
+from dra_driver.health.rules.polling import FABRIC, reasons_found
+from dra_driver.health.rules.taints import instances_by_device
+from dra_driver.model.gpu import Gpu, GpuLoad
+from dra_driver.model.health import (
+    LOST,
+    HealthState,
+    HealthTarget,
+    PolledHealth,
+    Reason,
+    Severity,
+    targets_of_instance,
+)
+from dra_driver.model.ids import gpu_device_names, mig_device_name
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.record import ClaimRecord
+
+_NO_ANSWER = "the GPU does not answer NVML"
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlFacts:
+    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls."""
+
+    inventory: Inventory = field(default_factory=Inventory)
+    loads: Mapping[str, GpuLoad] = field(default_factory=dict)
+    polled: Mapping[str, PolledHealth] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _ShownReason:
+    """Why a device is not well: its name, and how it is shown."""
+
+    subject: HealthTarget
+    name: tuple[str, str]
+    severity: Severity
+    shown: SeenReason
+
+
+_Findings = Mapping[str, Mapping[tuple[str, str], tuple[Severity, str]]]
+"""Severity and text of each finding by its name, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """All that was found. `health` is what the driver wrote down, `state` its records and its ledger. `problems` are
+    sentences on what could not be read."""
+
+    node: str
+    driver: str
+    now: datetime
+    nvml: NvmlFacts
+    claims: NodeClaims
+    state: KnownState
+    health: Sequence[HealthState]
+    daemons: Sequence[MpsDaemonStatus]
+    problems: Sequence[str]
+
+
+def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
+    """The view. `on_demand` tells the GPUs whose MIG devices are made on demand."""
+    inventory = found.nvml.inventory
+    names = _names(inventory, found.state.records, found.health)
+    reasons = list(_reasons(found.health, found.nvml, names, int(found.now.timestamp())))
+    ids = _instance_ids(inventory, found.state.owned)
+    cuda = inventory.versions.cuda
+    unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
+    return NodeView(
+        node=found.node,
+        driver=found.driver,
+        taken_at=f"{found.now:%Y-%m-%d %H:%M:%S} UTC",
+        nvidia_version=inventory.versions.driver,
+        cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
+        gpus=tuple(_gpus(found.nvml, names, reasons)),
+        domains=_domains(inventory, names),
+        holdings=tuple(
+            holding for claim in found.claims.claims for holding in _holdings(claim, reasons, ids)
+        ),
+        instances=tuple(_instances(inventory, found.state, on_demand)),
+        health=tuple(reason.shown for reason in reasons),
+        mps=tuple(_daemon(status, found.now.timestamp()) for status in found.daemons),
+        notes=tuple(dict.fromkeys([*found.problems, *found.claims.problems, *unread])),
+    )
+
+
+def _names(
+    inventory: Inventory, records: Iterable[ClaimRecord], states: Iterable[HealthState]
+) -> Mapping[str, str]:
+    """Device names by UUID: GPUs that NVML shows in PCI order, then those that only files know."""
+    shown = [gpu.uuid for gpu in inventory.gpus]
+    known = {state.target.gpu_uuid for state in states}
+    known |= {uuid for record in records for uuid in record.gpu_uuids if uuid}
+    return gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))]))
+
+
+def _reasons(
+    states: Iterable[HealthState], facts: NvmlFacts, names: Mapping[str, str], now: int
+) -> Iterator[_ShownReason]:
+    """By device, the worst first: what the driver wrote down, then what only NVML says now."""
+    kept: dict[str, list[HealthState]] = {}
+    for state in states:
+        kept.setdefault(state.target.gpu_uuid, []).append(state)
+    for uuid, name in names.items():
+        found = _found(uuid, facts)
+        shown = [
+            _written(state.target, name, reason, found, now)
+            for state in kept.get(uuid, ())
+            for reason in state.reasons
+        ]
+        known = {(entry.subject, entry.name) for entry in shown}
+        shown += [
+            _ShownReason(HealthTarget(uuid), finding, severity, _seen(name, finding, severity, None, text))
+            for findings in found.values()
+            for finding, (severity, text) in findings.items()
+            if (HealthTarget(uuid), finding) not in known
+        ]
+        yield from sorted(shown, key=lambda entry: (entry.subject.order, -entry.severity, entry.name))
+
+
+def _written(subject: HealthTarget, name: str, reason: Reason, found: _Findings, now: int) -> _ShownReason:
+    is_gone = reason.key in found and reason.name not in found[reason.key]
+    text = reason.text + ("; NVML does not show it any more" if is_gone else "")
+    parts = [name]
+    if subject.gpu_instance_id is not None:
+        parts.append(f"GI {subject.gpu_instance_id}")
+    if subject.compute_instance_id is not None:
+        parts.append(f"CI {subject.compute_instance_id}")
+    age_s = float(max(0, now - reason.since))
+    shown = _seen(" ".join(parts), reason.name, reason.severity, age_s, text)
+    return _ShownReason(subject, reason.name, reason.severity, shown)
+
+
+def _seen(
+    subject: str, name: tuple[str, str], severity: Severity, age_s: float | None, text: str
+) -> SeenReason:
+    return SeenReason(subject, severity.name.lower(), " ".join(filter(None, name)), age_s, text)
+
+
+def _found(uuid: str, facts: NvmlFacts) -> _Findings:
+    """What NVML shows of a GPU now; a key that was not asked for is missing."""
+    if uuid in facts.lost:
+        return {LOST: {(LOST, ""): (Severity.LOST, _NO_ANSWER)}}
+    if uuid not in facts.polled:
+        return {}
+    levels = reasons_found(facts.polled[uuid])
+    return {LOST: {}} | {
+        key: {(name, value): (severity, text) for name, value, severity, text in findings}
+        for key, findings in levels.items()
+    }
+
+
+def _gpus(facts: NvmlFacts, names: Mapping[str, str], reasons: Sequence[_ShownReason]) -> Iterator[SeenGpu]:
+    shown = {gpu.uuid: gpu for gpu in facts.inventory.gpus}
+    for uuid, name in names.items():
+        severity = max(
+            (entry.severity for entry in reasons if entry.subject.gpu_uuid == uuid), default=Severity.OK
+        )
+        is_known = uuid in facts.polled or severity >= Severity.DEGRADED
+        health = severity.name.lower() if is_known else "unknown"
+        if (gpu := shown.get(uuid)) is None:
+            yield SeenGpu(name, uuid, health=health)
+        else:
+            mode = None if not gpu.mig_capable else "on" if gpu.mig_enabled else "off"
+            yield SeenGpu(name, uuid, gpu.product_name, mode, facts.loads.get(uuid), health)
+
+
+def _domains(inventory: Inventory, names: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    members: dict[str, list[str]] = {}
+    for gpu in inventory.gpus:
+        if gpu.uuid in inventory.nvlink_domains:
+            members.setdefault(inventory.nvlink_domains[gpu.uuid], []).append(names[gpu.uuid])
+    return tuple((domain, tuple(found)) for domain, found in members.items())
+
+
+def _holdings(
+    claim: PreparedClaim, reasons: Sequence[_ShownReason], instances: Mapping[str, tuple[int, int]]
+) -> Iterator[Holding]:
+    for device in claim.devices:
+        subjects: tuple[HealthTarget, ...] = (HealthTarget(device.gpu_uuid),)
+        if device.device in instances:
+            subjects = targets_of_instance(device.gpu_uuid, *instances[device.device])
+        # MIG devices have no NVLink.
+        hits = [entry for entry in reasons if not (device.kind == "mig" and entry.name[0] == FABRIC)]
+        severity = max((entry.severity for entry in hits if entry.subject in subjects), default=Severity.OK)
+        yield Holding(
+            claim=f"{claim.namespace}/{claim.name}",
+            uid=claim.uid,
+            phase=claim.phase,
+            since_s=claim.age_s,
+            device=device.device,
+            kind=device.kind,
+            uuid=device.uuid,
+            usage=device.usage,
+            share_id=device.share_id,
+            admin_access=device.admin_access,
+            mig=device.mig,
+            boot=claim.boot,
+            trouble=severity.name.lower() if severity >= Severity.DEGRADED else None,
+            pods=None if claim.pods is None else tuple(pod.name for pod in claim.pods),
+        )
+
+
+def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mapping[str, tuple[int, int]]:
+    """GPU and compute instance ID by the device name of each MIG device."""
+    names = gpu_device_names(gpu.uuid for gpu in inventory.gpus)
+    there = {
+        mig_device_name(names[gpu.uuid], mig): (mig.gpu_instance_id, mig.compute_instance_id)
+        for gpu in inventory.gpus
+        for mig in gpu.mig_devices
+    }
+    made = {
+        name: (entry.gpu_instance_id, entry.compute_instance_id)
+        for name, entry in instances_by_device(owned).items()
+    }
+    return {**made, **there}
+
+
+def _instances(
+    inventory: Inventory, known: KnownState, on_demand: Callable[[Gpu], bool]
+) -> Iterator[SeenInstance]:
+    for drawn in gpu_maps(inventory, known, on_demand):
+        for instance in sorted(drawn.instances, key=lambda entry: entry.placement):
+            yield SeenInstance(
+                gpu=drawn.name,
+                profile=instance.profile,
+                start=instance.placement.start,
+                size=instance.placement.size,
+                gpu_instance_id=instance.gpu_instance_id,
+                compute_instance_ids=instance.compute_instance_ids,
+                holder=instance.owner,
+            )
+
+
+def _daemon(status: MpsDaemonStatus, now: float) -> SeenDaemon:
+    since_s = max(0.0, now - status.since)
+    return SeenDaemon(status.device, status.state, since_s, status.clients, status.pid, status.problem)

@@ -1,0 +1,171 @@
+"""What one node is doing now, for people: NVML, the driver's records and kept health, the MPS host.
+
+Nothing is changed, on the GPUs or in the driver's directories, and a call that hangs is not waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dra_driver.concurrency.bounded_call import BoundedCall
+from dra_driver.diagnostics.prepared_claims import read_prepared_claims
+from dra_driver.diagnostics.rules.mig_holders import KnownState
+from dra_driver.diagnostics.rules.top_data import NodeFacts, NvmlFacts, node_view
+from dra_driver.diagnostics.rules.top_screen import NodeView
+from dra_driver.diagnostics.state_on_disk import read_state
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
+from dra_driver.files.atomic import read_plain
+from dra_driver.health.store import decode
+from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.model.gpu import Gpu, GpuLoad
+from dra_driver.model.health import HealthState, PolledHealth
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.mps.client import MpsClient
+from dra_driver.mps.layout import mps_layout
+from dra_driver.nvml.health import find_gpu, read_health
+from dra_driver.nvml.load import read_load
+from dra_driver.nvml.partitions import PartitionReader
+from dra_driver.nvml.reader import NvmlReader
+
+HEALTH_FILE = "health.json"
+_MPS_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodePaths:
+    """A node's name, its driver's, and the directories to read. `boot_id` None: it could not be read."""
+
+    node: str
+    driver: str
+    plugin_directory: Path
+    cdi_root: Path
+    boot_id: str | None
+
+
+class NodeSnapshot:
+    """Reads one node, as often as wanted. NVML stays open in between; `close` shuts it down.
+
+    `on_demand` tells the GPUs whose MIG devices are made on demand.
+    """
+
+    def __init__(
+        self,
+        paths: NodePaths,
+        nvml: NvmlReader,
+        on_demand: Callable[[Gpu], bool],
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._paths = paths
+        self._nvml = nvml
+        self._on_demand = on_demand
+        self._clock = clock
+        self._is_open = False
+        self._partitions = PartitionReader()
+        self._facts = BoundedCall("NVML", self._read_nvml)
+        layout = mps_layout(paths.plugin_directory)
+        self._mps_socket = layout.socket
+        client = MpsClient(layout, connect_s=0.0)
+        self._daemons = BoundedCall("the MPS host", lambda: client.status(_MPS_WAIT_S))
+
+    def close(self) -> None:
+        """Shut NVML down, unless it hangs."""
+        if not self._facts.is_asking:
+            self._nvml.close()
+
+    def view(self, wait_s: float) -> NodeView:
+        """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
+        paths, now = self._paths, self._clock()
+        self._facts.ask()
+        may_ask, mps_problem = self._may_ask_mps_host()
+        if may_ask:
+            self._daemons.ask()
+        claims = read_prepared_claims(
+            paths.plugin_directory, paths.cdi_root, paths.driver, paths.boot_id, now
+        )
+        state = read_state(paths.plugin_directory)
+        health, notes = _read_health(paths.plugin_directory / HEALTH_FILE, paths.boot_id)
+        nvml, nvml_problem = self._facts.answer(wait_s)
+        daemons: Sequence[MpsDaemonStatus] | None = None
+        if may_ask:
+            daemons, mps_problem = self._daemons.answer(_MPS_WAIT_S)
+        found = NodeFacts(
+            paths.node,
+            paths.driver,
+            now,
+            nvml or NvmlFacts(),
+            claims,
+            KnownState(state.records, state.owned, paths.boot_id, is_known=not state.faults),
+            health,
+            daemons or (),
+            [*filter(None, (nvml_problem, mps_problem)), *notes],
+        )
+        return node_view(found, self._on_demand)
+
+    def _may_ask_mps_host(self) -> tuple[bool, str | None]:
+        """Whether to ask the MPS host, and why not where there is one."""
+        with suppress(OSError):
+            if self._mps_socket.exists():
+                may = os.access(self._mps_socket, os.W_OK)
+                return may, None if may else "MPS daemons are not shown: only root may ask the MPS host"
+        return False, None
+
+    def _read_nvml(self) -> NvmlFacts:
+        """Raises: DraDriverError if NVML does not answer; then it is opened anew the next time."""
+        if not self._is_open:
+            self._nvml.reopen()
+        # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
+        self._is_open = False
+        inventory = with_nvlink_domains(self._nvml.read_inventory())
+        inventory = replace(inventory, gpus=tuple(self._cut(gpu, inventory) for gpu in inventory.gpus))
+        loads: dict[str, GpuLoad] = {}
+        polled: dict[str, PolledHealth] = {}
+        lost: set[str] = set()
+        for gpu in inventory.gpus:
+            try:
+                loads[gpu.uuid] = read_load(gpu.uuid)
+                polled[gpu.uuid] = read_health(gpu.uuid)
+            except DeviceLostError:
+                lost.add(gpu.uuid)
+            except NvmlUnavailableError:
+                raise
+            except DraDriverError:
+                continue
+        self._is_open = None not in self._nvml.nvml_fingerprint()
+        return NvmlFacts(inventory, loads, polled, frozenset(lost))
+
+    def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
+        """With the GPU instances of a GPU in MIG mode, also where the driver has nothing to do with them.
+
+        The inventory itself does not read them, because it would then count such a GPU into an NVLink domain.
+        """
+        if not gpu.mig_enabled or gpu.partitioning is not None:
+            return gpu
+        try:
+            table, _ = self._partitions.read(find_gpu(gpu.uuid), gpu, inventory.versions.driver)
+        except NvmlUnavailableError:
+            raise
+        except DraDriverError:
+            return gpu
+        return replace(gpu, partitioning=table)
+
+
+def _read_health(path: Path, boot_id: str | None) -> tuple[Sequence[HealthState], list[str]]:
+    """What the driver wrote down, and what is wrong with that. The file is left as it is."""
+    try:
+        kept = decode(read_plain(path))
+    except FileNotFoundError:
+        return (), []
+    except OSError as error:
+        return (), [f"cannot read the kept health {path}: {error.strerror or error}"]
+    except StateError as error:
+        return (), [f"the kept health {path} cannot be read: {error}"]
+    if boot_id is None or kept.boot_id == boot_id:
+        return kept.states, []
+    note = "the kept health is from before the last boot; the driver has not watched the GPUs since"
+    return tuple(state for state in kept.states if not state.target.is_instance), [note]

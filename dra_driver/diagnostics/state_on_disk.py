@@ -1,0 +1,100 @@
+"""The driver's records and ledger, read by another process: nothing is created, renamed or locked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import QUARANTINE, state_error
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.mig.rules.ownership import instances_to_withhold
+from dra_driver.model.mig import GpuInstance, OwnedInstance
+from dra_driver.model.record import ClaimRecord
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class StateOnDisk:
+    """What lies below a driver's plugin directory, and a sentence for each part that could not be read."""
+
+    records: tuple[ClaimRecord, ...]
+    owned: tuple[OwnedInstance, ...]
+    faults: tuple[str, ...]
+
+
+def read_state(plugin_directory: Path) -> StateOnDisk:
+    """All that can be read; a directory that is not there holds nothing."""
+    faults: list[str] = []
+    claims, mig = plugin_directory / "claims", plugin_directory / "mig"
+    records = RecordStore(
+        claims, lambda it: faults.append(f"the claim record {it.kept_as} cannot be read: {it.reason}")
+    )
+    ledger = MigLedger(
+        mig, reader=lambda it: faults.append(f"the MIG ledger file {it.kept_as} cannot be read: {it.reason}")
+    )
+    of_claims, owned = _read(records.all, claims, faults), _read(ledger.all, mig, faults)
+    return StateOnDisk(tuple(of_claims.values()), tuple(owned.values()), tuple(faults))
+
+
+def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
+    """The files that the driver renamed because it could not read them, or because they had the name of one of its own
+    files. A directory that cannot be read has none."""
+    found: list[Path] = []
+    places = ["", "claims", "mig", "locks", "mps", f"{METADATA}/*/*"]
+    globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
+    if cdi_root is not None:
+        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there
+    for directory, pattern in globs:
+        with suppress(OSError):
+            found += sorted(directory.glob(pattern))
+    return found
+
+
+class OwnershipOnDisk:
+    """Which GPU instances the driver with this plugin directory made, and where it switched MIG mode on.
+
+    What the ledger does not say, or what cannot be read, is not the driver's.
+    """
+
+    def __init__(self, plugin_directory: Path, boot_id: str) -> None:
+        self._ledger = MigLedger(plugin_directory / "mig", reader=lambda _: None)
+        self._boot_id = boot_id
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        """Those of the instances on a GPU that the driver did not make."""
+        ours: set[tuple[int, int]] = set()
+        with suppress(StateError):
+            ours = {
+                entry.slot
+                for entry in self._ledger.all().values()
+                if (entry.gpu_uuid, entry.boot_id) == (gpu_uuid, self._boot_id) and entry.phase != "orphan"
+            }
+        return instances_to_withhold(existing, ours, orphans=())
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        """Whether the driver switched MIG mode on."""
+        with suppress(StateError):
+            return self._ledger.mode_owned(gpu_uuid, self._boot_id)
+        return False
+
+
+def _read(
+    everything: Callable[[], Mapping[str, Value]], directory: Path, faults: list[str]
+) -> Mapping[str, Value]:
+    try:
+        directory.stat()
+        return everything()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        faults.append(str(state_error("read", directory, error)))
+    except StateError as error:
+        faults.append(str(error))
+    return {}

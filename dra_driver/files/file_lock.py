@@ -1,0 +1,121 @@
+"""One lock: among the threads of this process, and against other processes on the same file.
+
+Open-file-description locks are used, because the upstream helper's lock is one and `flock` does not
+interlock with it, and because they belong to the descriptor: a crash releases them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dra_driver.errors import RetryableError
+from dra_driver.files.atomic import set_directory_aside, set_link_aside, state_error
+
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+# Of a directory, and of a link to one, to nothing, or to itself.
+_STRAY = frozenset({errno.EISDIR, errno.ENOENT, errno.ELOOP})
+_POLL_S = 0.005
+_LOOK_S = 0.1
+"""How often it is looked whether somebody still wants the lock."""
+LOCK_LAYOUT = "hhqqi4x"
+"""`struct flock` on 64-bit Linux."""
+WHOLE_FILE_WRITE_LOCK = struct.pack(LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+class LockBusyError(RetryableError):
+    """Somebody else holds the lock."""
+
+
+def byte_lock(offset: int, kind: int = fcntl.F_WRLCK) -> bytes:
+    """The lock on one byte, which need not be there, or with F_UNLCK its end."""
+    return struct.pack(LOCK_LAYOUT, kind, os.SEEK_SET, offset, 1, 0)
+
+
+@contextmanager
+def hold_file(
+    path: Path,
+    among_threads: threading.Lock,
+    deadline: float,
+    what: str,
+    lock: bytes = WHOLE_FILE_WRITE_LOCK,
+    has_left: Callable[[], bool] | None = None,
+) -> Iterator[int]:
+    """Hold the lock and yield the file's descriptor, open for reading and writing.
+
+    The file is created where missing and must never be removed: a lock file that is unlinked while another
+    process waits for it would no longer exclude anybody.
+    Raises: LockBusyError that says that `what` is busy, if `deadline` (time.monotonic()) passes, or while whoever
+    wants it `has_left`; StateError.
+    """
+    if not among_threads.acquire(blocking=False):
+        _wait_for_thread(among_threads, deadline, what, has_left)
+    try:
+        descriptor = _open(path)
+        try:
+            _lock(descriptor, path, deadline, what, lock, has_left)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    finally:
+        among_threads.release()
+
+
+def _wait_for_thread(
+    lock: threading.Lock, deadline: float, what: str, has_left: Callable[[], bool] | None
+) -> None:
+    step = _LOOK_S if has_left is not None else math.inf
+    while True:
+        left = deadline - time.monotonic()
+        if lock.acquire(timeout=max(0.0, min(left, step))):
+            return
+        if left <= step or (has_left is not None and has_left()):
+            raise _busy(what)
+
+
+def _open(path: Path) -> int:
+    try:
+        try:
+            return os.open(path, _OPEN_FLAGS, 0o600)
+        except OSError as error:
+            if error.errno not in _STRAY:
+                raise
+            # If neither did it, another thread or instance may have been quicker.
+            if not set_directory_aside(path):
+                set_link_aside(path)
+            return os.open(path, _OPEN_FLAGS, 0o600)
+    except OSError as error:
+        raise state_error("open the lock file", path, error) from error
+
+
+def _lock(
+    descriptor: int,
+    path: Path,
+    deadline: float,
+    what: str,
+    lock: bytes,
+    has_left: Callable[[], bool] | None,
+) -> None:
+    while True:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise state_error("lock", path, error) from error
+            if time.monotonic() >= deadline or (has_left is not None and has_left()):
+                raise _busy(what) from error
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def _busy(what: str) -> LockBusyError:
+    return LockBusyError(f"{what} is busy with another claim's prepare or unprepare; it will be retried")

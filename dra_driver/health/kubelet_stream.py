@@ -1,0 +1,124 @@
+"""The stream of device health that the kubelet shows in the status of pods.
+
+The kubelet takes a device for unknown when it has not heard of it for a while, so everything is sent again at
+intervals. Each answer is made anew from the monitor's last poll of the GPU: while the monitor hangs in the driver,
+devices become unknown and do not stay healthy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from dra_driver.health.monitor import Monitor
+from dra_driver.health.rules.taints import MadeInstance, device_reasons
+from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
+from dra_driver.model.health import Reason, Severity
+from dra_driver.model.inventory import OfferedDevice
+
+_RESEND_S = 10.0
+_UNKNOWN_FOR_S = 0.25
+"""How soon subscribers see that a GPU was polled again, which is not a change of its health."""
+_TIMEOUT_S = 30
+_MAX_MESSAGE = 1024
+
+
+class HealthStream:
+    """Serves any number of subscribers, each in its own gRPC thread.
+
+    `devices` are those that are published now. `instances` answers the instances of MIG devices made on demand, by
+    device name.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        devices: Callable[[], Iterable[OfferedDevice]],
+        monitor: Monitor,
+        instances: Callable[[], Mapping[str, MadeInstance]],
+    ) -> None:
+        self._pool = pool
+        self._devices = devices
+        self._monitor = monitor
+        self._instances = instances
+        self._turn = threading.Condition()
+        self._changes = 0
+        self._stopped = False
+
+    def changed(self) -> None:
+        """Devices or their health may differ; every subscriber gets all of them at once."""
+        with self._turn:
+            self._changes += 1
+            self._turn.notify_all()
+
+    def stop(self) -> None:
+        """End every stream."""
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
+
+    def watch(self, _request: Any, context: Any) -> Iterator[v1.NodeWatchResourcesResponse]:
+        """NodeWatchResources: all devices now, after each change, and at intervals; until the caller is gone.
+
+        A subscriber that reads slowly misses states in between, but never the last one.
+        """
+        context.add_callback(self._wake)
+        while context.is_active() and not self._stopped:
+            seen, known = self._changes, self._all_known()
+            yield self.snapshot()
+            self._wait(seen, context, known=known)
+
+    def snapshot(self) -> v1.NodeWatchResourcesResponse:
+        """Every published device as it is known now."""
+        states, instances = self._monitor.states(), self._instances()
+        return v1.NodeWatchResourcesResponse(
+            devices=[
+                self._device(device, device_reasons(device, states, instances)) for device in self._devices()
+            ]
+        )
+
+    def _all_known(self) -> bool:
+        return all(self._monitor.is_fresh(device.gpu.uuid) for device in self._devices())
+
+    def _wait(self, seen: int, context: Any, *, known: bool) -> None:
+        def due() -> bool:
+            return self._changes != seen or self._stopped or not context.is_active()
+
+        step_s = _RESEND_S if known else min(_UNKNOWN_FOR_S, _RESEND_S)
+        waited_s = 0.0
+        with self._turn:
+            while waited_s < _RESEND_S and not self._turn.wait_for(due, step_s):
+                waited_s += step_s
+                if not known and self._all_known():
+                    return
+
+    def _wake(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
+
+    def _device(self, device: OfferedDevice, reasons: tuple[Reason, ...]) -> v1.DeviceHealth:
+        uuid = device.gpu.uuid
+        texts = "; ".join(dict.fromkeys(reason.text for reason in reasons))
+        if not self._monitor.is_fresh(uuid):
+            health, message = v1.UNKNOWN, "the GPU has not answered lately, so its health is not known"
+            message = f"{message}; last known: {texts}" if texts else message
+        elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
+            health, message = v1.UNHEALTHY, texts
+        else:
+            health, message = v1.HEALTHY, texts
+        return v1.DeviceHealth(
+            device=v1.DeviceIdentifier(pool_name=self._pool, device_name=device.name),
+            health=health,
+            last_updated_time=self._monitor.polled_at(uuid) or 0,
+            health_check_timeout_seconds=_TIMEOUT_S,
+            message=_cut(message),
+        )
+
+
+def _cut(message: str) -> str:
+    """One line within the kubelet's limit, which may count bytes."""
+    line = " ".join(message.split()).encode(errors="replace")
+    if len(line) <= _MAX_MESSAGE:
+        return line.decode()
+    return line[: _MAX_MESSAGE - 3].decode(errors="ignore") + "..."

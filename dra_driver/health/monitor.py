@@ -1,0 +1,359 @@
+"""Watching the health of the node's GPUs.
+
+One thread waits for NVML's events and polls every GPU at intervals; both feed the pure model. Only real changes are
+told, written to disk and published. Everybody else reads snapshots and never waits: when NVML hangs, the thread hangs
+with it, the last poll becomes old, and nobody relies any more on what was known.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
+from dra_driver.health.history import HealthHistory, change_between
+from dra_driver.health.rules.state import DEFAULT_POLICY, HealthPolicy, observe, shows_reset
+from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid, xid_text
+from dra_driver.health.shared_store import SharedHealth
+from dra_driver.health.store import KeptHealth
+from dra_driver.model.health import (
+    Condition,
+    HealthChange,
+    HealthEvent,
+    HealthState,
+    HealthStates,
+    HealthTarget,
+    InstanceSeen,
+    MonitoringState,
+    Observation,
+    PolledHealth,
+    PollResult,
+    Reset,
+    Severity,
+    Unreachable,
+    Xid,
+    condition,
+    identity_of,
+)
+
+if TYPE_CHECKING:
+    from dra_driver.nvml.events import HealthSource
+
+_log = structlog.get_logger(__name__)
+
+_WAIT_S = 1.0
+"""Also how long discovery waits at most before it can open NVML anew."""
+_POLL_EVERY_S = 10.0
+_FRESH_S = 30.0
+_EVENTS_AT_ONCE = 64
+_JOIN_S = 5.0
+
+
+class Monitor:
+    """Owns the health states.
+
+    `gpus` answers the UUIDs of the GPUs to watch, None while they are not known. `on_change` is called after each
+    change that others can see, `on_transition` with each entry of the history; both from the monitor's thread, and they
+    must not block.
+    """
+
+    def __init__(
+        self,
+        source: HealthSource,
+        gpus: Callable[[], Collection[str] | None],
+        store: SharedHealth,
+        boot_id: str,
+        *,
+        on_change: Callable[[], None],
+        on_transition: Callable[[HealthChange], None],
+        policy: HealthPolicy = DEFAULT_POLICY,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._gpus = gpus
+        self._store = store
+        self._boot_id = boot_id
+        self._on_change = on_change
+        self._policy = policy
+        self._clock, self._monotonic = clock, monotonic
+        self._states: HealthStates = {}
+        self._polls: dict[str, tuple[int, float]] = {}  # when each GPU was polled last, on both clocks
+        self._history = HealthHistory(on_transition)
+        self._registered: frozenset[str] | None = None
+        self._heard: frozenset[str] = frozenset()
+        self._told = ""
+        self._is_new_boot = False
+        self._driver_loads = 0
+        self._driver_version: str | None = None
+        self._next_poll = 0.0
+        self._began = monotonic()
+        self._refresh = threading.Event()
+        self._worker = BackgroundWorker(
+            "health", lambda: self.turn(_WAIT_S), crash_event="health_failed", on_crash=self._crashed
+        )
+
+    def states(self) -> HealthStates:
+        """Every state by its target. A target without a state is well, as far as is known."""
+        return self._states
+
+    def state(self, target: HealthTarget) -> HealthState:
+        """The state of one target."""
+        return self._states.get(target) or HealthState(target)
+
+    def polled_at(self, gpu_uuid: str) -> int | None:
+        """When the last poll of the GPU ended, in seconds since 1970; one that found it lost counts too."""
+        poll = self._polls.get(gpu_uuid)
+        return None if poll is None else poll[0]
+
+    def is_fresh(self, gpu_uuid: str) -> bool:
+        """Whether the last poll is recent enough to say anything about the GPU."""
+        poll = self._polls.get(gpu_uuid)
+        return poll is not None and self._monotonic() - poll[1] <= _FRESH_S
+
+    def condition(self, target: HealthTarget) -> Condition:
+        """One word: the severity, or `unknown`."""
+        return condition(self._states.get(target), is_fresh=self.is_fresh(target.gpu_uuid))
+
+    def history(self, gpu_uuid: str) -> Sequence[HealthChange]:
+        """The last changes of a GPU and its instances since the start, oldest first."""
+        return self._history.of(gpu_uuid)
+
+    def xid_counts(self) -> Mapping[tuple[str, int], int]:
+        """How often each GPU UUID reported each Xid since the start."""
+        return self._history.xid_counts()
+
+    def problem(self) -> str | None:
+        """Why the health of some watched GPUs is not known; None if all is known."""
+        if self._monotonic() - self._began <= _FRESH_S:
+            return None
+        stale = sorted(uuid for uuid in self._gpus() or () if not self.is_fresh(uuid))
+        if not stale:
+            return None
+        return (
+            f"NVML has not told the health of {', '.join(f'GPU {uuid}' for uuid in stale)} for more than "
+            f"{_FRESH_S:.0f} s; look for Xid errors in the kernel log, a GPU may need a reset"
+        )
+
+    def start(self) -> None:
+        """Load what was kept and begin. What cannot be loaded is told and observed anew."""
+        self.restore()
+        self._worker.start()
+
+    def stop(self) -> None:
+        """End; a thread that hangs in the driver is left behind."""
+        if self._worker.stop(_JOIN_S):
+            self._source.close()
+
+    def devices_changed(self) -> None:
+        """GPUs or MIG devices are others than before: register anew and poll at once."""
+        self._refresh.set()
+        self._worker.wake()
+
+    def restore(self) -> None:
+        """Take over what an earlier run kept."""
+        try:
+            kept = self._store.load()
+        except StateError as error:
+            _log.error("health_not_loaded", reason=str(error))
+            return
+        if kept is None:
+            return
+        self._driver_version = kept.driver_version
+        self._states = {state.target: state for state in kept.states}
+        if kept.boot_id != self._boot_id:
+            self._is_new_boot = True
+            # Instances never survive a boot.
+            self._states = {
+                target: observe(state, Reset(), self._now(), self._policy)
+                for target, state in self._states.items()
+                if not target.is_instance
+            }
+
+    def turn(self, wait_s: float) -> float:
+        """One round: poll the GPUs if that is due, then wait for events and take them in.
+
+        Answers how long to pause before the next round.
+        """
+        if self._store.is_outdated():
+            self.restore()
+            self._on_change()
+        gpus = self._gpus()
+        if not gpus:
+            self._registered = None
+            return wait_s
+        try:
+            self._register(gpus)
+            if self._monotonic() >= self._next_poll:
+                self._next_poll = self._monotonic() + _POLL_EVERY_S
+                self._poll(self._watched(gpus))
+            self._hear(wait_s)
+        except NvmlUnavailableError as error:
+            _log.debug("health_not_read", reason=str(error))
+            self._registered = None
+            self._worker.pause(wait_s)
+        return 0.0
+
+    def _crashed(self, _error: Exception) -> float:
+        self._worker.pause(_WAIT_S)
+        return 0.0
+
+    def _watched(self, gpus: Collection[str]) -> list[str]:
+        """A lost GPU is watched until it is back, also when discovery does not show it any more."""
+        lost = {target.gpu_uuid for target, state in self._states.items() if state.severity == Severity.LOST}
+        return sorted({*gpus, *lost})
+
+    def _register(self, gpus: Collection[str]) -> None:
+        """Raises: NvmlUnavailableError."""
+        wanted = frozenset(gpus)
+        if self._registered == wanted and not self._refresh.is_set() and self._source.registered():
+            return
+        self._refresh.clear()
+        try:
+            unheard = self._source.register(sorted(wanted))
+            version = self._source.driver_version()
+        except NvmlUnavailableError:
+            raise
+        except DraDriverError as error:
+            self._registered, self._heard = None, frozenset()
+            self._take({HealthTarget(uuid): (MonitoringState(_not_heard(str(error))),) for uuid in wanted})
+            return
+        self._registered, self._heard = wanted, wanted - unheard.keys()
+        self._next_poll = 0.0
+        if self._is_new_boot:
+            # GPUs that were taken out while the node was down.
+            self._is_new_boot = False
+            self._states = {key: state for key, state in self._states.items() if key.gpu_uuid in wanted}
+        if self._source.driver_loads != self._driver_loads or self._driver_version not in (None, version):
+            self._take({target: (Reset(),) for target in self._states})
+        self._driver_loads, self._driver_version = self._source.driver_loads, version
+        self._take({HealthTarget(uuid): (MonitoringState(_not_heard(unheard.get(uuid))),) for uuid in wanted})
+
+    def _hear(self, wait_s: float) -> None:
+        """Take in the events, and poll the GPUs that they happened to. Raises: NvmlUnavailableError."""
+        affected: set[str] = set()
+        if not self._heard:
+            self._worker.pause(wait_s)
+            return
+        for _ in range(_EVENTS_AT_ONCE):
+            try:
+                event = self._source.wait(wait_s)
+            except DeviceLostError:
+                affected.update(self._watched(self._registered or ()))
+                break
+            except NvmlUnavailableError:
+                raise
+            except DraDriverError as error:
+                self._events_failed(str(error))
+                self._worker.pause(wait_s)
+                break
+            if event is None:
+                break
+            wait_s = 0.0
+            if event.gpu_uuid is None:
+                affected.update(self._watched(self._registered or ()))
+            elif self._take_event(event, event.gpu_uuid):
+                affected.add(event.gpu_uuid)
+        self._poll(sorted(affected))
+
+    def _events_failed(self, reason: str) -> None:
+        if reason != self._told:
+            self._told = reason
+            _log.warning("gpu_events_failed", reason=reason)
+        self._registered = None
+
+    def _take_event(self, event: HealthEvent, gpu_uuid: str) -> bool:
+        """Whether the event calls for a poll of the GPU."""
+        target = HealthTarget(gpu_uuid, event.gpu_instance_id, event.compute_instance_id)
+        if event.observation is None:
+            return True
+        if isinstance(event.observation, Xid):
+            number = event.observation.number
+            self._history.count_xid(gpu_uuid, number)
+            if severity_of_xid(number, self._policy.xids) is None:
+                severity = self.state(target).severity
+                self._history.note(HealthChange(target, self._now(), severity, severity, xid_text(number)))
+                return number == RECOVERY_ACTION_CHANGED
+        # The instance is identified now: later another one may have the same IDs.
+        identities = self._identities(gpu_uuid) if target.is_instance else None
+        seen = () if identities is None else (InstanceSeen(identity_of(target, identities)),)
+        self._take({target: (*seen, event.observation)})
+        return True
+
+    def _poll(self, gpu_uuids: Collection[str]) -> None:
+        """Raises: NvmlUnavailableError."""
+        for uuid in gpu_uuids:
+            if self._worker.is_stopping:
+                return
+            try:
+                polled = self._source.read(uuid)
+            except DeviceLostError as error:
+                _log.debug("gpu_lost", gpu_uuid=uuid, reason=str(error))
+                self._take({HealthTarget(uuid): (Unreachable(),)})
+            except NvmlUnavailableError:
+                raise
+            except DraDriverError as error:
+                _log.warning("health_unreadable_now", gpu_uuid=uuid, reason=str(error))
+                continue
+            else:
+                self._take_poll(uuid, polled)
+            self._polls[uuid] = (self._now(), self._monotonic())
+
+    def _take_poll(self, uuid: str, polled: PolledHealth) -> None:
+        gpu = HealthTarget(uuid)
+        was_reset = shows_reset(self.state(gpu), polled)
+        observed: dict[HealthTarget, tuple[Observation, ...]] = {gpu: (PollResult(polled),)}
+        instances = [item for item in self._states if item.is_instance and item.gpu_uuid == uuid]
+        identities = self._identities(uuid) if instances else None
+        for instance in instances:
+            seen: tuple[Observation, ...] = (Reset(),) if was_reset else ()
+            if identities is not None:
+                seen += (InstanceSeen(identity_of(instance, identities)),)
+            observed[instance] = (*seen, PollResult(polled))
+        self._take(observed)
+
+    def _identities(self, uuid: str) -> Mapping[tuple[int, int], str] | None:
+        """None where they cannot be read now."""
+        try:
+            return self._source.instances(uuid)
+        except DraDriverError:
+            return None
+
+    def _take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
+        """Change the states by the observations, keep them on disk, and tell of the changes."""
+        now = self._now()
+        states = dict(self._states)
+        changes: list[HealthChange] = []
+        for target, observations in observed.items():
+            before = after = self.state(target)
+            for observation in observations:
+                after = observe(after, observation, now, self._policy)
+            states[target] = after
+            if target.is_instance and not (after.reasons or after.setbacks):
+                del states[target]
+            if after.shown != before.shown:
+                changes.append(change_between(before, after, now))
+        if states == self._states:
+            return
+        self._states = states
+        # Kept before anybody is told: after a crash in between nothing is forgotten that others saw already.
+        try:
+            self._store.save(KeptHealth(self._boot_id, self._driver_version, tuple(states.values())))
+        except StateError as error:
+            _log.error("health_not_kept", reason=str(error))
+        for change in changes:
+            self._history.add(change)
+        if changes:
+            self._on_change()
+
+    def _now(self) -> int:
+        return int(self._clock())
+
+
+def _not_heard(problem: str | None) -> str | None:
+    return None if problem is None else f"events of the GPU cannot be heard: {problem}"

@@ -1,0 +1,88 @@
+"""What one poll of a GPU means for its health."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dra_driver.model.health import FabricState, PolledHealth, Severity
+
+RECOVERY_ACTION = "recovery-action"
+ROW_REMAP = "row-remap"
+PAGE_RETIREMENT = "page-retirement"
+FABRIC = "fabric"
+SLOWDOWN = "slowdown"
+
+Finding = tuple[str, str, Severity, str]
+"""Key, value, severity and text of a reason."""
+
+_ACTIONS: Mapping[int, tuple[str, Severity, str]] = {
+    1: ("reset", Severity.UNHEALTHY, "the driver asks for a reset of the GPU"),
+    2: ("reboot", Severity.UNHEALTHY, "the driver asks for a reboot of the node"),
+    3: ("drain-p2p", Severity.DEGRADED, "the driver asks to end the work that uses peer access to the GPU"),
+    4: ("drain-and-reset", Severity.DEGRADED, "the driver asks to end the GPU's work and reset it then"),
+    5: ("recover-imex-domain", Severity.DEGRADED, "the driver asks for a recovery of the IMEX domain"),
+    6: ("bus-reset", Severity.UNHEALTHY, "the driver asks for a reset of the GPU's bus"),
+    7: ("system-reboot", Severity.UNHEALTHY, "the driver asks for a reboot of the whole system"),
+}
+_FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
+    "pending": (Severity.DEGRADED, "the GPU is not registered with its NVLink fabric yet"),
+    "limited": (Severity.DEGRADED, "the GPU's NVLink fabric works with limits"),
+    "broken": (Severity.UNHEALTHY, "the GPU cannot use its NVLink fabric"),
+}
+_SLOWDOWNS: Mapping[str, str] = {
+    "thermal": "the GPU is too hot and slows down",
+    "power": "the power supply makes the GPU slow down",
+    "hardware": "the hardware makes the GPU slow down",
+}
+
+
+def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
+    """What a poll found, by the key of the reason. A key that is missing could not be polled."""
+    found: dict[str, list[Finding]] = {}
+    if polled.recovery_action is not None:
+        found[RECOVERY_ACTION] = _action(polled.recovery_action)
+    if polled.remap_pending is not None or polled.remap_failed is not None:
+        found[ROW_REMAP] = _remapping(polled)
+    if polled.pages_pending is not None:
+        text = "memory pages are retired with the next reset of the GPU"
+        found[PAGE_RETIREMENT] = (
+            [(PAGE_RETIREMENT, "pending", Severity.DEGRADED, text)] if polled.pages_pending else []
+        )
+    if polled.fabric is not None:
+        found[FABRIC] = _fabric(polled.fabric, polled.fabric_text)
+    if polled.slowdowns is not None:
+        found[SLOWDOWN] = [
+            (SLOWDOWN, cause, Severity.INFORMATION, _SLOWDOWNS[cause])
+            for cause in sorted(polled.slowdowns & _SLOWDOWNS.keys())
+        ]
+    return found
+
+
+def asks_for_action(polled: PolledHealth) -> bool:
+    """Whether the driver asks for an action, or the memory needs a reset or a replacement."""
+    return bool(polled.recovery_action or polled.remap_pending or polled.remap_failed or polled.pages_pending)
+
+
+def _action(number: int) -> list[Finding]:
+    if number == 0:
+        return []
+    unknown = (str(number), Severity.DEGRADED, f"the driver asks for recovery action {number}")
+    return [(RECOVERY_ACTION, *_ACTIONS.get(number, unknown))]
+
+
+def _remapping(polled: PolledHealth) -> list[Finding]:
+    found: list[Finding] = []
+    if polled.remap_failed:
+        text = "memory rows could not be remapped; the GPU needs a replacement"
+        found.append((ROW_REMAP, "failure", Severity.UNHEALTHY, text))
+    if polled.remap_pending:
+        text = "memory rows are remapped with the next reset of the GPU"
+        found.append((ROW_REMAP, "pending", Severity.DEGRADED, text))
+    return found
+
+
+def _fabric(state: FabricState, detail: str) -> list[Finding]:
+    if state not in _FABRIC:
+        return []
+    severity, text = _FABRIC[state]
+    return [(FABRIC, state, severity, f"{text}: {detail}" if detail else text)]

@@ -1,0 +1,212 @@
+"""What an observation changes in the health of a device.
+
+A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a
+bad device look well. Reasons that a poll of the GPU tells (lost, recovery action, row remapping, fabric) come
+and go with the poll. Those that an event told (Xid, memory error) stay until the device was reset, or until
+the driver asks for no action, memory is clean and a while has passed since the last event: a longer one where
+the driver does not tell which action it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from dra_driver.health.rules.polling import asks_for_action, reasons_found
+from dra_driver.health.rules.xids import XidPolicy, severity_of_xid, xid_text
+from dra_driver.model.health import (
+    LOST,
+    UNMONITORED,
+    DoubleBitError,
+    HealthState,
+    InstanceSeen,
+    MonitoringState,
+    Observation,
+    PolledHealth,
+    PollResult,
+    Reason,
+    Reset,
+    Severity,
+    Unreachable,
+    Xid,
+)
+
+XID = "xid"
+ECC = "ecc"
+FLAPPING = "flapping"
+_EVENT_KEYS = frozenset({XID, ECC})
+_NO_ACTION = 0
+_LOST_TEXT = "the GPU does not answer; it fell off the bus, and needs a reset or the node a reboot"
+
+
+@dataclass(frozen=True, slots=True)
+class HealthPolicy:
+    """How patient to be; times in seconds.
+
+    A reason told by an event is dropped `settle_s` after the last such event if the GPU is found well,
+    `settle_unsure_s` after it where the driver knows no recovery action, and one that is mere information
+    `remember_s` after it. A device that went bad `flaps` times within
+    `flap_window_s` is held back for `hold_s` after it is well, twice as long each further time, at most
+    `hold_most_s`.
+    """
+
+    xids: XidPolicy = field(default_factory=XidPolicy)
+    settle_s: int = 30
+    settle_unsure_s: int = 600
+    remember_s: int = 600
+    flaps: int = 3
+    flap_window_s: int = 3600
+    hold_s: int = 600
+    hold_most_s: int = 4 * 3600
+
+
+DEFAULT_POLICY = HealthPolicy()
+
+
+def observe(
+    state: HealthState, observation: Observation, now: int, policy: HealthPolicy = DEFAULT_POLICY
+) -> HealthState:
+    """The state after the observation, which was made at `now`.
+
+    For an instance, what is seen of its whole GPU only clears: the GPU's own state carries the rest.
+    """
+    match observation:
+        case Xid(number):
+            severity = severity_of_xid(number, policy.xids)
+            if severity is None:
+                return state
+            after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number)))
+        case DoubleBitError():
+            text = "the driver reported an uncorrectable memory error"
+            after = _with(state, Reason(ECC, "double-bit", Severity.UNHEALTHY, now, now, text))
+        case PollResult(polled):
+            after = _after_poll(state, polled, now, policy)
+        case Unreachable():
+            after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
+        case MonitoringState(problem):
+            found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
+            after = _with_found(state, {UNMONITORED: found}, now)
+        case Reset():
+            after = _reset(state)
+        case InstanceSeen(identity):
+            after = _identified(state, identity)
+    return _damped(state, after, now, policy)
+
+
+def _with(state: HealthState, news: Reason) -> HealthState:
+    """The same reason again keeps the time of its first evidence."""
+    known = next((reason for reason in state.reasons if reason.name == news.name), None)
+    if known is not None:
+        news = replace(
+            news,
+            since=known.since,
+            severity=max(known.severity, news.severity),
+            last_at=max(known.last_at, news.last_at),
+        )
+    return _having(state, [*(reason for reason in state.reasons if reason is not known), news])
+
+
+def _having(state: HealthState, reasons: Iterable[Reason]) -> HealthState:
+    return replace(state, reasons=tuple(sorted(reasons, key=lambda reason: reason.name)))
+
+
+def _with_found(
+    state: HealthState, found: Mapping[str, list[tuple[str, str, Severity, str]]], now: int
+) -> HealthState:
+    """Replace the reasons of the keys in `found` by what was found; those of other keys stay."""
+    if state.target.is_instance:
+        return state
+    known = {reason.name: reason for reason in state.reasons}
+    kept = [reason for reason in state.reasons if reason.key not in found]
+    for findings in found.values():
+        for key, value, severity, text in findings:
+            before = known.get((key, value))
+            since = now if before is None else before.since
+            kept.append(Reason(key, value, severity, since, since, text, "poll"))
+    return _having(state, kept)
+
+
+def _after_poll(state: HealthState, polled: PolledHealth, now: int, policy: HealthPolicy) -> HealthState:
+    if shows_reset(state, polled):
+        state = _reset(state)
+    if not state.target.is_instance:
+        state = _with_memory_errors(state, polled, now)
+        state = _with_found(state, {LOST: [], **reasons_found(polled)}, now)
+    kept: list[Reason] = []
+    for reason in state.reasons:
+        if reason.key in _EVENT_KEYS:
+            # A clock that was set back must not keep a reason for ever.
+            timed = replace(reason, last_at=min(reason.last_at, now), since=min(reason.since, now))
+            if not _is_over(timed, polled, now, policy):
+                kept.append(timed)
+        elif reason.key != FLAPPING or now < (state.held_until or 0) <= now + policy.hold_most_s:
+            kept.append(reason)
+    is_held = any(reason.key == FLAPPING for reason in kept)
+    return _having(replace(state, held_until=state.held_until if is_held else None), kept)
+
+
+def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
+    """Whether the GPU must have been reset since: one that was lost comes back in no other way, and nothing
+    else takes counted memory errors back."""
+    known, found = state.ecc_uncorrected, polled.ecc_uncorrected
+    counts_anew = known is not None and found is not None and found < known
+    return counts_anew or any(reason.key == LOST for reason in state.reasons)
+
+
+def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
+    """Errors that were there before our first poll are not reported: other polled values tell what they need."""
+    found = polled.ecc_uncorrected
+    if found is None:
+        return state
+    known, state = state.ecc_uncorrected, replace(state, ecc_uncorrected=found)
+    if known is None or found <= known:
+        return state
+    text = f"{found} uncorrectable memory errors since the driver was loaded or the GPU was reset"
+    return _with(state, Reason(ECC, "uncorrected", Severity.DEGRADED, now, now, text, "poll"))
+
+
+def _is_over(reason: Reason, polled: PolledHealth, now: int, policy: HealthPolicy) -> bool:
+    if asks_for_action(polled):
+        return False
+    if reason.reset_seen:
+        return True
+    if reason.severity <= Severity.INFORMATION:
+        return now - reason.last_at >= policy.remember_s
+    # A driver that knows no recovery action can tell neither that none is needed nor that the GPU was reset.
+    is_sure = polled.recovery_action == _NO_ACTION
+    return now - reason.last_at >= (policy.settle_s if is_sure else policy.settle_unsure_s)
+
+
+def _reset(state: HealthState) -> HealthState:
+    """The reasons stay until a poll shows that the reset helped."""
+    marked = [
+        replace(reason, reset_seen=True) if reason.key in _EVENT_KEYS else reason for reason in state.reasons
+    ]
+    return _having(replace(state, ecc_uncorrected=None), marked)
+
+
+def _identified(state: HealthState, identity: str | None) -> HealthState:
+    """Another instance under the same IDs starts with a clean record."""
+    if identity is None or (state.identity is not None and state.identity != identity):
+        return HealthState(state.target, identity=identity)
+    return replace(state, identity=identity)
+
+
+def _is_bad(state: HealthState) -> bool:
+    return any(reason.severity >= Severity.DEGRADED for reason in state.reasons if reason.key != FLAPPING)
+
+
+def _damped(before: HealthState, after: HealthState, now: int, policy: HealthPolicy) -> HealthState:
+    """Count how often the device goes bad, and hold one back that does so again and again."""
+    if _is_bad(after) and not _is_bad(before):
+        recent = [at for at in after.setbacks if now - policy.flap_window_s < at <= now]
+        return replace(after, setbacks=(*recent, now))
+    if _is_bad(after) or not _is_bad(before):
+        return after
+    times = len([at for at in after.setbacks if now - policy.flap_window_s < at <= now])
+    if times < policy.flaps:
+        return after
+    until = now + min(policy.hold_s * 2 ** (times - policy.flaps), policy.hold_most_s)
+    text = f"went bad {times} times within {policy.flap_window_s} s, so it is held back for {until - now} s"
+    held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
+    return _with(replace(after, held_until=max(until, after.held_until or 0)), held)

@@ -1,0 +1,165 @@
+"""Taints of a device from the health of its GPU and of its own instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, NamedTuple
+
+from dra_driver.health.rules.polling import FABRIC, SLOWDOWN
+from dra_driver.model.health import (
+    LOST,
+    UNMONITORED,
+    HealthState,
+    HealthStates,
+    HealthTarget,
+    Reason,
+    Severity,
+    targets_of_instance,
+    targets_of_mig,
+)
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.slices.rules.api_limits import MAX_TAINTS
+
+JsonObject = dict[str, Any]
+Effect = Literal["None", "NoSchedule", "NoExecute"]
+
+PREFIX = "gpu.nvidia.com/"
+
+
+@dataclass(frozen=True, slots=True)
+class TaintPolicy:
+    """Which effect a taint has, by its key without the prefix; NoSchedule where none is given.
+
+    Mere information has the effect None whatever is configured for its key; only `unmonitored`, which is never
+    more than information, takes what is configured. The API server takes the effect None from Kubernetes 1.35
+    on and refuses the whole slice before, so without `informational` there are no such taints.
+    """
+
+    effects: Mapping[str, Effect] = field(default_factory=dict)
+    informational: bool = True
+
+
+DEFAULT_POLICY = TaintPolicy()
+
+
+class MadeInstance(NamedTuple):
+    """What a MIG device made on demand is now; `uuid` is the MIG device's."""
+
+    gpu_instance_id: int
+    compute_instance_id: int
+    uuid: str | None
+
+
+def device_reasons(
+    device: OfferedDevice, states: HealthStates, instances: Mapping[str, MadeInstance]
+) -> tuple[Reason, ...]:
+    """All reasons that hit a device, worst first: those of its GPU, and of the instance that it is. MIG devices
+    have no NVLink, so the fabric does not matter to them. What is known of an instance that had the same IDs
+    earlier is not the device's.
+
+    `instances` has the MIG devices made on demand by device name while they exist.
+    """
+    uuid = _uuid_of(device, instances)
+    found = [
+        reason
+        for target in device_targets(device, instances)
+        if target in states and _is_about(states[target], uuid)
+        for reason in states[target].reasons
+        if isinstance(device, WholeGpu) or reason.key != FABRIC
+    ]
+    return tuple(sorted(found, key=_rank))
+
+
+def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeInstance]:
+    """What each MIG device made on demand is, by device name, from the ledger of instances."""
+    return {
+        owned.device: MadeInstance(owned.gpu_instance_id, owned.compute_instance_id, owned.uuid)
+        for owned in ledger
+        if owned.gpu_instance_id is not None and owned.compute_instance_id is not None
+    }
+
+
+def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> tuple[HealthTarget, ...]:
+    """The targets whose health is the device's."""
+    match device:
+        case StaticMigDevice(_, _, mig):
+            return targets_of_mig(mig)
+        case DynamicMigDevice(name, gpu) if name in instances:
+            made = instances[name]
+            return targets_of_instance(gpu.uuid, made.gpu_instance_id, made.compute_instance_id)
+        case WholeGpu(_, gpu) | DynamicMigDevice(_, gpu):
+            return (HealthTarget(gpu.uuid),)
+
+
+def device_taints(
+    device: OfferedDevice,
+    states: HealthStates,
+    instances: Mapping[str, MadeInstance],
+    policy: TaintPolicy = DEFAULT_POLICY,
+) -> tuple[JsonObject, ...]:
+    """The taints of a device in the wire shape, one a key, in the order of the keys.
+
+    Of several reasons with one key the worst counts, and of equals the first.
+    """
+    return taints_of(device_reasons(device, states, instances), policy)
+
+
+def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
+    """As `device_taints`, from the reasons alone. That nobody hears of a GPU that is lost goes without saying."""
+    ranked = sorted(reasons, key=_rank)
+    is_lost = any(reason.key == LOST and reason.severity == Severity.LOST for reason in ranked)
+    chosen: dict[str, tuple[Reason, Effect]] = {}
+    for reason in ranked:
+        if is_lost and reason.key == UNMONITORED:
+            continue
+        effect = _effect(reason, policy)
+        if effect is not None:
+            chosen.setdefault(reason.key, (reason, effect))
+    worst = sorted(chosen.values(), key=lambda pair: _rank(pair[0]))[:MAX_TAINTS]
+    return tuple(_taint(*pair) for pair in sorted(worst, key=lambda pair: pair[0].key))
+
+
+def rfc3339(at: int) -> str:
+    """Seconds since 1970 as the API server writes times: `2026-08-07T12:00:00Z`."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> str | None:
+    """The UUID that a device has now, None where it is not known or there is no such device."""
+    if isinstance(device, DynamicMigDevice):
+        made = instances.get(device.name)
+        return None if made is None else made.uuid
+    return device.uuid
+
+
+def _is_about(state: HealthState, uuid: str | None) -> bool:
+    """Whether a state of the right IDs is that of the device: IDs of instances are used again, UUIDs are not."""
+    if not state.target.is_instance or state.identity is None or uuid is None:
+        return True
+    return uuid in state.identity.split(",")
+
+
+def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
+    """Worst first, then oldest; Xids of one second by number."""
+    return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
+
+
+def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
+    if reason.key == SLOWDOWN:
+        return None  # comes and goes with load and temperature
+    configured = policy.effects.get(reason.key)
+    if reason.key == UNMONITORED and configured is not None:
+        effect = configured
+    elif reason.severity <= Severity.INFORMATION:
+        effect = "None"
+    else:
+        effect = configured or "NoSchedule"
+    return None if effect == "None" and not policy.informational else effect
+
+
+def _taint(reason: Reason, effect: Effect) -> JsonObject:
+    value = {"value": reason.value} if reason.value else {}
+    return {"key": PREFIX + reason.key, **value, "effect": effect, "timeAdded": rfc3339(reason.since)}

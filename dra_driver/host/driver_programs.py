@@ -1,0 +1,114 @@
+"""Finds the installed driver's programs, so that they run beside a C library that is not their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from dra_driver.errors import StateError
+from dra_driver.host.libraries import scan_libraries
+from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM, DriverPrograms
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def installed_programs(root: str, links: Path, links_mode: int = 0o700) -> InstalledPrograms:
+    """The driver's programs below `root`, as this process sees it.
+
+    `links` is the directory for links to libraries; its mode is `links_mode`, because programs that run as another user
+    need it.
+    """
+
+    def find(name: str) -> str | None:
+        tree = RootedTree(root)
+        found = (tree.file(f"{directory}/{name}") for directory in _SYSTEM_PATH.split(":"))
+        return next((tree.local(path) for path in found if path is not None), None)
+
+    def libraries() -> dict[str, str]:
+        tree = RootedTree(root)
+        scanned = scan_libraries(tree, None)
+        names = {file: file for file in scanned.files} | {path: file for path, _, file in scanned.links}
+        return {
+            path.rpartition("/")[2]: tree.local(file)
+            for path, file in names.items()
+            if path.rpartition("/")[0] in scanned.directories
+        }
+
+    return InstalledPrograms(root, find, libraries, links, os.environ.get("PATH", _SYSTEM_PATH), links_mode)
+
+
+class InstalledPrograms:
+    """Finds the programs at each call.
+
+    If the driver is not installed in `/`, its programs find its libraries through a directory of links. The library
+    directories of the other system would also bring its C library, and with that no program starts.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        find: Callable[[str], str | None],
+        libraries: Callable[[], Mapping[str, str]],
+        links: Path,
+        search_path: str,
+        links_mode: int = 0o755,
+    ) -> None:
+        """`find` answers the path of a program, `libraries` the file of each library name that a loader needs."""
+        self._root = root
+        self._find = find
+        self._libraries = libraries
+        self._links = links
+        self._links_mode = links_mode
+        self._search_path = search_path
+        self._linked_for: object = None
+        self._lock = threading.Lock()
+
+    def __call__(self) -> DriverPrograms:
+        names = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
+        paths = {name: path for name in names if (path := self._find(name)) is not None}
+        elsewhere = self._root.rstrip("/") != ""
+        if elsewhere:
+            with self._lock:
+                self._link(paths)
+        return DriverPrograms(self._root, paths, self._search_path, str(self._links) if elsewhere else None)
+
+    def _link(self, paths: Mapping[str, str]) -> None:
+        """Make the links; only once for the same programs, since a driver's libraries and programs come together."""
+        mark = tuple((path, _changed_at(path)) for path in paths.values())
+        if mark == self._linked_for and self._links.is_dir():
+            return
+        wanted = self._libraries()
+        try:
+            self._links.mkdir(parents=True, exist_ok=True)
+            self._links.chmod(self._links_mode)
+            for link in self._links.iterdir():
+                if link.name not in wanted:
+                    link.unlink()
+            for name, target in wanted.items():
+                _point(self._links / name, target)
+        except OSError as error:
+            raise StateError(
+                f"cannot link the driver's libraries in {self._links}: {error.strerror}"
+            ) from error
+        self._linked_for = mark
+
+
+def _point(link: Path, target: str) -> None:
+    with suppress(OSError):
+        if str(link.readlink()) == target:
+            return
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(link)
+
+
+def _changed_at(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns  # noqa: PTH116
+    except OSError:
+        return 0

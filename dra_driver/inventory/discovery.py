@@ -1,0 +1,376 @@
+"""Keeping a snapshot of the node's devices, with or without a working driver.
+
+The snapshot is level-triggered. Every second one thread looks at a cheap fingerprint of the host and of NVML. When it
+differs, or when somebody asks, the thread reads everything anew, once for all who asked. Where only MIG devices came
+or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for this:
+until NVML answers there is no inventory, and Unprepare works from records alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlUnavailableError, StateError
+from dra_driver.inventory.host_facts import HostView
+from dra_driver.inventory.rules.assemble import assembled, unanswering
+from dra_driver.inventory.rules.changes import (
+    HardwareFingerprint,
+    differs,
+    is_other_hardware,
+    repartitioned_gpus,
+)
+from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.mig.offer import MigOffer, MigOwnership
+from dra_driver.model.fingerprint import HostFingerprint
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.nvml.reader import NvmlReader
+
+_log = structlog.get_logger(__name__)
+
+_RETRY_FIRST_S = 0.25
+_RETRY_MOST_S = 10.0
+_LOOK_EVERY_S = 1.0
+_HANG_AFTER_S = 10.0
+_RESCAN_EVERY_S = 60.0
+_RESCAN_UNREAD_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlState:
+    """Whether devices are known; `problem` says why not, as one sentence with the remedy."""
+
+    ready: bool = False
+    problem: str | None = "devices have not been discovered yet"
+
+
+class Discovery:
+    """Owns the inventory.
+
+    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the driver was
+    found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
+    answers again.
+    """
+
+    def __init__(
+        self,
+        nvml: NvmlReader,
+        host: HostView,
+        on_change: Callable[[], None],
+        on_reload: Callable[[], None],
+        ownership: MigOwnership | None,
+        on_hardware: Callable[[], None],
+    ) -> None:
+        """Without an `ownership` every MIG device is somebody else's."""
+        self._nvml = nvml
+        self._host = host
+        self._offer = MigOffer(ownership)
+        self._on_change = on_change
+        self._on_reload = on_reload
+        self._on_hardware = on_hardware
+        self._inventory: Inventory | None = None
+        self._state = NvmlState()
+        self._fingerprint: HardwareFingerprint | None = None
+        self._driver: str | None = None
+        self._has_nvml = False
+        self._reopening_is_due = False
+        self._turn = threading.Condition()
+        self._scans_wanted = 0
+        self._scans_begun = 0
+        self._scans_ended = 0
+        self._scan_began_at: float | None = None
+        self._last_scan = 0.0
+        self._retry_s = _RETRY_FIRST_S
+        self._logged_faults: frozenset[DiscoveryFault] = frozenset()
+        self._is_started = False
+        self._worker = BackgroundWorker(
+            "discovery", self._look, crash_event="discovery_failed", on_crash=self._crashed
+        )
+
+    def latest(self) -> Inventory | None:
+        """As `inventory`, for those who ask again and again."""
+        return self._inventory
+
+    def driver_version(self) -> str | None:
+        """The version of the NVIDIA driver; None until NVML answered for the first time."""
+        return self._inventory.versions.driver if self._inventory else None
+
+    @property
+    def inventory(self) -> Inventory | None:
+        """The last snapshot; None until NVML answered for the first time."""
+        return self._inventory
+
+    @property
+    def state(self) -> NvmlState:
+        """Whether NVML answers now."""
+        return self._state
+
+    def unavailable(self) -> str | None:
+        """Why devices cannot be used now; None when they can."""
+        return self._state.problem
+
+    def problem(self) -> str | None:
+        """As `unavailable`; also that NVML hangs, which does not keep known devices from being prepared."""
+        began = self._scan_began_at
+        waited = 0.0 if began is None else time.monotonic() - began
+        if waited > _HANG_AFTER_S:
+            return (
+                f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
+                "a GPU may need a reset"
+            )
+        return self._state.problem
+
+    def start(self) -> None:
+        """Begin discovering in the background."""
+        self._is_started = True
+        self._want_scan()
+        self._worker.start()
+
+    def stop(self) -> None:
+        """Stop and shut NVML down."""
+        self._worker.stop(5)
+        self._nvml.close()
+
+    def request_rescan(self) -> None:
+        """Have everything read anew soon."""
+        with self._turn:
+            self._want_scan()
+
+    def scan_now(self, timeout_s: float) -> None:
+        """Have everything read anew and wait for it, but no longer than `timeout_s` seconds.
+
+        Callers that come while a scan runs share the next one. NVML's absence becomes the state, no error.
+        """
+        if not self._is_started:
+            self._scan()
+            return
+        with self._turn:
+            wanted = self._want_scan()
+            self._turn.wait_for(lambda: self._scans_ended >= wanted or self._worker.is_stopping, timeout_s)
+
+    def _want_scan(self) -> int:
+        """Have the next scan made, whose number is returned. The caller holds `_turn` once
+        the thread runs."""
+        self._scans_wanted = self._scans_begun + 1
+        self._worker.wake()
+        return self._scans_wanted
+
+    def _look(self) -> float:
+        """Scan if that is due or the hardware changed; seconds until the next look."""
+        if self._is_scan_due() or self._has_changed():
+            self._scan()
+        return self._pause_s()
+
+    def _crashed(self, _error: Exception) -> float:
+        self._state = NvmlState(False, "discovery failed unexpectedly; see the log")
+        return self._pause_s()
+
+    def _pause_s(self) -> float:
+        if self._state.ready:
+            self._retry_s = _RETRY_FIRST_S
+            return _LOOK_EVERY_S
+        pause, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MOST_S)
+        return pause
+
+    def _is_scan_due(self) -> bool:
+        return (
+            not self._state.ready
+            or self._scans_begun < self._scans_wanted
+            or time.monotonic() - self._last_scan >= self._rescan_every_s()
+        )
+
+    def _rescan_every_s(self) -> float:
+        return _RESCAN_UNREAD_S if self._inventory is not None and self._inventory.unread else _RESCAN_EVERY_S
+
+    def _has_changed(self) -> bool:
+        """Whether anything changed but MIG devices that we made or destroyed."""
+        before, now = self._fingerprint, HardwareFingerprint(self._host.fingerprint())
+        if before is None or self._reopening_is_due:
+            return True
+        try:
+            if self._has_nvml:
+                now = replace(now, nvml=self._nvml.nvml_fingerprint())
+            if now == before:
+                return False
+            changed = repartitioned_gpus(now, before)
+            if changed is None or not self._is_all_ours(changed):
+                return True
+        except DraDriverError:
+            return True
+        self._fingerprint = now
+        return False
+
+    def _is_all_ours(self, gpu_uuids: frozenset[str]) -> bool:
+        """Whether the offer of these GPUs is what it was. Raises: DraDriverError."""
+        known = {gpu.uuid: gpu for gpu in (self._inventory or Inventory()).gpus}
+        if self._inventory is None or self._inventory.unread & gpu_uuids:
+            return False
+        return all(
+            uuid in known
+            and known[uuid].partitioning is not None
+            and self._offer.is_unchanged(known[uuid], *self._nvml.read_what_exists(known[uuid]))
+            for uuid in gpu_uuids
+        )
+
+    def _scan(self) -> None:
+        with self._turn:
+            self._scans_begun += 1
+            number = self._scans_begun
+        self._scan_began_at = time.monotonic()
+        try:
+            self._read_everything()
+        finally:
+            self._scan_began_at, self._last_scan = None, time.monotonic()
+            with self._turn:
+                self._scans_ended = number
+                self._turn.notify_all()
+
+    def _read_everything(self) -> None:
+        host, before = self._host.fingerprint(), self._fingerprint
+        try:
+            if self._wants_new_session(host) and not self._reopen():
+                if before is None or not self._has_nvml:
+                    return
+                # The session of before shows the hardware of before.
+                host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
+            elif not self._has_nvml:
+                # Initialising NVML may have loaded the driver.
+                host = replace(host, driver=self._host.driver())
+            seen = HardwareFingerprint(host, self._nvml.nvml_fingerprint())
+            inventory = self._complete(with_nvlink_domains(self._nvml.read_inventory()))
+        except StateError as error:
+            self._without_ledger(error)
+            return
+        except DraDriverError as error:
+            self._without_nvml(error, host)
+            return
+        is_loaded = self._driver != host.driver
+        is_other = not self._state.ready or before is None or host.hardware != before.host.hardware
+        self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
+        self._became_known(inventory)
+        if is_loaded:
+            self._on_reload()
+        elif is_other:
+            self._on_hardware()
+
+    def _wants_new_session(self, now: HostFingerprint) -> bool:
+        """NVML stays open otherwise: when its last client closes it, the driver lets go of the GPUs, which takes
+        seconds to undo and loses compute mode and time slices."""
+        before = self._fingerprint
+        return (
+            not self._has_nvml
+            or self._reopening_is_due
+            or before is None
+            or is_other_hardware(now, before.host)
+            or before.lost_some
+            # A GPU that is back shows only in a new session.
+            or bool(self._inventory is not None and self._inventory.lost)
+        )
+
+    def _reopen(self) -> bool:
+        """Whether it could be done; where a change of a GPU is under way it is tried again at the next look."""
+        self._reopening_is_due = True
+        try:
+            self._nvml.reopen()
+        except NvmlInUseError as error:
+            _log.info("nvml_in_use", reason=str(error))
+            return False
+        except DraDriverError:
+            self._has_nvml = self._reopening_is_due = False
+            raise
+        self._reopening_is_due = False
+        return True
+
+    def _complete(self, read: Inventory) -> Inventory:
+        """Add what only the host knows. Raises: StateError; NvmlUnavailableError as `assembled`."""
+        gpus = tuple(self._offer.of(self._located(gpu), read, self._inventory) for gpu in read.gpus)
+        # A GPU that was drained, pulled or bound to another driver is not lost but gone.
+        lost = tuple(
+            gpu
+            for gpu in unanswering(gpus, self._inventory)
+            if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
+        )
+        return assembled(read, gpus, lost, self._host.gpu_functions(), self._inventory)
+
+    def _located(self, gpu: Gpu) -> Gpu:
+        if gpu.pci_bus_id is None:
+            return gpu
+        return replace(
+            gpu,
+            pcie_root=self._host.pcie_root(gpu.pci_bus_id),
+            numa_node=self._host.numa_node(gpu.pci_bus_id),
+        )
+
+    def _became_known(self, inventory: Inventory) -> None:
+        self._log_faults(inventory)
+        changed = differs(inventory, self._inventory)
+        # The inventory comes first: whoever reads a ready state must not find the old devices.
+        self._inventory = inventory
+        self._state = NvmlState(True, None)
+        if not changed:
+            return
+        _log.info(
+            "devices_discovered",
+            gpus=len(inventory.gpus),
+            lost=[gpu.uuid for gpu in inventory.lost],
+            devices=sum(1 for _ in inventory.devices()),
+            driver_version=inventory.versions.driver,
+        )
+        self._on_change()
+
+    def _without_ledger(self, error: StateError) -> None:
+        """Nobody can say now who made which MIG device; the devices that are known stay as they are."""
+        _log.error("mig_ledger_unusable", reason=str(error))
+        if not self._state.ready:
+            self._state = NvmlState(False, str(error))
+
+    def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
+        """A node that has no GPU needs no driver either: it is known to have no devices."""
+        self._has_nvml = False
+        if not host.driver:
+            self._driver = None  # whatever comes is loaded anew
+        if self._host.gpu_functions():
+            self._became_unavailable(error)
+            return
+        self._fingerprint = HardwareFingerprint(host)
+        self._became_known(Inventory())
+
+    def _became_unavailable(self, error: DraDriverError) -> None:
+        """Devices that were known are withdrawn: they cannot be used without the driver."""
+        problem = str(error)
+        if self._state.problem != problem:
+            _log.warning("nvml_unavailable", reason=problem)
+        self._state = NvmlState(False, problem)
+        if self._inventory is not None and self._inventory.every_gpu:
+            self._inventory = Inventory(self._inventory.versions)
+            self._on_change()
+
+    def _log_faults(self, inventory: Inventory) -> None:
+        """Each fault is logged once while it lasts."""
+        faults = frozenset(inventory.faults)
+        for fault in inventory.faults:
+            if fault not in self._logged_faults:
+                _log.warning("discovery_fault", subject=fault.subject, reason=fault.text)
+        self._logged_faults = faults
+
+
+def discover_once(nvml: NvmlReader, host: HostView, ownership: MigOwnership | None) -> Inventory:
+    """What the daemon would know of a node, for callers that look once. NVML stays open.
+
+    Raises: NvmlUnavailableError.
+    """
+    discovery = Discovery(nvml, host, _ignored, _ignored, ownership, _ignored)
+    discovery.scan_now(0)
+    if discovery.inventory is None or discovery.state.problem is not None:
+        raise NvmlUnavailableError(discovery.state.problem or "devices were not discovered")
+    return discovery.inventory
+
+
+def _ignored() -> None:
+    """Nobody hears of a change between two looks where there is only one."""

@@ -1,0 +1,41 @@
+"""What discovery reads of the host."""
+
+from __future__ import annotations
+
+from dra_driver.host.fingerprint import HostFingerprintReader, driver_fingerprint
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.fingerprint import HostFingerprint
+from dra_driver.model.host import HostPaths
+
+
+class HostView:
+    """PCI places and the fingerprint of one host."""
+
+    def __init__(self, paths: HostPaths) -> None:
+        self._proc = paths.proc
+        self._sysfs = Sysfs(paths.sys, paths.proc)
+        self._fingerprints = HostFingerprintReader(paths.sys, paths.proc)
+
+    def pcie_root(self, bus_id: str) -> str | None:
+        """`pci0000:16`, or None in a VM without PCIe parents."""
+        return self._sysfs.pcie_root(bus_id)
+
+    def numa_node(self, bus_id: str) -> int | None:
+        """The NUMA node, or None."""
+        return self._sysfs.numa_node(bus_id)
+
+    def gpu_functions(self) -> frozenset[str]:
+        """Bus IDs of NVIDIA functions that are VGA or 3D controllers."""
+        return self._sysfs.gpu_functions()
+
+    def is_bound(self, bus_id: str) -> bool:
+        """Whether the function is there and bound to the NVIDIA driver."""
+        return self._sysfs.bound_driver(bus_id) == "nvidia"
+
+    def fingerprint(self) -> HostFingerprint:
+        """What the host shows now."""
+        return self._fingerprints.read()
+
+    def driver(self) -> str:
+        """A value that differs when another driver was loaded; empty while none is."""
+        return driver_fingerprint(self._proc)

@@ -1,0 +1,242 @@
+"""One call at a time for each claim, and a memory of which claims were prepared and unprepared a moment ago.
+
+When a pod goes away, the kubelet cancels its Prepare and then calls Unprepare, while the handler of the Prepare still
+runs. After a kubelet restart or during a rolling update the two calls may even reach different instances. Such a late
+Prepare must not write a record that no Unprepare would ever remove. And no claim may be released because of an answer
+of the API server that is older than its Prepare.
+
+Each entry has the time of the event and the time at which the kubelet's call for it began, because a newer call may
+overtake an older one. An older Unprepare must leave what a newer call prepared; a Prepare goes on after an older
+Unprepare.
+
+The memory is in the lock files, so both instances of a rolling update share it. An entry is forgotten after ten
+minutes, at a reboot, or when many newer entries come. While the disk is full, this process keeps the entries in memory,
+because claims must be able to go especially then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from dra_driver.files.atomic import make_directory, state_error
+from dra_driver.files.file_lock import byte_lock, hold_file
+
+_log = structlog.get_logger(__name__)
+
+_FILES = 64
+"""Claims share a fixed number of lock files: a file for each claim would have to be removed at some time. Each claim
+locks its own byte, so a call that hangs delays no other claim. An older release locks the whole file."""
+_MEMORY_BYTE = 2**62
+"""After the bytes of the claims. It is locked for a moment, while the memory is read or written."""
+_REMEMBERED = 128
+_REMEMBERED_NS = 600 * 10**9
+_MOST_BYTES = 64 * 1024
+_PREPARED = "prepared:"
+"""Prefix of the key of a Prepare; the key of an Unprepare is the UID alone."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A claim's lock among the threads of this process, and the number of threads that want or hold it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+
+
+class _Entry(NamedTuple):
+    """One event. `key` is the claim's UID for an Unprepare, and `_PREPARED` and the UID for a Prepare.
+
+    `at` is the time of the event, `began` the time at which the kubelet's call for it began (equal to `at` if only that
+    is known); both are time.monotonic_ns().
+    """
+
+    key: str
+    at: int
+    began: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimGuard:
+    """The right to work on one claim, inside `ClaimLocks.hold`."""
+
+    uid: str
+    path: Path
+    descriptor: int
+    unwritten: dict[str, _Entry] = field(default_factory=dict)
+    """Entries of this process that could not be written to the file; empty if the file has everything."""
+
+    def was_unprepared_since(self, moment_ns: int) -> bool:
+        """Whether an Unprepare of the claim has ended whose call began after `moment_ns` (time.monotonic_ns(), of any
+        process)."""
+        return any(moment_ns <= entry.began for entry in self._noted(self.uid))
+
+    def was_prepared_since(self, moment_ns: int) -> bool:
+        """Whether a Prepare of the claim succeeded after `moment_ns`. Also true if `moment_ns` is further back than the
+        memory, since nobody knows then."""
+        return moment_ns < self._forgotten_before() or any(
+            moment_ns <= entry.at for entry in self._noted(_PREPARED + self.uid)
+        )
+
+    def was_prepared_by_call_after(self, moment_ns: int) -> bool:
+        """Whether a call that began after `moment_ns` prepared the claim, or may have: an older release wrote no
+        beginnings."""
+        return moment_ns < self._forgotten_before() or any(
+            moment_ns < entry.began for entry in self._noted(_PREPARED + self.uid)
+        )
+
+    def note_unprepared(self, began_ns: int | None = None) -> None:
+        """Remember that the claim was unprepared now, by a call that began at `began_ns`."""
+        self._note(self.uid, began_ns)
+
+    def note_prepared(self, began_ns: int | None = None) -> None:
+        """Remember that the claim was prepared now, by a call that began at `began_ns`."""
+        self._note(_PREPARED + self.uid, began_ns)
+
+    def _forgotten_before(self) -> int:
+        """The time (time.monotonic_ns()) after which no entry is forgotten."""
+        now = time.monotonic_ns()
+        with self._alone():
+            moments = [entry.at for entry in self._remembered() if entry.at <= now]
+        oldest = min(moments) if len(moments) >= _REMEMBERED else 0
+        return max(now - _REMEMBERED_NS, oldest)
+
+    def _noted(self, key: str) -> list[_Entry]:
+        # An entry of the future was written before a reboot, at which the clock starts again.
+        now = time.monotonic_ns()
+        with self._alone():
+            return [entry for entry in self._remembered() if entry.key == key and entry.at <= now]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Meanwhile no other guard reads or writes the memory, in any process. Nobody has locked the whole file either,
+        since this guard holds its claim's byte. Raises: StateError."""
+        self._lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
+        try:
+            yield
+        finally:
+            self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+
+    def _lock(self, command: int, kind: int) -> None:
+        try:
+            fcntl.fcntl(self.descriptor, command, byte_lock(_MEMORY_BYTE, kind))
+        except OSError as error:
+            raise state_error("lock", self.path, error) from error
+
+    def _note(self, key: str, began_ns: int | None) -> None:
+        with self._alone():
+            now = time.monotonic_ns()
+            self._note_alone(_Entry(key, now, now if began_ns is None else began_ns))
+
+    def _note_alone(self, new: _Entry) -> None:
+        kept = [
+            entry
+            for entry in self._remembered()
+            if entry.key != new.key and new.at - _REMEMBERED_NS < entry.at <= new.at
+        ]
+        entries = [*kept[1 - _REMEMBERED :], new]
+        try:
+            self._write(json.dumps(entries).encode())
+        except OSError as error:
+            if not self.unwritten:
+                _log.warning("memory_kept_in_process", reason=str(state_error("write", self.path, error)))
+            self.unwritten.clear()
+            self.unwritten.update({entry.key: entry for entry in entries})
+        else:
+            self.unwritten.clear()
+
+    def _write(self, content: bytes) -> None:
+        """Write in place, padded with blanks: that works on a full disk. If the file has to grow, a full disk refuses
+        before anything is lost."""
+        size = os.fstat(self.descriptor).st_size
+        if len(content) > size:
+            os.posix_fallocate(self.descriptor, 0, len(content))
+        os.pwrite(self.descriptor, content.ljust(size), 0)
+
+    def _remembered(self) -> list[_Entry]:
+        """The entries, oldest first; none if the file has no valid content."""
+        try:
+            entries = json.loads(os.pread(self.descriptor, _MOST_BYTES, 0).rstrip(b"\0") or b"[]")
+            written = [_entry(str(noted), int(at), more) for noted, at, *more in entries]
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            written = []
+        if not self.unwritten:
+            return written
+        newest = {entry.key: entry for entry in written}
+        for entry in self.unwritten.values():
+            newest[entry.key] = max(entry, newest.get(entry.key, entry))
+        return sorted(newest.values(), key=lambda entry: entry.at)
+
+
+class ClaimLocks:
+    """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._unwritten: list[dict[str, _Entry]] = [{} for _ in range(_FILES)]
+        self._claims: dict[str, _Shared] = {}
+        self._guard = threading.Lock()
+
+    def open(self) -> None:
+        """Create the directory and the lock files: a full disk must not keep a claim from being unprepared for want of
+        one. Raises: StateError if the directory cannot be made."""
+        make_directory(self._directory, 0o700)
+        for number in range(_FILES):
+            with suppress(OSError):  # the caller that needs the file reports what is wrong with it
+                os.close(
+                    os.open(self._file(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                )
+
+    @contextmanager
+    def hold(
+        self, uid: str, timeout_s: float, has_left: Callable[[], bool] | None = None
+    ) -> Iterator[ClaimGuard]:
+        """Hold the claim's lock. Raises: RetryableError if another call keeps it for `timeout_s` seconds, or until
+        `has_left` says that the kubelet cancelled this call; StateError."""
+        number = zlib.crc32(uid.encode()) % _FILES
+        path = self._file(number)
+        deadline = time.monotonic() + timeout_s
+        with (
+            self._among_threads(uid) as lock,
+            hold_file(path, lock, deadline, f"claim {uid}", _lock_of(uid), has_left) as descriptor,
+        ):
+            yield ClaimGuard(uid, path, descriptor, self._unwritten[number])
+
+    def _file(self, number: int) -> Path:
+        return self._directory / f"claims-{number:02}.lock"
+
+    @contextmanager
+    def _among_threads(self, uid: str) -> Iterator[threading.Lock]:
+        with self._guard:
+            shared = self._claims.setdefault(uid, _Shared())
+            shared.users += 1
+        try:
+            yield shared.lock
+        finally:
+            with self._guard:
+                shared.users -= 1
+                if not shared.users:
+                    del self._claims[uid]
+
+
+def _entry(key: str, at: int, more: list[object]) -> _Entry:
+    """An older release wrote no beginning, and a newer one may write more."""
+    began = more[0] if more else at
+    return _Entry(key, at, began if isinstance(began, int) else at)
+
+
+def _lock_of(uid: str) -> bytes:
+    digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
+    return byte_lock(int.from_bytes(digest) % _MEMORY_BYTE)

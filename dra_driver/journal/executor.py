@@ -1,0 +1,279 @@
+"""Runs the steps of a plan under a record, and takes them back. One loop serves rollback after a failure, Unprepare and
+recovery after a crash."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Literal, Protocol
+
+import structlog
+
+from dra_driver.errors import DraDriverError, NvmlTransientError, StateError
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing_mode import UnknownSharingMode
+from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
+
+_log = structlog.get_logger(__name__)
+
+_TURN_S = 0.05
+_DEVICE_KINDS = frozenset({"gpu", "mig"})
+
+
+class StepRunner(Protocol):
+    """Does and undoes steps of one type. Both converge: many calls have the same result as one."""
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Do what the step describes, whatever part of it is done already."""
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Take back what the step may have done; the record must be enough for that."""
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether what the step made is still there, as far as that shows without the GPU driver."""
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove whatever has the claim's UID in its name, for a claim that has no record."""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def unknown_step(kind: str) -> StateError:
+    """The error for a step that only a newer release knows."""
+    return StateError(
+        f"the claim was prepared by a newer release of the driver, whose step {kind} this one cannot undo; "
+        "install that release again to take the claim back"
+    )
+
+
+def refuse_newer(record: ClaimRecord) -> None:
+    """Refuse a record with a step, a device or a sharing mode that only a newer release knows: preparing the claim
+    again would lose it, and could remove what the pod uses. Raises: StateError."""
+    kinds = [step.kind for step in record.steps if isinstance(step, UnknownStep)]
+    kinds += [held.usage.kind for held in record.devices if isinstance(held.usage, UnknownSharingMode)]
+    kinds += [held.kind for held in record.devices if held.kind not in _DEVICE_KINDS]
+    if kinds:
+        raise StateError(
+            f"the claim was prepared by a newer release of the driver, whose {', '.join(dict.fromkeys(kinds))} "
+            "this one does not know; install that release again"
+        )
+
+
+def tell_incomplete(claim_uid: str, error: DraDriverError) -> None:
+    """Log why a half-prepared claim could not be taken back."""
+    _log.error(
+        "rollback_incomplete",
+        claim_uid=claim_uid,
+        reason=str(error),
+        remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
+    )
+
+
+def changes_more_than_the_spec(plan: Plan) -> bool:
+    """Whether a plan has a step whose effect survives a power cut.
+
+    A CDI spec or metadata file does not count: a power cut removes it, or the next Prepare checks it.
+    """
+    return any(not isinstance(step, WriteCdiSpec | WriteDeviceMetadata) for step in plan.steps)
+
+
+class Executor:
+    """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches.
+
+    A crash before the record is written leaves nothing. A crash between that and the end of the steps, also between two
+    tries, leaves a record in `preparing` that names every step. A crash after the last step, but before the record says
+    `prepared`, leaves the same, and the next Prepare finds every step done.
+    """
+
+    def __init__(
+        self,
+        records: RecordStore,
+        runner: StepRunner,
+        boot_id: str,
+        now: Callable[[], str] = _now,
+        must_last: Callable[[Plan], bool] = changes_more_than_the_spec,
+        turn_s: float = _TURN_S,
+    ) -> None:
+        """`must_last` says whether the record of a plan has to survive a power cut. The other plans are carried out one
+        at a time, but none waits longer than `turn_s` seconds."""
+        self._records = records
+        self._runner = runner
+        self._boot_id = boot_id
+        self._now = now
+        self._must_last = must_last
+        self._turn_s = turn_s
+        self._turn = threading.Lock()
+
+    def carry_out(self, plan: Plan, known: ClaimRecord | None, *, tries_again: bool = False) -> ClaimRecord:
+        """Write the record, then run every step; returns the record at the end.
+
+        If a step fails, the steps are rolled back, except for a claim that was prepared before: its pod may be running.
+        A caller that `tries_again` after a NvmlTransientError finds the finished steps done; if it gives up, it must
+        call `roll_back`. Raises: what the step raised.
+        """
+        if known is not None:
+            refuse_newer(known)
+        record = self._intended(plan, known)
+        lasts = self._must_last(plan)
+        with nullcontext() if lasts else self._in_turn():
+            if record != known:
+                self._records.save(record, durable=lasts, whole=lasts)
+            try:
+                for step in plan.steps:
+                    self._runner.do(step, plan)
+            except Exception as error:
+                stays = tries_again and isinstance(error, NvmlTransientError)
+                if not stays and (known is None or known.phase != "prepared"):
+                    self.roll_back(record)
+                raise
+            if record.phase == "prepared":
+                return record
+            done = replace(record, phase="prepared", prepared_at=record.prepared_at or self._now())
+            # A power cut may lose it, but it also ends the boot and removes everything that the steps made.
+            self._records.save(done, durable=False, whole=lasts)
+            return done
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Within it no other plan that only writes files is carried out, unless that takes longer than `turn_s`
+        seconds. Such a plan takes a millisecond of this interpreter: side by side all plans end as late as the last
+        one; one after the other, most end earlier."""
+        is_ours = self._turn.acquire(timeout=self._turn_s)
+        try:
+            yield
+        finally:
+            if is_ours:
+                self._turn.release()
+
+    def take_back(self, record: ClaimRecord) -> None:
+        """Undo every step, last first, then remove the record. Raises: what an undo raised, and the record stays;
+        StateError, before anything is undone, if this release does not know a step."""
+        for step in record.steps:
+            if isinstance(step, UnknownStep):
+                raise unknown_step(step.kind)
+        for step in reversed(record.steps):
+            self._runner.undo(step, record)
+        self._records.delete(record.ref.uid)
+
+    def roll_back(self, record: ClaimRecord) -> None:
+        """Undo what a failed Prepare has done, as far as that is possible now."""
+        try:
+            self.take_back(record)
+        except DraDriverError as error:
+            tell_incomplete(record.ref.uid, error)
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove whatever a claim without a record may have left. Raises: StateError."""
+        self._runner.forget(claim_uid)
+
+    def in_place(self, record: ClaimRecord) -> bool:
+        """Whether every step of the record was done in this boot and its result is still there."""
+        return (
+            record.phase == "prepared"
+            and record.boot_id == self._boot_id
+            and all(self._runner.in_place(step, record) for step in record.steps)
+        )
+
+    def _intended(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
+        """Write the record before the steps run. A record that says `prepared` in this boot stays as it is."""
+        held = plan.held_devices()
+        if known is None:
+            return ClaimRecord(plan.claim, "preparing", self._boot_id, held, plan.steps)
+        unchanged = (known.claim, known.devices, known.boot_id) == (plan.claim, held, self._boot_id)
+        if known.phase == "prepared" and unchanged and known.steps == plan.steps:
+            return known
+        return replace(
+            known,
+            claim=plan.claim,
+            phase="prepared" if known.phase == "prepared" and known.devices == held else "preparing",
+            boot_id=self._boot_id,
+            devices=held,
+            steps=plan.steps,
+        )
+
+
+class StepDispatcher:
+    """Hands each step to the runner of its type."""
+
+    def __init__(self, runners: Mapping[type, StepRunner]) -> None:
+        self._runners = runners
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """As the step's runner. Raises: StateError for a step that this release does not know."""
+        self._runner(step).do(step, plan)
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """As the step's runner. Raises: StateError for a step that this release does not know."""
+        self._runner(step).undo(step, record)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """As the step's runner; False for a step that this release does not know."""
+        return not isinstance(step, UnknownStep) and self._runner(step).in_place(step, record)
+
+    def forget(self, claim_uid: str) -> None:
+        """Every runner removes whatever has the claim's UID in its name."""
+        for runner in self._runners.values():
+            runner.forget(claim_uid)
+
+    def _runner(self, step: Step) -> StepRunner:
+        runner = self._runners.get(type(step))
+        if runner is None:
+            kind = step.kind if isinstance(step, UnknownStep) else type(step).__name__
+            raise unknown_step(kind)
+        return runner
+
+
+class StepObserver(Protocol):
+    """Hears of each step that was done or undone, or that failed. Must not block or raise."""
+
+    def step_ended(
+        self, step: type[Step], action: Literal["do", "undo"], duration_s: float, error: Exception | None
+    ) -> None:
+        """`error` is what the step raised, None if it succeeded."""
+
+
+class ObservedSteps:
+    """A runner whose steps are timed."""
+
+    def __init__(
+        self, runner: StepRunner, observer: StepObserver, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runner = runner
+        self._observer = observer
+        self._clock = clock
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """As the runner."""
+        with self._observed(step, "do"):
+            self._runner.do(step, plan)
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """As the runner."""
+        with self._observed(step, "undo"):
+            self._runner.undo(step, record)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """As the runner."""
+        return self._runner.in_place(step, record)
+
+    def forget(self, claim_uid: str) -> None:
+        """As the runner."""
+        self._runner.forget(claim_uid)
+
+    @contextmanager
+    def _observed(self, step: Step, action: Literal["do", "undo"]) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        except Exception as error:
+            self._observer.step_ended(type(step), action, self._clock() - began, error)
+            raise
+        self._observer.step_ended(type(step), action, self._clock() - began, None)

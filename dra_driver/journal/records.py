@@ -1,0 +1,107 @@
+"""The claim records on disk: one file for each claim. Both instances of a rolling update share them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
+from dra_driver.journal.record_codec import decode, encode
+from dra_driver.model.record import ClaimRecord
+
+_log = structlog.get_logger(__name__)
+
+_SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
+
+
+class RecordStore:
+    """Records in `directory`, named by claim UID; see `JsonStore`."""
+
+    def __init__(self, directory: Path, reader: Callable[[UnreadableFile], None] | None = None) -> None:
+        """A `reader` only looks: it learns which files cannot be read, and every file stays where it is."""
+        self._directory = directory
+        self._store = JsonStore(
+            directory,
+            "claim record",
+            _decode,
+            reader or _tell,
+            is_name=_is_safe,
+            only_reads=reader is not None,
+        )
+
+    @property
+    def directory(self) -> Path:
+        """The directory with the records."""
+        return self._directory
+
+    def open(self, boot_id: str) -> None:
+        """Create the directory. Remove what killed writers left, and what a power cut left of records that were not
+        synced. Raises: StateError."""
+        open_directory(
+            self._directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
+        )
+
+    def get(self, uid: str) -> ClaimRecord | None:
+        """The record of a claim; None if there is none or it cannot be read.
+
+        Raises: NewerFormatError if only a newer release can read it; StateError.
+        """
+        return self._store.get(_checked(uid))
+
+    def all(self) -> Mapping[str, ClaimRecord]:
+        """Every readable record by claim UID. Raises: StateError if the directory cannot be listed."""
+        return self._store.all()
+
+    def quarantined(self) -> list[Path]:
+        """Files that could not be read: whether they were set aside or not, and also those that only a newer release
+        can read."""
+        return self._store.quarantined()
+
+    def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
+        """Write the record. With `durable` it survives a power cut. With `whole` a power cut leaves this version or the
+        one before. With neither it may leave a torn file, which the first `open` of the next boot removes. Raises:
+        StateError."""
+        self._store.save(_checked(record.ref.uid), encode(record), durable=durable, whole=whole)
+
+    def delete(self, uid: str) -> None:
+        """Remove a claim's record so that it does not come back; harmless if there is none. Raises: StateError."""
+        # Synced: a record that came back after a power cut would hold its devices for ever.
+        self._store.delete(_checked(uid), durable=True)
+
+
+def _is_safe(uid: str) -> bool:
+    return _SAFE_UID.fullmatch(uid) is not None
+
+
+def _checked(uid: str) -> str:
+    """Raises: StateError for a UID that could lead out of the directory."""
+    if not _is_safe(uid):
+        raise StateError(f"claim UID {uid!r} is not usable as a file name; the claim is refused")
+    return uid
+
+
+def _decode(uid: str, content: bytes) -> ClaimRecord:
+    record = decode(content)
+    if record.ref.uid != uid:
+        raise StateError(f"it is the record of claim UID {record.ref.uid}")
+    return record
+
+
+def _tell(found: UnreadableFile) -> None:
+    remedy = "the claim can be prepared and unprepared again; look at the file, then remove it"
+    if found.is_newer:
+        remedy = (
+            "the claim is refused and its devices are kept until that release is installed again; to give them up for "
+            "good, remove the file"
+        )
+    _log.error(
+        "record_unreadable",
+        claim_uid=found.name,
+        reason=found.reason,
+        kept_as=str(found.kept_as),
+        remedy=remedy,
+    )

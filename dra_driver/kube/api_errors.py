@@ -1,0 +1,144 @@
+"""The one place where transport errors and HTTP status codes become errors of this driver."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import urllib3
+from urllib3.exceptions import (
+    HTTPError,
+    MaxRetryError,
+    NewConnectionError,
+    ProxyError,
+    SSLError,
+    TimeoutError,
+)
+
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+
+RETRYABLE_STATUS = frozenset({408, 429})
+_MAX_TEXT = 600
+_LONGEST_ASKED_S = 300.0
+"""A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
+
+
+class PathNotFoundError(ApiRejectedError):
+    """404 for a path the server does not serve at all, as opposed to an object that does not exist."""
+
+
+class WatchExpiredError(ApiRejectedError):
+    """410: the resource version is older than the server's history; list again."""
+
+
+@contextmanager
+def api_errors(action: str) -> Iterator[None]:
+    """Map what urllib3 and JSON decoding raise inside the block; `action` starts every text.
+
+    Raises: ApiUnavailableError.
+    """
+    try:
+        yield
+    except HTTPError as error:
+        raise ApiUnavailableError(f"{action}: {_transport_text(error)}") from error
+    # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
+
+
+def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:
+    """Pass 2xx; raise for everything else, with the API's own message.
+
+    Raises: ApiUnavailableError for 5xx, 408 and 429 (`retry_after_s` from Retry-After or the Status);
+    WatchExpiredError for 410, PathNotFoundError for a path that is not served, else ApiRejectedError.
+    """
+    code = response.status
+    if 200 <= code < 300:
+        return
+    status = _decode_status(response.data)
+    message = one_line(str(status.get("message") or response.reason or "no message"))
+    text = f"{action}: {message} (HTTP {code})"
+    if code in RETRYABLE_STATUS or code >= 500:
+        raise ApiUnavailableError(text, retry_after_s=_retry_after(response, status))
+    raise rejection(text, code, status)
+
+
+def rejection(text: str, code: int, status: dict[str, Any]) -> ApiRejectedError:
+    """The error for a refusal: `status` is the API's Status object, {} if there was none."""
+    reason = str(status.get("reason") or "")
+    if code == 410:
+        return WatchExpiredError(text, status=code, reason=reason or "Expired")
+    if code == 404 and not _details(status).get("name"):
+        return PathNotFoundError(text, status=code, reason=reason or "NotFound")
+    return ApiRejectedError(text, status=code, reason=reason)
+
+
+def one_line(text: str) -> str:
+    """White space collapsed, and cut at a length that still fits an event or a log line."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _MAX_TEXT else flat[: _MAX_TEXT - 1] + "…"
+
+
+def _decode_status(body: bytes) -> dict[str, Any]:
+    """A Status object, or the plain text that proxies and unknown paths answer with."""
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError):
+        return {"message": body.decode("utf-8", "replace")}
+    return decoded if isinstance(decoded, dict) else {}
+
+
+def _retry_after(response: urllib3.BaseHTTPResponse, status: dict[str, Any]) -> float | None:
+    """Seconds to wait: header as a number or a date, else the Status' own hint; None if neither."""
+    header = response.headers.get("Retry-After", "").strip()
+    asked: float | None = None
+    if header.isdecimal():
+        asked = float(header)
+    elif header:
+        with suppress(ValueError, OverflowError):
+            when = parsedate_to_datetime(header)
+            asked = (when - datetime.now(UTC)).total_seconds() if when.tzinfo else None
+    else:
+        hint = _details(status).get("retryAfterSeconds")
+        asked = min(hint, _LONGEST_ASKED_S) if isinstance(hint, int) and hint > 0 else None
+    return None if asked is None else min(max(asked, 0.0), _LONGEST_ASKED_S)
+
+
+def _details(status: dict[str, Any]) -> dict[str, Any]:
+    details = status.get("details")
+    return details if isinstance(details, dict) else {}
+
+
+def _transport_text(error: HTTPError) -> str:
+    """A cause that a person understands; urllib3's own texts carry object addresses."""
+    cause: BaseException = error
+    if isinstance(error, MaxRetryError) and error.reason is not None:
+        cause = error.reason
+    if isinstance(cause, ProxyError):
+        return f"the proxy of the kubeconfig failed: {one_line(str(cause.original_error))}"
+    if isinstance(cause, SSLError):
+        return _tls_text(cause)
+    if isinstance(cause, NewConnectionError):
+        return f"cannot connect to the API server: {_root_text(cause)}"
+    if isinstance(cause, TimeoutError):
+        return "the API server did not answer in time"
+    return f"connection to the API server broke: {_root_text(cause)}"
+
+
+def _tls_text(error: SSLError) -> str:
+    inner = error.args[0] if error.args else error
+    if isinstance(inner, ssl.SSLCertVerificationError):
+        return f"the API server's certificate is not trusted ({inner.verify_message}); check the CA file"
+    return f"TLS with the API server failed: {one_line(str(inner))}"
+
+
+def _root_text(error: BaseException) -> str:
+    seen = error
+    while seen.__cause__ is not None or (seen.args and isinstance(seen.args[-1], BaseException)):
+        seen = seen.__cause__ or seen.args[-1]
+    return one_line(str(getattr(seen, "strerror", None) or seen))

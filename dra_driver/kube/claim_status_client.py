@@ -1,0 +1,229 @@
+"""`status.devices` of ResourceClaims: our own entries and nobody else's, and the pods that use a claim."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import structlog
+
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.claims import ClaimClient, reserved_pods
+from dra_driver.kube.client import is_not_found
+from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import ClaimRef, Pods
+from dra_driver.model.device_status import DeviceFacts, DeviceStatus
+from dra_driver.model.events import EventObject
+
+_log = structlog.get_logger(__name__)
+
+JsonObject = dict[str, Any]
+
+APPLY_PATCH: Final = "application/apply-patch+yaml"  # JSON is YAML
+CONDITION: Final = "Ready"
+_MANAGER_LENGTH = 128
+_DATA_BYTES = 10 * 1024
+_MESSAGE_CHARACTERS = 1024  # the API takes 32 KiB; nobody reads that
+_TRIES = 4
+_CONFLICT, _INVALID = 409, 422
+_ASK_AGAIN_S = 3600.0
+_NAMES = {
+    "uuid": "uuid",
+    "parent_uuid": "parentUUID",
+    "gpu_instance_id": "gpuInstanceID",
+    "compute_instance_id": "computeInstanceID",
+    "profile": "profile",
+    "driver_version": "driverVersion",
+}
+
+
+class ClaimStatusClient:
+    """Reads claims and applies the entries of one driver on one node. For one thread.
+
+    Entries are written by server-side apply under a field manager of this driver and node. So drivers, and nodes that
+    had the claim before, never change each other's entries. Raises: ApiUnavailableError, ApiRejectedError.
+    """
+
+    def __init__(
+        self,
+        api: ResourceApi,
+        driver: str,
+        node: str,
+        *,
+        note_pods: Callable[[str, Pods], None],
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`note_pods` hears of the pods of every claim that is read, by its UID."""
+        self._api = api
+        self._note_pods = note_pods
+        self._claims = ClaimClient(api)
+        self._driver = driver
+        self._manager = _field_manager(driver, node)
+        self._clock = clock
+        self._now = now
+        self._dropped_at: float | None = None
+
+    def pods_of(self, ref: ClaimRef, *, timeout_s: float | None = None) -> tuple[EventObject, ...]:
+        """The pods for which the claim is reserved; none if the claim is gone or another one of that name."""
+        obj = self._read(ref, timeout_s)
+        pods = None if obj is None else reserved_pods(obj)
+        return tuple(EventObject("Pod", pod.name, pod.uid, ref.namespace) for pod in pods or ())
+
+    def write(
+        self, ref: ClaimRef, devices: Sequence[DeviceStatus], *, timeout_s: float | None = None
+    ) -> bool:
+        """Make `devices` all that the claim's status says of this driver; whether that took a write.
+
+        Nothing is written for a claim that is gone, replaced or not allocated, nor for devices that are not in its
+        allocation, nor where the status says so already. `timeout_s` bounds each request.
+        """
+        if self._dropped_at is not None and self._clock() - self._dropped_at < _ASK_AGAIN_S:
+            return False
+        refused_at = ""
+        for left in reversed(range(_TRIES)):
+            obj = self._read(ref, timeout_s)
+            if obj is None or not (obj.get("status") or {}).get("allocation"):
+                return False
+            wanted, present = self._wanted(obj, devices), self._present(obj)
+            if _same_entries(wanted, present):
+                return False
+            try:
+                stored = self._apply(ref, wanted, timeout_s)
+            except ApiRejectedError as error:
+                if is_not_found(error):
+                    return False
+                # The claim may have changed since it was read: deallocated, replaced, given to another node.
+                version = str(obj["metadata"]["resourceVersion"])
+                unchanged = error.status == _INVALID and version == refused_at
+                if error.status not in (_CONFLICT, _INVALID) or unchanged or not left:
+                    raise
+                refused_at = version
+                continue
+            self._note_dropped(wanted, stored)
+            return True
+        return False
+
+    def _read(self, ref: ClaimRef, timeout_s: float | None) -> JsonObject | None:
+        try:
+            obj = self._claims.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
+        except ApiRejectedError as error:
+            if is_not_found(error):
+                return None
+            raise
+        if obj["metadata"].get("uid") != ref.uid:
+            return None
+        self._note_pods(ref.uid, reserved_pods(obj))
+        return obj
+
+    def _present(self, obj: JsonObject) -> dict[tuple[Any, ...], JsonObject]:
+        entries = obj["status"].get("devices") or ()
+        return {_key(entry): entry for entry in entries if entry["driver"] == self._driver}
+
+    def _wanted(self, obj: JsonObject, devices: Sequence[DeviceStatus]) -> dict[tuple[Any, ...], JsonObject]:
+        results = (obj["status"]["allocation"].get("devices") or {}).get("results") or ()
+        allocated = {_key(result) for result in results}
+        present = self._present(obj)
+        wanted: dict[tuple[Any, ...], JsonObject] = {}
+        for device in devices:
+            place = {"driver": self._driver, "pool": device.pool, "device": device.device}
+            place |= {"shareID": device.share_id} if device.share_id else {}
+            key = _key(place)
+            if key in allocated:
+                before = _condition(present.get(key) or {})
+                wanted[key] = place | {"conditions": [self._ready(device, before)]} | _data(device.facts)
+        return wanted
+
+    def _ready(self, device: DeviceStatus, before: JsonObject) -> JsonObject:
+        status = "True" if device.ready else "False"
+        since = before.get("lastTransitionTime") if before.get("status") == status else None
+        return {
+            "type": CONDITION,
+            "status": status,
+            "reason": device.reason,
+            "message": " ".join(device.message.split())[:_MESSAGE_CHARACTERS],
+            "lastTransitionTime": since or self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+    def _apply(
+        self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
+    ) -> JsonObject:
+        # The UID keeps this from a claim that was made anew under the same name.
+        body = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": ref.name, "namespace": ref.namespace, "uid": ref.uid},
+            "status": {"devices": list(wanted.values())},
+        }
+        return self._api.call(
+            "PATCH",
+            "resourceclaims",
+            namespace=ref.namespace,
+            name=ref.name,
+            subresource="status",
+            query={"fieldManager": self._manager, "force": "true"},
+            body=body,
+            content_type=APPLY_PATCH,
+            action=f"write the status of claim {ref.namespace}/{ref.name}",
+            timeout_s=timeout_s,
+        )
+
+    def _note_dropped(self, wanted: dict[tuple[Any, ...], JsonObject], stored: JsonObject) -> None:
+        self._dropped_at = None
+        if wanted and not (stored.get("status") or {}).get("devices"):
+            self._dropped_at = self._clock()
+            _log.warning(
+                "claim_status_dropped",
+                remedy="enable the feature gate DRAResourceClaimDeviceStatus in the API server, or do without"
+                " the state of devices in claims; they are not written for an hour",
+            )
+
+
+def _field_manager(driver: str, node: str) -> str:
+    """At most 128 characters, different for every driver and node."""
+    plain = f"{driver}/{node}"
+    if len(plain) <= _MANAGER_LENGTH:
+        return plain
+    digest = hashlib.sha256(plain.encode()).hexdigest()[:16]
+    return f"{plain[: _MANAGER_LENGTH - len(digest) - 1]}-{digest}"
+
+
+def _key(entry: JsonObject) -> tuple[Any, ...]:
+    return entry["driver"], entry["pool"], entry["device"], entry.get("shareID")
+
+
+def _condition(entry: JsonObject) -> JsonObject:
+    """Our condition of an entry; {} if it has none."""
+    return next((c for c in entry.get("conditions") or () if c.get("type") == CONDITION), {})
+
+
+def _same_entries(
+    wanted: dict[tuple[Any, ...], JsonObject], present: dict[tuple[Any, ...], JsonObject]
+) -> bool:
+    """Whether a write would change nothing; conditions of others do not count."""
+    return wanted.keys() == present.keys() and all(
+        _condition(entry) == _condition(present[key]) and entry.get("data") == present[key].get("data")
+        for key, entry in wanted.items()
+    )
+
+
+def _data(facts: DeviceFacts) -> JsonObject:
+    """`data` of an entry; {} if there is nothing to tell, or if it is longer than the API takes."""
+    data: JsonObject = {
+        _NAMES[entry.name]: getattr(facts, entry.name) for entry in fields(facts) if entry.name in _NAMES
+    }
+    if facts.mps is not None:
+        limit = facts.mps.pinned_memory_limit_mib
+        mps = {
+            "activeThreadPercentage": facts.mps.active_thread_percentage,
+            "pinnedDeviceMemoryLimit": None if limit is None else f"{limit}Mi",
+        }
+        data["mps"] = {name: value for name, value in mps.items() if value is not None}
+    data = {name: value for name, value in data.items() if value is not None}
+    fits = len(json.dumps(data).encode()) <= _DATA_BYTES
+    return {"data": data} if data and fits else {}

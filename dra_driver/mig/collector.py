@@ -1,0 +1,278 @@
+"""Destroying left-over MIG devices: those of ours that no claim uses, at the start, after a driver reload, and again
+until nothing is in the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import structlog
+
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import DeviceBusyError, DraDriverError
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.mig.context import MigContext
+from dra_driver.mig.create import MigDevices
+from dra_driver.mig.rules.ownership import FoundInstance, foreign_to_destroy, is_left_over
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuAddress, OwnedInstance
+
+_log = structlog.get_logger(__name__)
+
+_LOCK_S = 30.0
+_RETRY_FIRST_S = 0.2
+_RETRY_MOST_S = 10.0
+_LOOK_EVERY_S = 60.0
+_LOOK_EXPECTING_S = 1.0
+
+Adoption = Literal["leave", "destroy"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """When to try again (the clock's time), the pause after that, and why it failed."""
+
+    due: float
+    pause_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _ForeignOnGpu:
+    """Somebody else's instances on a GPU that are to be destroyed: all of them, or only those with the MIG devices
+    `uuids`, which claims held when the others went."""
+
+    gpu: GpuAddress
+    uuids: frozenset[str] | None = None
+
+
+class MigCollector:
+    """Works off the ledger in a thread of its own.
+
+    Level-triggered: each look goes over everything. It comes when somebody asks, when something failed before, and
+    once a minute. Under the GPU's lock the collector decides from the disk again what is to be changed, because claims
+    are prepared meanwhile, also by a second instance of the plugin.
+    """
+
+    def __init__(
+        self,
+        context: MigContext,
+        devices: MigDevices,
+        locks: GpuLocks,
+        *,
+        adopt: Adoption,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`adopt` says what to do, at a start or reload, with the instances on partitioned GPUs that somebody else
+        made. `on_change` is called after a look that changed something, or that found other devices stuck than the
+        look before."""
+        self._context = context
+        self._hardware = context.hardware
+        self._ledger = context.ledger
+        self._users = context.users
+        self._boot_id = context.boot_id
+        self._clock = context.clock
+        self._devices = devices
+        self._locks = locks
+        self._adopt = adopt
+        self._on_change = on_change
+        self._retries: dict[str, _Retry] = {}
+        self._stuck: Mapping[str, str] = {}
+        self._adoptable: Inventory | None = None
+        self._foreign: dict[str, _ForeignOnGpu] = {}  # by GPU UUID
+        self._foreign_names: Mapping[str, str] = {}  # device name to MIG UUID
+        self._is_asked = threading.Event()
+        self._next_look = self._clock() + _LOOK_EVERY_S
+        self._worker = BackgroundWorker(
+            "mig-keeper",
+            self._look_if_due,
+            crash_event="mig_keeper_failed",
+            on_crash=lambda _error: self._pause_s(),
+        )
+
+    def start(self) -> None:
+        """Begin to look, as soon as somebody asks."""
+        self._worker.start()
+
+    def stop(self) -> None:
+        """Stop looking."""
+        self._worker.stop(5)
+
+    def reconcile(self, inventory: Inventory) -> None:
+        """The driver was found or loaded again: look soon, and adopt what is there."""
+        self._adoptable = inventory
+        self._retries = {}
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Something of ours was left over, or the GPUs may be others than before."""
+        self._is_asked.set()
+        self._worker.wake()
+
+    def claim_gone(self) -> None:
+        """A claim was unprepared; it may have held what is to be destroyed."""
+        if self._foreign:
+            self.look_soon()
+
+    def stuck(self) -> Mapping[str, str]:
+        """Devices that should be gone and cannot be destroyed, with the reason."""
+        return self._stuck
+
+    def _look_if_due(self) -> float:
+        if self._is_asked.is_set() or self._clock() >= self._next_look:
+            self._is_asked.clear()
+            self.look()
+        return self._pause_s()
+
+    def _pause_s(self) -> float:
+        """Seconds until the next look."""
+        now = self._clock()
+        longest = _LOOK_EXPECTING_S if self._devices.expects_late_instances else _LOOK_EVERY_S
+        due = min((retry.due for retry in self._retries.copy().values()), default=now + longest)
+        self._next_look = min(max(due, now), now + longest)
+        return self._next_look - now
+
+    def look(self) -> None:
+        """Clear away everything that nobody uses. What fails is logged and tried again later."""
+        adoptable, self._adoptable = self._adoptable, None
+        try:
+            entries, modes, users = self._ledger.all(), self._ledger.owned_modes(), self._users.by_device()
+        except DraDriverError as error:
+            self._adoptable = self._adoptable or adoptable
+            self._failed("the ledger", error)
+            return
+        self._retries.pop("the ledger", None)
+        wanted: set[str] = set()
+        changed = False
+        for device, entry in entries.items():
+            if self._is_left_over(entry, users):
+                wanted.add(device)
+                changed |= self._tried(device, entry.gpu_uuid, partial(self._destroy, device))
+        in_use = {entry.gpu_uuid for entry in entries.values()}
+        for gpu_uuid, mode in modes.items():
+            if gpu_uuid not in in_use or changed:
+                wanted.add(gpu_uuid)
+                address = GpuAddress(gpu_uuid, mode.pci_bus_id)
+                changed |= self._tried(gpu_uuid, gpu_uuid, partial(self._leave_mode, address))
+        if self._adopt == "destroy":
+            changed |= self._adopted(adoptable)
+            wanted.update(map(_gpu_key, self._foreign))
+        # A retry of what is not wanted any more would be due for ever.
+        self._retries = {key: retry for key, retry in self._retries.items() if key in wanted}
+        before, self._stuck = (
+            self._stuck,
+            {key: retry.reason for key, retry in self._retries.items() if key in entries},
+        )
+        # What becomes stuck takes its place from what is on offer, and nothing else shows that it has.
+        if changed or self._stuck.keys() != before.keys():
+            self._on_change()
+
+    def _adopted(self, inventory: Inventory | None) -> bool:
+        """Destroy the foreign instances on the partitioned GPUs of a new inventory, and those that claims still held
+        at an earlier look; whether something changed."""
+        if inventory is not None:
+            self._foreign = {
+                gpu.uuid: _ForeignOnGpu(GpuAddress(gpu.uuid, gpu.pci_bus_id))
+                for gpu in inventory.gpus
+                if gpu.partitioning is not None
+            }
+            self._foreign_names = {name: device.uuid for name, device in inventory.withheld_by_name.items()}
+        changed = False
+        for gpu_uuid in tuple(self._foreign):
+            changed |= self._tried(_gpu_key(gpu_uuid), gpu_uuid, partial(self._destroy_foreign, gpu_uuid))
+        return changed
+
+    def _is_left_over(self, entry: OwnedInstance, users: Mapping[str, str]) -> bool:
+        is_leaving = self._ledger.is_leaving(entry.device)
+        return is_left_over(entry, self._boot_id, users, is_leaving=is_leaving)
+
+    def _tried(self, key: str, gpu_uuid: str, action: Callable[[], bool]) -> bool:
+        """Do it under the GPU's lock and with NVML kept open, unless it failed a moment ago; whether it changed
+        something."""
+        retry = self._retries.get(key)
+        if retry is not None and retry.due > self._clock():
+            return False
+        try:
+            with self._locks.hold({gpu_uuid}, _LOCK_S), self._context.operation():
+                changed = action()
+        except DraDriverError as error:
+            self._failed(key, error)
+            return False
+        self._retries.pop(key, None)
+        return changed
+
+    def _failed(self, key: str, error: DraDriverError) -> None:
+        before, reason = self._retries.get(key), str(error)
+        if before is None or before.reason != reason:
+            _log.warning("mig_not_cleared", subject=key, reason=reason)
+        pause = _RETRY_FIRST_S if before is None else min(2 * before.pause_s, _RETRY_MOST_S)
+        self._retries[key] = _Retry(self._clock() + pause, pause, reason)
+
+    def _destroy(self, device: str) -> bool:
+        """Destroy a device that is still not wanted."""
+        entry, users = self._ledger.get(device), self._users.by_device()
+        if entry is None or not self._is_left_over(entry, users):
+            return False
+        # An orphan that a claim wants is in the way of a new one, which needs the MIG mode.
+        keeps_mode = device in users and not self._ledger.is_leaving(device)
+        if not self._devices.destroy(device, entry.gpu, keeps_mode=keeps_mode):
+            return False
+        _log.info("mig_device_cleared", device=device, gpu_uuid=entry.gpu_uuid)
+        return True
+
+    def _leave_mode(self, gpu: GpuAddress) -> bool:
+        """Leave a MIG mode that nobody needs. A mode of an older boot ended with that boot and is only forgotten."""
+        if not self._ledger.mode_owned(gpu.uuid, self._boot_id):
+            self._ledger.disown_mode(gpu.uuid)
+            return False
+        if gpu.uuid in self._users.gpu_uuids():
+            return False
+        return self._devices.mode.leave_if_idle(gpu)
+
+    def _destroy_foreign(self, gpu_uuid: str) -> bool:
+        """Destroy the GPU instances that the ledger does not know and that hold no device of a claim. Those that
+        claims hold stay noted for later looks."""
+        foreign = self._foreign[gpu_uuid]
+        ours = self._devices.ownership.entries_of(gpu_uuid)
+        lost = (self._foreign_names.get(name) for name in self._users.lost_devices())
+        found = [
+            FoundInstance(instance, self._hardware.compute_instances(*foreign.gpu, instance.gpu_instance_id))
+            for instance in self._hardware.instances(*foreign.gpu)
+        ]
+        held = self._users.held_uuids().union(uuid for uuid in lost if uuid)
+        free, still_held = foreign_to_destroy(found, ours, held, foreign.uuids)
+        changed = False
+        for item in free:
+            _log.warning(
+                "mig_instance_of_others_destroyed",
+                gpu_uuid=gpu_uuid,
+                gpu_instance_id=item.instance.gpu_instance_id,
+                profile_id=item.instance.profile_id,
+                uuids=[uuid for _, uuid in item.compute_instances],
+            )
+            changed |= self._is_destroyed(foreign.gpu, item)
+        if still_held:
+            self._foreign[gpu_uuid] = replace(foreign, uuids=still_held)
+        else:
+            del self._foreign[gpu_uuid]
+        return changed
+
+    def _is_destroyed(self, gpu: GpuAddress, found: FoundInstance) -> bool:
+        """Destroy a foreign instance; False if it is in use, which does not keep the others from being destroyed."""
+        gpu_instance_id = found.instance.gpu_instance_id
+        try:
+            for compute_instance_id, _ in found.compute_instances:
+                self._hardware.destroy_compute(*gpu, gpu_instance_id, compute_instance_id)
+            self._hardware.destroy(*gpu, gpu_instance_id)
+        except DeviceBusyError as error:
+            _log.warning("mig_instance_not_destroyed", gpu_uuid=gpu.uuid, reason=str(error))
+            return False
+        return True
+
+
+def _gpu_key(gpu_uuid: str) -> str:
+    """A GPU as the subject of a retry; the bare UUID stands for its mode."""
+    return f"GPU {gpu_uuid}"

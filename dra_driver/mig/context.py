@@ -1,0 +1,37 @@
+"""What all parts of MIG on demand work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from dra_driver.mig.ledger import MigLedger
+    from dra_driver.mig.users import MigUsers
+    from dra_driver.nvml.instances import MigHardware
+
+MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
+MigObserver = Callable[[MigAction, str, float, Exception | None], None]
+"""Hears what was done, to which device (for a mode: the UUID of which GPU), how many seconds it took, and the error
+if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigContext:
+    """The node's hardware and what this driver knows of its own part in it.
+
+    `operation` keeps NVML initialised for a whole action. `left_over` is called when something of ours could not be
+    cleared away: the collector has to try again. `clock` and `pause` count in seconds.
+    """
+
+    hardware: MigHardware
+    ledger: MigLedger
+    users: MigUsers
+    boot_id: str
+    observe: MigObserver
+    left_over: Callable[[], None]
+    operation: Callable[[], AbstractContextManager[object]]
+    clock: Callable[[], float]
+    pause: Callable[[float], None]

@@ -1,0 +1,103 @@
+"""MIG mode of a GPU: switched on for the first MIG device, off after the last one if we switched it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import structlog
+
+from dra_driver.errors import ClaimRefusedError, DraDriverError
+from dra_driver.mig.context import MigContext
+from dra_driver.model.mig import GpuAddress
+
+_log = structlog.get_logger(__name__)
+
+
+class MigMode:
+    """Enters and leaves MIG mode. The caller holds the GPU's lock."""
+
+    def __init__(self, context: MigContext) -> None:
+        self._context = context
+        self._hardware = context.hardware
+        self._ledger = context.ledger
+        self._boot_id = context.boot_id
+
+    def is_on(self, gpu: GpuAddress) -> bool:
+        """Whether the GPU is in MIG mode now."""
+        mode = self._hardware.mode(*gpu)
+        return mode is not None and mode[0]
+
+    def enter(self, gpu: GpuAddress) -> None:
+        """Have the GPU in MIG mode. Raises: ClaimRefusedError on a GPU without MIG; DeviceBusyError."""
+        mode = self._hardware.mode(*gpu)
+        if mode is None:
+            raise ClaimRefusedError(
+                f"GPU {gpu.uuid} has no MIG; delete the claim so that it is allocated anew"
+            )
+        if mode[0]:
+            return
+        self._ledger.own_mode(*gpu, self._boot_id)
+        try:
+            self._switch(gpu, "on")
+        except Exception:
+            self._take_back(gpu)
+            raise
+
+    def leave(self, gpu: GpuAddress) -> None:
+        """Have the GPU out of the mode that we switched on. Raises: ClaimRefusedError if somebody else did."""
+        if self.is_on(gpu):
+            if not self._ledger.mode_owned(gpu.uuid, self._boot_id):
+                raise ClaimRefusedError(
+                    f"GPU {gpu.uuid} was put into MIG mode by somebody else and cannot be used whole; switch the "
+                    "mode off by hand (nvidia-smi --multi-instance-gpu 0), or delete the pod"
+                )
+            self._switch(gpu, "off")
+        self._ledger.disown_mode(gpu.uuid)
+
+    def leave_if_idle(self, gpu: GpuAddress) -> bool:
+        """Leave the mode if we switched it on and no GPU instance is left; whether something changed.
+
+        Raises: DeviceBusyError, RetryableError, StateError.
+        """
+        if not self._ledger.mode_owned(gpu.uuid, self._boot_id):
+            return False
+        if self.is_on(gpu):
+            if self._hardware.instances(*gpu):
+                return False
+            self._switch(gpu, "off")
+            _log.info("mig_mode_left", gpu_uuid=gpu.uuid)
+        self._ledger.disown_mode(gpu.uuid)
+        return True
+
+    def _take_back(self, gpu: GpuAddress) -> None:
+        """The mode could not be entered. Where it waits for a reset of the GPU, it must not come with that reset."""
+        try:
+            with self._observed(gpu, "mode-off", success=False):
+                mode = self._hardware.mode(*gpu)
+                if mode is not None and not mode[0]:
+                    if mode[1]:
+                        self._hardware.set_mode(*gpu, False)
+                    self._ledger.disown_mode(gpu.uuid)
+        except DraDriverError as error:
+            _log.warning("mig_mode_unsure", gpu_uuid=gpu.uuid, reason=str(error))
+            self._context.left_over()
+
+    def _switch(self, gpu: GpuAddress, wanted: Literal["on", "off"]) -> None:
+        with self._observed(gpu, "mode-on" if wanted == "on" else "mode-off"):
+            self._hardware.set_mode(*gpu, wanted == "on")
+
+    @contextmanager
+    def _observed(
+        self, gpu: GpuAddress, action: Literal["mode-on", "mode-off"], *, success: bool = True
+    ) -> Iterator[None]:
+        """Report how long it took and how it ended; without `success` only if it failed."""
+        began = self._context.clock()
+        try:
+            yield
+        except Exception as error:
+            self._context.observe(action, gpu.uuid, self._context.clock() - began, error)
+            raise
+        if success:
+            self._context.observe(action, gpu.uuid, self._context.clock() - began, None)

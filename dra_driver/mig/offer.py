@@ -1,0 +1,70 @@
+"""Reducing what was read of a GPU to what is on offer, by who made what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dra_driver.mig.rules.offer import (
+    instances_of,
+    is_fully_read,
+    offered_as_before,
+    offered_beside,
+    offered_without_partitioning,
+)
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance
+
+
+class MigOwnership(Protocol):
+    """Which GPU instances and MIG modes are this driver's own: of the driver that runs, or of one whose directory
+    another process reads. Raises, all: StateError."""
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        """Those of the instances on a GPU that are not ours to give out."""
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        """Whether we switched MIG mode on, now or until a moment ago."""
+
+
+class MigOffer:
+    """Works out the offer of one GPU at a time."""
+
+    def __init__(self, ownership: MigOwnership | None) -> None:
+        """Without an `ownership` everything that exists on the GPUs is somebody else's."""
+        self._ownership = ownership
+
+    def of(self, gpu: Gpu, read: Inventory, before: Inventory | None) -> Gpu:
+        """The offer of a GPU of the inventory `read`.
+
+        Where something of the GPU could not be read, the offer of the inventory `before` stays; if that has none, the
+        GPU is offered without what is ours. Raises: StateError.
+        """
+        if not is_fully_read(gpu, read):
+            return offered_as_before(gpu, before) or offered_without_partitioning(
+                gpu, self._foreign(gpu, instances_of(gpu))
+            )
+        if gpu.partitioning is None:
+            return gpu
+        return offered_beside(
+            gpu,
+            gpu.partitioning,
+            self._foreign(gpu, gpu.partitioning.withheld),
+            mode_is_foreign=self._mode_is_foreign(gpu, gpu.mig_enabled),
+        )
+
+    def is_unchanged(self, gpu: Gpu, mode_is_on: bool, existing: Sequence[GpuInstance]) -> bool:
+        """Whether the offer of a GPU, as `of` returned it, is the same with this MIG mode and these instances. Always
+        False where an instance is somebody else's: the MIG devices in it may have changed. Raises: StateError."""
+        if gpu.partitioning is None or gpu.partitioning.withheld or self._foreign(gpu, existing):
+            return False
+        return gpu.mig_enabled == self._mode_is_foreign(gpu, mode_is_on)
+
+    def _foreign(self, gpu: Gpu, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        if self._ownership is None or not existing:
+            return tuple(existing)
+        return self._ownership.foreign_instances(gpu.uuid, existing)
+
+    def _mode_is_foreign(self, gpu: Gpu, mode_is_on: bool) -> bool:
+        return mode_is_on and (self._ownership is None or not self._ownership.mode_is_ours(gpu.uuid))

@@ -1,0 +1,199 @@
+"""MIG on demand as counters: what of a GPU can be made, and how the scheduler tells what fits together.
+
+Every GPU has a counter set with the amounts of all its engines and one counter for each memory slice. Each device
+consumes its own part, the whole GPU consumes everything. The names are those of NVIDIA's own driver, because quota
+systems rely on them. The counters admit exactly those sets of devices that fit in the silicon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DynamicMigDevice, WholeGpu
+from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
+from dra_driver.model.units import format_bytes
+
+JsonObject = dict[str, Any]
+Amounts = Mapping[str, int]
+
+_MIB = 1 << 20
+_MEMORY = "memory"
+_SHARED_OUT = ("multiprocessors", "copy-engines", _MEMORY)
+"""Counters of which the profiles take rounded parts. Of media engines a GPU has as many as its largest profile shows;
+only that number keeps two profiles with a media extension apart."""
+
+
+def partitioned(raw: Partitioning, withheld: Sequence[GpuInstance], *, offers_whole: bool) -> Partitioning:
+    """The partitioning beside the `withheld` instances: everything that still fits, in publishing order.
+
+    The scheduler takes the first device that suits. So small profiles come first, those with a media extension after
+    those without, and each profile from the end of the memory: the large placements, which begin at the front, stay
+    free for as long as possible.
+    """
+    possible = _possible(raw.profiles, withheld)
+    staying = [instance for instance in withheld if not instance.leaving]
+    is_leaving = len(staying) < len(withheld)
+    returning = set(_possible(raw.profiles, staying)).difference(possible) if is_leaving else ()
+    return Partitioning(
+        raw.profiles,
+        possible,
+        tuple(sorted(withheld, key=lambda instance: instance.placement)),
+        offers_whole and not withheld,
+        tuple(sorted(returning, key=_publishing_order)),
+        offers_whole and is_leaving and not staying,
+    )
+
+
+def _possible(
+    profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]
+) -> tuple[tuple[MigProfile, Placement], ...]:
+    left = _left(profiles, withheld)
+    possible = (
+        (row.profile, placement)
+        for row in profiles
+        for placement in row.placements
+        if _fits(_use(row.profile, placement, left), left)
+    )
+    return tuple(sorted(possible, key=_publishing_order))
+
+
+def has_counters(gpu: Gpu) -> bool:
+    """Whether the GPU's devices are counted: MIG devices of it can be made."""
+    return gpu.partitioning is not None and bool(gpu.partitioning.possible)
+
+
+def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
+    """One entry of `spec.sharedCounters`: what the GPU has less what is withheld; for a GPU that `has_counters`."""
+    partitioning = gpu.partitioning or Partitioning(())
+    left = _left(partitioning.profiles, partitioning.withheld)
+    return {"name": f"{gpu_name}-counter-set", "counters": _wire(left)}
+
+
+def consumed_counters(device: WholeGpu | DynamicMigDevice, counters: JsonObject) -> list[JsonObject]:
+    """A device's `consumesCounters`, of the `counter_set` of its GPU: a whole GPU takes all that there is."""
+    if isinstance(device, WholeGpu):
+        consumed: JsonObject = dict(counters["counters"])
+    else:
+        consumed = _wire(_use(device.profile, device.placement, counters["counters"]))
+    return [{"counterSet": counters["name"], "counters": consumed}]
+
+
+def _publishing_order(entry: tuple[MigProfile, Placement]) -> tuple[int, ...]:
+    profile, placement = entry
+    media = profile.decoders + profile.encoders + profile.jpeg_engines + profile.ofa_engines
+    return (placement.size, profile.multiprocessors, media, profile.profile_id, -placement.start)
+
+
+def _amounts(profile: MigProfile) -> Amounts:
+    return {
+        "multiprocessors": profile.multiprocessors,
+        "copy-engines": profile.copy_engines,
+        "decoders": profile.decoders,
+        "encoders": profile.encoders,
+        "jpeg-engines": profile.jpeg_engines,
+        "ofa-engines": profile.ofa_engines,
+        _MEMORY: profile.memory_mib,
+    }
+
+
+def _slices(placement: Placement) -> Amounts:
+    return {f"memory-slice-{number}": 1 for number in placement.memory_slices}
+
+
+def _instances(profile: MigProfile) -> str:
+    return f"instances-{profile.profile_id}"
+
+
+def _use(profile: MigProfile, placement: Placement, counters: Mapping[str, object]) -> Amounts:
+    """What an instance takes of a set that has `counters`; memory in MiB."""
+    counted = {_instances(profile): 1} if _instances(profile) in counters else {}
+    return {**_amounts(profile), **_slices(placement), **counted}
+
+
+def _fits(use: Amounts, left: Amounts) -> bool:
+    return all(amount <= left[name] for name, amount in use.items())
+
+
+def _left(profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]) -> dict[str, int]:
+    """The totals less what the instances take. One of a profile that the table lacks takes its slices."""
+    left = dict(_totals(profiles))
+    known = {row.profile.profile_id: row.profile for row in profiles}
+    for instance in withheld:
+        profile = known.get(instance.profile_id)
+        use = _slices(instance.placement) if profile is None else _use(profile, instance.placement, left)
+        for name, amount in use.items():
+            if name in left:
+                left[name] = max(0, left[name] - amount)
+    return left
+
+
+@lru_cache(maxsize=32)
+def _totals(profiles: tuple[PlacedProfile, ...]) -> Amounts:
+    """All counters of an empty GPU; memory in MiB."""
+    scarce = frozenset(row.profile.profile_id for row in profiles if _runs_out(row))
+    totals: dict[str, int] = {}
+    for name in _amounts(profiles[0].profile) if profiles else ():
+        totals[name] = max(_amounts(row.profile)[name] for row in profiles)
+        if name in _SHARED_OUT:
+            totals[name] = max(totals[name], _most_at_once(profiles, scarce, name))
+    instances = {
+        _instances(row.profile): row.profile.max_instances
+        for row in profiles
+        if row.profile.profile_id in scarce and not _bounded(row.profile, totals)
+    }
+    for row in profiles:
+        for placement in row.placements:
+            totals.update(_slices(placement))
+    return totals | instances
+
+
+def _runs_out(row: PlacedProfile) -> bool:
+    """Whether the GPU takes fewer instances of a profile than memory slices allow."""
+    count, end = 0, 0
+    for placement in sorted(row.placements, key=lambda entry: entry.start + entry.size):
+        if placement.start >= end:
+            count, end = count + 1, placement.start + placement.size
+    return row.profile.max_instances < count
+
+
+def _bounded(profile: MigProfile, totals: Amounts) -> bool:
+    """Whether some engine runs out with one instance of the profile more than there may be."""
+    above = profile.max_instances + 1
+    return any(amount * above > totals[name] for name, amount in _amounts(profile).items())
+
+
+def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], name: str) -> int:
+    """The most of a counter that instances side by side take, `scarce` profiles within their number."""
+    options: dict[int, list[tuple[int, MigProfile, int]]] = {}
+    for row in profiles:
+        amount = _amounts(row.profile)[name]
+        for placement in row.placements:
+            options.setdefault(placement.start, []).append((placement.size, row.profile, amount))
+    starts = sorted(options)
+
+    @cache
+    def best(position: int, spent: tuple[int, ...]) -> int:
+        """The most from a memory slice on; `spent` are the scarce profiles used before it."""
+        start = next((entry for entry in starts if entry >= position), None)
+        if start is None:
+            return 0
+        most = best(start + 1, spent)
+        for size, profile, amount in options[start]:
+            is_scarce = profile.profile_id in scarce
+            if is_scarce and spent.count(profile.profile_id) >= profile.max_instances:
+                continue
+            after = tuple(sorted((*spent, profile.profile_id))) if is_scarce else spent
+            most = max(most, amount + best(start + max(size, 1), after))
+        return most
+
+    return best(0, ())
+
+
+def _wire(amounts: Amounts) -> JsonObject:
+    return {
+        name: {"value": format_bytes(amounts[name] * _MIB) if name == _MEMORY else str(amounts[name])}
+        for name in sorted(amounts)
+    }

@@ -1,0 +1,75 @@
+"""What of a GPU is on offer. It never depends on what this driver made there itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dra_driver.mig.rules.counters import partitioned
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance, MigDevice, Partitioning
+
+
+def is_fully_read(gpu: Gpu, read: Inventory) -> bool:
+    """Whether nothing that decides about the offer of a GPU is missing in the inventory that it was read with."""
+    if gpu.uuid in read.unread:
+        return False
+    return gpu.partitioning is not None or all(fault.subject != f"GPU {gpu.uuid}" for fault in read.faults)
+
+
+def offered_beside(
+    gpu: Gpu, raw: Partitioning, foreign: Sequence[GpuInstance], *, mode_is_foreign: bool
+) -> Gpu:
+    """A GPU as it is offered beside the `foreign` instances on it. `raw` is its partitioning as it was read;
+    `mode_is_foreign` says that somebody else switched its MIG mode on."""
+    return replace(
+        gpu,
+        partitioning=partitioned(raw, foreign, offers_whole=raw.offers_whole and not mode_is_foreign),
+        mig_devices=_devices_in(gpu, foreign),
+        mig_enabled=mode_is_foreign,
+    )
+
+
+def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
+    """A GPU with the offer that it had in an inventory; None if it had no partitioning there."""
+    known = (
+        None
+        if before is None
+        else next(
+            (
+                other
+                for other in before.every_gpu
+                if other.uuid == gpu.uuid and other.partitioning is not None
+            ),
+            None,
+        )
+    )
+    if known is None:
+        return None
+    return replace(
+        gpu,
+        mig_capable=known.mig_capable,
+        partitioning=known.partitioning,
+        mig_devices=known.mig_devices,
+        mig_enabled=known.mig_enabled,
+    )
+
+
+def instances_of(gpu: Gpu) -> tuple[GpuInstance, ...]:
+    """The GPU instances that the MIG devices of a GPU lie in."""
+    found = {
+        mig.gpu_instance_id: GpuInstance(mig.gpu_instance_id, mig.profile.profile_id, mig.placement)
+        for mig in gpu.mig_devices
+    }
+    return tuple(found.values())
+
+
+def offered_without_partitioning(gpu: Gpu, foreign: Sequence[GpuInstance]) -> Gpu:
+    """A GPU of which nothing can be made on demand: it is offered with the devices in `foreign` instances alone."""
+    return replace(gpu, mig_devices=_devices_in(gpu, foreign), partitioning=None)
+
+
+def _devices_in(gpu: Gpu, instances: Sequence[GpuInstance]) -> tuple[MigDevice, ...]:
+    ids = {instance.gpu_instance_id for instance in instances}
+    return tuple(mig for mig in gpu.mig_devices if mig.gpu_instance_id in ids)

@@ -1,0 +1,93 @@
+"""The steps that make MIG devices and take GPUs out of MIG mode, with their undos."""
+
+from __future__ import annotations
+
+import structlog
+
+from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DeviceBusyError,
+    DeviceLostError,
+    DraDriverError,
+    DriverGoneError,
+    NotSupportedError,
+    NvmlUnavailableError,
+)
+from dra_driver.host.fingerprint import driver_fingerprint
+from dra_driver.host.mig_caps import MigCaps
+from dra_driver.mig.context import MigContext
+from dra_driver.mig.create import MigDevices
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
+
+_log = structlog.get_logger(__name__)
+
+_BUSY_S = 0.5
+
+
+class MigSteps:
+    """Does and undoes `CreateMig` and `LeaveMigMode`. The caller holds the GPU's lock."""
+
+    def __init__(self, context: MigContext, devices: MigDevices, proc: str) -> None:
+        """`proc` is the host's procfs."""
+        self._operation = context.operation
+        self._users = context.users
+        self._devices = devices
+        self._proc = proc
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Have the device exist, or the GPU whole. Raises: ClaimRefusedError, RetryableError, StateError."""
+        try:
+            with self._operation():
+                if isinstance(step, CreateMig):
+                    self._devices.create(step)
+                elif isinstance(step, LeaveMigMode):
+                    self._devices.make_whole(step)
+        except NotSupportedError as error:
+            raise ClaimRefusedError(
+                f"{error}; delete the pod and its claim so that they are allocated anew"
+            ) from error
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Destroy the device with the last claim that uses it. Raises: DeviceBusyError, RetryableError."""
+        if not isinstance(step, CreateMig) or self._users.of(step.device, besides=record.ref.uid) is not None:
+            return
+        try:
+            patience = seconds_for(f"destroy MIG device {step.device}", _BUSY_S)
+            with self._operation():
+                self._devices.destroy(step.device, step.gpu, patience_s=patience, besides=record.ref.uid)
+        except DeviceBusyError as error:
+            self._devices.let_go(step.device)
+            raise DeviceBusyError(
+                f"MIG device {step.device} cannot be destroyed yet: {error}; it is tried again in the background"
+            ) from error
+        except DraDriverError as error:
+            if not self._is_gone_too(error):
+                self._devices.let_go(step.device)
+                raise
+            self._devices.abandon(step.device)
+            _log.warning("mig_device_abandoned", device=step.device, reason=str(error))
+
+    def _is_gone_too(self, error: DraDriverError) -> bool:
+        """Whether the device is gone because the driver or the GPU is gone. Whatever comes back is looked at again.
+        While NVML is only being initialised anew, the device is there."""
+        if isinstance(error, DriverGoneError | DeviceLostError):
+            return True
+        return isinstance(error, NvmlUnavailableError) and not driver_fingerprint(self._proc)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether the device was made in this boot and the driver still shows its capability files."""
+        if not isinstance(step, CreateMig):
+            return True
+        entry = self._devices.ownership.created_instance(step.device)
+        if entry is None:
+            return False
+        minor, gpu_instance, compute = entry.gpu_minor, entry.gpu_instance_id, entry.compute_instance_id
+        if minor is None or gpu_instance is None or compute is None:
+            return False
+        return MigCaps(self._proc).exist(minor, gpu_instance, compute)
+
+    def forget(self, claim_uid: str) -> None:
+        """Nothing on the GPU bears a claim's name; the collector destroys what a lost claim used."""

@@ -1,0 +1,65 @@
+"""Which claims use a MIG device that is made on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.steps import CreateMig
+
+
+class MigUsers:
+    """Reads the records anew for each question, because the second instance of a rolling update writes them too."""
+
+    def __init__(self, records: RecordStore, lost_devices: Callable[[], Collection[str]]) -> None:
+        """`lost_devices` names the devices of claims that still have a CDI spec but no record."""
+        self._records = records
+        self._lost_devices = lost_devices
+
+    def by_device(self, besides: str | None = None) -> Mapping[str, str]:
+        """For each device that a claim uses, one such claim in words; the claim with the UID `besides` does not count.
+
+        A device is in use from the moment at which the record with its step is written. A held device counts also
+        where only a newer release knows its step. Raises: StateError.
+        """
+        users = dict.fromkeys(self._lost_devices(), "a claim whose record was lost")
+        for uid, record in self._records.all().items():
+            if uid == besides:
+                continue
+            names = {step.device for step in record.steps if isinstance(step, CreateMig)}
+            names |= {held.device for held in record.devices if not held.admin_access}
+            users |= dict.fromkeys(names, f"claim {record.ref}")
+        return users
+
+    def of(self, device: str, besides: str | None = None) -> str | None:
+        """A claim that uses the device, in words; None if none does. Raises: StateError."""
+        return self.by_device(besides).get(device)
+
+    def gpu_uuids(self) -> frozenset[str]:
+        """The GPUs on which claims use devices that are made on demand. Raises: StateError."""
+        return frozenset(
+            step.gpu_uuid
+            for record in self._records.all().values()
+            for step in record.steps
+            if isinstance(step, CreateMig)
+        )
+
+    def use_others(self, gpu_uuid: str, device: str, besides: str | None = None) -> bool:
+        """Whether claims use on-demand devices of a GPU other than `device`; the claim with the UID `besides` does not
+        count. Raises: StateError."""
+        return any(
+            isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid and step.device != device
+            for uid, record in self._records.all().items()
+            if uid != besides
+            for step in record.steps
+        )
+
+    def held_uuids(self) -> frozenset[str]:
+        """UUIDs of the devices that claims hold. Raises: StateError."""
+        return frozenset(
+            held.uuid for record in self._records.all().values() for held in record.devices if held.uuid
+        )
+
+    def lost_devices(self) -> frozenset[str]:
+        """Names of the devices of claims whose record was lost."""
+        return frozenset(self._lost_devices())

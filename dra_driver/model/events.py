@@ -1,0 +1,55 @@
+"""Events on claims, pods and nodes: their reasons, and what they are about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dra_driver.model.claim import ClaimRef
+
+# Reasons of events and of the condition Ready; users filter by them, so they never change.
+PREPARED: Final = "Prepared"
+PREPARE_FAILED: Final = "PrepareFailed"
+UNPREPARE_FAILED: Final = "UnprepareFailed"
+CLAIM_RECOVERED: Final = "ClaimRecovered"
+CLAIM_STILL_IN_USE: Final = "ClaimStillInUse"
+MIG_DEVICE_CREATED: Final = "MigDeviceCreated"
+MIG_DEVICE_DESTROYED: Final = "MigDeviceDestroyed"
+MIG_DESTROY_DELAYED: Final = "MigDestroyDelayed"
+MIG_MODE_CHANGED: Final = "MigModeChanged"
+MIG_MODE_FAILED: Final = "MigModeFailed"
+GPU_UNHEALTHY: Final = "GPUUnhealthy"
+GPU_RECOVERED: Final = "GPURecovered"
+GPU_LOST: Final = "GPULost"
+DRIVER_UNAVAILABLE: Final = "DriverUnavailable"
+DRIVER_AVAILABLE: Final = "DriverAvailable"
+SLICES_NOT_PUBLISHED: Final = "SlicesNotPublished"
+SLICES_PUBLISHED: Final = "SlicesPublished"
+SLICES_CONTESTED: Final = "SlicesContested"
+SLICE_FIELDS_DROPPED: Final = "SliceFieldsDropped"
+DEVICE_NOT_PUBLISHED: Final = "DeviceNotPublished"
+PARTITIONS_NOT_SUPPORTED: Final = "PartitionsNotSupported"
+SCHEDULER_OUTDATED: Final = "SchedulerOutdated"
+
+EventObjectKind = Literal["ResourceClaim", "ResourceSlice", "Pod", "Node"]
+
+
+@dataclass(frozen=True, slots=True)
+class EventObject:
+    """What an event is about; `namespace` is empty for what is cluster-scoped."""
+
+    kind: EventObjectKind
+    name: str
+    uid: str
+    namespace: str = ""
+
+
+def claim_object(ref: ClaimRef) -> EventObject:
+    """A claim as the object of an event."""
+    return EventObject("ResourceClaim", ref.name, ref.uid, ref.namespace)
+
+
+def node_object(name: str) -> EventObject:
+    """A node as the object of an event. Its name stands for its UID, as in the kubelet's own events:
+    `kubectl describe node` looks for both, and the UID of the Node object says nothing about the machine."""
+    return EventObject("Node", name, name)

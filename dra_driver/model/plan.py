@@ -1,0 +1,74 @@
+"""What a claim needs on this node: its devices, and the steps that prepare them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
+from dra_driver.model.record import HeldDevice
+from dra_driver.model.sharing import kind_of
+from dra_driver.model.sharing_mode import SharingMode
+from dra_driver.model.steps import Step
+
+_SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDevice:
+    """One allocation result of ours, the device that it names, and how the claim uses the device."""
+
+    result: DeviceResult
+    offered: OfferedDevice
+    usage: SharingMode = None
+
+    @property
+    def cdi_device(self) -> str:
+        """The device's name in the claim's CDI spec; see `cdi_device`."""
+        return cdi_device(self.result)
+
+    def held(self) -> HeldDevice:
+        """The device as a record keeps it."""
+        bare = held_silicon(self.offered)
+        result = self.result
+        return replace(bare, admin_access=result.admin_access, share_id=result.share_id, usage=self.usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a claim needs on this node."""
+
+    claim: AllocatedClaim
+    devices: tuple[PlannedDevice, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def locked_gpus(self) -> frozenset[str]:
+        """The GPUs whose locks the plan needs: adminAccess reserves and changes nothing."""
+        return frozenset(device.offered.gpu.uuid for device in self.devices if not device.result.admin_access)
+
+    def held_devices(self) -> tuple[HeldDevice, ...]:
+        """The devices as a record keeps them."""
+        return tuple(device.held() for device in self.devices)
+
+
+def held_silicon(offered: OfferedDevice) -> HeldDevice:
+    """The device as a record keeps it, without the way in which a claim uses it."""
+    return HeldDevice(
+        device=offered.name,
+        kind=kind_of(offered),
+        uuid=offered.uuid,
+        gpu_uuid=offered.gpu.uuid,
+        placement=offered.placement if isinstance(offered, DynamicMigDevice) else None,
+    )
+
+
+def cdi_device(result: DeviceResult) -> str:
+    """The name of a result's device within its claim: two shares of one device have limits of their own."""
+    return result.device if result.share_id is None else f"{result.device}-{result.share_id}"
+
+
+def device_of_cdi_name(name: str) -> str:
+    """The device's name in a name that `cdi_device` made."""
+    return _SHARE_SUFFIX.sub("", name)

@@ -1,0 +1,56 @@
+"""How a claim uses a device that others may use too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dra_driver.model.mps import MpsDaemonSpec
+
+INTERVALS: tuple[str, ...] = ("Default", "Short", "Medium", "Long")
+"""Names of time slice lengths in the order of the driver's levels 0 to 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSliced:
+    """Time-sliced with other claims; `interval` is the driver's level: 0 is the default, None keeps the present
+    level."""
+
+    interval: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MpsShared:
+    """Through the device's MPS daemon, with the limits of this claim; None means no limit.
+
+    Limits hold for each process of the claim's containers: that is how MPS counts.
+    """
+
+    spec: MpsDaemonSpec
+    memory_limit_mib: int | None = None
+    active_thread_percentage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownSharingMode:
+    """A mode that only a newer release knows, kept as it was read."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+SharingMode = TimeSliced | MpsShared | UnknownSharingMode | None
+
+
+def usage_kind(usage: SharingMode) -> str:
+    """The mode's name in messages."""
+    match usage:
+        case TimeSliced():
+            return "time-slicing"
+        case MpsShared():
+            return "MPS"
+        case UnknownSharingMode(kind):
+            return kind
+        case None:
+            return "no sharing"

@@ -1,0 +1,75 @@
+"""The compute mode of a GPU: exclusive while MPS runs on it, so that no process can go past MPS."""
+
+from __future__ import annotations
+
+from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.model.driver_programs import FindPrograms
+
+DEFAULT = 0
+EXCLUSIVE_PROCESS = 3
+
+_NAMES = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
+_BY_NAME = {name: mode for mode, name in _NAMES.items()}
+_TIMEOUT_S = 30.0
+"""Without persistence mode the first call initialises the GPU, which takes seconds."""
+_DRIVER_NOT_LOADED = 9
+_ABSENT = (
+    "no devices were found",
+    "gpu is lost",
+    "not found",
+    "not supported",
+    "couldn't communicate with the nvidia driver",
+)
+
+
+class ComputeMode:
+    """Reads and sets it through the driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3 exclusive to
+    one process."""
+
+    def __init__(self, find: FindPrograms) -> None:
+        self._find = find
+
+    def get(self, gpu_uuid: str) -> int | None:
+        """The mode; None where there is none: the GPU or driver is gone, or has no such setting.
+
+        Raises: RetryableError.
+        """
+        code, text = self._run(gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
+        name = text.splitlines()[-1].strip().upper() if text else ""
+        if code == 0:
+            return _BY_NAME.get(name)
+        if _is_absent(code, text):
+            return None
+        raise RetryableError(f"cannot read the compute mode of {gpu_uuid}: {text or f'exit code {code}'}")
+
+    def set(self, gpu_uuid: str, mode: int) -> None:
+        """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
+        code, text = self._run(gpu_uuid, "-c", _NAMES[mode])
+        if code == 0:
+            return
+        message = (
+            f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}: {text or f'exit code {code}'}"
+        )
+        if "not supported" in text.lower():
+            raise NotSupportedError(message)
+        raise RetryableError(message)
+
+    def _run(self, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
+        programs = self._find()
+        program = programs.path("nvidia-smi")
+        try:
+            code, text = run_program(
+                [program, "-i", gpu_uuid, *arguments],
+                programs.environment(),
+                timeout_s=_TIMEOUT_S,
+                lane=f"nvidia-smi {gpu_uuid}",
+            )
+        except OSError as error:
+            raise RetryableError(f"cannot run {program} for {gpu_uuid}: {error.strerror or error}") from error
+        return code, text.strip()
+
+
+def _is_absent(code: int, text: str) -> bool:
+    lowered = text.lower()
+    return code == _DRIVER_NOT_LOADED or any(part in lowered for part in _ABSENT)

@@ -1,0 +1,124 @@
+"""The driver's `nvidia-cuda-mps-control`: one process of it is the daemon, others pass it commands and end."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.errors import RetryableError
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, DriverPrograms, FindPrograms
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
+
+_log = structlog.get_logger(__name__)
+
+PID_FILE = f"{CONTROL_PROGRAM}.pid"
+OUTPUT = "host.out"
+LOGS = ("control.log", OUTPUT)
+
+_LARGEST_LOG = 16 << 20
+_TAIL_BYTES = 2048
+_TAIL_LINES = 4
+
+
+class ControlProgram:
+    """The installed program."""
+
+    def __init__(self, find: FindPrograms) -> None:
+        self._find = find
+        self._told = False
+
+    def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
+        """Start a daemon in the foreground of a session of its own. Raises: RetryableError."""
+        programs = self._find()
+        arguments = [programs.path(CONTROL_PROGRAM), "-f", *(["-M"] if self._multi_user(spec) else [])]
+        environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.uuid}
+        try:
+            return spawn(arguments, environment, Path(directories.log, OUTPUT))
+        except OSError as error:
+            raise RetryableError(f"cannot start {arguments[0]}: {error.strerror or error}") from error
+
+    def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
+        """The lines that the daemon answers. Raises: RetryableError if there is none or it does not answer."""
+        programs = self._find()
+        program = programs.path(CONTROL_PROGRAM)
+        try:
+            code, output = run_program(
+                [program],
+                self._environment(programs, directories),
+                timeout_s=timeout_s,
+                lane=f"{CONTROL_PROGRAM} {directories.pipe}",
+                text="".join(f"{question}\n" for question in questions),
+            )
+        except TimeoutError as error:
+            raise RetryableError(
+                f"the MPS daemon did not answer {questions[0]!r} within {timeout_s:g} s"
+            ) from error
+        except OSError as error:
+            raise RetryableError(f"cannot run {program}: {error.strerror or error}") from error
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
+            reason = lines[-1] if lines else f"exit code {code}"
+            raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
+        return lines
+
+    def end_users(self, directories: MpsDirectories, patience_s: float) -> None:
+        """End the control daemon and its servers: asked to quit, then by signal. Any number of times.
+
+        Raises: RetryableError.
+        """
+        users = processes.users_of(directories.pipe)
+        if not users:
+            return
+        if any(processes.is_control_daemon(user, directories.pipe) for user in users):
+            with suppress(RetryableError):
+                self.ask(directories, "quit", timeout_s=patience_s)
+                processes.wait_gone(users, patience_s)
+        processes.end(processes.users_of(directories.pipe), patience_s)
+        for user in users:
+            processes.reap(user.pid)
+        left = processes.users_of(directories.pipe)
+        if left:
+            numbers = ", ".join(str(process.pid) for process in left)
+            raise RetryableError(f"MPS processes of {directories.pipe} do not end: {numbers}")
+
+    def _multi_user(self, spec: MpsDaemonSpec) -> bool:
+        """As asked; the daemon of an ordinary user serves that one alone, and refuses to be asked for more."""
+        if spec.multi_user and os.geteuid() != 0:
+            if not self._told:
+                _log.warning("mps_serves_one_user", uid=os.geteuid(), reason="multi-user mode needs root")
+            self._told = True
+            return False
+        return spec.multi_user
+
+    def _environment(self, programs: DriverPrograms, directories: MpsDirectories) -> dict[str, str]:
+        return {
+            **programs.environment(),
+            PIPE_VARIABLE: directories.pipe,
+            "CUDA_MPS_LOG_DIRECTORY": directories.log,
+        }
+
+
+def log_tail(directories: MpsDirectories) -> str:
+    """The last lines of the daemon's log and output, on one line; empty where there is nothing."""
+    parts = []
+    for name in LOGS:
+        with suppress(OSError), Path(directories.log, name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+            parts += [f"{name}: {' | '.join(line.strip() for line in lines)}"] if lines else []
+    return "; ".join(parts)
+
+
+def shorten_logs(directories: MpsDirectories) -> None:
+    """Empty what has grown too large; done before a daemon starts, when nobody writes."""
+    with suppress(OSError):
+        for path in Path(directories.log).iterdir():
+            if path.is_file() and path.stat().st_size > _LARGEST_LOG:
+                path.write_bytes(b"")

@@ -1,0 +1,66 @@
+"""Limits: what can be asked for, and how the control program says and shows them."""
+
+from __future__ import annotations
+
+import re
+
+from dra_driver.errors import PermanentError
+from dra_driver.model.mps import MpsDaemonSpec
+
+_UUIDS = {"gpu": re.compile(r"GPU-[0-9A-Fa-f-]{1,64}"), "mig": re.compile(r"MIG-[0-9A-Za-z/-]{1,96}")}
+_SIZE = re.compile(r"(?<!\d)(\d{1,18})(?!\d)\s*([KMGT]?)(?:i?B)?")
+_MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
+
+ORDINAL = "0"
+"""The device of a daemon, as the daemon numbers it: it sees one only, and every driver understands a number."""
+
+
+def check_spec(spec: MpsDaemonSpec) -> None:
+    """Raises: PermanentError that names every value that cannot be."""
+    faults = []
+    if not _UUIDS[spec.kind].fullmatch(spec.uuid):
+        faults.append(f"{spec.uuid!r} is not the UUID of a {'MIG device' if spec.kind == 'mig' else 'GPU'}")
+    if not _UUIDS["gpu"].fullmatch(spec.gpu_uuid):
+        faults.append(f"{spec.gpu_uuid!r} is not the UUID of a GPU")
+    if spec.kind == "gpu" and spec.uuid != spec.gpu_uuid:
+        faults.append("a whole GPU has two UUIDs")
+    percentage, memory = spec.default_active_thread_percentage, spec.default_memory_limit_mib
+    if percentage is not None and not 1 <= percentage <= 100:
+        faults.append(f"the active thread percentage is {percentage}; it must be from 1 to 100")
+    if memory is not None and memory < 1:
+        faults.append(f"the memory limit is {memory} MiB; it must be at least 1")
+    if faults:
+        raise PermanentError(f"no MPS daemon can be started for {spec.device}: {'; '.join(faults)}")
+
+
+def check_gpu_uuid(uuid: str) -> None:
+    """Raises: PermanentError."""
+    if not _UUIDS["gpu"].fullmatch(uuid):
+        raise PermanentError(f"{uuid!r} is not the UUID of a GPU")
+
+
+def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
+    """(setter, getter, the answer that the getter must give) for each default limit of the spec."""
+    commands = []
+    percentage, memory = spec.default_active_thread_percentage, spec.default_memory_limit_mib
+    if percentage is not None:
+        name = "default_active_thread_percentage"
+        commands.append((f"set_{name} {percentage}", f"get_{name}", f"{percentage} %"))
+    if memory is not None:
+        name = f"default_device_pinned_mem_limit {ORDINAL}"
+        commands.append((f"set_{name} {memory}M", f"get_{name}", f"{memory} MiB"))
+    return tuple(commands)
+
+
+def is_answer(wanted: str, text: str) -> bool:
+    """Whether the getter's text says the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`."""
+    number, unit = wanted.split()
+    if unit == "%":
+        return is_number(text) and round(float(text), 3) == float(number)
+    found = _SIZE.search(text.upper().rpartition(":")[2])
+    return found is not None and int(found[1]) * _MIB[found[2]] == int(number)
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a plain decimal number."""
+    return re.fullmatch(r"\d+(\.\d+)?", text) is not None

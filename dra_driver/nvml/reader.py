@@ -1,0 +1,95 @@
+"""One NVML session and all that the daemon reads through it. The binding is imported with the first use, because most
+commands start without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from dra_driver.model.fingerprint import NvmlFingerprint
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance
+
+if TYPE_CHECKING:
+    from dra_driver.nvml.discovery import ScanMemory
+    from dra_driver.nvml.events import HealthSource
+
+
+class NvmlReader:
+    """NVML as discovery and the commands use it.
+
+    `on_demand` selects the GPUs on which MIG devices are made on demand, where that is possible; None selects none.
+    Of the instances on such a GPU `foreign_instances` returns those that somebody else made, and only those are read
+    in detail; with None all are.
+    """
+
+    def __init__(
+        self,
+        loader: Callable[[], object],
+        on_demand: Callable[[Gpu], bool] | None = None,
+        foreign_instances: Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]] | None = None,
+    ) -> None:
+        """`loader` returns the NVML library, and is asked anew at each `reopen`."""
+        from dra_driver.nvml.session import NvmlSession
+
+        self.session = NvmlSession(loader)
+        self._on_demand = on_demand
+        self._foreign_instances = foreign_instances
+        self._memory: ScanMemory | None = None
+
+    def reopen(self) -> None:
+        """Initialise anew. Raises: NvmlUnavailableError; RetryableError where access is refused; NvmlInUseError, with
+        all as it was, while a change of a GPU is under way."""
+        self.session.reopen()
+        if self._memory is not None:
+            self._memory.reopened()
+
+    def operation(self, patience: Callable[[], float]) -> AbstractContextManager[None]:
+        """As `NvmlSession.operation`."""
+        return self.session.operation(patience)
+
+    def close(self) -> None:
+        """Shut down."""
+        self.session.close()
+
+    def read_inventory(self) -> Inventory:
+        """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from
+        `foreign_instances`."""
+        from dra_driver.nvml.discovery import ScanMemory, read_gpus
+
+        if self._memory is None:
+            self._memory = ScanMemory()
+        return read_gpus(self._on_demand, self._memory, self._foreign_instances)
+
+    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        """Whether a partitioned GPU is in MIG mode, and every GPU instance on it.
+
+        Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
+        """
+        from dra_driver.nvml.partitions import read_what_exists
+
+        return read_what_exists(gpu)
+
+    def processes(self, uuid: str) -> Mapping[int, str]:
+        """As `read_processes`. Raises: NvmlUnavailableError too while NVML is not initialised."""
+        from dra_driver.nvml.processes import read_processes
+
+        with self.session.kept_open():
+            return read_processes(uuid)
+
+    def health_source(self) -> HealthSource:
+        """Events and signals of health, through the same session."""
+        from dra_driver.nvml.events import HealthSource
+
+        return HealthSource(self.session)
+
+    def nvml_fingerprint(self) -> NvmlFingerprint:
+        """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode.
+
+        Raises: NvmlUnavailableError.
+        """
+        from dra_driver.nvml.discovery import read_nvml_fingerprint
+
+        return read_nvml_fingerprint()

@@ -1,0 +1,233 @@
+"""What the driver counts and times when it happens. The metrics of the requests have the names and labels of NVIDIA's
+own driver, so one dashboard serves both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from dra_driver import __version__
+from dra_driver.model.steps import Step, UnknownStep
+from dra_driver.observability.metrics.readings import CAUSES, Readings
+from dra_driver.observability.metrics.reasons import REASONS, reason_of
+from dra_driver.observability.metrics.views import Views
+
+_DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(9)))
+_STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)
+_WAIT_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
+_LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_OPERATIONS = ("prepare", "unprepare")
+_MIG_ACTIONS = ("create", "destroy")
+_STEP_ACTIONS = ("do", "undo")
+_NO_ANSWER = "none"
+_USUAL_ANSWERS = (("GET", 200), ("POST", 201), ("PUT", 200), ("PATCH", 200), ("DELETE", 200))
+
+StepAction = Literal["do", "undo"]
+
+
+def step_label(step: type[Step]) -> str:
+    """`write_cdi_spec` for `WriteCdiSpec`; all steps of newer releases are `unknown`."""
+    return "unknown" if step is UnknownStep else re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
+
+
+class Metrics:
+    """All metrics of the process, in their own registry; all start at zero.
+
+    `prepared` yields the type (`gpu`, `mig`) of each device that is prepared now; each scrape calls it, like everything
+    that `show` registers.
+    """
+
+    def __init__(self, driver: str, node: str, prepared: Callable[[], Iterable[str]]) -> None:
+        # This would add a series to each counter and histogram that Prometheus does not use.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._driver = driver
+        self._unread = Counter(
+            "nvidia_dra_scrape_errors",
+            "Sources of metrics that were left out of a scrape.",
+            ("driver", "source", "cause"),
+            registry=None,
+        )
+        readings = Readings(lambda source, cause: self._unread.labels(driver, source, cause).inc())
+        # First, so that a scrape shows its own errors.
+        self.registry.register(readings)
+        self.registry.register(self._unread)
+        self.show = Views(driver, node, readings, self._source_added)
+        self._make_requests()
+        self._make_mig()
+        self._make_steps()
+        self._make_publishing()
+        Info("nvidia_dra_build", "Version of the driver.", registry=self.registry).info(
+            {"version": __version__}
+        )
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self.show.prepared_devices(prepared)
+
+    def _make_requests(self) -> None:
+        labels = ("driver", "operation")
+        self._requests = self._counter(
+            "nvidia_dra_requests", "Claims prepared or unprepared with success.", labels
+        )
+        self._durations = self._histogram(
+            "nvidia_dra_request_duration_seconds",
+            "Time to prepare or unprepare one claim.",
+            labels,
+            _DURATION_BUCKETS,
+        )
+        self._inflight = Gauge(
+            "nvidia_dra_requests_inflight", "gRPC calls in progress.", labels, registry=self.registry
+        )
+        self._errors = {
+            operation: self._counter(
+                f"nvidia_dra_node_{operation}_errors",
+                f"Claims that could not be {operation}d, by cause.",
+                ("driver", "error_type"),
+            )
+            for operation in _OPERATIONS
+        }
+        self._release_waits = self._histogram(
+            "nvidia_dra_release_wait_seconds",
+            "Time that a Prepare waited until another claim let go of its device.",
+            ("driver",),
+            _WAIT_BUCKETS,
+        )
+        self._release_waits.labels(self._driver)
+        for operation in _OPERATIONS:
+            self._requests.labels(self._driver, operation)
+            self._durations.labels(self._driver, operation)
+            self._inflight.labels(self._driver, operation)
+            for reason in REASONS:
+                self._errors[operation].labels(self._driver, reason)
+
+    def _make_mig(self) -> None:
+        labels = ("driver", "operation")
+        self._mig_durations = self._histogram(
+            "nvidia_dra_mig_duration_seconds",
+            "Time to make or destroy one MIG device on demand.",
+            labels,
+            _DURATION_BUCKETS,
+        )
+        self._mig_errors = self._counter(
+            "nvidia_dra_mig_errors",
+            "MIG devices that could not be made or destroyed, by cause.",
+            (*labels, "error_type"),
+        )
+        for action in _MIG_ACTIONS:
+            self._mig_durations.labels(self._driver, action)
+            for reason in REASONS:
+                self._mig_errors.labels(self._driver, action, reason)
+
+    def _make_steps(self) -> None:
+        labels = ("driver", "step", "action")
+        self._step_durations = self._histogram(
+            "nvidia_dra_step_duration_seconds",
+            "Time to do or undo one step of a claim, whether it succeeded or not.",
+            labels,
+            _STEP_BUCKETS,
+        )
+        self._step_errors = self._counter(
+            "nvidia_dra_step_errors", "Steps that could not be done or undone.", labels
+        )
+        for kind in get_args(Step):
+            for action in _STEP_ACTIONS:
+                self._step_durations.labels(self._driver, step_label(kind), action)
+                self._step_errors.labels(self._driver, step_label(kind), action)
+
+    def _make_publishing(self) -> None:
+        self._publish_lag = self._histogram(
+            "nvidia_dra_publish_lag_seconds",
+            "Time from a change on the node until the slices that tell of it were written.",
+            ("driver",),
+            _LAG_BUCKETS,
+        )
+        self._publish_lag.labels(self._driver)
+        self._publish_errors = self._counter(
+            "nvidia_dra_publish_errors",
+            "Failed attempts to bring the slices up to date, by cause.",
+            ("driver", "error_type"),
+        )
+        for reason in REASONS:
+            self._publish_errors.labels(self._driver, reason)
+        self._api_requests = self._counter(
+            "nvidia_dra_api_requests",
+            "Requests to the API server by HTTP method and status code; `none` where no answer came.",
+            ("driver", "method", "code"),
+        )
+        for method, code in _USUAL_ANSWERS:
+            self._api_requests.labels(self._driver, method, str(code))
+            self._api_requests.labels(self._driver, method, _NO_ANSWER)
+
+    def prepared(self, duration_s: float, error: Exception | None) -> None:
+        """A claim's Prepare ended."""
+        self._ended("prepare", duration_s, error)
+
+    def unprepared(self, duration_s: float, error: Exception | None) -> None:
+        """A claim's Unprepare ended."""
+        self._ended("unprepare", duration_s, error)
+
+    def waited(self, duration_s: float) -> None:
+        """A Prepare has ended, with or without success, which waited for a device that another claim held."""
+        self._release_waits.labels(self._driver).observe(duration_s)
+
+    def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:
+        """A MIG device was made or destroyed, or could not be."""
+        if error is None:
+            self._mig_durations.labels(self._driver, action).observe(duration_s)
+        else:
+            self._mig_errors.labels(self._driver, action, reason_of(error)).inc()
+
+    def step_ended(
+        self, step: type[Step], action: StepAction, duration_s: float, error: Exception | None
+    ) -> None:
+        """A step was done or undone, or could not be."""
+        self._step_durations.labels(self._driver, step_label(step), action).observe(duration_s)
+        if error is not None:
+            self._step_errors.labels(self._driver, step_label(step), action).inc()
+
+    def published(self, lag_s: float) -> None:
+        """Slices were written, `lag_s` after the change that called for it."""
+        self._publish_lag.labels(self._driver).observe(lag_s)
+
+    def publish_failed(self, error: Exception) -> None:
+        """Slices could not be brought up to date; the publisher tries again."""
+        self._publish_errors.labels(self._driver, reason_of(error)).inc()
+
+    def api_answered(self, method: str, code: int | None) -> None:
+        """The API server answered a request with this status code; None if it did not answer."""
+        self._api_requests.labels(self._driver, method, _NO_ANSWER if code is None else str(code)).inc()
+
+    @contextmanager
+    def in_flight(self, operation: str) -> Iterator[None]:
+        """Count a gRPC call from its arrival to its answer."""
+        gauge = self._inflight.labels(self._driver, operation)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
+
+    def _ended(self, operation: str, duration_s: float, error: Exception | None) -> None:
+        self._durations.labels(self._driver, operation).observe(duration_s)
+        if error is None:
+            self._requests.labels(self._driver, operation).inc()
+        else:
+            self._errors[operation].labels(self._driver, reason_of(error)).inc()
+
+    def _source_added(self, source: str) -> None:
+        for cause in CAUSES:
+            self._unread.labels(self._driver, source, cause)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)

@@ -1,0 +1,325 @@
+"""What each scrape asks. Each view is registered when the part that it asks exists."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from dra_driver.health.monitor import Monitor
+from dra_driver.health.rules.taints import MadeInstance, device_reasons
+from dra_driver.model.claim import Pods
+from dra_driver.model.health import Condition, HealthState, HealthTarget, Severity, condition
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.mps import MPS_STATES
+from dra_driver.model.record import ClaimRecord
+from dra_driver.observability.metrics.readings import Read, Readings
+
+_PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
+_OFFERED_TYPES = ("gpu", "mig", "possible_mig")
+_MOST_PODS = 16
+"""For one claim: a claim that hundreds of pods share must not fill the time series database."""
+_CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+
+Instances = Mapping[str, MadeInstance]
+"""The made MIG devices on demand, by device name."""
+Samples = Mapping[tuple[str, ...], float]
+InventorySource = Callable[[], Inventory | None]
+
+
+class ReportCounts(Protocol):
+    """Counts events and claim states. `reporting` implements it; this room cannot import that one."""
+
+    @property
+    def written(self) -> int:
+        """Taken by the API server."""
+
+    @property
+    def dropped(self) -> int:
+        """Never sent."""
+
+    @property
+    def failed(self) -> int:
+        """Refused."""
+
+
+class Views:
+    """Registers what a scrape asks for; each method once."""
+
+    def __init__(self, driver: str, node: str, readings: Readings, added: Callable[[str], None]) -> None:
+        """`added` is called with the name of each source."""
+        self._driver = driver
+        self._node = node
+        self._readings = readings
+        self._added = added
+
+    def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
+        """The type of each device that is prepared. It comes from the records, so it is right after a restart too."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
+            yield _gauge(
+                "nvidia_dra_prepared_devices",
+                "Devices that are prepared for claims.",
+                ("node", "driver", "device_type"),
+                {(self._node, self._driver, kind): tally[kind] for kind in _PREPARED_TYPES},
+            )
+
+        self._add("prepared", read, waits=True)
+
+    def claims(
+        self,
+        records: Callable[[], Iterable[ClaimRecord]],
+        made_uuid: Callable[[str], str | None],
+        pods: Callable[[ClaimRecord], Pods],
+    ) -> None:
+        """Which claim has which device, for which pods. `made_uuid` answers the UUID that a MIG device on demand has
+        now, by the device's name."""
+
+        def read() -> Iterator[Metric]:
+            samples: dict[tuple[str, ...], float] = {}
+            for record in records():
+                if record.phase != "prepared":
+                    continue
+                names = _names(pods(record))
+                for held in record.devices:
+                    uuid = held.uuid or made_uuid(held.device) or ""
+                    ref = record.ref
+                    kind = held.kind if held.kind in _PREPARED_TYPES else "unknown"
+                    claim = (self._driver, self._node, ref.namespace, ref.name, ref.uid)
+                    for pod in names:
+                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid] = 1
+            yield _gauge(
+                "nvidia_dra_claim_info",
+                "1 for each prepared device of a claim and each of its pods; `parent_uuid` is the physical GPU's.",
+                (
+                    "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
+                    "parent_uuid",
+                ),
+                samples,
+            )  # fmt: skip
+
+        self._add("claims", read, waits=True)
+
+    def devices(
+        self, inventory: InventorySource, health: Monitor, instances: Callable[[], Instances]
+    ) -> None:
+        """The devices on offer. `instances` may read files."""
+
+        def read() -> Iterator[Metric]:
+            found, made = inventory(), instances()
+            tally: Tally[tuple[str, str]] = Tally()
+            for device in found.devices() if found else ():
+                tally[_type_of(device), _condition_of(device, health, made)] += 1
+            yield _gauge(
+                "nvidia_dra_devices",
+                "Devices on offer; `possible_mig` are those that are made when a claim needs them.",
+                ("driver", "device_type", "health"),
+                {
+                    (self._driver, kind, word): tally[kind, word]
+                    for kind in _OFFERED_TYPES
+                    for word in _CONDITIONS
+                },
+            )
+
+        self._add("devices", read, waits=True)
+
+    def inventory(self, inventory: InventorySource) -> None:
+        """What discovery found."""
+        self._add("inventory", partial(self._read_inventory, inventory))
+
+    def health(self, inventory: InventorySource, health: Monitor) -> None:
+        """The health of the physical GPUs, also of lost ones, which discovery does not show any more."""
+        self._add("health", partial(self._read_health, inventory, health))
+
+    def publishing(self, problem: Callable[[], str | None], slices: Callable[[], int]) -> None:
+        """Whether the slices are up to date, and how many slices of this node the API server has."""
+
+        def read() -> Iterator[Metric]:
+            yield self._one(
+                "nvidia_dra_publish_problem",
+                "1 while the slices in the API server are not what they should be.",
+                problem() is not None,
+            )
+            yield self._one("nvidia_dra_published_slices", "Slices of this node in the API server.", slices())
+
+        self._add("publishing", read)
+
+    def stuck_mig(self, stuck: Callable[[], Iterable[str]]) -> None:
+        """MIG devices that still exist although no claim uses them."""
+        text = "MIG devices that no claim uses and that cannot be destroyed."
+        self._show_one("mig", "nvidia_dra_mig_devices_stuck", text, lambda: sum(1 for _ in stuck()))
+
+    def partitions_unsupported(self, value: Callable[[], bool]) -> None:
+        """Whether the API server cannot count partitions although they are wanted."""
+        text = "1 where MIG devices on demand are wanted but the API server cannot count partitions."
+        self._show_one("partitions", "nvidia_dra_partitions_unsupported", text, value)
+
+    def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
+        """Whether the page /readyz answers that the driver is ready; it may do so with notes."""
+        text = "1 while /readyz answers that the driver is ready; what it only notes is in `nvidia_dra_node_problem`."
+        self._show_one("readiness", "nvidia_dra_ready", text, lambda: not [*problems()])
+
+    def problem(self, problems: Callable[[], Iterable[str]]) -> None:
+        """Whether anything is wrong with the node, ready or not."""
+        text = (
+            "1 while something is wrong with the node: all that /readyz tells, also where it answers ready."
+        )
+        self._show_one("problem", "nvidia_dra_node_problem", text, lambda: bool([*problems()]))
+
+    def mps(self, states: Callable[[], Iterable[str]]) -> None:
+        """The state of each MPS daemon of the node."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(states())
+            yield self._gauge_by(
+                "nvidia_dra_mps_daemons",
+                "MPS control daemons of the node.",
+                ("state",),
+                {(state,): tally[state] for state in MPS_STATES},
+            )
+
+        self._add("mps", read, waits=True)
+
+    def reports(self, reports: ReportCounts) -> None:
+        """Events and claim states."""
+
+        def read() -> Iterator[Metric]:
+            family = CounterMetricFamily(
+                "nvidia_dra_notices",
+                "Events and claim states for the API server: taken (`written`), refused (`failed`), or `dropped`.",
+                labels=("driver", "outcome"),
+            )
+            for outcome in ("written", "dropped", "failed"):
+                family.add_metric((self._driver, outcome), getattr(reports, outcome))
+            yield family
+
+        self._add("notices", read)
+
+    def _read_inventory(self, inventory: InventorySource) -> Iterator[Metric]:
+        found = inventory() or Inventory()
+        driver, cuda = found.versions.driver, found.versions.cuda
+        info = InfoMetricFamily(
+            "nvidia_dra_gpu_driver",
+            "Versions of the installed NVIDIA driver; empty while unknown.",
+            labels=("driver",),
+        )
+        version = {"version": driver or "", "cuda": ".".join(map(str, cuda or ()))}
+        info.add_metric((self._driver,), version)
+        yield info
+        yield self._one(
+            "nvidia_dra_discovery_faults",
+            "What discovery could not read: GPUs or single attributes of them.",
+            len(found.faults),
+        )
+        made: Tally[tuple[str, ...]] = Tally(
+            (gpu.uuid, mig.profile.name) for gpu in found.gpus for mig in gpu.mig_devices
+        )
+        yield self._gauge_by(
+            "nvidia_dra_mig_devices", "MIG devices that exist, whoever made them.", ("uuid", "profile"), made
+        )
+
+    def _read_health(self, inventory: InventorySource, health: Monitor) -> Iterator[Metric]:
+        states = health.states()
+        found = inventory()
+        known = {gpu.uuid for gpu in found.gpus} if found else set()
+        known |= {target.gpu_uuid for target, state in states.items() if state.severity == Severity.LOST}
+        fresh = {uuid: health.is_fresh(uuid) for uuid in sorted(known)}
+        severities: dict[tuple[str, ...], float] = {
+            (uuid,): Severity.OK for uuid, is_fresh in fresh.items() if is_fresh
+        }
+        reasons: dict[tuple[str, ...], float] = {}
+        instances: dict[tuple[str, ...], float] = {}
+        for target, state in states.items():
+            uuid = target.gpu_uuid
+            if (uuid,) not in severities:
+                continue
+            if not target.is_instance:
+                severities[uuid,] = state.severity
+            else:
+                for mig in (state.identity or "").split(","):
+                    instances[uuid, mig, _ids_of(target)] = state.severity
+            for reason in state.reasons:
+                reasons[uuid, reason.key] = max(reason.severity, reasons.get((uuid, reason.key), 0))
+        yield self._gauge_by(
+            "nvidia_dra_gpu_severity",
+            "0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the GPU.",
+            ("uuid",),
+            severities,
+        )
+        yield self._gauge_by(
+            "nvidia_dra_mig_severity",
+            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid`.",
+            ("parent_uuid", "uuid", "mig_instance"),
+            instances,
+        )
+        yield self._gauge_by(
+            "nvidia_dra_gpu_reason",
+            "Severity of what is wrong with a GPU or an instance of it, by kind of reason.",
+            ("uuid", "reason"),
+            reasons,
+        )
+        yield self._gauge_by(
+            "nvidia_dra_gpu_monitored",
+            "1 while the health of the GPU is known, 0 once the last look at it is too old.",
+            ("uuid",),
+            {(uuid,): is_fresh for uuid, is_fresh in fresh.items()},
+        )
+        xids = CounterMetricFamily(
+            "nvidia_dra_gpu_xids",
+            "Xid errors that the GPU reported since the start of the driver.",
+            labels=("driver", "uuid", "xid"),
+        )
+        for (uuid, number), count in health.xid_counts().items():
+            xids.add_metric((self._driver, uuid, str(number)), count)
+        yield xids
+
+    def _add(self, source: str, read: Read, *, waits: bool = False) -> None:
+        self._added(source)
+        self._readings.add(source, read, waits=waits)
+
+    def _show_one(self, source: str, name: str, text: str, value: Callable[[], float]) -> None:
+        self._add(source, lambda: (self._one(name, text, value()),))
+
+    def _one(self, name: str, text: str, value: float) -> Metric:
+        return self._gauge_by(name, text, (), {(): value})
+
+    def _gauge_by(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+        """A gauge with the driver's name as one of its labels."""
+        named = {(self._driver, *values): value for values, value in samples.items()}
+        return _gauge(name, text, ("driver", *labels), named)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples.items():
+        family.add_metric(values, float(value))
+    return family
+
+
+def _names(pods: Pods) -> Sequence[str]:
+    """The names of the first pods of a claim; an empty name if none is known."""
+    return [pod.name for pod in (pods or ())[:_MOST_PODS]] or [""]
+
+
+def _type_of(device: OfferedDevice) -> str:
+    if isinstance(device, WholeGpu):
+        return "gpu"
+    return "mig" if isinstance(device, StaticMigDevice) else "possible_mig"
+
+
+def _ids_of(instance: HealthTarget) -> str:
+    """`GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
+    ids = (instance.gpu_instance_id, instance.compute_instance_id)
+    return "/".join(str(number) for number in ids if number is not None)
+
+
+def _condition_of(device: OfferedDevice, health: Monitor, instances: Instances) -> Condition:
+    """One word for the health of a device, from its GPU and its instance."""
+    reasons = device_reasons(device, health.states(), instances)
+    state = HealthState(HealthTarget(device.gpu.uuid), reasons)
+    return condition(state, is_fresh=health.is_fresh(device.gpu.uuid))

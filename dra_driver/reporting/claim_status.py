@@ -1,0 +1,98 @@
+"""Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they can do their work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from dra_driver.errors import DraDriverError
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.device_status import DeviceStatus
+from dra_driver.model.health import HealthStates
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.rules.device_status import device_statuses
+
+_log = structlog.get_logger(__name__)
+
+_MOST_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class _GivenStatus:
+    """A claim's status as it was given to the recorder, and whether the API server has stored it."""
+
+    devices: tuple[DeviceStatus, ...]
+    is_written: bool = False
+
+    def written(self) -> None:
+        self.is_written = True
+
+
+class ClaimStatusReporter:
+    """Gives the status of claims to the recorder; safe for several threads.
+
+    It gives only what differs from what this process wrote last: after each restart of its own, the kubelet prepares
+    every claim again. `record` answers a claim's record by its UID.
+    """
+
+    def __init__(
+        self,
+        recorder: EventRecorder,
+        inventory: Callable[[], Inventory | None],
+        created_instance: Callable[[str], OwnedInstance | None],
+        health: Callable[[], HealthStates],
+        record: Callable[[str], ClaimRecord | None],
+    ) -> None:
+        self._recorder = recorder
+        self._inventory = inventory
+        self._created_instance = created_instance
+        self._health = health
+        self._record = record
+        self._lock = threading.Lock()
+        self._given: dict[str, _GivenStatus] = {}  # by claim UID
+
+    def prepared(self, record: ClaimRecord) -> None:
+        """A claim was prepared: give its status, again and again until it was written."""
+        with self._lock:
+            self._give(record, until_written=True)
+
+    def renew(self, uid: str, *, until_written: bool) -> None:
+        """Give a claim's status if it differs from what was given or, with `until_written`, from what was written."""
+        # The record is read under the lock: a Prepare that ends meanwhile gives a newer status, which must stay.
+        with self._lock:
+            try:
+                record = self._record(uid)
+            except DraDriverError as error:
+                _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
+                return
+            if record is not None and record.phase == "prepared":
+                self._give(record, until_written=until_written)
+
+    def forget(self, ref: ClaimRef) -> None:
+        """The claim is not prepared (any more). The API server removes its status together with its allocation."""
+        with self._lock:
+            self._given.pop(ref.uid, None)
+            self._recorder.claim_gone(ref)
+
+    def _give(self, record: ClaimRecord, *, until_written: bool) -> None:
+        uid = record.ref.uid
+        try:
+            statuses = device_statuses(record, self._inventory(), self._created_instance, self._health())
+        except DraDriverError as error:
+            _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
+            return
+        known = self._given.pop(uid, None)
+        is_same = known is not None and known.devices == statuses
+        is_given = is_same and known is not None and (known.is_written or not until_written)
+        given = known if known is not None and is_given else _GivenStatus(statuses)
+        while len(self._given) >= _MOST_REMEMBERED:
+            del self._given[next(iter(self._given))]
+        self._given[uid] = given
+        if not is_given:
+            self._recorder.claim_status(record.ref, statuses, given.written)

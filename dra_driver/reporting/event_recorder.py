@@ -1,0 +1,221 @@
+"""Reports to users through the API server what happened to their claims and to this node, in a thread of its own.
+
+Nobody who reports something waits or gets an error: what cannot be written is counted and dropped.
+
+The thread is not a BackgroundWorker: at the stop it still sends for two seconds what is in the queue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from dra_driver.concurrency.backoff import Backoff
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError
+from dra_driver.kube.claim_status_client import ClaimStatusClient
+from dra_driver.kube.events import EventWriter
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.device_status import DeviceStatus
+from dra_driver.model.events import claim_object, node_object
+from dra_driver.reporting.event_queue import (
+    ClaimEvent,
+    ClaimState,
+    EventQueue,
+    ObjectEvent,
+    QueuedReport,
+    Report,
+    ReportLimits,
+    is_minor,
+)
+
+_log = structlog.get_logger(__name__)
+
+_REQUEST_S: Final = 5.0
+_FLUSH_S: Final = 2.0
+_MOST_PODS = 16
+_LONGEST_ASKED_S = 120.0
+
+
+class EventRecorder:
+    """A bounded queue and the thread that empties it. Every method may be called from any thread.
+
+    `dropped` counts reports that nobody will see: the queue was full, or the API server was away for minutes.
+    `skipped` counts the minor events for which there was no room, which is nothing to worry about. `failed` counts
+    the reports that the API server refused, `written` the events and claim states that it took.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        events: EventWriter,
+        claims: ClaimStatusClient,
+        *,
+        limits: ReportLimits = ReportLimits(),  # noqa: B008  frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node = node
+        self._events = events
+        self._claims = claims
+        self._limits = limits
+        self._clock = clock
+        self._queue = EventQueue(limits)
+        self._changed = threading.Condition()
+        self._stop_by: float | None = None
+        self._backoff = Backoff(limits.backoff_first_s, limits.backoff_most_s)
+        self._is_down = False
+        self._logged: set[tuple[str, int]] = set()
+        self.dropped = 0
+        self.skipped = 0
+        self.written = 0
+        self.failed = 0
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write; what was given before is written now."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what can be written within two seconds, drop the rest."""
+        with self._changed:
+            if self._stop_by is not None:
+                return
+            self._stop_by = self._clock() + _FLUSH_S
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(_FLUSH_S)
+        with self._changed:
+            self.dropped += len(self._queue)
+            self._queue = EventQueue(self._limits)
+
+    def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
+        """An event for a claim and for the pods that use it; the same one at most once a minute."""
+        self._put(ClaimEvent(ref, reason, message, warning))
+
+    def minor_claim_event(self, ref: ClaimRef, reason: str, message: str) -> None:
+        """An event for a claim alone. Everything else goes first, and it may be left out."""
+        self._put(ObjectEvent(claim_object(ref), reason, message, warning=False, minor=True))
+
+    def node_event(self, reason: str, message: str, *, warning: bool, minor: bool = False) -> None:
+        """An event for this node; the same one at most once a minute. A `minor` one may be left out."""
+        self._put(ObjectEvent(node_object(self._node), reason, message, warning, minor))
+
+    def claim_status(
+        self, ref: ClaimRef, devices: Sequence[DeviceStatus], written: Callable[[], None]
+    ) -> None:
+        """The state of all devices that this driver has in a claim; one that was not written yet is replaced.
+
+        `written` is called from the recorder's thread once the API server has stored it, and never if it was lost
+        or nothing had to be written.
+        """
+        self._put(ClaimState(ref, tuple(devices), written))
+
+    def claim_gone(self, ref: ClaimRef) -> None:
+        """The claim holds no device of ours any more; drop its state if it was not written yet."""
+        with self._changed:
+            self._queue.withdraw_state(ref)
+
+    def _put(self, report: Report) -> None:
+        with self._changed:
+            if self._stop_by is not None:
+                self.dropped += 1
+                return
+            gone = self._queue.put(report, self._clock())
+            self._changed.notify_all()
+            lost = sum(not is_minor(entry) for entry in gone)
+            is_first_loss = lost and not self.dropped
+            self.dropped += lost
+            self.skipped += len(gone) - lost
+        if is_first_loss:
+            _log.warning("notices_dropped", reason="too much happens at once, or the API server is away")
+
+    def _run(self) -> None:
+        while (queued := self._next()) is not None:
+            try:
+                self._write(queued)
+            except ApiUnavailableError as error:
+                self._try_later(queued, error)
+            except DraDriverError as error:
+                self._refused(queued, error)
+            except Exception:  # noqa: BLE001  a dead thread would report nothing any more
+                _log.exception("notice_failed")
+                self._count_failed()
+            else:
+                self._backoff.reset()
+                self._is_down = False
+
+    def _next(self) -> QueuedReport | None:
+        """The next report, once it may be written; None at the end."""
+        with self._changed:
+            while True:
+                now, stop_by = self._clock(), self._stop_by
+                stopping = stop_by is not None
+                at = self._queue.ready_at(now, hurry=stopping)
+                if stop_by is not None and (at is None or at >= stop_by):
+                    return None
+                queued = self._queue.take(now, hurry=stopping)
+                if queued is not None:
+                    return queued
+                self._changed.wait(None if at is None else at - now)
+
+    def _write(self, queued: QueuedReport) -> None:
+        match queued.report:
+            case ClaimEvent() as report:
+                self._spread(report, queued)
+            case ObjectEvent() as report:
+                self._events.write(
+                    report.about,
+                    report.reason,
+                    report.message,
+                    warning=report.warning,
+                    times=queued.times,
+                    timeout_s=_REQUEST_S,
+                )
+                self._count_written()
+            case ClaimState() as report:
+                if self._claims.write(report.ref, report.devices, timeout_s=_REQUEST_S):
+                    self._count_written()
+                    report.written()
+
+    def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
+        """Turn an event for a claim into one for each object: each is written, and tried again, for itself."""
+        try:
+            pods = tuple(self._claims.pods_of(report.ref, timeout_s=_REQUEST_S))
+        except ApiRejectedError as error:
+            pods = ()
+            self._refused(queued, error)
+        with self._changed:
+            for about in reversed((claim_object(report.ref), *pods[:_MOST_PODS])):
+                single = ObjectEvent(about, report.reason, report.message, report.warning)
+                self._queue.put_first(QueuedReport(single, queued.times, queued.due))
+
+    def _try_later(self, queued: QueuedReport, error: ApiUnavailableError) -> None:
+        delay = self._backoff.next(min(error.retry_after_s or 0.0, _LONGEST_ASKED_S))
+        with self._changed:
+            now = self._clock()
+            self._queue.put_first(queued)
+            self._queue.pause(now + delay)
+            lost = self._queue.forget_due_before(now - self._limits.give_up_s)
+            self.dropped += lost
+        if not self._is_down or lost:
+            _log.warning("notices_delayed", reason=str(error), dropped=lost, retry_in_s=round(delay, 2))
+        self._is_down = True
+
+    def _refused(self, queued: QueuedReport, error: DraDriverError) -> None:
+        self._count_failed()
+        kind = type(queued.report).__name__  # these class names are values in the log
+        status = error.status if isinstance(error, ApiRejectedError) else 0
+        log = _log.debug if (kind, status) in self._logged else _log.warning
+        self._logged.add((kind, status))
+        log("notice_refused", notice=kind, reason=str(error))
+
+    def _count_written(self) -> None:
+        with self._changed:
+            self.written += 1
+
+    def _count_failed(self) -> None:
+        with self._changed:
+            self.failed += 1

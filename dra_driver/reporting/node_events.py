@@ -1,0 +1,108 @@
+"""Events for trouble of the node as a whole: slices that are not published, a driver that went away.
+
+Trouble that ends by itself within half a minute is not reported. All other trouble is reported once, and its end too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from dra_driver.model.events import (
+    DEVICE_NOT_PUBLISHED,
+    DRIVER_AVAILABLE,
+    DRIVER_UNAVAILABLE,
+    SLICE_FIELDS_DROPPED,
+    SLICES_CONTESTED,
+    SLICES_NOT_PUBLISHED,
+    SLICES_PUBLISHED,
+)
+from dra_driver.reporting.event_recorder import EventRecorder
+
+_TELL_AFTER_S = 30.0
+
+
+class PublishMetrics(Protocol):
+    """Counts how publishing goes; observability has it, which this room does not know."""
+
+    def published(self, lag_s: float) -> None:
+        """Slices were written."""
+
+    def publish_failed(self, error: Exception) -> None:
+        """Slices could not be brought up to date."""
+
+
+class NodeEvents:
+    """Observes the publisher and discovery. Each method is called from one thread.
+
+    While `speaks_for_node` says no, another instance of the plugin reports for this node.
+    """
+
+    def __init__(
+        self,
+        metrics: PublishMetrics,
+        recorder: EventRecorder,
+        speaks_for_node: Callable[[], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._recorder = recorder
+        self._speaks_for_node = speaks_for_node
+        self._clock = clock
+        self._failing_since: float | None = None
+        self._is_failure_reported = False
+        self._lock = threading.Lock()
+        self._had_driver = False
+        self._driver_problem: str | None = None
+
+    def published(self, lag_s: float) -> None:
+        """Slices were written."""
+        self._metrics.published(lag_s)
+        self._failing_since = None
+        if self._is_failure_reported:
+            self._is_failure_reported = False
+            self._report(SLICES_PUBLISHED, "the node's slices are published again", warning=False)
+
+    def publish_failed(self, error: Exception) -> None:
+        """Slices could not be brought up to date; it is tried again."""
+        self._metrics.publish_failed(error)
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        if not self._is_failure_reported and now - self._failing_since >= _TELL_AFTER_S:
+            text = f"the node's slices are not what they should be: {error}; it is tried again"
+            self._is_failure_reported = self._report(SLICES_NOT_PUBLISHED, text, warning=True)
+
+    def contested(self, reason: str) -> None:
+        """Somebody else changes our slices again and again."""
+        self._report(SLICES_CONTESTED, reason, warning=True)
+
+    def device_left_out(self, fault: str) -> None:
+        """A device is left out of the slices, because the API server would refuse it."""
+        self._report(DEVICE_NOT_PUBLISHED, fault, warning=True)
+
+    def fields_dropped(self, gates: str) -> None:
+        """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
+        text = f"the API server drops fields of the node's slices; enable its feature gates: {gates}"
+        self._report(SLICE_FIELDS_DROPPED, text, warning=True)
+
+    def driver(self, problem: str | None) -> None:
+        """Whether GPUs can be used; `problem` is why not. Nothing is reported of a driver that was never there."""
+        with self._lock:
+            before, self._driver_problem = self._driver_problem, problem
+            had, self._had_driver = self._had_driver, self._had_driver or problem is None
+        if problem is not None and before is None and had:
+            text = f"the node's GPUs cannot be used: {problem}"
+            self._report(DRIVER_UNAVAILABLE, text, warning=True)
+        elif problem is None and before is not None and had:
+            self._report(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
+
+    def _report(self, reason: str, text: str, *, warning: bool) -> bool:
+        """Whether this instance speaks for the node."""
+        is_ours = self._speaks_for_node()
+        if is_ours:
+            self._recorder.node_event(reason, text, warning=warning)
+        return is_ours

@@ -1,0 +1,186 @@
+"""Reports what became of claims and MIG devices: to metrics at once, to users through the event recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+import structlog
+
+from dra_driver.errors import DraDriverError
+from dra_driver.mig.context import MigAction
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.events import (
+    CLAIM_RECOVERED,
+    CLAIM_STILL_IN_USE,
+    MIG_DESTROY_DELAYED,
+    MIG_DEVICE_CREATED,
+    MIG_DEVICE_DESTROYED,
+    MIG_MODE_CHANGED,
+    MIG_MODE_FAILED,
+    PARTITIONS_NOT_SUPPORTED,
+    PREPARE_FAILED,
+    SCHEDULER_OUTDATED,
+    UNPREPARE_FAILED,
+)
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
+from dra_driver.reporting.claim_status import ClaimStatusReporter
+from dra_driver.reporting.event_recorder import EventRecorder
+
+_log = structlog.get_logger(__name__)
+
+
+class ClaimMetrics(Protocol):
+    """Counts what becomes of claims; observability has it, which this room does not know."""
+
+    def prepared(self, duration_s: float, error: Exception | None) -> None:
+        """A Prepare ended."""
+
+    def unprepared(self, duration_s: float, error: Exception | None) -> None:
+        """An Unprepare ended."""
+
+    def waited(self, duration_s: float) -> None:
+        """A Prepare waited for a device that another claim had to let go of."""
+
+    def mig_changed(self, action: MigAction, duration_s: float, error: Exception | None) -> None:
+        """A MIG device was made or destroyed, a MIG mode switched on or off, or could not be."""
+
+
+class Reporter:
+    """Observes the preparer and the MIG engine."""
+
+    def __init__(
+        self,
+        metrics: ClaimMetrics,
+        recorder: EventRecorder,
+        statuses: ClaimStatusReporter,
+        created_instance: Callable[[str], OwnedInstance | None],
+        users: Callable[[str], ClaimRef | None],
+        freed: Callable[[], None],
+    ) -> None:
+        """`users` answers a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
+        claim was unprepared."""
+        self._metrics = metrics
+        self._recorder = recorder
+        self._statuses = statuses
+        self._created_instance = created_instance
+        self._users = users
+        self._freed = freed
+
+    def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
+        """A claim is prepared."""
+        self._metrics.prepared(duration_s, None)
+        if record is not None:
+            self._statuses.prepared(record)
+
+    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
+        """A claim is not prepared (any more); the API server removes its status with the allocation."""
+        self._metrics.unprepared(duration_s, None)
+        self._statuses.forget(ref)
+        self._freed()
+
+    def waited(self, ref: ClaimRef, duration_s: float) -> None:
+        """A Prepare waited for another claim to let go of a device, in vain or not."""
+        self._metrics.waited(duration_s)
+
+    def recovered(self, ref: ClaimRef, why: str) -> None:
+        """A claim that nobody would have unprepared any more was unprepared."""
+        text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
+        self._recorder.node_event(CLAIM_RECOVERED, text, warning=False)
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        """A claim that is gone keeps its devices, because processes compute on them."""
+        self._recorder.node_event(CLAIM_STILL_IN_USE, f"Claim {ref} {text}", warning=True)
+
+    def failed(
+        self,
+        action: Literal["prepare", "unprepare"],
+        ref: ClaimRef,
+        duration_s: float,
+        error: Exception,
+        told: str,
+    ) -> None:
+        """A claim could not be prepared or unprepared; the cause goes to the claim and to its pods."""
+        if action == "prepare":
+            self._metrics.prepared(duration_s, error)
+            self._recorder.claim_event(ref, PREPARE_FAILED, told, warning=True)
+        else:
+            self._metrics.unprepared(duration_s, error)
+            self._recorder.claim_event(ref, UNPREPARE_FAILED, told, warning=True)
+
+    def mig_changed(
+        self, action: MigAction, subject: str, duration_s: float, error: Exception | None
+    ) -> None:
+        """A MIG device (`subject` is its name) was made or destroyed, or the MIG mode of a GPU (its UUID) switched on
+        or off; or could not be. Of a device, called while the claim's record is there."""
+        self._metrics.mig_changed(action, duration_s, error)
+        match action:
+            case "create" | "destroy":
+                self._device_changed(action, subject, duration_s, error)
+            case "mode-on" | "mode-off":
+                self._mode_changed(action.removeprefix("mode-"), subject, duration_s, error)
+
+    def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
+        if error is None:
+            text = f"Switched MIG mode of GPU {gpu_uuid} {wanted} in {duration_s:.2f} s"
+            self._recorder.node_event(MIG_MODE_CHANGED, text, warning=False, minor=True)
+        else:
+            text = f"MIG mode of GPU {gpu_uuid} could not be switched {wanted}: {error}"
+            self._recorder.node_event(MIG_MODE_FAILED, text, warning=True)
+
+    def _device_changed(
+        self, action: Literal["create", "destroy"], device: str, duration_s: float, error: Exception | None
+    ) -> None:
+        ref = self._claim_of(device)
+        if error is None:
+            reason, verb = (
+                (MIG_DEVICE_CREATED, "Created") if action == "create" else (MIG_DEVICE_DESTROYED, "Destroyed")
+            )
+            _log.info(
+                "mig_device_created" if action == "create" else "mig_device_destroyed",
+                device=device,
+                duration_s=round(duration_s, 4),
+            )
+            text = f"{verb} MIG device {device}{self._identity(device)} in {duration_s:.2f} s"
+            if ref is not None:
+                self._recorder.minor_claim_event(ref, reason, text)
+        elif action == "destroy":
+            text = f"MIG device {device} could not be destroyed and is tried again: {error}"
+            if ref is not None:
+                self._recorder.claim_event(ref, MIG_DESTROY_DELAYED, text, warning=True)
+            else:
+                self._recorder.node_event(MIG_DESTROY_DELAYED, text, warning=True)
+
+    def partitions_missing(self, reason: str) -> None:
+        """The API server cannot count partitions, so that GPUs are only offered whole."""
+        text = f"MIG devices on demand are not offered: {reason}"
+        self._recorder.node_event(PARTITIONS_NOT_SUPPORTED, text, warning=True)
+
+    def scheduler_outdated(self, reason: str) -> None:
+        """The cluster's scheduler is known to give devices out twice."""
+        self._recorder.node_event(SCHEDULER_OUTDATED, reason, warning=True)
+
+    def _claim_of(self, device: str) -> ClaimRef | None:
+        try:
+            return self._users(device)
+        except DraDriverError:
+            return None
+
+    def _identity(self, device: str) -> str:
+        try:
+            made = self._created_instance(device)
+        except DraDriverError:
+            return ""
+        if made is None or made.uuid is None:
+            return ""
+        return f" ({made.uuid}, GPU instance {made.gpu_instance_id}, compute instance {made.compute_instance_id})"
+
+
+def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
+    """A claim whose record asks for the MIG device; None if there is none."""
+    for record in records:
+        if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
+            return record.ref
+    return None

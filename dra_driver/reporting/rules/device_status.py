@@ -1,0 +1,155 @@
+"""What users are told of a claim's devices: their status, and which change of health concerns whom.
+
+It follows from the claim's record and from what is known of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dra_driver.health.rules.polling import FABRIC
+from dra_driver.health.rules.taints import MadeInstance, device_reasons, device_targets, instances_by_device
+from dra_driver.model.claim import DeviceResult
+from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
+from dra_driver.model.events import GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
+from dra_driver.model.health import HealthChange, HealthStates, HealthTarget, Reason, Severity
+from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.sharing_mode import MpsShared
+
+CreatedInstanceOf = Callable[[str], OwnedInstance | None]
+
+
+def device_statuses(
+    record: ClaimRecord,
+    inventory: Inventory | None,
+    created_instance: CreatedInstanceOf,
+    states: HealthStates,
+) -> tuple[DeviceStatus, ...]:
+    """One entry for each device of a prepared claim. `created_instance` answers what was made for a device on demand.
+
+    A device that cannot do its work, by the health `states`, is not ready.
+    """
+    held_by_result: Mapping[tuple[str, str | None], HeldDevice] = {
+        (held.device, held.share_id): held for held in record.devices
+    }
+    return tuple(
+        _status(result, held_by_result[result.device, result.share_id], inventory, created_instance, states)
+        for result in record.claim.results
+        if (result.device, result.share_id) in held_by_result
+    )
+
+
+def is_hit(
+    record: ClaimRecord,
+    target: HealthTarget,
+    inventory: Inventory | None,
+    created_instance: CreatedInstanceOf,
+) -> bool:
+    """Whether what happens to a GPU, or to an instance of one, happens to something that the claim holds.
+
+    A claim with admin access holds its devices, too. An instance hits only the MIG devices in it.
+    """
+    if not target.is_instance:
+        return target.gpu_uuid in record.gpu_uuids
+    return any(
+        target in device_targets(offered, _instances(held, created_instance))
+        for held in record.devices
+        if held.gpu_uuid == target.gpu_uuid and (offered := _offered(held, inventory)) is not None
+    )
+
+
+class HealthEventKind(NamedTuple):
+    """The reason of an event, and whether it is a warning."""
+
+    reason: str
+    warning: bool
+
+
+def event_of(change: HealthChange) -> HealthEventKind | None:
+    """The event that tells of a change of health; None for one that keeps no work away, before and after."""
+    if change.after > change.before and change.after >= Severity.DEGRADED:
+        return HealthEventKind(GPU_LOST if change.after == Severity.LOST else GPU_UNHEALTHY, warning=True)
+    if change.before >= Severity.DEGRADED > change.after:
+        return HealthEventKind(GPU_RECOVERED, warning=False)
+    return None
+
+
+def _status(
+    result: DeviceResult,
+    held: HeldDevice,
+    inventory: Inventory | None,
+    created_instance: CreatedInstanceOf,
+    states: HealthStates,
+) -> DeviceStatus:
+    bad = [
+        reason
+        for reason in _reasons(held, inventory, created_instance, states)
+        if reason.severity >= Severity.UNHEALTHY
+    ]
+    worst = max((reason.severity for reason in bad), default=Severity.OK)
+    return DeviceStatus(
+        pool=result.pool,
+        device=result.device,
+        share_id=result.share_id,
+        ready=not bad,
+        reason=PREPARED if not bad else GPU_LOST if worst == Severity.LOST else GPU_UNHEALTHY,
+        message="; ".join(reason.text for reason in bad),
+        facts=_facts(result, held, inventory, created_instance),
+    )
+
+
+def _reasons(
+    held: HeldDevice, inventory: Inventory | None, created_instance: CreatedInstanceOf, states: HealthStates
+) -> Sequence[Reason]:
+    offered = _offered(held, inventory)
+    if offered is not None:
+        return device_reasons(offered, states, _instances(held, created_instance))
+    # The device is not in the inventory (any more, or yet): only the health of its GPU is known.
+    state = states.get(HealthTarget(held.gpu_uuid))
+    found = () if state is None else state.reasons
+    return [reason for reason in found if held.kind != "mig" or reason.key != FABRIC]
+
+
+def _offered(held: HeldDevice, inventory: Inventory | None) -> OfferedDevice | None:
+    if inventory is None:
+        return None
+    found = inventory.by_name.get(held.device) or inventory.withheld_by_name.get(held.device)
+    return found if found is not None and found.gpu.uuid == held.gpu_uuid else None
+
+
+def _instances(held: HeldDevice, created_instance: CreatedInstanceOf) -> Mapping[str, MadeInstance]:
+    made = created_instance(held.device) if held.placement is not None else None
+    return {} if made is None else instances_by_device([made])
+
+
+def _facts(
+    result: DeviceResult, held: HeldDevice, inventory: Inventory | None, created_instance: CreatedInstanceOf
+) -> DeviceFacts:
+    offered = inventory.by_name.get(result.device) if inventory is not None else None
+    made = created_instance(held.device) if held.placement is not None else None
+    static = offered.mig if isinstance(offered, StaticMigDevice) else None
+    profile = offered.profile.name if isinstance(offered, StaticMigDevice | DynamicMigDevice) else None
+    return DeviceFacts(
+        uuid=held.uuid or (made.uuid if made is not None else None),
+        parent_uuid=held.gpu_uuid if held.kind == "mig" else None,
+        gpu_instance_id=made.gpu_instance_id if made else static.gpu_instance_id if static else None,
+        compute_instance_id=made.compute_instance_id
+        if made
+        else static.compute_instance_id
+        if static
+        else None,
+        profile=made.profile_name if made is not None else profile,
+        mps=_mps(held),
+        driver_version=inventory.versions.driver if inventory is not None else None,
+    )
+
+
+def _mps(held: HeldDevice) -> MpsFacts | None:
+    match held.usage:
+        case MpsShared(_, memory, percentage):
+            return MpsFacts(percentage, memory)
+        case _:
+            return None

@@ -1,0 +1,288 @@
+"""Deciding how each device of a claim is used: plainly, time-sliced, or through MPS with limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dra_driver.api.config import MpsConfig, Sharing
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.inventory import OfferedDevice, WholeGpu
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.sharing import SharingPolicy, kind_of
+from dra_driver.model.sharing_mode import (
+    INTERVALS,
+    MpsShared,
+    SharingMode,
+    TimeSliced,
+    UnknownSharingMode,
+    usage_kind,
+)
+from dra_driver.sharing.rules.share_limits import limits_of
+
+_MIB = 1 << 20
+_VOLTA = (7, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the opaque parameters ask of one result; `entry` names them in messages."""
+
+    sharing: Sharing | None = None
+    entry: str | None = None
+
+
+def sharing_modes_of(
+    claim: AllocatedClaim,
+    devices: Sequence[tuple[DeviceResult, OfferedDevice]],
+    driver: str,
+    policy: SharingPolicy,
+) -> list[SharingMode]:
+    """How each device is used, in the order of `devices`.
+
+    Opaque parameters decide; where they say nothing of sharing, a share that the node's policy enforces
+    by MPS gets its limits. Raises: ClaimRefusedError, InvalidConfigError.
+    """
+    wanted = [_wanted(claim, result, device, driver) for result, device in devices]
+    usages = [
+        _usage(one, result, device, _same_entry(wanted, devices, one), policy)
+        for one, (result, device) in zip(wanted, devices, strict=True)
+    ]
+    _refuse_two_daemons(devices, usages)
+    _refuse_rival_shares(devices, usages)
+    return _added_up(devices, usages)
+
+
+def _added_up(
+    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
+) -> list[SharingMode]:
+    """Several shares of one device in one request go to the same containers, which get the sum of their limits."""
+    groups: dict[tuple[str, str], list[MpsShared]] = {}
+    for (result, device), usage in zip(devices, usages, strict=True):
+        if isinstance(usage, MpsShared):
+            groups.setdefault((result.request, device.name), []).append(usage)
+    return [
+        _sum(groups[result.request, device.name]) if isinstance(usage, MpsShared) else usage
+        for (result, device), usage in zip(devices, usages, strict=True)
+    ]
+
+
+def _sum(shares: Sequence[MpsShared]) -> MpsShared:
+    memory = [share.memory_limit_mib for share in shares]
+    threads = [share.active_thread_percentage for share in shares]
+    return MpsShared(
+        shares[0].spec,
+        None if None in memory else sum(one for one in memory if one is not None),
+        None if None in threads else min(100, sum(one for one in threads if one is not None)),
+    )
+
+
+def _wanted(claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, driver: str) -> _Wanted:
+    if not claim.configs:
+        return _Wanted()
+    # Most claims have no parameters, and pydantic costs a tenth of a second and several MiB.
+    from dra_driver.api.resolve import config_for_result, unbuilt_features
+
+    resolved = config_for_result(result, claim.configs, driver, kind_of(device))
+    unbuilt = unbuilt_features(resolved.config)
+    if unbuilt:
+        raise ClaimRefusedError(f"request {result.request}: {'; '.join(unbuilt)}")
+    if result.admin_access and _changes(getattr(resolved.config, "sharing", None)):
+        raise ClaimRefusedError(
+            f"request {result.request}: opaque parameters ({resolved.entry}) would change a device that may be in "
+            "use by others, which adminAccess must not; remove them or adminAccess"
+        )
+    return _Wanted(getattr(resolved.config, "sharing", None), resolved.entry)
+
+
+def _changes(sharing: Sharing | None) -> bool:
+    """Whether parameters do something to a device: a claim with adminAccess must not."""
+    if sharing is None:
+        return False
+    if sharing.strategy != "TimeSlicing":
+        return True
+    return sharing.time_slicing is not None and sharing.time_slicing.interval is not None
+
+
+def _same_entry(
+    wanted: Sequence[_Wanted], devices: Sequence[tuple[DeviceResult, OfferedDevice]], one: _Wanted
+) -> list[str]:
+    """All devices that the same parameters apply to, sorted: what indexes in them count."""
+    pairs = zip(wanted, devices, strict=True)
+    return sorted({_identity(device) for other, (_, device) in pairs if other.entry == one.entry})
+
+
+def _identity(device: OfferedDevice) -> str:
+    """What parameters name a device by: its UUID; its name where it gets another UUID each time."""
+    return device.uuid or device.name
+
+
+def _usage(
+    wanted: _Wanted,
+    result: DeviceResult,
+    device: OfferedDevice,
+    group: Sequence[str],
+    policy: SharingPolicy,
+) -> SharingMode:
+    if result.admin_access:
+        return None
+    sharing = wanted.sharing
+    if sharing is None:
+        return _enforced(result, device, policy)
+    if sharing.strategy == "TimeSlicing":
+        interval = sharing.time_slicing.interval if sharing.time_slicing else None
+        # A MIG device has its own share of the GPU; its slices of time are not ours to set.
+        if not isinstance(device, WholeGpu):
+            return None
+        return TimeSliced(None if interval is None else INTERVALS.index(interval))
+    return _mps(sharing.mps or MpsConfig(), result, device, group, policy)
+
+
+def _enforced(result: DeviceResult, device: OfferedDevice, policy: SharingPolicy) -> SharingMode:
+    rule = policy.rule_for(device)
+    if result.share_id is None or rule is None or rule.enforce != "mps":
+        return None
+    limits = limits_of(result, device, rule)
+    spec = _neutral_spec(device, result, multi_user=None)
+    return MpsShared(spec, limits.memory_mib, limits.active_thread_percentage)
+
+
+def _mps(
+    config: MpsConfig,
+    result: DeviceResult,
+    device: OfferedDevice,
+    group: Sequence[str],
+    policy: SharingPolicy,
+) -> MpsShared:
+    memory = _memory_limit(config, result, device, group)
+    percentage = config.active_thread_percentage
+    spec = _neutral_spec(device, result, config.multi_user)
+    if result.share_id is None:
+        # Nobody else uses the daemon: the claim's limits hold for clients that lost their environment too.
+        return MpsShared(
+            MpsDaemonSpec(
+                spec.device, spec.uuid, spec.kind, spec.gpu_uuid, spec.multi_user, percentage, memory
+            ),
+            memory,
+            percentage,
+        )
+    rule = policy.rule_for(device)
+    if rule is None:
+        return MpsShared(spec, memory, percentage)
+    limits = limits_of(result, device, rule)
+    return MpsShared(
+        spec, _least(memory, limits.memory_mib), _least(percentage, limits.active_thread_percentage)
+    )
+
+
+def _neutral_spec(device: OfferedDevice, result: DeviceResult, multi_user: bool | None) -> MpsDaemonSpec:
+    """A daemon without limits of its own, which claims of different limits can share."""
+    capability = device.gpu.cuda_compute_capability
+    is_volta = capability is None or capability >= _VOLTA
+    if multi_user and not is_volta:
+        raise ClaimRefusedError(
+            f"request {result.request}: device {device.name} ({device.gpu.product_name}) is older than Volta, where "
+            "MPS cannot serve several users at a time; set multiUser to false"
+        )
+    return MpsDaemonSpec(
+        device.name,
+        device.uuid,
+        kind_of(device),
+        device.gpu.uuid,
+        multi_user=is_volta if multi_user is None else multi_user,
+    )
+
+
+def _memory_limit(
+    config: MpsConfig, result: DeviceResult, device: OfferedDevice, group: Sequence[str]
+) -> int | None:
+    """The limit for this device in whole MiB; keys are identities or indexes into the sorted group."""
+    by_uuid = _limits_by_uuid(config.per_device_memory_limits, result, group)
+    limit = by_uuid.get(_identity(device), config.memory_limit)
+    if limit is None:
+        return None
+    total = _memory_of(device)
+    if total is not None and limit > total:
+        raise ClaimRefusedError(
+            f"request {result.request}: the MPS memory limit of {limit // _MIB}Mi is above the {total // _MIB}Mi of "
+            f"device {device.name}; lower it"
+        )
+    return limit // _MIB
+
+
+def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for key, limit in limits.items():
+        if key in group:
+            found[key] = limit
+        elif key.isdigit() and int(key) < len(group):
+            found.setdefault(group[int(key)], limit)
+        else:
+            raise ClaimRefusedError(
+                f"request {result.request}: defaultPerDevicePinnedMemoryLimit names {key}, which is none of the "
+                f"devices that these parameters apply to: {', '.join(group)}"
+            )
+    return found
+
+
+def _memory_of(device: OfferedDevice) -> int | None:
+    if isinstance(device, WholeGpu):
+        return device.gpu.memory_bytes
+    return device.profile.memory_mib * _MIB
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else min(one, other)
+
+
+def _refuse_two_daemons(
+    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
+) -> None:
+    """A container reaches one MPS daemon, and gets every device of a request."""
+    names: dict[str, str] = {}
+    for (result, device), usage in zip(devices, usages, strict=True):
+        if isinstance(usage, MpsShared) and names.setdefault(result.request, device.name) != device.name:
+            raise ClaimRefusedError(
+                f"request {result.request}: {names[result.request]} and {device.name} would need an MPS daemon "
+                "each, but a container can only reach one; ask for one device a request"
+            )
+
+
+def _refuse_rival_shares(
+    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
+) -> None:
+    """Two shares of one device within a claim are under the same law as those of two claims."""
+    for number, (result, device) in enumerate(devices):
+        for (other, same), usage in zip(devices[:number], usages[:number], strict=True):
+            if same.name != device.name or result.admin_access or other.admin_access:
+                continue
+            reason = incompatibility(usage, usages[number])
+            if reason is not None:
+                raise ClaimRefusedError(
+                    f"requests {other.request} and {result.request} share device {device.name}: {reason}"
+                )
+
+
+def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
+    """Why two claims cannot use one device in these ways at a time; None if they can.
+
+    A claim that does not ask for a time slice takes the one that another asked for.
+    """
+    match held, wanted:
+        case MpsShared(spec=mine), MpsShared(spec=theirs):
+            differences = theirs.differences(mine)
+            return f"one MPS daemon serves both, but {'; '.join(differences)}" if differences else None
+        case (MpsShared(), _) | (_, MpsShared()):
+            return (
+                f"it uses {usage_kind(held)} and this one {usage_kind(wanted)}; MPS has the device to itself"
+            )
+        case TimeSliced(interval=int(mine)), TimeSliced(interval=int(theirs)) if mine != theirs:
+            return (
+                f"the length of time slices holds for the whole GPU; it asked for {INTERVALS[mine]}, this one for "
+                f"{INTERVALS[theirs]}"
+            )
+        case (UnknownSharingMode(), _) | (_, UnknownSharingMode()):
+            return f"it uses {usage_kind(held)}, which only a newer release knows"
+        case _:
+            return None

@@ -1,0 +1,105 @@
+"""A device that several claims may hold at a time, in the wire shape of resource.k8s.io/v1.
+
+The scheduler gives a claim the default of each capacity that it does not ask for, and the whole of one that has no
+policy. So every capacity of a shared device has a policy, and only what the rule shares by has a default above 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.sharing import SharingRule
+from dra_driver.model.units import format_bytes, format_decimal, quantity_bytes
+
+JsonObject = dict[str, Any]
+
+MEMORY = "memory"
+SHARES = "shares"
+MULTIPROCESSORS = "multiprocessors"
+_MIB = 1 << 20
+
+
+def shared_device(entry: JsonObject, device: OfferedDevice, rule: SharingRule) -> JsonObject:
+    """The entry of `spec.devices` for a device under a rule, made from its entry without one.
+
+    A device whose memory is unknown is shared without counting it.
+    """
+    capacity: JsonObject = {}
+    for name, stated in entry.get("capacity", {}).items():
+        amount = quantity_bytes(stated["value"])
+        if name == MEMORY:
+            capacity[name] = _memory(amount, rule)
+        elif name == MULTIPROCESSORS:
+            capacity[name] = _multiprocessors(amount)
+        else:
+            capacity[name] = _optional(amount, 1)
+    total = multiprocessors_of(device)
+    if rule.multiprocessors and total is not None:
+        capacity[MULTIPROCESSORS] = _multiprocessors(total)
+    if rule.shares is not None:
+        capacity[SHARES] = _counted(rule.shares, 1, default=1)
+    shared = entry | {"allowMultipleAllocations": True}
+    return shared | {"capacity": {key: capacity[key] for key in sorted(capacity)}} if capacity else shared
+
+
+def multiprocessors_of(device: OfferedDevice) -> int | None:
+    """The multiprocessors of a device; None where they are unknown."""
+    match device:
+        case WholeGpu(_, gpu):
+            return gpu.multiprocessors
+        case StaticMigDevice() | DynamicMigDevice():
+            return device.profile.multiprocessors or None
+
+
+def memory_mib_of(device: OfferedDevice) -> int | None:
+    """The memory of a device in whole MiB; None where it is unknown."""
+    match device:
+        case WholeGpu(_, gpu):
+            return None if gpu.memory_bytes is None else gpu.memory_bytes // _MIB
+        case StaticMigDevice() | DynamicMigDevice():
+            return device.profile.memory_mib
+
+
+def multiprocessor_step(total: int) -> int:
+    """The fewest multiprocessors that make a whole percent, because MPS limits in percent: 2 of 132."""
+    return -(-total // 100)
+
+
+def _memory(amount: int, rule: SharingRule) -> JsonObject:
+    total = amount // _MIB * _MIB
+    return _counted(total, _MIB, default=total) if rule.mode == "memory" else _optional(total, _MIB)
+
+
+def _multiprocessors(total: int) -> JsonObject:
+    return _optional(total, multiprocessor_step(total))
+
+
+def _optional(total: int, step: int) -> JsonObject:
+    """A capacity that a claim only takes of when it asks for it."""
+    if total < step or total == 0:
+        return _only(0, total, step)
+    high = total // step * step
+    policy = {"default": "0", "validRange": {"min": "0", "max": _text(high, step), "step": _text(step, step)}}
+    return {"value": _text(total, step), "requestPolicy": policy}
+
+
+def _counted(total: int, step: int, *, default: int) -> JsonObject:
+    """A capacity that every claim takes at least one step of. A range needs room for a second step."""
+    if total < 2 * step:
+        return _only(total, total, step)
+    span = {"min": _text(step, step), "max": _text(total, step), "step": _text(step, step)}
+    return {
+        "value": _text(total, step),
+        "requestPolicy": {"default": _text(default, step), "validRange": span},
+    }
+
+
+def _only(amount: int, total: int, step: int) -> JsonObject:
+    """A capacity with one valid amount, which a range cannot say."""
+    text = _text(amount, step)
+    return {"value": _text(total, step), "requestPolicy": {"default": text, "validValues": [text]}}
+
+
+def _text(value: int, step: int) -> str:
+    return format_bytes(value) if step == _MIB else format_decimal(value)

@@ -1,0 +1,169 @@
+"""The steps that let several claims use one GPU: time slices and MPS daemons, with their undos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import structlog
+
+from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DraDriverError,
+    NotSupportedError,
+    NvmlUnavailableError,
+    StateError,
+)
+from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+
+_log = structlog.get_logger(__name__)
+
+_TIME_SLICE_S = 20.0
+_TIME_SLICE_UNDO_S = 5.0
+_MPS_START_S = 12.0
+_MPS_STOP_S = 15.0
+
+
+class MpsHost(Protocol):
+    """The process that keeps MPS daemons."""
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
+        """The daemon runs and answers when this returns."""
+
+    def stop(
+        self,
+        device: str,
+        timeout_s: float,
+        *,
+        gpu_uuid: str | None = None,
+        kind: MpsKind | None = None,
+    ) -> None:
+        """No process of the device's daemon runs when this returns; without a host, the next one sees to that.
+
+        The host also gives the GPU its former compute mode back, as soon as that can be done."""
+
+
+def _steps_of_others(records: RecordStore, claim_uid: str) -> Iterator[Step]:
+    for uid, record in records.all().items():
+        if uid != claim_uid:
+            yield from record.steps
+
+
+class TimeSliceSteps:
+    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing."""
+
+    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
+        self._nvidia_smi = nvidia_smi
+        self._records = records
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Set it again, whatever it is now: a reboot or a driver reload forgets it.
+
+        Raises: ClaimRefusedError if the GPU cannot; as `NvidiaSmi.set_time_slice`.
+        """
+        assert isinstance(step, SetTimeSlice)  # noqa: S101  the dispatcher's contract
+        timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
+        try:
+            self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval, timeout)
+        except NotSupportedError as error:
+            raise ClaimRefusedError(
+                f"{error}; ask for no interval, or select another product in the claim"
+            ) from error
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Back to the default with the last claim that set it, if that can be done now.
+
+        A failure of nvidia-smi is only logged: a long time slice that stays does no harm, but a claim that cannot be
+        unprepared keeps its pod from ending.
+        """
+        assert isinstance(step, SetTimeSlice)  # noqa: S101
+        for other in _steps_of_others(self._records, record.ref.uid):
+            if isinstance(other, SetTimeSlice) and other.gpu_uuid == step.gpu_uuid:
+                return
+        try:
+            timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_UNDO_S)
+            self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
+        except (NotSupportedError, NvmlUnavailableError) as error:
+            # Without driver or GPU the setting is gone with them.
+            _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
+        except DraDriverError as error:
+            _log.warning("time_slice_left", gpu_uuid=step.gpu_uuid, reason=str(error))
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Taken for granted: only the GPU driver could tell."""
+        return True
+
+    def forget(self, claim_uid: str) -> None:
+        """Nothing of it bears a claim's name."""
+
+
+class MpsSteps:
+    """Does and undoes `RunMps`: one daemon a device, for all claims that share it."""
+
+    def __init__(
+        self,
+        host: MpsHost,
+        records: RecordStore,
+        lost_users: Callable[[], Mapping[str, Collection[str]]],
+        made_uuid: Callable[[str], str | None],
+    ) -> None:
+        """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
+        `made_uuid` the UUID that a MIG device made on demand has now."""
+        self._host = host
+        self._records = records
+        self._lost_users = lost_users
+        self._made_uuid = made_uuid
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
+        assert isinstance(step, RunMps)  # noqa: S101
+        timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
+        status = self._host.ensure(self._of_today(step.spec), timeout)
+        if status.state != "ready":
+            raise StateError(
+                f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
+                f"{status.problem or 'see its control.log'}; end the processes that use it"
+            )
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
+        assert isinstance(step, RunMps)  # noqa: S101
+        self._stop_if_unused(step.spec.device, record.ref.uid, step.spec)
+
+    def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
+        """The spec with the UUID that the device has now, where each making gives it another one."""
+        if spec.uuid:
+            return spec
+        uuid = self._made_uuid(spec.device)
+        if uuid is None:
+            raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
+        return replace(spec, uuid=uuid)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Taken for granted: the MPS host watches its daemons itself."""
+        return True
+
+    def forget(self, claim_uid: str) -> None:
+        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells."""
+        for device in self._lost_users().get(claim_uid, ()):
+            self._stop_if_unused(device, claim_uid)
+
+    def _stop_if_unused(self, device: str, claim_uid: str, spec: MpsDaemonSpec | None = None) -> None:
+        for other in _steps_of_others(self._records, claim_uid):
+            if isinstance(other, RunMps) and other.spec.device == device:
+                return
+        if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):
+            return
+        self._host.stop(
+            device,
+            seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S),
+            gpu_uuid=None if spec is None else spec.gpu_uuid,
+            kind=None if spec is None else spec.kind,
+        )

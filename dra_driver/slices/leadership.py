@@ -1,0 +1,197 @@
+"""Which instance publishes and speaks for the node while an old and a new one run side by side: the newest.
+
+Each instance that the kubelet has accepted keeps a file with its start in the name, and holds an open-file-description
+lock on it. The kernel releases the lock however the process ends. So a file that nobody holds is that of a dead
+instance: after a crash, and after a reboot, which starts the clock of the names anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import TEMPORARY_SUFFIX, make_directory, state_error
+from dra_driver.files.file_lock import LOCK_LAYOUT, WHOLE_FILE_WRITE_LOCK
+
+_log = structlog.get_logger(__name__)
+
+_FILE = re.compile(r"^(?P<start>\d{20})-(?P<name>[A-Za-z0-9-]+)\.lock\Z", re.ASCII)
+_TRIES = 100
+# Of a link, of a socket, and of a file that the disk does not give back.
+_STRAY = frozenset({errno.ELOOP, errno.ENXIO, errno.EIO})
+
+
+class InstanceStart(NamedTuple):
+    """When an instance started, by which instances are ordered; the name decides between equal starts."""
+
+    start: int
+    name: str
+
+    @property
+    def file_name(self) -> str:
+        """How the instance's file is called."""
+        return f"{self.start:020d}-{self.name}.lock"
+
+
+class InstanceLeadership:
+    """Whether this instance leads those that share `directory`; safe for several threads.
+
+    `name` is the pod's UID where there is one, as two containers may have the same process ID.
+    """
+
+    def __init__(self, directory: Path, name: str | None = None) -> None:
+        self._directory = directory
+        # Boot time: one clock for all processes, which neither a person nor NTP sets.
+        start = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._start = InstanceStart(start, re.sub(r"[^A-Za-z0-9-]", "-", name or str(os.getpid())))
+        self._guard = threading.Lock()
+        self._registered = False
+        self._withdrawn = False
+        self._held: int | None = None
+
+    def announce(self) -> None:
+        """The kubelet has accepted this instance: older ones stand by from now on. Harmless twice.
+
+        If it fails, the next `is_ours` tries again.
+        Raises: StateError.
+        """
+        with self._guard:
+            if not self._withdrawn:
+                self._registered = True
+                self._hold_file()
+
+    def is_ours(self) -> bool:
+        """Whether this instance leads: no newer one lives, and while it is not announced no other at all.
+
+        Removes the files of dead instances. Raises: StateError.
+        """
+        with self._guard:
+            if self._registered:
+                # On a full disk this instance cannot announce itself: then the instance that could leads on.
+                with suppress(StateError):
+                    self._hold_file()
+            others = [other for other in self._living() if other != self._start or self._held is None]
+            return not any(self._held is None or other > self._start for other in others)
+
+    def speaks_for_node(self) -> bool:
+        """As `is_ours`. Where that cannot be told it says yes: better that two instances speak than none."""
+        try:
+            return self.is_ours()
+        except StateError as error:
+            _log.debug("turn_unknown", reason=str(error))
+            return True
+
+    def withdraw(self) -> None:
+        """Give up leading, for good. Harmless twice."""
+        with self._guard:
+            self._withdrawn, self._registered = True, False
+            if self._held is not None:
+                with suppress(OSError):
+                    self._file().unlink()
+                os.close(self._held)
+                self._held = None
+
+    def _file(self) -> Path:
+        return self._directory / self._start.file_name
+
+    def _hold_file(self) -> None:
+        """Have our file in the directory, locked; again if somebody removed it."""
+        if self._held is not None:
+            if _is_at(self._file(), self._held):
+                return
+            os.close(self._held)
+            self._held = None
+        make_directory(self._directory, 0o700)
+        for _ in range(_TRIES):
+            self._held = self._try_file()
+            if self._held is not None:
+                return
+        raise StateError(f"cannot create {self._file()}: other instances remove it each time; restart them")
+
+    def _try_file(self) -> int | None:
+        """The descriptor of our file; None if another try may succeed.
+
+        It is locked under another name and then linked: under its own it is never seen without its lock.
+        """
+        temporary = self._directory / f".{self._start.file_name}.{os.getpid()}{TEMPORARY_SUFFIX}"
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            descriptor = os.open(temporary, flags, 0o600)
+        except OSError as error:
+            raise state_error("create", temporary, error) from error
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
+            os.link(temporary, self._file())
+        except FileExistsError:
+            os.close(descriptor)
+            self._start = self._start._replace(start=self._start.start + 1)
+            return None
+        except (FileNotFoundError, BlockingIOError):  # somebody cleared it before it was locked
+            os.close(descriptor)
+            return None
+        except OSError as error:
+            os.close(descriptor)
+            raise state_error("announce this instance in", self._directory, error) from error
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+        return descriptor
+
+    def _living(self) -> Iterator[InstanceStart]:
+        try:
+            paths = list(self._directory.iterdir())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise state_error("read", self._directory, error) from error
+        for path in paths:
+            match = _FILE.match(path.name)
+            if match is None and path.suffix != TEMPORARY_SUFFIX:
+                continue
+            if not _is_locked(path):
+                with suppress(OSError):
+                    path.unlink()
+            elif match is not None:
+                yield InstanceStart(int(match["start"]), match["name"])
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process holds the file; asked without taking the lock, which others would see.
+
+    Raises: StateError.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in _STRAY:
+            return False
+        raise state_error("open", path, error) from error
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, WHOLE_FILE_WRITE_LOCK)
+    except OSError as error:
+        raise state_error("ask for the lock of", path, error) from error
+    finally:
+        os.close(descriptor)
+    return bool(struct.unpack(LOCK_LAYOUT, answer)[0] != fcntl.F_UNLCK)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
+    except OSError:
+        return False

@@ -1,0 +1,334 @@
+"""The only writer of ResourceSlices: level-triggered, one thread, no write when nothing differs.
+
+What has to wait (the leadership, a refused deletion, the next answer to somebody who fights over the slices) holds
+nothing else back: the thread sleeps until the earliest of them is due, and any change wakes it before that.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import structlog
+
+from dra_driver.concurrency.backoff import Backoff
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import ApiUnavailableError, DraDriverError
+from dra_driver.kube.slice_cache import SliceCache
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.sharing import SharingPolicy
+from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.remembered_drops import RememberedDrops
+from dra_driver.slices.rules.build import Pool, Taints, build_pool
+from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes
+from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE
+from dra_driver.slices.rules.pacing import WritePacing
+
+_log = structlog.get_logger(__name__)
+
+JsonObject = dict[str, Any]
+
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_MOST_S = 30.0
+_QUIET_AFTER_WRITE_S = 0.05
+_LEADERSHIP_AGAIN_S = 2.0
+_JOIN_S = 5.0
+
+_NOT_YET = "slices have not been published yet"
+_STANDING_BY = "standing by for another instance on this node, which publishes the slices"
+_CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
+
+
+class PublishObserver(Protocol):
+    """Hears how publishing goes, from the publisher's thread; reporting does. Must not block or raise."""
+
+    def published(self, lag_s: float) -> None:
+        """Slices were written, `lag_s` after the change that called for it."""
+
+    def publish_failed(self, error: Exception) -> None:
+        """Slices could not be brought up to date; it is tried again."""
+
+    def contested(self, reason: str) -> None:
+        """Somebody else changes our slices again and again."""
+
+    def device_left_out(self, fault: str) -> None:
+        """A device is left out, because the API server would refuse it."""
+
+    def fields_dropped(self, gates: str) -> None:
+        """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A deletion that failed, and when it is tried again."""
+
+    reason: str
+    delay_s: float
+    due: float
+
+
+class Publisher:
+    """Brings the node's slices in line with the inventory, again and again.
+
+    Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
+    `partitions` reduces the inventory to what the server can take. `taints` answers how devices are tainted at the
+    moment; its argument says whether taints without an effect may be sent.
+    """
+
+    def __init__(
+        self,
+        inventory: Callable[[], Inventory | None],
+        slices: SliceCache,
+        owner: Callable[[], Owner],
+        sharing: SharingPolicy,
+        *,
+        may_publish: Callable[[], bool],
+        partitions: PartitionSupport,
+        informational: InformationalTaints,
+        taints: Callable[[bool], Taints],
+        observer: PublishObserver,
+    ) -> None:
+        self._inventory = inventory
+        self._slices = slices
+        self._owner_source = owner
+        self._owner: Owner | None = None
+        self._memory = RememberedDrops(slices.dry_run, self._fields_dropped)
+        self._sharing = sharing
+        self._may_publish = may_publish
+        self._partitions = partitions
+        self._informational = informational
+        self._taints = taints
+        self._observer = observer
+        self._marked_at: float | None = None
+        self._behind_since: float | None = None  # the publisher's thread's own
+        self._published = threading.Event()
+        self._problem: str | None = _NOT_YET
+        self._standing_by = False
+        self._known_faults: tuple[str, ...] = ()
+        self._known_gates: frozenset[str] = frozenset()
+        self._refused: dict[str, _Refusal] = {}  # by UID
+        self._pacing = WritePacing()
+        self._due_at = math.inf
+        self._backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
+        self._worker = BackgroundWorker(
+            "publisher", self._round, crash_event="publish_failed", on_crash=self._crashed
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the published slices are not what they should be; None when they are, or are not our concern."""
+        return self._problem
+
+    @property
+    def standing_by(self) -> str | None:
+        """Why this instance publishes nothing though nothing is wrong; None while it publishes."""
+        return _STANDING_BY if self._standing_by else None
+
+    def start(self) -> None:
+        """Begin to publish in the background."""
+        self.mark_dirty()
+        self._worker.start()
+
+    def stop(self) -> None:
+        """Stop; the slices stay, so that a quick restart writes nothing."""
+        self._worker.stop(_JOIN_S)
+
+    def mark_dirty(self) -> None:
+        """Something changed: devices, or slices in the API server."""
+        if self._marked_at is None:
+            self._marked_at = time.monotonic()
+        self._worker.wake()
+
+    def wait_published(self, timeout_s: float) -> bool:
+        """Whether a complete pool has been published since the start."""
+        return self._published.wait(timeout_s)
+
+    def _round(self) -> float:
+        """Publish; answers the seconds until something is due, or 0 after an error, which it has waited for."""
+        marked_at, self._marked_at = self._marked_at, None
+        if self._behind_since is None:
+            self._behind_since = marked_at
+        try:
+            self._publish_once()
+        except DraDriverError as error:
+            self._pause_after(error)
+            return 0.0
+        self._backoff.reset()
+        return max(0.0, self._due_at - time.monotonic())
+
+    def _pause_after(self, error: DraDriverError) -> None:
+        self._problem = str(error)
+        self._report_failure(error)
+        asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+        delay = self._backoff.next(asked)
+        _log.warning("publish_retried", reason=str(error), retry_in_s=round(delay, 2))
+        self._worker.pause(delay)  # within the round, so that no change of a device or a slice ends the wait
+
+    def _crashed(self, error: Exception) -> float:
+        self._report_failure(error)
+        self._problem = "publishing failed unexpectedly; see the log"
+        self._worker.pause(self._backoff.step())
+        return 0.0
+
+    def _again_at(self, moment: float) -> None:
+        self._due_at = min(self._due_at, moment)
+
+    def _publish_once(self) -> None:
+        self._due_at = math.inf
+        inventory = self._inventory()
+        if not self._leads() or inventory is None or not self._slices.synced.is_set():
+            return
+        known = self._owner
+        owner = known or self._owner_source()
+        offered = self._partitions.usable(inventory)
+        taints = self._taints(self._informational.supported())
+        pool = build_pool(offered, owner.node_name, self._sharing, taints)
+        self._report_faults(pool)
+        self._memory.ask_again(self._slices.snapshot())
+        changes = self._changes(pool, owner)
+        if changes and self._pacing.lately(time.monotonic()):
+            self._worker.pause(_QUIET_AFTER_WRITE_S)
+            changes = self._changes(pool, owner)
+        if self._memory.ask_before(changes.updates, self._slices.snapshot()):
+            changes = self._changes(pool, owner)
+        if changes.creates and known is not None:
+            # Slices vanish with the Node object that owns them, and its successor has another UID.
+            owner = self._owner_source()
+            changes = self._changes(pool, owner)
+        self._owner = owner
+        if not changes:
+            self._pacing.not_needed()
+        elif self._is_held_back(pool) or not self._leads():
+            return
+        else:
+            self._write(changes, pool, owner)
+        if not self._standing_by:
+            self._settle()
+
+    def _leads(self) -> bool:
+        ours = self._may_publish()
+        if ours == self._standing_by:
+            _log.info("publishing_resumed" if ours else "publishing_stands_by")
+            self._problem = None if self._published.is_set() or not ours else _NOT_YET
+        self._standing_by = not ours
+        if not ours:
+            self._behind_since = None
+            self._again_at(time.monotonic() + _LEADERSHIP_AGAIN_S)
+        return ours
+
+    def _is_held_back(self, pool: Pool) -> bool:
+        """Whether the write has to wait: a second writer of our slices slows us down, and not the API server."""
+        now = time.monotonic()
+        wait_s = self._pacing.wait_s(pool, now)
+        if wait_s <= 0:
+            return False
+        if self._problem != _CONTESTED:
+            _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
+            self._observer.contested(_CONTESTED)
+        self._problem = _CONTESTED
+        self._again_at(now + wait_s)
+        return True
+
+    def _settle(self) -> None:
+        """All that is wanted is published; only a slice that cannot be deleted may be left."""
+        left = next(iter(self._refused.values()), None)
+        self._problem = f"a slice that is obsolete is still there: {left.reason}" if left else None
+        for refusal in self._refused.values():
+            self._again_at(refusal.due)
+        self._again_at(self._memory.ask_at)
+        self._again_at(self._partitions.ask_at)
+        self._behind_since = None
+        self._published.set()
+
+    def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
+        """What is to be written now; deletions that were refused come back when they are due."""
+        existing = self._slices.snapshot()
+        changes = slice_changes(pool, self._memory.as_sent(existing), owner, self._refused)
+        obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
+        self._refused = {uid: refusal for uid, refusal in self._refused.items() if uid in obsolete}
+        now = time.monotonic()
+        due = (
+            entry
+            for uid, entry in obsolete.items()
+            if uid not in self._refused or self._refused[uid].due <= now
+        )
+        return replace(changes, deletes=tuple(due))
+
+    def _write(self, changes: SliceChanges, pool: Pool, owner: Owner) -> None:
+        """Deletes come first, so that devices that are gone disappear even if what is new is refused."""
+        started = time.monotonic()
+        deleted = self._delete(changes.deletes)
+        if deleted < len(changes.deletes):
+            changes = self._changes(pool, owner)
+        for entry in changes.updates:
+            self._memory.stored(entry, self._slices.update(entry))
+        for entry in changes.creates:
+            if not self._leads():
+                return
+            self._memory.stored(entry, self._slices.create(entry))
+        written = (*changes.updates, *changes.creates)
+        if not written and not deleted:
+            return
+        now = time.monotonic()
+        self._pacing.wrote(pool, now)
+        if self._behind_since is not None:
+            self._observer.published(now - self._behind_since)
+        _log.info(
+            "pool_published",
+            created=len(changes.creates),
+            updated=len(changes.updates),
+            deleted=deleted,
+            generation=max((entry["spec"]["pool"]["generation"] for entry in written), default=0),
+            duration_s=round(now - started, 4),
+        )
+
+    def _delete(self, obsolete: Iterable[JsonObject]) -> int:
+        """How many are gone. One that stays is logged once and tried again, and does not hold up other writes: an
+        admission webhook may guard a slice that is not ours."""
+        deleted = 0
+        for entry in obsolete:
+            metadata = entry["metadata"]
+            name, uid = metadata["name"], metadata["uid"]
+            try:
+                self._slices.delete(name, uid, metadata["resourceVersion"])
+            except DraDriverError as error:
+                self._report_failure(error)
+                known = self._refused.get(uid)
+                delay = min(known.delay_s * 2, _BACKOFF_MOST_S) if known else _BACKOFF_FIRST_S
+                asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+                due = time.monotonic() + max(delay, asked or 0.0)
+                self._refused[uid] = _Refusal(str(error), delay, due)
+                if known is None:
+                    _log.warning("slice_not_deleted", slice=name, reason=str(error))
+            else:
+                deleted += 1
+                self._refused.pop(uid, None)
+                _log.info("slice_deleted", slice=name)
+        return deleted
+
+    def _fields_dropped(self, gates: AbstractSet[str]) -> None:
+        """The API server did not store fields that these feature gates guard."""
+        new = gates - self._known_gates
+        if new:
+            self._known_gates |= new
+            self._observer.fields_dropped(", ".join(sorted(new)))
+        if PARTITIONS_GATE in gates:
+            self._partitions.fields_dropped()
+            self.mark_dirty()
+
+    def _report_failure(self, error: Exception) -> None:
+        self._informational.publish_failed(error)
+        self._observer.publish_failed(error)
+
+    def _report_faults(self, pool: Pool) -> None:
+        """Report the devices that are left out, each time that they are others."""
+        if pool.faults != self._known_faults:
+            for fault in pool.faults:
+                _log.error("device_not_publishable", reason=fault)
+                self._observer.device_left_out(fault)
+        self._known_faults = pool.faults

@@ -1,0 +1,163 @@
+"""A device in the wire shape of resource.k8s.io/v1: its attributes and capacities.
+
+Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers stand on them.
+Every attribute but `type` and `uuid` is best effort: what is unknown is left out, never 0 or "N/A".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dra_driver.mig.rules.counters import has_counters
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.mig import MigProfile
+from dra_driver.model.units import format_bytes
+
+JsonObject = dict[str, Any]
+
+_LEADING_NUMBERS = re.compile(r"^v?(\d+(?:\.\d+)*)")
+
+STANDARD_PREFIX = "resource.kubernetes.io/"
+MAX_STRING_BYTES = 64
+_MIB = 1 << 20
+
+
+def wire_device(device: OfferedDevice, inventory: Inventory) -> JsonObject:
+    """One entry of `spec.devices`: `{"name", "attributes", "capacity"}`."""
+    match device:
+        case WholeGpu(name, gpu):
+            specific = _whole_gpu_attributes(gpu, inventory)
+            capacity = _whole_gpu_capacity(gpu)
+        case StaticMigDevice(name, gpu, mig):
+            specific = _mig_attributes(device)
+            slices = {f"memorySlice{number}": "1" for number in mig.placement.memory_slices}
+            capacity = _profile_capacity(mig.profile) | slices
+        case DynamicMigDevice(name, gpu, profile):
+            specific = _mig_attributes(device)
+            capacity = _profile_capacity(profile)
+    attributes = {**specific, **_common_attributes(gpu, inventory)}
+    entry: JsonObject = {
+        "name": name,
+        "attributes": {key: attributes[key] for key in sorted(attributes) if attributes[key] is not None},
+    }
+    if capacity:
+        entry["capacity"] = {key: {"value": capacity[key]} for key in sorted(capacity)}
+    return entry
+
+
+def _common_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonObject | None]:
+    compute = gpu.cuda_compute_capability
+    cuda = inventory.versions.cuda
+    return {
+        "productName": _string(gpu.product_name),
+        "brand": _string(gpu.brand),
+        "architecture": _string(gpu.architecture),
+        "cudaComputeCapability": _version(None if compute is None else f"{compute[0]}.{compute[1]}"),
+        "driverVersion": _version(inventory.versions.driver),
+        "cudaDriverVersion": _version(None if cuda is None else f"{cuda[0]}.{cuda[1]}"),
+        "addressingMode": _string(gpu.addressing_mode),
+        STANDARD_PREFIX + "pciBusID": _standard_bus_id(gpu.pci_bus_id),
+        STANDARD_PREFIX + "pcieRoot": _string(gpu.pcie_root),
+        STANDARD_PREFIX + "numaNode": _int(gpu.numa_node),
+    }
+
+
+def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonObject | None]:
+    fabric = gpu.fabric
+    return {
+        "type": {"string": "gpu"},
+        "uuid": _string(gpu.uuid),
+        "index": _int(gpu.index),
+        "minor": _minor(gpu),
+        "migCapable": _bool(gpu.mig_capable),
+        "nvlinkLinks": _int(gpu.nvlink_links),
+        "nvlinkDomain": _string(inventory.nvlink_domains.get(gpu.uuid)),
+        "fabricClusterUUID": _string(None if fabric is None else fabric.cluster_uuid),
+        "fabricCliqueID": _int(None if fabric is None else fabric.clique_id),
+    }
+
+
+def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> Mapping[str, JsonObject | None]:
+    return {
+        "type": {"string": "mig"},
+        "uuid": _string(device.uuid),
+        "parentUUID": _string(device.gpu.uuid),
+        "parentIndex": _int(device.gpu.index),
+        "parentMinor": _minor(device.gpu),
+        "profile": _string(device.profile.name),
+    }
+
+
+def _minor(gpu: Gpu) -> JsonObject | None:
+    """None where MIG devices are made on demand: MIG mode changes the number, and each claim changes the mode."""
+    return _int(gpu.minor) if gpu.partitioning is None else None
+
+
+def _whole_gpu_capacity(gpu: Gpu) -> dict[str, str]:
+    memory = {} if gpu.memory_bytes is None else {"memory": format_bytes(gpu.memory_bytes)}
+    if gpu.partitioning is None or not has_counters(gpu):
+        return memory
+    profiles = [_engines(row.profile) for row in gpu.partitioning.profiles]
+    most = {name: max(engines[name] for engines in profiles) for name in profiles[0]}
+    if gpu.multiprocessors is not None:
+        most["multiprocessors"] = gpu.multiprocessors
+    return {name: str(count) for name, count in most.items()} | memory
+
+
+def _profile_capacity(profile: MigProfile) -> dict[str, str]:
+    engines = {name: str(count) for name, count in _engines(profile).items()}
+    return engines | {"memory": format_bytes(profile.memory_mib * _MIB)}
+
+
+def _engines(profile: MigProfile) -> dict[str, int]:
+    return {
+        "multiprocessors": profile.multiprocessors,
+        "copyEngines": profile.copy_engines,
+        "decoders": profile.decoders,
+        "encoders": profile.encoders,
+        "jpegEngines": profile.jpeg_engines,
+        "ofaEngines": profile.ofa_engines,
+    }
+
+
+def _string(value: str | None) -> JsonObject | None:
+    """A string value cut to what the API takes; one long product name must not cost the whole slice."""
+    if not value:
+        return None
+    raw = value.encode()
+    return {"string": raw[:MAX_STRING_BYTES].decode(errors="ignore")}
+
+
+def _int(value: int | None) -> JsonObject | None:
+    return None if value is None else {"int": value}
+
+
+def _bool(value: bool | None) -> JsonObject | None:
+    return None if value is None else {"bool": value}
+
+
+def _version(text: str | None) -> JsonObject | None:
+    version = semver(text)
+    return None if version is None or len(version) > MAX_STRING_BYTES else {"version": version}
+
+
+def _standard_bus_id(bus_id: str | None) -> JsonObject | None:
+    """The standard attribute allows four domain digits; larger domains have no standard form."""
+    return {"string": bus_id} if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
+
+
+def semver(text: str | None) -> str | None:
+    """SemVer 2.0.0 of a driver version: `570.124.06` becomes `570.124.6`; None if there is no number.
+
+    A fourth component becomes build metadata, which does not take part in comparisons:
+    `6.19.14.31400000` becomes `6.19.14+31400000`. Missing components are zero.
+    """
+    match = _LEADING_NUMBERS.match((text or "").strip())
+    if match is None:
+        return None
+    numbers = [str(int(part)) for part in match[1].split(".")]
+    version = ".".join([*numbers, "0", "0"][:3])
+    return version if len(numbers) <= 3 else f"{version}+{'.'.join(numbers[3:])}"

@@ -1,0 +1,159 @@
+"""The only builder of ResourceSlices: an inventory becomes the whole desired pool of this node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.sharing.rules.shared_device import shared_device
+from dra_driver.slices.rules.api_limits import (
+    MAX_COUNTER_SETS_PER_SLICE,
+    MAX_DEVICES_PER_SLICE,
+    consumption_faults,
+    counter_set_faults,
+    device_faults,
+)
+from dra_driver.slices.rules.attributes import wire_device
+
+T = TypeVar("T")
+JsonObject = dict[str, Any]
+
+
+Taints = Callable[[OfferedDevice], Sequence[JsonObject]]
+
+
+def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
+    """No taints."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SliceContent:
+    """What one slice of a pool carries: devices or counter sets, never both (Kubernetes 1.35 and newer)."""
+
+    devices: tuple[JsonObject, ...] = ()
+    shared_counters: tuple[JsonObject, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The desired state of one pool: its slices in index order. There is always one, if only an empty one,
+    which tells "no devices" from "no driver"."""
+
+    name: str
+    slices: tuple[SliceContent, ...]
+    faults: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Devices that lie in one slice, and how many places they get in it."""
+
+    devices: tuple[JsonObject, ...]
+    reserved: int
+
+
+def build_pool(
+    inventory: Inventory,
+    node_name: str,
+    sharing: SharingPolicy = NO_SHARING,
+    taints: Taints = untainted,
+) -> Pool:
+    """The pool of a node: counter sets, then devices in PCI order, in slices within the API's limits; same
+    hardware, same bytes.
+
+    Devices under a rule of `sharing` can be allocated several times, the others are as they are without it;
+    `taints` answers the taints of a device in the wire shape.
+    A device that the API server would refuse is left out and told in `faults`, so that it never costs
+    the node its other devices. Devices go with the counters that they consume.
+    """
+    faults: list[str] = []
+    counters, refused = _counter_sets(inventory, faults)
+    names: set[str] = set()
+    groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.every_gpu}
+    for offered in inventory.devices():
+        if offered.gpu.uuid in refused:
+            continue
+        device = _entry(offered, inventory, sharing, counters)
+        tainted = taints(offered)
+        if tainted:
+            device["taints"] = list(tainted)
+        problems = device_faults(device) + consumption_faults(device, counters.values())
+        if device["name"] in names:
+            problems.append(f"device name {device['name']} occurs more than once in the pool")
+        if problems:
+            faults += problems
+            continue
+        names.add(device["name"])
+        groups[offered.gpu.uuid].append(device)
+    blocks = (block for gpu in inventory.every_gpu for block in _blocks(gpu, groups[gpu.uuid]))
+    used = [entry for uuid, entry in counters.items() if groups[uuid]]
+    slices = [SliceContent(shared_counters=chunk) for chunk in _chunks(used, MAX_COUNTER_SETS_PER_SLICE)]
+    slices += [SliceContent(devices=chunk) for chunk in _device_chunks(blocks)]
+    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults))
+
+
+def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
+    """The counter set of each GPU that has one, by its UUID, and the GPUs whose set would be refused."""
+    names = gpu_device_names(gpu.uuid for gpu in inventory.every_gpu)
+    sets: dict[str, JsonObject] = {}
+    refused: set[str] = set()
+    for gpu in inventory.every_gpu:
+        if not has_counters(gpu):
+            continue
+        entry = counter_set(names[gpu.uuid], gpu)
+        problems = counter_set_faults(entry)
+        if problems:
+            faults += [f"{problem}; no device of the GPU is offered" for problem in problems]
+            refused.add(gpu.uuid)
+        else:
+            sets[gpu.uuid] = entry
+    return sets, refused
+
+
+def _entry(
+    offered: OfferedDevice, inventory: Inventory, sharing: SharingPolicy, counters: Mapping[str, JsonObject]
+) -> JsonObject:
+    device = wire_device(offered, inventory)
+    rule = sharing.rule_for(offered)
+    if rule is not None:
+        device = shared_device(device, offered, rule)
+    if offered.gpu.uuid in counters and not isinstance(offered, StaticMigDevice):
+        device["consumesCounters"] = consumed_counters(offered, counters[offered.gpu.uuid])
+    return device
+
+
+def _device_chunks(blocks: Iterable[_Block]) -> Iterator[tuple[JsonObject, ...]]:
+    chunk: list[JsonObject] = []
+    room = MAX_DEVICES_PER_SLICE
+    for block in blocks:
+        if block.reserved > room:
+            if chunk:
+                yield tuple(chunk)
+            chunk, room = [], MAX_DEVICES_PER_SLICE
+        chunk += block.devices
+        room -= block.reserved
+    if chunk:
+        yield tuple(chunk)
+
+
+def _blocks(gpu: Gpu, devices: Sequence[JsonObject]) -> Iterator[_Block]:
+    """A device that is not counted is its own block. Those of one counter set stay together, with room for every
+    device that the GPU could have: what happens to one GPU then moves no device of another between slices."""
+    if gpu.partitioning is None or not has_counters(gpu):
+        yield from (_Block((device,), 1) for device in devices)
+        return
+    most = 1 + sum(len(row.placements) for row in gpu.partitioning.profiles)
+    for part in _chunks(devices, MAX_DEVICES_PER_SLICE):
+        yield _Block(part, max(len(part), min(most, MAX_DEVICES_PER_SLICE)))
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
+    for start in range(0, len(items), size):
+        yield tuple(items[start : start + size])

@@ -1,0 +1,42 @@
+"""What follows from the release of Kubernetes where no field of its API tells it."""
+
+from __future__ import annotations
+
+import re
+
+Version = tuple[int, int, int]
+
+# Kubernetes 1.36.2 is the first release that counts them; no release of 1.35 does.
+_COUNTS_SHARES: Version = (1, 36, 2)
+_EFFECT_NONE: Version = (1, 35, 0)
+_NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+
+
+def parse_version(text: str) -> Version | None:
+    """`v1.36.0-gke.1` as (1, 36, 0); None for what is not a version."""
+    found = _NUMBERS.match(text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def takes_effect_none(release: str) -> bool:
+    """Whether the API server takes taints without an effect; older ones refuse the whole slice for one.
+
+    A release that cannot be read is taken for a new one.
+    """
+    version = parse_version(release)
+    return version is None or version >= _EFFECT_NONE
+
+
+def sharing_caution(release: str) -> str | None:
+    """Why the scheduler gives shares of devices with counters out wrongly, as one sentence with the remedy.
+
+    None where the release is new enough or cannot be read.
+    """
+    version = parse_version(release)
+    if version is None or version >= _COUNTS_SHARES:
+        return None
+    return (
+        f"the scheduler of Kubernetes {release} forgets what shared devices take of a GPU's counters and may give one "
+        "place on a GPU out twice, so that pods cannot start; upgrade to 1.36.2 or newer, or leave GPUs with MIG "
+        "devices on demand out of the sharing rules"
+    )

@@ -1,0 +1,158 @@
+"""YAML documents of files and standard input, each with the line at which it begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dra_driver.errors import InvalidConfigError
+
+JsonObject = dict[str, Any]
+
+_MOST_VALUES = 1_000_000
+"""Of one document with each alias written out, a long text counting as several; an object of the API server has
+3 MiB at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document; `problem` says why it could not be read; then there is no content."""
+
+    file: str
+    line: int
+    content: Any = None
+    problem: str | None = None
+
+    @property
+    def place(self) -> str:
+        """`claims.yaml:12`."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def is_configuration(self) -> bool:
+        """Whether it is a configuration file of the driver: an object that is not one of the API server's."""
+        content = self.content
+        return isinstance(content, dict) and "kind" not in content and "apiVersion" not in content
+
+    @property
+    def name(self) -> str:
+        """What to call it: kind and name."""
+        if not isinstance(self.content, dict):
+            return "document"
+        kind = str(self.content.get("kind") or "configuration")
+        metadata = self.content.get("metadata")
+        if not isinstance(metadata, dict):
+            return kind
+        name = metadata.get("name") or metadata.get("generateName")
+        namespace = metadata.get("namespace")
+        return f"{kind} {f'{namespace}/' if namespace else ''}{name}" if name else kind
+
+
+def read_documents(files: Sequence[str]) -> Iterator[Document]:
+    """The documents of all files, empty ones left out and lists taken apart. `-` is standard input, a directory
+    stands for its YAML files.
+
+    Raises: InvalidConfigError for a file that cannot be read.
+    """
+    for name in files:
+        if name == "-":
+            yield from _documents("(stdin)", sys.stdin.read())
+            continue
+        for path in _files(Path(name)):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except OSError as error:
+                raise InvalidConfigError(f"cannot read {path}: {error.strerror}") from error
+            except UnicodeDecodeError as error:
+                raise InvalidConfigError(f"{path} is not a text file") from error
+            yield from _documents(str(path), text)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for suffix in ("yaml", "yml", "json") for file in path.rglob(f"*.{suffix}"))
+    if not found:
+        raise InvalidConfigError(f"there are no YAML files in {path}")
+    return found
+
+
+def _documents(file: str, text: str) -> Iterator[Document]:
+    import yaml
+
+    line = 1
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)  # looks at the characters
+        while loader.check_node():
+            node: Any = loader.get_node()
+            line = node.start_mark.line + 1
+            twice = _twice(node, "", set())
+            if twice is not None:
+                yield Document(file, line, problem=f"{twice} is written twice")
+                continue
+            if _values(node, {}) > _MOST_VALUES:
+                yield Document(file, line, problem="its aliases stand for too many values")
+                continue
+            yield from _taken_apart(Document(file, line, loader.construct_document(node)))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        yield Document(file, mark.line + 1 if mark else line, problem=f"is not valid YAML: {reason}")
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _taken_apart(document: Document) -> Iterator[Document]:
+    content = document.content
+    if isinstance(content, dict) and content.get("kind") == "List" and isinstance(content.get("items"), list):
+        yield from (Document(document.file, document.line, item) for item in content["items"])
+    elif content is not None:
+        yield document
+
+
+def _values(node: Any, known: dict[int, int]) -> int:
+    """How many values there are with each alias written out; one within itself counts once."""
+    import yaml
+
+    if id(node) not in known:
+        known[id(node)] = 1
+        inner: list[Any] = []
+        if isinstance(node, yaml.ScalarNode):
+            known[id(node)] += len(node.value) // 64
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] += sum(_values(item, known) for item in inner)
+    return known[id(node)]
+
+
+def _twice(node: Any, path: str, seen: set[int]) -> str | None:
+    """The path of a key that stands twice in one object; YAML would silently take the last."""
+    import yaml
+
+    if id(node) in seen:
+        return None
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            here = f"{path}.{name}" if path else name
+            if name in names and name != "<<":
+                return here
+            names.add(name)
+            found = _twice(value, here, seen)
+            if found is not None:
+                return found
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            found = _twice(item, f"{path}[{number}]", seen)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,218 @@
+"""Would a claim fit on a machine? Decided as the scheduler does it, explained by `rules.explain`."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dra_driver.api.resolve import config_for_result
+from dra_driver.errors import DraDriverError
+from dra_driver.kube.claims import parse_allocated_claim
+from dra_driver.model.claim import ClaimRef
+from dra_driver.validation.rules.allocator import AllocationError, allocate
+from dra_driver.validation.rules.cel.values import Semver
+from dra_driver.validation.rules.explain import (
+    DeviceRequest,
+    Funnel,
+    MachineDevice,
+    funnel,
+    largest_group,
+    machine_devices,
+)
+from dra_driver.validation.rules.manifests import alternatives, default_claim_spec
+from dra_driver.validation.rules.selection import selects
+from dra_driver.validation.rules.selectors import Selector, compiled
+
+JsonObject = dict[str, Any]
+
+_BOUND_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The outcome for one claim.
+
+    `devices` are (request, device) of one way to serve it, empty if there is none; then `problem` says why.
+    `refusal` is what Prepare would say to the parameters for these devices. `allocation` is the claim's status.
+    """
+
+    funnels: tuple[Funnel, ...]
+    devices: tuple[tuple[str, str], ...] = ()
+    problem: str | None = None
+    refusal: str | None = None
+    allocation: JsonObject | None = None
+
+
+class MachineFit:
+    """One empty machine: nothing of it is allocated yet."""
+
+    def __init__(self, name: str, driver: str, slices: Sequence[JsonObject]) -> None:
+        self.name = name
+        self._driver = driver
+        self._slices = [_stored(entry, number) for number, entry in enumerate(slices)]
+        self._node = str(slices[0]["spec"]["nodeName"]) if slices else name
+        devices = [device for entry in slices for device in entry["spec"].get("devices") or ()]
+        self.devices: list[MachineDevice] = machine_devices(driver, devices)
+
+    def claim(
+        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject] = ()
+    ) -> Fit:
+        """Whether a v1 claim spec fits beside the claims `others`, which hold devices already."""
+        spec = copy.deepcopy(spec)
+        default_claim_spec(spec)
+        devices = spec.get("devices") or {}
+        wanted = [
+            [_wanted(n, body, classes) for n, body in alternatives(r)] for r in devices.get("requests") or ()
+        ]
+        funnels = tuple(funnel(entry, self.devices) for group in wanted for entry in group)
+        short = _first_short(wanted, funnels)
+        if short is not None:
+            return Fit(funnels, problem=short)
+        try:
+            allocation = _bounded(lambda: self._allocate(spec, classes, others))
+        except AllocationError as error:
+            return Fit(funnels, problem=self._why_not(wanted, funnels, devices, bool(others)) or str(error))
+        results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
+        return Fit(funnels, results, None, self._refusal(allocation), allocation)
+
+    def _allocate(
+        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
+    ) -> JsonObject:
+        claim = {"metadata": {"name": "claim"}, "spec": spec}
+        return allocate(claim, self._slices, classes, others, node=self._node, selects=selects)
+
+    def _why_not(
+        self,
+        wanted: list[list[DeviceRequest]],
+        funnels: tuple[Funnel, ...],
+        devices: JsonObject,
+        beside: bool,
+    ) -> str | None:
+        """The first reason that is known where each request could be served by itself; None if none is."""
+        by_name = {found.request: found for found in funnels}
+        for constraint in devices.get("constraints") or ():
+            short = self._constraint_short(constraint, wanted, by_name)
+            if short is not None:
+                return short
+        if beside:
+            return "the pod's claims do not fit at one time: each does alone"
+        if sum(len(group) for group in wanted) > 1 or any(
+            entry.count != 1 for group in wanted for entry in group
+        ):
+            return "enough devices match, but no choice of them serves all requests at one time"
+        return None
+
+    def _constraint_short(
+        self, constraint: JsonObject, wanted: list[list[DeviceRequest]], by_name: Mapping[str, Funnel]
+    ) -> str | None:
+        attribute = constraint.get("matchAttribute")
+        if attribute is None:
+            return None
+        names = constraint.get("requests") or ()
+        chosen = [g[0] for g in wanted if not names or {g[0].name, g[0].name.partition("/")[0]} & set(names)]
+        matching = [name for entry in chosen for name in by_name[entry.name].matching]
+        count = sum(entry.count or len(by_name[entry.name].matching) for entry in chosen)
+        number, value = largest_group(attribute, self.devices, list(dict.fromkeys(matching)))
+        if number >= count:
+            return None
+        if not number:
+            return f"constraint matchAttribute {attribute}: no matching device has this attribute"
+        return (
+            f"constraint matchAttribute {attribute}: {count} devices are wanted with one value, "
+            f"the largest group has {number} ({value})"
+        )
+
+    def _refusal(self, allocation: JsonObject) -> str | None:
+        """What Prepare would say to the parameters that the claim and its classes carry."""
+        kinds = {c.name: c.variable["attributes"][self._driver].get("type") for c in self.devices}
+        body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
+        try:
+            claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
+            for result in claim.results:
+                kind = kinds.get(result.device)
+                if result.driver == self._driver and kind in ("gpu", "mig"):
+                    config_for_result(result, claim.configs, self._driver, kind)
+        except DraDriverError as error:
+            return f"allocated on {self.name}, Prepare would refuse it: {error}"
+        return None
+
+
+def _first_short(wanted: list[list[DeviceRequest]], funnels: tuple[Funnel, ...]) -> str | None:
+    """Why a request cannot be served whatever the others get; None if each can."""
+    by_name = {found.request: found for found in funnels}
+    for group in wanted:
+        shorts = [_short_of(entry, by_name[entry.name]) for entry in group]
+        # An error in a selector ends the scheduler's search, also where another alternative would fit.
+        broken = [short for entry, short in zip(group, shorts, strict=True) if by_name[entry.name].error]
+        if broken or all(shorts):
+            return "; ".join(short for short in broken or shorts if short)
+    return None
+
+
+def _short_of(wanted: DeviceRequest, found: Funnel) -> str | None:
+    """Why one request cannot be served by itself; None if it can."""
+    who = f"request {wanted.name}"
+    if found.error is not None:
+        return f"{who}: selector {found.error}"
+    if not found.matching:
+        nearest = f"; nearest: {found.nearest}" if found.nearest else ""
+        return f"{who}: {found.sentence()}{nearest}"
+    if wanted.count is not None and wanted.count > len(found.matching):
+        return None if wanted.capacity else f"{who}: wants {wanted.count}, but of {found.sentence()}"
+    return None
+
+
+def _wanted(name: str, body: JsonObject, classes: Mapping[str, JsonObject]) -> DeviceRequest:
+    class_name = body["deviceClassName"]
+    requests = (body.get("capacity") or {}).get("requests") or {}
+    return DeviceRequest(
+        name,
+        class_name,
+        _compiled((classes.get(class_name) or {}).get("spec") or {}),
+        _compiled(body),
+        None if body.get("allocationMode") == "All" else body.get("count", 1),
+        tuple((key, str(amount)) for key, amount in requests.items()),
+        tuple(body.get("tolerations") or ()),
+    )
+
+
+def _compiled(body: JsonObject) -> tuple[Selector, ...]:
+    return tuple(compiled(entry["cel"]["expression"]) for entry in body.get("selectors") or ())
+
+
+def _stored(entry: JsonObject, number: int) -> JsonObject:
+    """A slice as the API server would hold it; versions keep their type, which the plain value does not tell."""
+    entry = copy.deepcopy(entry)
+    entry["metadata"] = {"name": f"{number:04d}"}
+    for device in entry["spec"].get("devices") or ():
+        for value in (device.get("attributes") or {}).values():
+            if "version" in value:
+                value["version"] = Semver(value["version"])
+    return entry
+
+
+def _bounded(call: Any) -> Any:
+    """The call's result; the search through partitions of GPUs can take longer than anybody waits.
+
+    Raises: AllocationError, also when the time is up.
+    """
+    answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
+
+    def work() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
+            answers.put((None, error))
+
+    threading.Thread(target=work, name="allocation", daemon=True).start()
+    try:
+        result, error = answers.get(timeout=_BOUND_S)
+    except queue.Empty:
+        raise AllocationError(f"no choice of devices was found within {_BOUND_S:.0f} s") from None
+    if error is not None:
+        raise error
+    return result

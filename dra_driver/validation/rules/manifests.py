@@ -1,0 +1,397 @@
+"""ResourceClaims, their templates, DeviceClasses and pods, as people write them: what is wrong with them.
+
+Source: types and validation of resource.k8s.io/v1 as of Kubernetes 1.37. What a served older version would
+take is taken too; `as_v1` brings it into the shape of v1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dra_driver.api.config import GROUP_VERSION
+from dra_driver.api.decode import decode
+from dra_driver.api.resolve import unbuilt_features
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.ids import is_dns_label
+from dra_driver.model.units import parse_quantity
+from dra_driver.validation.rules.fields import (
+    Anything,
+    FieldFault,
+    ListField,
+    MapField,
+    Object,
+    Scalar,
+    Shape,
+    faults,
+)
+from dra_driver.validation.rules.selectors import compiled
+
+JsonObject = dict[str, Any]
+
+GROUP = "resource.k8s.io"
+SERVED = ("v1", "v1beta2", "v1beta1")
+KINDS = ("ResourceClaim", "ResourceClaimTemplate", "DeviceClass")
+
+_SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
+_ATTRIBUTE = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
+_FULL_ATTRIBUTE = re.compile(r"^[a-z0-9][-a-z0-9.]*/[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
+
+
+def _one_of(*values: str) -> Scalar:
+    return Scalar(str, lambda value: None if value in values else f"{value!r} must be {' or '.join(values)}")
+
+
+def _label(value: str) -> str | None:
+    if is_dns_label(value):
+        return None
+    return f"{value!r} is not a DNS label (lower-case letters, digits and -, at most 63)"
+
+
+def _name(value: str) -> str | None:
+    return (
+        None if len(value) <= 253 and _SUBDOMAIN.match(value) else f"{value!r} is not a lower-case DNS name"
+    )
+
+
+def _positive(value: int) -> str | None:
+    return None if value > 0 else f"{value} must be greater than zero"
+
+
+def _cel(value: str) -> str | None:
+    try:
+        compiled(value)
+    except InvalidConfigError as error:
+        return str(error)
+    return None
+
+
+def _attribute(value: str) -> str | None:
+    if _FULL_ATTRIBUTE.match(value):
+        return None
+    domain = "; put its domain before it, such as gpu.nvidia.com/" + value if _ATTRIBUTE.match(value) else ""
+    return f"{value!r} is not a qualified attribute name{domain}"
+
+
+def _amount(value: Any) -> str | None:
+    try:
+        return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
+    except InvalidConfigError as error:
+        return str(error)
+
+
+_SELECTORS = ListField(
+    Object(
+        {"cel": Object({"expression": Scalar(str, _cel)}, ("expression",))},
+        ("cel",),
+        {"expression": "stands under `cel`: cel.expression"},
+    )
+)
+_TOLERATION = Object(
+    {
+        "key": Scalar(str),
+        "operator": _one_of("Exists", "Equal"),
+        "value": Scalar(str),
+        "effect": _one_of("NoSchedule", "NoExecute"),
+        "tolerationSeconds": Scalar(int),
+    }
+)
+_EXACT: dict[str, Shape] = {
+    "deviceClassName": Scalar(str, _name),
+    "selectors": _SELECTORS,
+    "allocationMode": _one_of("ExactCount", "All"),
+    "count": Scalar(int, _positive),
+    "tolerations": ListField(_TOLERATION, 16),
+    "capacity": Object({"requests": MapField(Anything())}),
+}
+_WITH_ADMIN = {**_EXACT, "adminAccess": Scalar(bool)}
+_ALTERNATIVES = ListField(Object({"name": Scalar(str, _label), **_EXACT}, ("name", "deviceClassName")), 8)
+_CONFIG = Object(
+    {
+        "requests": ListField(Scalar(str)),
+        "opaque": Object({"driver": Scalar(str, _name), "parameters": Anything()}, ("driver", "parameters")),
+    },
+    ("opaque",),
+)
+_CLASS_CONFIG = Object({"opaque": _CONFIG.fields["opaque"]}, ("opaque",))
+_CONSTRAINT = Object(
+    {
+        "requests": ListField(Scalar(str)),
+        "matchAttribute": Scalar(str, _attribute),
+        "distinctAttribute": Scalar(str, _attribute),
+    }
+)
+_UNDER_EXACTLY = {name: f"stands under `exactly` in {GROUP}/v1: exactly.{name}" for name in _WITH_ADMIN}
+_REQUEST = Object(
+    {
+        "name": Scalar(str, _label),
+        "exactly": Object(_WITH_ADMIN, ("deviceClassName",)),
+        "firstAvailable": _ALTERNATIVES,
+    },
+    ("name",),
+    _UNDER_EXACTLY,
+)
+_FLAT_REQUEST = Object(
+    {"name": Scalar(str, _label), "firstAvailable": _ALTERNATIVES, **_WITH_ADMIN},
+    ("name",),
+    {"exactly": f"does not exist in {GROUP}/v1beta1; write apiVersion: {GROUP}/v1"},
+)
+_OLD_CLAIM = dict.fromkeys(
+    ("resourceClassName", "parametersRef", "allocationMode", "controller"),
+    f"belongs to {GROUP}/v1alpha2, which is gone; describe the devices under spec.devices.requests",
+)
+
+
+def _claim_spec(request: Object) -> Object:
+    devices = Object(
+        {"requests": ListField(request), "constraints": ListField(_CONSTRAINT), "config": ListField(_CONFIG)}
+    )
+    stray = {"requests": "stands under `devices`: devices.requests"}
+    return Object({"devices": devices}, ("devices",), {**_OLD_CLAIM, **stray})
+
+
+def _shape(kind: str, version: str) -> Object:
+    spec = _claim_spec(_FLAT_REQUEST if version == "v1beta1" else _REQUEST)
+    if kind == "ResourceClaimTemplate":
+        inner = "a template holds a claim, so it stands one `spec` deeper: spec.spec.devices"
+        spec = Object({"metadata": Anything(), "spec": spec}, ("spec",), {"devices": inner})
+    elif kind == "DeviceClass":
+        spec = Object(
+            {
+                "selectors": _SELECTORS,
+                "config": ListField(_CLASS_CONFIG),
+                "extendedResourceName": Scalar(str),
+            },
+            (),
+            {"suitableNodes": f"belongs to an alpha version of {GROUP}, which is gone; remove it"},
+        )
+    fields: dict[str, Shape] = {
+        "apiVersion": Scalar(str), "kind": Scalar(str), "metadata": Anything(), "spec": spec
+    }  # fmt: skip
+    if kind == "ResourceClaim":
+        fields["status"] = Anything()
+    return Object(fields, ("spec",))
+
+
+def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
+    """The faults of a claim, template or class of a served version of the API."""
+    kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
+    if version not in SERVED:
+        text = (
+            f"{document.get('apiVersion')!r} is gone or unknown; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
+        )
+        return [FieldFault("apiVersion", text)]
+    found = faults(document, _shape(kind, version), "")
+    found += _metadata_faults(document.get("metadata"))
+    if found:
+        return found
+    v1 = as_v1(document)
+    if kind == "DeviceClass":
+        return _config_faults(v1["spec"].get("config") or [], "spec.config", None, driver)
+    path = "spec.spec.devices" if kind == "ResourceClaimTemplate" else "spec.devices"
+    return _claim_faults(claim_spec(v1)["devices"], path, driver)
+
+
+def as_v1(document: JsonObject) -> JsonObject:
+    """A claim, template or class that has the right fields, in the shape of v1."""
+    if document.get("apiVersion") != f"{GROUP}/v1beta1" or document.get("kind") == "DeviceClass":
+        return document | {"apiVersion": f"{GROUP}/v1"}
+    spec = claim_spec(document)
+    devices = spec.get("devices") or {}
+    requests = [_exact_request(request) for request in devices.get("requests") or ()]
+    spec = spec | {"devices": devices | {"requests": requests}}
+    if document.get("kind") == "ResourceClaimTemplate":
+        spec = document["spec"] | {"spec": spec}
+    return document | {"apiVersion": f"{GROUP}/v1", "spec": spec}
+
+
+def claim_spec(document: JsonObject) -> JsonObject:
+    """The spec of a claim, also of the one in a template."""
+    spec: JsonObject = document["spec"]
+    return spec["spec"] if document.get("kind") == "ResourceClaimTemplate" else spec
+
+
+def default_claim_spec(spec: dict[str, Any]) -> None:
+    """Fill what the API server fills, in place: allocation mode and count of every (sub)request."""
+    for request in (spec.get("devices") or {}).get("requests") or ():
+        exact = [request["exactly"]] if isinstance(request.get("exactly"), dict) else []
+        for wanted in (*exact, *(request.get("firstAvailable") or ())):
+            mode = wanted.setdefault("allocationMode", "ExactCount")
+            if mode == "ExactCount":
+                wanted.setdefault("count", 1)
+
+
+def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
+    """The names and bodies of a v1 request: one, or those of `firstAvailable` in order."""
+    first = request.get("firstAvailable")
+    if first:
+        return [(f"{request['name']}/{body['name']}", body) for body in first]
+    return [(request["name"], request["exactly"])]
+
+
+def class_names(document: JsonObject) -> list[str]:
+    """The classes that a v1 claim or template asks for."""
+    requests = (claim_spec(document).get("devices") or {}).get("requests") or ()
+    return [body["deviceClassName"] for request in requests for _, body in alternatives(request)]
+
+
+def _exact_request(request: JsonObject) -> JsonObject:
+    outer = {key: value for key, value in request.items() if key in ("name", "firstAvailable")}
+    inner = {key: value for key, value in request.items() if key not in outer}
+    return outer | {"exactly": inner} if inner else outer
+
+
+def _metadata_faults(metadata: Any) -> list[FieldFault]:
+    if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
+        return [FieldFault("metadata.name", "is required")]
+    name = metadata.get("name")
+    wrong = None if name is None else _name(str(name))
+    return [] if wrong is None else [FieldFault("metadata.name", wrong)]
+
+
+def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFault]:
+    requests = devices.get("requests") or []
+    found: list[FieldFault] = []
+    seen: set[str] = set()
+    for number, request in enumerate(requests):
+        here = f"{path}.requests[{number}]"
+        if request["name"] in seen:
+            found.append(FieldFault(f"{here}.name", f"{request['name']!r} is taken by another request"))
+        seen.add(request["name"])
+        if (request.get("exactly") is None) == (not request.get("firstAvailable")):
+            found.append(FieldFault(here, "exactly one of `exactly` and `firstAvailable` is required"))
+            continue
+        for _, body in alternatives(request):
+            found += _body_faults(body, f"{here}.{'exactly' if request.get('exactly') else 'firstAvailable'}")
+            seen.update({f"{request['name']}/{body['name']}"} if "name" in body else ())
+    for number, constraint in enumerate(devices.get("constraints") or ()):
+        here = f"{path}.constraints[{number}]"
+        if (constraint.get("matchAttribute") is None) == (constraint.get("distinctAttribute") is None):
+            found.append(
+                FieldFault(here, "exactly one of `matchAttribute` and `distinctAttribute` is required")
+            )
+        found += _unknown_requests(constraint.get("requests"), f"{here}.requests", seen)
+    return found + _config_faults(devices.get("config") or [], f"{path}.config", seen, driver)
+
+
+def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
+    if not body.get("deviceClassName"):
+        yield FieldFault(f"{path}.deviceClassName", "is required")
+    if body.get("allocationMode") == "All" and body.get("count"):
+        yield FieldFault(f"{path}.count", "does not go with allocationMode All; remove one of them")
+    for name, amount in ((body.get("capacity") or {}).get("requests") or {}).items():
+        here = f"{path}.capacity.requests.{name}"
+        if not _ATTRIBUTE.match(str(name)):
+            yield FieldFault(here, f"{name!r} is not the name of a capacity")
+        wrong = _amount(amount)
+        if wrong is not None:
+            yield FieldFault(here, wrong)
+
+
+def _config_faults(
+    entries: Sequence[JsonObject], path: str, requests: set[str] | None, driver: str
+) -> list[FieldFault]:
+    """`requests` are the names that entries may give; None in a class, where they give none."""
+    found: list[FieldFault] = []
+    for number, entry in enumerate(entries):
+        here = f"{path}[{number}]"
+        if requests is not None:
+            found += _unknown_requests(entry.get("requests"), f"{here}.requests", requests)
+        if entry["opaque"]["driver"] == driver:
+            found += parameter_faults(entry["opaque"]["parameters"], f"{here}.opaque.parameters")
+    return found
+
+
+def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
+    """The faults of opaque parameters of this driver, each with its own path."""
+    try:
+        config = decode(parameters)
+    except InvalidConfigError as error:
+        split = (fault.partition(": ") for fault in error.faults)
+        dot = "." if path else ""
+        return [
+            FieldFault(f"{path}{dot}{field}", text)
+            if text and " " not in field
+            else FieldFault(path, f"{field}{colon}{text}")
+            for field, colon, text in split
+        ]
+    return [FieldFault(path, text) for text in unbuilt_features(config)]
+
+
+def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault]:
+    return [
+        FieldFault(
+            f"{path}[{number}]",
+            f"there is no request {name!r}; there are: {', '.join(sorted(known)) or 'none'}",
+        )
+        for number, name in enumerate(names or ())
+        if name not in known
+    ]
+
+
+def is_parameters(document: Mapping[str, Any]) -> bool:
+    """Whether a document is opaque parameters that stand alone."""
+    return str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
+
+
+def pod_spec(document: Mapping[str, Any]) -> tuple[str, JsonObject] | None:
+    """The path and the spec of the pods that an object makes: a Pod, a Deployment, a Job, a CronJob …"""
+    spec, path = document.get("spec"), "spec"
+    if document.get("kind") == "CronJob" and isinstance(spec, dict):
+        spec, path = (spec.get("jobTemplate") or {}).get("spec"), "spec.jobTemplate.spec"
+    if document.get("kind") != "Pod" and isinstance(spec, dict):
+        template = spec.get("template")
+        spec, path = (template.get("spec") if isinstance(template, dict) else None), f"{path}.template.spec"
+    return (path, spec) if isinstance(spec, dict) and isinstance(spec.get("containers"), list) else None
+
+
+def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
+    """The faults of the parts of a pod that have to do with claims."""
+    entries = spec.get("resourceClaims") or []
+    shape = ListField(
+        Object(
+            {
+                "name": Scalar(str, _label),
+                "resourceClaimName": Scalar(str, _name),
+                "resourceClaimTemplateName": Scalar(str, _name),
+            },
+            ("name",),
+            {
+                "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
+            },
+        )
+    )
+    found = faults(entries, shape, f"{path}.resourceClaims")
+    if found:
+        return found
+    for number, entry in enumerate(entries):
+        given = [key for key in ("resourceClaimName", "resourceClaimTemplateName") if entry.get(key)]
+        if len(given) != 1:
+            text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
+            found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
+    names = {entry["name"] for entry in entries}
+    for place in ("initContainers", "containers"):
+        for number, container in enumerate(spec.get(place) or ()):
+            resources = container.get("resources") if isinstance(container, dict) else None
+            claims = resources.get("claims") if isinstance(resources, dict) else None
+            for index, claim in enumerate(claims or ()):
+                name = claim.get("name") if isinstance(claim, dict) else None
+                if name not in names:
+                    here = f"{path}.{place}[{number}].resources.claims[{index}].name"
+                    known = ", ".join(sorted(names)) or "none"
+                    found.append(
+                        FieldFault(here, f"there is no entry {name!r} in resourceClaims; there are: {known}")
+                    )
+    return found
+
+
+def unused_claims(spec: JsonObject) -> list[str]:
+    """Entries of a pod's `resourceClaims` that no container uses, so that no container sees the devices."""
+    used = {
+        claim.get("name")
+        for place in ("initContainers", "containers")
+        for container in spec.get(place) or ()
+        for claim in ((container.get("resources") or {}).get("claims") or ())
+    }
+    return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]

@@ -1,0 +1,180 @@
+"""Validation of one device of a ResourceSlice. Source: validation of resource.k8s.io/v1."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from playground.apiserver.faultlist import FaultList
+from playground.apiserver.names import is_attribute_name, is_label, is_label_key, is_label_value
+from playground.apiserver.quantity import parse_quantity
+
+_MOST_NAMES = 32  # attributes and capacities together
+_MOST_VALUES = 48
+_MOST_BYTES = 64
+_MOST_CONSUMED_SETS = 2
+_MOST_COUNTERS = 32
+_MOST_TAINTS = 16
+_MOST_CONDITIONS = 4
+_MOST_VALID_VALUES = 10
+_SCALARS = {"int": int, "bool": bool, "string": str, "version": str}
+_LISTS = {"ints": "int", "bools": "bool", "strings": "string", "versions": "version"}
+_NUMBER = r"(?:0|[1-9]\d*)"
+_PRE = rf"(?:{_NUMBER}|\d*[A-Za-z-][0-9A-Za-z-]*)"
+_SEMVER = re.compile(
+    rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-{_PRE}(?:\.{_PRE})*)?(?:\+[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*)?"
+)
+_NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes")
+
+
+def check_device(device: dict[str, Any], path: str, faults: FaultList, *, own_node: bool) -> None:
+    """Add every fault of one device; `own_node`: the slice leaves node selection to its devices."""
+    attributes, capacity = device.get("attributes") or {}, device.get("capacity") or {}
+    faults.too_many(path, len(attributes) + len(capacity), _MOST_NAMES)
+    values = sum(_check_attribute(n, a, f"{path}.attributes[{n}]", faults) for n, a in attributes.items())
+    faults.too_many(f"{path}.attributes", values, _MOST_VALUES)
+    for name, entry in capacity.items():
+        _check_capacity(
+            name, entry, f"{path}.capacity[{name}]", faults, bool(device.get("allowMultipleAllocations"))
+        )
+    _check_consumption(device.get("consumesCounters") or [], f"{path}.consumesCounters", faults)
+    _check_taints(device.get("taints") or [], f"{path}.taints", faults)
+    _check_conditions(device, path, faults)
+    chosen = [field for field in _NODE_CHOICES if device.get(field)]
+    if own_node and len(chosen) != 1:
+        faults.required(path, f"exactly one of {', '.join(_NODE_CHOICES)} is required")
+    elif chosen and not own_node:
+        faults.invalid(f"{path}.{chosen[0]}", "", "only allowed with perDeviceNodeSelection")
+
+
+def _check_attribute(name: str, attribute: dict[str, Any], path: str, faults: FaultList) -> int:
+    """How many values the attribute has."""
+    if not is_attribute_name(name):
+        faults.invalid(path, name, "must be [domain/]identifier")
+    kinds = [kind for kind in (*_SCALARS, *_LISTS) if attribute.get(kind) is not None]
+    if len(kinds) != 1:
+        faults.invalid(path, kinds, "exactly one value must be specified")
+        return len(kinds)
+    kind = kinds[0]
+    values = attribute[kind] if kind in _LISTS else [attribute[kind]]
+    if not values:
+        faults.required(f"{path}.{kind}")
+    for value in values:
+        _check_value(_LISTS.get(kind, kind), value, f"{path}.{kind}", faults)
+    return len(values)
+
+
+def _check_value(kind: str, value: Any, path: str, faults: FaultList) -> None:
+    if not isinstance(value, _SCALARS[kind]) or (kind == "int" and isinstance(value, bool)):
+        faults.invalid(path, value, f"must be of type {kind}")
+    elif isinstance(value, str):
+        faults.too_long(path, len(value.encode()), _MOST_BYTES)
+        if kind == "version" and not _SEMVER.fullmatch(value):
+            faults.invalid(path, value, "must be a string compatible with semver.org spec 2.0.0")
+
+
+def _check_capacity(name: str, entry: dict[str, Any], path: str, faults: FaultList, shared: bool) -> None:
+    if not is_attribute_name(name):
+        faults.invalid(path, name, "must be [domain/]identifier")
+    value = parse_quantity(entry.get("value"))
+    if value is None:
+        faults.invalid(f"{path}.value", entry.get("value"), "must be a quantity")
+        return
+    policy = entry.get("requestPolicy")
+    if policy and not shared:
+        faults.invalid(f"{path}.requestPolicy", "", "only allowed with allowMultipleAllocations")
+    elif policy:
+        _check_policy(policy, value, f"{path}.requestPolicy", faults)
+
+
+def _check_policy(policy: dict[str, Any], most: Fraction, path: str, faults: FaultList) -> None:
+    values, span = policy.get("validValues"), policy.get("validRange")
+    if values and span:
+        faults.invalid(path, "validValues, validRange", "only one may be set")
+    default = parse_quantity(policy.get("default")) if policy.get("default") is not None else None
+    if (values or span) and default is None:
+        faults.required(f"{path}.default")
+        return
+    if values:
+        numbers = [parse_quantity(value) for value in values]
+        faults.too_many(f"{path}.validValues", len(values), _MOST_VALID_VALUES)
+        known = [number for number in numbers if number is not None]
+        if len(known) != len(numbers) or known != sorted(set(known)) or known[-1] > most:
+            faults.invalid(f"{path}.validValues", values, "must be ascending, unique and within the capacity")
+        if default not in known:
+            faults.invalid(f"{path}.default", policy["default"], "must be one of validValues")
+    if span and default is not None:
+        _check_range(span, default, most, f"{path}.validRange", faults)
+
+
+def _check_range(
+    span: dict[str, Any], default: Fraction, most: Fraction, path: str, faults: FaultList
+) -> None:
+    low = parse_quantity(span.get("min"))
+    if low is None:
+        faults.required(f"{path}.min")
+        return
+    high = parse_quantity(span["max"]) if span.get("max") is not None else None
+    step = parse_quantity(span["step"]) if span.get("step") is not None else None
+    top = most if high is None else high
+    if not 0 <= low <= top <= most:
+        faults.invalid(path, span, "must be 0 <= min <= max <= capacity")
+    if not low <= default <= top:
+        faults.invalid(f"{path}", span, "default must lie in the range")
+    if step is not None and step > 0:
+        off = (default - low) % step or (high is not None and (high - low) % step) or low + step > most
+        if off:
+            faults.invalid(f"{path}.step", span["step"], "min, max and default must be steps apart")
+
+
+def _check_consumption(consumed: list[dict[str, Any]], path: str, faults: FaultList) -> None:
+    faults.too_many(path, len(consumed), _MOST_CONSUMED_SETS)
+    seen: set[str] = set()
+    for index, entry in enumerate(consumed):
+        name, counters = entry.get("counterSet"), entry.get("counters") or {}
+        if not is_label(name):
+            faults.invalid(f"{path}[{index}].counterSet", name, "must be a DNS label of at most 63")
+        elif name in seen:
+            faults.duplicate(f"{path}[{index}].counterSet", name)
+        seen.add(str(name))
+        if not counters:
+            faults.required(f"{path}[{index}].counters")
+        faults.too_many(f"{path}[{index}].counters", len(counters), _MOST_COUNTERS)
+        for key, counter in counters.items():
+            if not is_label(key) or parse_quantity(counter.get("value")) is None:
+                faults.invalid(f"{path}[{index}].counters[{key}]", counter, "must be a label and a quantity")
+
+
+def _check_taints(taints: list[dict[str, Any]], path: str, faults: FaultList) -> None:
+    faults.too_many(path, len(taints), _MOST_TAINTS)
+    for index, taint in enumerate(taints):
+        if not is_label_key(taint.get("key")):
+            faults.invalid(f"{path}[{index}].key", taint.get("key"), "must be a label name")
+        if not is_label_value(taint.get("value") or ""):
+            faults.invalid(f"{path}[{index}].value", taint.get("value"), "must be a label value")
+        if taint.get("effect") not in ("None", "NoSchedule", "NoExecute"):
+            faults.invalid(
+                f"{path}[{index}].effect", taint.get("effect"), "must be None, NoSchedule or NoExecute"
+            )
+
+
+def _check_conditions(device: dict[str, Any], path: str, faults: FaultList) -> None:
+    binding = device.get("bindingConditions") or []
+    failing = device.get("bindingFailureConditions") or []
+    if bool(binding) != bool(failing):
+        missing = "bindingFailureConditions" if binding else "bindingConditions"
+        faults.required(f"{path}.{missing}", "both lists are needed if one is used")
+    for field, entries in (("bindingConditions", binding), ("bindingFailureConditions", failing)):
+        faults.too_many(f"{path}.{field}", len(entries), _MOST_CONDITIONS)
+        faults.causes += (
+            [] if all(is_label_key(e) for e in entries) else _bad_names(f"{path}.{field}", entries)
+        )
+    for name in sorted(set(binding) & set(failing)):
+        faults.duplicate(f"{path}.bindingFailureConditions", name)
+
+
+def _bad_names(path: str, entries: list[Any]) -> list[Any]:
+    faults = FaultList()
+    faults.invalid(path, entries, "must be condition types")
+    return faults.causes

@@ -1,0 +1,136 @@
+"""HTTP for the playground's API server: parsing, faults, identities, chunked watches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from playground.apiserver.discovery import document
+from playground.apiserver.failure import ApiFailure, bad_request
+from playground.apiserver.resources import Route, parse_path
+from playground.apiserver.rest import Call, Identity
+from playground.apiserver.watches import Watch, WatchCutError, WatchServer
+
+if TYPE_CHECKING:
+    from playground.apiserver.server import PlaygroundApiServer
+
+_HEALTH = ("/readyz", "/livez", "/healthz")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection; `api` is set by the server that made this class."""
+
+    api: PlaygroundApiServer
+    protocol_version = "HTTP/1.1"
+    server_version = "gpu-dra-driver-playground"
+    wbufsize = 65536  # headers and body in one packet, else delayed ACKs cost 40 ms a request
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent: `server.requests` is the log."""
+
+    def _serve(self) -> None:
+        parts = urlsplit(self.path)
+        path = unquote(parts.path)
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            if self.api.faults.down:
+                raise WatchCutError
+            self.api.pause(self.api.faults.delay_of(path))
+            self._answer_or_refuse(path, query, body)
+        except ApiFailure as failure:
+            self._record(path, query, failure.code)
+            self._send(failure.code, failure.status(), failure.headers)
+        except (WatchCutError, ConnectionError):
+            self._record(path, query, 0)
+            self.close_connection = True
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815  http.server's names
+
+    def _answer_or_refuse(self, path: str, query: Mapping[str, str], body: bytes) -> None:
+        """Fields of the wrong type, which a typed server refuses while decoding, show as Python errors."""
+        try:
+            self._answer(path, query, body)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise bad_request(f"the object provided is unrecognized: {error!r}") from error
+
+    def _answer(self, path: str, query: Mapping[str, str], body: bytes) -> None:
+        fault = self.api.faults.answer_of(self.command, path)
+        if fault is not None:
+            headers = {"Retry-After": fault.retry_after} if fault.retry_after else {}
+            if fault.body is None:
+                text = "the playground's API server was told to fail this request"
+                raise ApiFailure(fault.status, fault.reason, text, details={"name": "fault"}, headers=headers)
+            self._record(path, query, fault.status)
+            self._send_bytes(fault.status, fault.body, "text/plain", headers)
+            return
+        if path in _HEALTH:
+            self._send_bytes(200, b"ok", "text/plain", {})
+            return
+        identity = self._identity()
+        found = document(path, self.api.served)
+        if found is not None and self.command == "GET":
+            self._record(path, query, 200)
+            self._send(200, found, {})
+            return
+        self._answer_resource(path, query, body, identity)
+
+    def _answer_resource(
+        self, path: str, query: Mapping[str, str], body: bytes, identity: Identity | None
+    ) -> None:
+        route = parse_path(urlsplit(self.path).path, self.api.served)
+        if self.command == "GET" and query.get("watch") in ("true", "1"):
+            self._record(path, query, 200)
+            self._watch(route, query)
+            return
+        content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
+        with self.api.store.changed:  # a test counts requests as soon as it sees what they did
+            answer = self.api.rest.handle(Call(self.command, route, query, body, content_type, identity))
+            self._record(path, query, answer.code)
+        self._send(answer.code, answer.document, answer.headers)
+
+    def _watch(self, route: Route, query: Mapping[str, str]) -> None:
+        if route.name is not None:
+            query = {**query, "fieldSelector": f"metadata.name={route.name}"}
+        watch = Watch.from_query(route, query)
+        events = WatchServer(self.api.store, self.api.faults, self.api.bookmark_s, self.api.is_running)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.flush()
+        events.serve(watch, self._write_chunk)
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _write_chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
+
+    def _identity(self) -> Identity | None:
+        tokens = self.api.tokens
+        if tokens is None:
+            return None
+        scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
+        identity = tokens.get(token.strip()) if scheme.lower() == "bearer" else None
+        if identity is None:
+            raise ApiFailure(401, "Unauthorized", "Unauthorized")
+        return identity
+
+    def _record(self, path: str, query: Mapping[str, str], status: int) -> None:
+        self.api.record(self.command, path, query, self.headers.get("User-Agent") or "", status)
+
+    def _send(self, code: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        self._send_bytes(code, json.dumps(body, separators=(",", ":")).encode(), "application/json", headers)
+
+    def _send_bytes(self, code: int, body: bytes, content_type: str, headers: Mapping[str, str]) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)

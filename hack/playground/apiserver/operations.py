@@ -1,0 +1,214 @@
+"""Create, update, patch and delete with the API server's rules, over the store. Stored form throughout."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from dra_driver.validation.rules.manifests import default_claim_spec
+from playground.apiserver.claimrules import (
+    claim_faults,
+    class_faults,
+    drop_deallocated,
+    template_faults,
+)
+from playground.apiserver.eventrules import event_faults
+from playground.apiserver.failure import (
+    Cause,
+    already_exists,
+    bad_request,
+    conflict,
+    invalid,
+    not_found,
+)
+from playground.apiserver.gates import drop_disabled
+from playground.apiserver.names import generated_name, is_subdomain
+from playground.apiserver.resources import BY_PLURAL, Resource
+from playground.apiserver.slicerules import slice_faults
+from playground.apiserver.store import Key, Object, Store
+
+_CHECKS: Mapping[str, Callable[[Object, Object | None], list[Cause]]] = {
+    "ResourceSlice": slice_faults,
+    "ResourceClaim": claim_faults,
+    "ResourceClaimTemplate": template_faults,
+    "DeviceClass": class_faults,
+    "Event": event_faults,
+}
+_KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "namespace", "generateName")
+_MODIFIED = "the object has been modified; please apply your changes to the latest version and try again"
+_NAME_TRIES = 8
+
+
+class Operations:
+    """Writes of one server. Bodies are owned by the call: they become the stored objects.
+
+    A dry run goes through every check and answers what would be stored.
+    """
+
+    def __init__(self, store: Store, gates: Mapping[str, bool]) -> None:
+        self.store = store
+        self.gates = gates
+
+    def create(
+        self, resource: Resource, namespace: str | None, obj: Object, *, dry_run: bool = False
+    ) -> Object:
+        """The stored object. Raises: ApiFailure 400, 404 (namespace), 409, 422."""
+        metadata = _metadata(obj)
+        if resource.namespaced:
+            self._check_namespace(metadata, namespace)
+        self._prepare(resource, obj, None)
+        metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
+        metadata.pop("deletionTimestamp", None)
+        with self.store.changed:
+            metadata["name"] = self._new_name(resource, metadata)
+            self._check(resource, obj, None)
+            return obj if dry_run else self.store.write(resource, _key(metadata), obj)
+
+    def update(
+        self, resource: Resource, key: Key, obj: Object, *, status: bool = False, dry_run: bool = False
+    ) -> Object:
+        """Replace the object, or only its status; unchanged content keeps its resource version.
+
+        Raises: ApiFailure 400, 404, 409, 422.
+        """
+        with self.store.changed:
+            before = self._existing(resource, key)
+            metadata = _metadata(obj)
+            if metadata.setdefault("name", key[1]) != key[1]:
+                raise bad_request(f"the name of the object ({metadata['name']}) does not match the URL")
+            _check_preconditions(resource, before, metadata)
+            after = _merged(resource, before, obj, status=status)
+            self._prepare(resource, after, before)
+            self._check(resource, after, before)
+            if after == before or dry_run:
+                return after
+            if after["metadata"].get("deletionTimestamp") and not after["metadata"].get("finalizers"):
+                return self.store.write(resource, key, None)
+            return self.store.write(resource, key, after)
+
+    def delete(
+        self, resource: Resource, key: Key, preconditions: Mapping[str, str], *, dry_run: bool = False
+    ) -> tuple[Object, bool]:
+        """(object, whether it is gone); with finalizers it stays and carries a deletion timestamp.
+
+        Raises: ApiFailure 404, 409.
+        """
+        with self.store.changed:
+            before = self._existing(resource, key)
+            _check_preconditions(resource, before, preconditions)
+            if not before["metadata"].get("finalizers"):
+                return before if dry_run else self.store.write(resource, key, None), True
+            if dry_run or before["metadata"].get("deletionTimestamp"):
+                return before, False
+            after = copy.deepcopy(before)
+            after["metadata"]["deletionTimestamp"] = now()
+            return self.store.write(resource, key, after), False
+
+    def _existing(self, resource: Resource, key: Key) -> Object:
+        found = self.store.get(resource, key)
+        if found is None:
+            raise not_found(resource.group, resource.plural, key[1])
+        return found
+
+    def _check_namespace(self, metadata: Object, namespace: str | None) -> None:
+        if namespace is None or metadata.setdefault("namespace", namespace) != namespace:
+            raise bad_request("the namespace of the provided object does not match the namespace of the URL")
+        if self.store.get(BY_PLURAL["", "namespaces"], ("", namespace)) is None:
+            raise not_found("", "namespaces", namespace)
+
+    def _new_name(self, resource: Resource, metadata: Object) -> str:
+        name, prefix = metadata.get("name"), metadata.get("generateName")
+        namespace = metadata.get("namespace", "")
+        if not name and not prefix:
+            required = Cause("metadata.name", "Required value: name or generateName is required")
+            raise invalid(resource.group, resource.kind, "", [required])
+        for _ in range(1 if name else _NAME_TRIES):
+            chosen = name or generated_name(str(prefix))
+            if self.store.get(resource, (namespace, chosen)) is None:
+                return str(chosen)
+        raise already_exists(resource.group, resource.plural, str(chosen))
+
+    def _prepare(self, resource: Resource, obj: Object, before: Object | None) -> None:
+        """What a registry strategy does before validation: drop, default, reset."""
+        drop_disabled(obj, self.gates)
+        if before is None and resource.kind == "ResourceClaim":
+            obj.pop("status", None)
+        if before is None and resource.kind == "Pod":
+            obj["status"] = {"phase": "Pending"}
+        if resource.kind == "ResourceClaim":
+            default_claim_spec(obj.get("spec") or {})
+            drop_deallocated(obj, before)
+        if resource.kind == "ResourceClaimTemplate":
+            default_claim_spec((obj.get("spec") or {}).get("spec") or {})
+        if resource.kind == "ResourceSlice":
+            for device in (obj.get("spec") or {}).get("devices") or ():
+                for taint in device.get("taints") or ():
+                    taint.setdefault("timeAdded", now())
+
+    def _check(self, resource: Resource, obj: Object, before: Object | None) -> None:
+        name = str(obj["metadata"].get("name", ""))
+        causes = _CHECKS[resource.kind](obj, before) if resource.kind in _CHECKS else []
+        if not is_subdomain(name):
+            causes.insert(0, Cause("metadata.name", f'Invalid value: "{name}": must be a DNS subdomain'))
+        if causes:
+            raise invalid(resource.group, resource.kind, name, causes)
+
+
+def now() -> str:
+    """The time as the API writes it, in whole seconds."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def merge_patch(target: Any, patch: Any) -> Any:
+    """JSON merge patch, RFC 7386; nothing is modified in place."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merge_patch(result.get(key), value)
+    return result
+
+
+def _metadata(obj: Object) -> Object:
+    metadata = obj.setdefault("metadata", {})
+    if not isinstance(metadata, dict):
+        raise bad_request("metadata must be an object")
+    return metadata
+
+
+def _key(metadata: Object) -> Key:
+    return str(metadata.get("namespace") or ""), str(metadata["name"])
+
+
+def _merged(resource: Resource, before: Object, obj: Object, *, status: bool) -> Object:
+    """The new object: main and status each write their own part, server-set metadata stays."""
+    if status:
+        after = copy.deepcopy(before)
+        after.pop("status", None)
+        if "managedFields" in obj["metadata"]:
+            after["metadata"]["managedFields"] = obj["metadata"]["managedFields"]
+        return after | ({"status": obj["status"]} if obj.get("status") else {})
+    sent = {key: value for key, value in obj["metadata"].items() if key not in _KEPT}
+    metadata = sent | {k: before["metadata"][k] for k in _KEPT if k in before["metadata"]}
+    metadata["resourceVersion"] = before["metadata"]["resourceVersion"]
+    after = obj | {"metadata": metadata}
+    if resource.has_status:
+        after.pop("status", None)
+        after |= {"status": before["status"]} if "status" in before else {}
+    return after
+
+
+def _check_preconditions(resource: Resource, before: Object, wanted: Mapping[str, Any]) -> None:
+    metadata, name = before["metadata"], before["metadata"]["name"]
+    uid, version = wanted.get("uid"), wanted.get("resourceVersion")
+    if uid and uid != metadata["uid"]:
+        why = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {metadata['uid']}"
+        raise conflict(resource.group, resource.plural, name, why)
+    if version and version != metadata["resourceVersion"]:
+        raise conflict(resource.group, resource.plural, name, _MODIFIED)

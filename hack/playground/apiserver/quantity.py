@@ -1,0 +1,27 @@
+"""Kubernetes quantities, as far as validation compares them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+_PATTERN = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:([KMGTPE]i)|([numkMGTPE])|[eE]([+-]?\d+))?")
+_BINARY = {unit: Fraction(1024) ** (i + 1) for i, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))}
+_DECIMAL: dict[str, Fraction] = {
+    unit: Fraction(1000) ** (i - 3)
+    for i, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"))
+}
+
+
+def parse_quantity(value: Any) -> Fraction | None:
+    """The exact value; None if it is not a quantity."""
+    match = _PATTERN.fullmatch(str(value)) if isinstance(value, int | str) else None
+    if match is None or isinstance(value, bool):
+        return None
+    number, binary, decimal, exponent = match.groups()
+    if binary:
+        return Fraction(number) * _BINARY[binary]
+    if exponent:
+        return Fraction(f"{number}e{exponent}")
+    return Fraction(number) * _DECIMAL[decimal or ""]

@@ -1,0 +1,255 @@
+"""From a parsed request to an answer: routing, identities, versions; no sockets here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from playground.apiserver.apply import APPLY_TYPE, applied_status
+from playground.apiserver.convert import api_version, decode, encode
+from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
+from playground.apiserver.operations import Operations, merge_patch, now
+from playground.apiserver.resources import Resource, Route
+from playground.apiserver.selectors import selector
+from playground.apiserver.store import Key, Object
+
+_PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The identity behind a bearer token; with `node` it may write only that node's slices."""
+
+    name: str
+    node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request after parsing; `body` is the raw bytes."""
+
+    method: str
+    route: Route
+    query: Mapping[str, str]
+    body: bytes
+    content_type: str
+    identity: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """HTTP code and JSON document."""
+
+    code: int
+    document: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Rest:
+    """Serves everything but watches and discovery."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def handle(self, call: Call) -> Answer:
+        """Raises: ApiFailure."""
+        named = call.route.name is not None
+        match call.method:
+            case "GET" if named:
+                return Answer(200, self._shown(call.route, self._existing(call.route)))
+            case "GET":
+                return Answer(200, self._list(call))
+            case "POST" if not named:
+                return Answer(201, self._create(call))
+            case "PUT" if named:
+                return Answer(200, self._update(call, _decoded(call)))
+            case "PATCH" if named:
+                return Answer(200, self._patch(call))
+            case "DELETE" if named and call.route.subresource is None:
+                return Answer(200, self._delete(call))
+            case "DELETE" if not named:
+                return Answer(200, self._delete_all(call))
+        text = "the server does not allow this method on the requested resource"
+        raise ApiFailure(405, "MethodNotAllowed", text, details={})
+
+    def _existing(self, route: Route) -> Object:
+        found = self._operations.store.get(route.resource, _key(route))
+        if found is None:
+            raise not_found(route.resource.group, route.resource.plural, str(route.name))
+        return found
+
+    def _list(self, call: Call) -> dict[str, Any]:
+        route = call.route
+        selected = selector(route.resource, call.query, route.namespace)
+        items, version = self._operations.store.select(route.resource, selected)
+        return _list_document(route, items, version)
+
+    def _create(self, call: Call) -> dict[str, Any]:
+        obj = _decoded(call)
+        _authorize(call, obj)
+        stored = self._operations.create(
+            call.route.resource, call.route.namespace, obj, dry_run=_is_dry_run(call, "CreateOptions")
+        )
+        return self._shown(call.route, stored)
+
+    def _update(self, call: Call, obj: Object) -> dict[str, Any]:
+        route = call.route
+        _authorize(call, obj)
+        _authorize(call, self._existing(route))
+        _authorize_status(call, self._existing(route), obj)
+        stored = self._operations.update(
+            route.resource,
+            _key(route),
+            obj,
+            status=route.subresource == "status",
+            dry_run=_is_dry_run(call, "UpdateOptions"),
+        )
+        return self._shown(route, stored)
+
+    def _patch(self, call: Call) -> dict[str, Any]:
+        if call.content_type == APPLY_TYPE and _is_claim_status(call.route):
+            return self._apply(call)
+        if call.content_type not in _PATCH_TYPES:
+            text = f"the body of the request was in an unknown format - accepted: {', '.join(_PATCH_TYPES)}"
+            raise ApiFailure(415, "UnsupportedMediaType", text)
+        route, patch = call.route, _json(call.body)
+        with self._operations.store.changed:
+            current = self._shown(route, self._existing(route))
+            patched = merge_patch(current, patch)
+            if not (patch.get("metadata") or {}).get("resourceVersion"):
+                # A new dict: without metadata in the patch, this one is still the stored object's own.
+                metadata = {k: v for k, v in patched["metadata"].items() if k != "resourceVersion"}
+                patched["metadata"] = metadata
+            return self._update(call, decode(route.resource, route.version, patched))
+
+    def _apply(self, call: Call) -> dict[str, Any]:
+        route, patch = call.route, _decoded(call)
+        with self._operations.store.changed:
+            applied = applied_status(
+                route.resource,
+                self._existing(route),
+                patch,
+                manager=call.query.get("fieldManager", ""),
+                force=call.query.get("force") == "true",
+                moment=now(),
+            )
+            applied["metadata"].pop("resourceVersion", None)
+            return self._update(call, applied)
+
+    def _delete(self, call: Call) -> dict[str, Any]:
+        route = call.route
+        existing = self._existing(route)
+        _authorize(call, existing)
+        options = _json(call.body) if call.body else {}
+        gone_object, gone = self._operations.delete(
+            route.resource,
+            _key(route),
+            options.get("preconditions") or {},
+            dry_run=_is_dry_run(call, "DeleteOptions", options),
+        )
+        if not gone:
+            return self._shown(route, gone_object)
+        return _deleted(route.resource, gone_object)
+
+    def _delete_all(self, call: Call) -> dict[str, Any]:
+        route = call.route
+        store, dry_run = self._operations.store, _is_dry_run(call, "DeleteOptions")
+        with store.changed:
+            items, _ = store.select(route.resource, selector(route.resource, call.query, route.namespace))
+            for item in items:
+                _authorize(call, item)
+                key = (item["metadata"].get("namespace", ""), item["metadata"]["name"])
+                self._operations.delete(route.resource, key, {}, dry_run=dry_run)
+            return _list_document(route, items, store.version)
+
+    def _shown(self, route: Route, stored: Object) -> dict[str, Any]:
+        return encode(route.resource, route.version, stored)
+
+
+def _list_document(route: Route, items: list[Object], version: int) -> dict[str, Any]:
+    """As the API server does, the items of a list carry no kind."""
+    shown = [encode(route.resource, route.version, item) for item in items]
+    for item in shown:
+        item.pop("kind"), item.pop("apiVersion")
+    return {
+        "kind": f"{route.resource.kind}List",
+        "apiVersion": api_version(route.resource, route.version),
+        "metadata": {"resourceVersion": str(version)},
+        "items": shown,
+    }
+
+
+def _deleted(resource: Resource, obj: Object) -> dict[str, Any]:
+    details = {"name": obj["metadata"]["name"], "kind": resource.plural, "uid": obj["metadata"]["uid"]}
+    if resource.group:
+        details["group"] = resource.group
+    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+
+
+def _authorize(call: Call, obj: Object) -> None:
+    """The rule of the driver's admission policy: slices only of the node that the token is bound to."""
+    identity = call.identity
+    if identity is None or identity.node is None or call.route.resource.kind != "ResourceSlice":
+        return
+    if (obj.get("spec") or {}).get("nodeName") != identity.node:
+        name = str((obj.get("metadata") or {}).get("name") or "")
+        why = f"this user running on node '{identity.node}' may not modify resource slices of other nodes"
+        text = f'resourceslices.resource.k8s.io "{name}" is forbidden: {why}'
+        raise ApiFailure(403, "Forbidden", text, details={"name": name, "kind": "resourceslices"})
+
+
+def _is_claim_status(route: Route) -> bool:
+    return route.resource.kind == "ResourceClaim" and route.subresource == "status"
+
+
+def _authorize_status(call: Call, before: Object, after: Object) -> None:
+    """A node's identity may change the state of devices in claims that are allocated on that node."""
+    identity = call.identity
+    if identity is None or identity.node is None or not _is_claim_status(call.route):
+        return
+    old, new = before.get("status") or {}, after.get("status") or {}
+    for name, what in (("allocation", "binding"), ("reservedFor", "binding"), ("devices", "driver")):
+        if (old.get(name) or None) == (new.get(name) or None):
+            continue
+        terms = ((old.get("allocation") or {}).get("nodeSelector") or {}).get("nodeSelectorTerms") or ()
+        places = [entry for term in terms for entry in term.get("matchFields") or ()]
+        own = [{"key": "metadata.name", "operator": "In", "values": [identity.node]}]
+        if what == "binding" or places != own:
+            why = f"Forbidden: changing status.{name} requires permission for resourceclaims/{what}"
+            fault = Cause(f"status.{name}", why, "FieldValueForbidden")
+            raise invalid(call.route.resource.group, "ResourceClaim", before["metadata"]["name"], [fault])
+
+
+def _is_dry_run(call: Call, kind: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether nothing is to be stored: by the query, or by the body of a deletion. Raises: ApiFailure 422."""
+    asked = [call.query["dryRun"]] if "dryRun" in call.query else (options or {}).get("dryRun") or []
+    for value in asked:
+        if value != "All":
+            fault = Cause("dryRun", f'Unsupported value: "{value}": supported values: "All"')
+            raise invalid("meta.k8s.io", kind, "", [fault])
+    return bool(asked)
+
+
+def _decoded(call: Call) -> Object:
+    route, obj = call.route, _json(call.body)
+    wanted = api_version(route.resource, route.version)
+    if obj.get("apiVersion", wanted) != wanted or obj.get("kind", route.resource.kind) != route.resource.kind:
+        sent = f"{obj.get('kind')} in version {obj.get('apiVersion')}"
+        raise bad_request(f"{sent} cannot be handled as a {route.resource.kind} in version {wanted}")
+    return decode(route.resource, route.version, obj)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        decoded = json.loads(body)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise bad_request("the body must be a JSON object")
+    return decoded
+
+
+def _key(route: Route) -> Key:
+    return route.namespace or "", str(route.name)

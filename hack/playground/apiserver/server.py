@@ -1,0 +1,272 @@
+"""The life of the playground's API server: start, stop, restart on the same port, kubeconfig, records of requests."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import json
+import random
+import socket
+import socketserver
+import ssl
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from playground.apiserver.faults import Faults
+from playground.apiserver.gates import DEFAULT_GATES
+from playground.apiserver.handler import Handler
+from playground.apiserver.operations import Operations
+from playground.apiserver.resources import BY_PLURAL, RESOURCE_VERSIONS, Resource
+from playground.apiserver.rest import Identity, Rest
+from playground.apiserver.store import Store
+
+__all__ = ["PlaygroundApiServer", "Identity", "RecordedRequest"]
+
+_random = random.SystemRandom()  # tests that seed the common one would all choose the same port
+_LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
+_WRITES = ("POST", "PUT", "PATCH", "DELETE")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request as it arrived; `status` 0 is a dropped connection."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    user_agent: str
+    status: int
+
+
+class PlaygroundApiServer:
+    """An API server on loopback; a context manager, or `start()` and `stop()`.
+
+    Objects survive `stop()` and a later `start()`, which takes the same port again. `tokens` None lets
+    everybody in. `gates` override the defaults of Kubernetes 1.36. `tls` is (certificate file, key file).
+    """
+
+    def __init__(
+        self,
+        *,
+        served: tuple[str, ...] = RESOURCE_VERSIONS,
+        gates: Mapping[str, bool] | None = None,
+        tokens: Mapping[str, Identity] | None = None,
+        history: int = 1000,
+        bookmark_s: float = 60.0,
+        port: int = 0,
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
+        self.served = served
+        self.tokens = tokens
+        self.bookmark_s = bookmark_s
+        self.gates = {**DEFAULT_GATES, **(gates or {})}
+        self.store = Store(history)
+        self.faults = Faults(self.store.wake)
+        self.requests: list[RecordedRequest] = []
+        self.operations = Operations(self.store, self.gates)
+        self.rest = Rest(self.operations)
+        self._port = port
+        self._tls = tls
+        self._stopping = threading.Event()
+        self._http: _Http | None = None
+        self._thread: threading.Thread | None = None
+        for name in ("default", "kube-system"):
+            self.add("namespaces", {"metadata": {"name": name}})
+
+    def __enter__(self) -> PlaygroundApiServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    @property
+    def port(self) -> int:
+        """The TCP port; 0 before the first start."""
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """The URL for `server:` of a kubeconfig."""
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Listen and serve. Raises: OSError if the port is taken."""
+        self._stopping.clear()
+        handler = type("BoundHandler", (Handler,), {"api": self})
+        self._http = _Http(("127.0.0.1", self._port), handler) if self._port else _on_a_lasting_port(handler)
+        self._http.tls = _tls_context(self._tls)
+        self._port = self._http.server_address[1]
+        self._thread = threading.Thread(
+            target=self._http.accept_loop, name="playground-apiserver", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Refuse new connections and break open ones; harmless twice."""
+        self._stopping.set()
+        self.store.wake()
+        if self._http is not None and self._thread is not None:
+            self._http.close_all()
+            self._thread.join()
+            self._http = None
+
+    def is_running(self) -> bool:
+        """Whether the server serves; False as soon as `stop` begins."""
+        return not self._stopping.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Hold an answer back; a stop ends the wait."""
+        if seconds:
+            self._stopping.wait(seconds)
+
+    def record(self, method: str, path: str, query: Mapping[str, str], agent: str, status: int) -> None:
+        """Append to `requests`."""
+        self.requests.append(RecordedRequest(method, path, dict(query), agent, status))
+
+    def writes(self, path: str = "") -> list[RecordedRequest]:
+        """The recorded writes whose path contains `path`; a dry run writes nothing."""
+        made = [r for r in list(self.requests) if r.method in _WRITES and "dryRun" not in r.query]
+        return [r for r in made if path in r.path]
+
+    def add(self, plural: str, obj: dict[str, Any], *, group: str = "") -> dict[str, Any]:
+        """Create an object from inside, with a status if it has one; the stored object.
+
+        Raises: ApiFailure.
+        """
+        resource = BY_PLURAL[group, plural]
+        body = {"apiVersion": f"{group}/v1" if group else "v1", "kind": resource.kind} | copy.deepcopy(obj)
+        status = copy.deepcopy(obj.get("status"))
+        stored = self.operations.create(resource, body["metadata"].get("namespace"), body)
+        if resource.has_status and status:
+            metadata = {
+                key: stored["metadata"][key] for key in ("name", "namespace") if key in stored["metadata"]
+            }
+            key = (metadata.get("namespace", ""), metadata["name"])
+            body = {"metadata": metadata, "status": status}
+            stored = self.operations.update(resource, key, body, status=True)
+        return copy.deepcopy(stored)
+
+    def objects(self, plural: str, *, group: str = "resource.k8s.io") -> list[dict[str, Any]]:
+        """Copies of all objects of a resource in v1 shape, in order of namespace and name."""
+        items, _ = self.store.select(BY_PLURAL[group, plural], lambda _obj: True)
+        return copy.deepcopy(items)
+
+    def resource(self, plural: str, *, group: str = "resource.k8s.io") -> Resource:
+        """The description of a resource. Raises: KeyError."""
+        return BY_PLURAL[group, plural]
+
+    def write_kubeconfig(
+        self, path: Path, *, token: str | None = None, token_file: Path | None = None
+    ) -> None:
+        """A kubeconfig for this server, for kubectl and the driver alike (JSON is YAML)."""
+        cluster: dict[str, Any] = {"server": self.url}
+        if self._tls:
+            cluster["certificate-authority"] = str(self._tls[0])
+        user = {"token": token} if token else {"tokenFile": str(token_file)} if token_file else {}
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "playground", "cluster": cluster}],
+            "users": [{"name": "playground", "user": user}],
+            "contexts": [{"name": "playground", "context": {"cluster": "playground", "user": "playground"}}],
+            "current-context": "playground",
+        }
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        path.chmod(0o600)
+
+
+class _Http(ThreadingHTTPServer):
+    """Knows its open connections, so that a stop breaks them as a dying server does."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        super().__init__(address, handler)
+        self.tls: ssl.SSLContext | None = None
+        self._open: set[socket.socket] = set()
+        self._closing = False
+        self._open_lock = threading.Lock()
+
+    def accept_loop(self) -> None:
+        """Serve until `close_all`; no polling, unlike `serve_forever`."""
+        while True:
+            try:
+                connection, address = self.socket.accept()
+            except OSError:
+                break
+            with self._open_lock:
+                self._open.add(connection)
+                if self._closing:
+                    _shut(connection)
+            self.process_request(connection, address)
+        self.server_close()
+
+    def close_all(self) -> None:
+        """End the accept loop and break every connection."""
+        _shut(self.socket)
+        with self._open_lock:
+            self._closing = True
+            for connection in self._open:
+                _shut(connection)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Wrap in TLS on the connection's own thread: a slow handshake delays nobody else."""
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        with contextlib.suppress(ssl.SSLError), self.tls.wrap_socket(request, server_side=True) as wrapped:
+            with self._open_lock:
+                self._open.add(wrapped)  # wrapping took the descriptor away from the plain socket
+            try:
+                super().finish_request(wrapped, client_address)
+            finally:
+                with self._open_lock:
+                    self._open.discard(wrapped)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget the connection, then close it."""
+        with self._open_lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_bind(self) -> None:
+        """Without the reverse lookup of the host's name, which can take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report nothing for a client that went away."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _on_a_lasting_port(handler: Any) -> _Http:
+    """On a port that no outgoing connection can take while the server is stopped, unlike those of port 0."""
+    while True:
+        try:
+            return _Http(("127.0.0.1", _random.randrange(*_LASTING_PORTS)), handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS: its reader may be at work
+
+
+def _tls_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
+    if files is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*files)
+    return context

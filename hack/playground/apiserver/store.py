@@ -1,0 +1,116 @@
+"""Objects, resource versions and the history that watches read; everything in stored form."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from playground.apiserver.failure import expired
+from playground.apiserver.resources import Resource
+from playground.apiserver.selectors import Predicate
+
+Object = dict[str, Any]
+Key = tuple[str, str]  # (namespace or "", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step of the history; `before` is None for a new object, `after` None for a deleted one.
+
+    `last` is what a watcher is shown of a deleted object: its content at the deletion's version.
+    """
+
+    version: int
+    resource: Resource
+    before: Object | None
+    after: Object | None
+    last: Object
+
+    def event_for(self, selected: Predicate) -> tuple[str, Object] | None:
+        """(type, object) as a watcher with this selector sees it: leaving the selection is DELETED."""
+        was = self.before is not None and selected(self.before)
+        now = self.after is not None and selected(self.after)
+        if now:
+            return ("MODIFIED" if was else "ADDED"), self.last
+        return ("DELETED", self.last) if was else None
+
+
+class Store:
+    """All objects under one lock. Stored objects are never modified: each write stores a new one."""
+
+    def __init__(self, history: int) -> None:
+        self.changed = threading.Condition()
+        self._objects: dict[Resource, dict[Key, Object]] = {}
+        self._history: deque[Change] = deque(maxlen=history)
+        self._version = 1
+        self._forgotten = 1  # changes up to here can no longer be watched
+
+    @property
+    def version(self) -> int:
+        """The newest resource version."""
+        return self._version
+
+    def get(self, resource: Resource, key: Key) -> Object | None:
+        """The object itself; do not modify it."""
+        return self._objects.get(resource, {}).get(key)
+
+    def select(self, resource: Resource, selected: Predicate) -> tuple[list[Object], int]:
+        """(objects in order of namespace and name, resource version of this list)."""
+        with self.changed:
+            items = sorted(self._objects.get(resource, {}).items())
+            return [obj for _, obj in items if selected(obj)], self._version
+
+    def write(self, resource: Resource, key: Key, obj: Object | None) -> Object:
+        """Store `obj` at the next version, or delete with None; what a watcher is shown.
+
+        The caller holds `changed`, so that its check and this write are one step.
+        """
+        before = self.get(resource, key)
+        self._version += 1
+        last = copy.deepcopy(obj if obj is not None else before) or {}
+        last["metadata"]["resourceVersion"] = str(self._version)
+        table = self._objects.setdefault(resource, {})
+        if obj is None:
+            table.pop(key, None)
+        else:
+            table[key] = last
+        if len(self._history) == self._history.maxlen:
+            self._forgotten = self._history[0].version
+        self._history.append(Change(self._version, resource, before, last if obj is not None else None, last))
+        self.changed.notify_all()
+        return last
+
+    def changes_after(self, version: int) -> list[Change]:
+        """The history after `version`. Raises: ApiFailure 410 if part of it is forgotten."""
+        with self.changed:
+            if version < self._forgotten:
+                raise expired(version, self._forgotten)
+            newest_first = takewhile(lambda change: change.version > version, reversed(self._history))
+            return list(newest_first)[::-1]
+
+    def wait_after(self, version: int, timeout_s: float, unless: Callable[[], bool]) -> None:
+        """Return once there is something after `version`, at a `wake`, or after `timeout_s`.
+
+        `unless` is looked at under the lock: what it tells cannot come true unnoticed in between.
+        """
+        with self.changed:
+            if self._version == version and not unless():
+                self.changed.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Let all watchers look around."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def forget(self) -> None:
+        """Drop the history: every watch from an older version meets 410."""
+        with self.changed:
+            self._history.clear()
+            self._version += 1
+            self._forgotten = self._version
+            self.changed.notify_all()

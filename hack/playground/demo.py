@@ -1,0 +1,214 @@
+"""`make demo`: a GPU node at work in five scenes, then nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dra_driver.app.daemon import Driver
+from dra_driver.cli.scratch import scratch_directory
+from dra_driver.cli.tables import device_table
+from dra_driver.errors import FatalError, InvalidConfigError
+from dra_driver.logs import configure_logs
+from dra_driver.model.claim import ClaimRef, Failed
+from playground.node import DRIVER, JsonObject, PlaygroundNode
+
+_NAMESPACE = "default"
+_WAIT_S = 20.0
+
+
+def demo(
+    machine: Annotated[
+        str, typer.Option("--simulate", metavar="MACHINE", help="A name from `gpu-dra-driver simulate list`.")
+    ] = "dgx-h100",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="DIR", help="Work in this new directory, and keep what is left in it."
+        ),
+    ] = None,
+) -> None:
+    """Show a GPU node at work, without GPU, cluster or root: devices, claims, CDI specs, a refusal, clean-up."""
+    configure_logs("critical", "console")
+    with ExitStack() as stack:
+        root = keep or Path(stack.enter_context(scratch_directory("demo")))
+        if keep is not None and keep.exists() and any(keep.iterdir()):
+            raise InvalidConfigError(
+                f"--keep {keep}: there is something in it; name a new directory or empty it"
+            )
+        root.mkdir(parents=True, exist_ok=True)
+        _Demo(root, machine, stack).play()
+
+
+class _Demo:
+    """One run of the demo: a node below `root`, everything stopped when `stack` is closed."""
+
+    def __init__(self, root: Path, machine: str, stack: ExitStack) -> None:
+        self._node = stack.enter_context(PlaygroundNode(root, machine, name="demo-node"))
+        self._partition_one_gpu()
+        self._driver = Driver(self._node.settings)
+        stack.callback(self._driver.stop)
+
+    def play(self) -> None:
+        """Every scene in order; an expectation that does not hold ends the demo with an error."""
+        self._publish()
+        self._prepare_gpus()
+        self._prepare_mig()
+        self._refuse_double_allocation()
+        self._take_back()
+
+    def _partition_one_gpu(self) -> None:
+        """Two MIG devices, as an administrator would make them before the driver starts, unless the machine has some.
+
+        The last GPU that is capable of MIG gets the smallest device, and at its end one of half the GPU.
+        """
+        machine = self._node.machine
+        state = machine.current()
+        capable = [gpu for gpu in state.present if state.model_of(gpu).mig]
+        if not capable or any(gpu.instances for gpu in capable):
+            return
+        gpu = capable[-1]
+        profiles = [row for row in state.model_of(gpu).mig if not set("+-") & set(row.name)]
+        half = next(row for row in profiles if row.size * 2 == profiles[-1].size)
+        if machine.set_mig_mode(gpu.uuid, on=True):
+            machine.reboot()  # a virtual machine cannot reset its GPU
+        machine.create_mig(gpu.uuid, profiles[0].name, profiles[0].starts[0])
+        machine.create_mig(gpu.uuid, half.name, half.starts[-1])
+
+    def _publish(self) -> None:
+        started = time.monotonic()
+        self._driver.start()
+        self._node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        registered = time.monotonic() - started
+        _wait("the slices to be published", lambda: bool(self._node.devices()))
+        published = time.monotonic() - started
+        _scene(1, f"The node publishes its devices ({self._node.settings.simulate})")
+        typer.echo(device_table(self._node.devices()), nl=False)
+        typer.echo(
+            f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s"
+        )
+
+    def _prepare_gpus(self) -> None:
+        _scene(2, "A claim for two GPUs in one NVLink domain")
+        domains = self._published("gpu", "nvlinkDomain")
+        request: JsonObject = {"deviceClassName": "gpu.nvidia.com", "count": 2}
+        devices: JsonObject = {"requests": [{"name": "gpus", "exactly": request}]}
+        if len(domains) > len(set(domains)):
+            devices["constraints"] = [{"requests": ["gpus"], "matchAttribute": f"{DRIVER}/nvlinkDomain"}]
+        else:
+            typer.echo(
+                "  This machine has no two free GPUs with NVLink between them: the claim asks for one GPU.\n"
+            )
+            request["count"] = 1
+        self._claim_and_prepare("training", {"devices": devices})
+        self._show_spec("training")
+
+    def _prepare_mig(self) -> None:
+        _scene(3, "A claim for a MIG device by its profile")
+        profiles = self._published("mig", "profile")
+        if not profiles:
+            typer.echo("  This machine has no GPU with MIG: there is nothing to claim.")
+            return
+        expression = f"device.attributes['{DRIVER}'].profile == '{profiles[-1]}'"
+        request = {"deviceClassName": "mig.nvidia.com", "selectors": [{"cel": {"expression": expression}}]}
+        self._claim_and_prepare("inference", {"devices": {"requests": [{"name": "mig", "exactly": request}]}})
+        self._show_spec("inference")
+
+    def _refuse_double_allocation(self) -> None:
+        _scene(4, "A scheduler gives a GPU out twice: the driver refuses and names the holder")
+        taken = self._claims()["training"]["status"]["allocation"]["devices"]["results"][0]
+        spec = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
+        allocation = {"devices": {"results": [{**taken, "request": "gpu"}]}}
+        self._add_claim("thief", spec, {"allocation": allocation})
+        outcome = self._call("prepare", "thief")
+        _expect(isinstance(outcome, Failed), "the second claim was not refused")
+        typer.echo(f"  {outcome.error}")
+
+    def _take_back(self) -> None:
+        _scene(5, "Unprepare, and nothing is left")
+        for name in sorted(self._claims()):
+            outcome = self._call("unprepare", name)
+            _expect(outcome is None, f"unprepare of {name} failed: {outcome}")
+            typer.echo(f"  unprepared {_NAMESPACE}/{name}")
+        self._driver.stop()
+        left = [*self._node.cdi.glob("*"), *(self._node.plugin_dir / "claims").glob("[!.]*")]
+        for directory in (self._node.registry, self._node.plugin_dir):
+            left += directory.rglob("*.sock")
+        _expect(not left, f"something is left: {left}")
+        typer.echo("  CDI specs: 0   claim records: 0   sockets after the driver's stop: 0")
+        typer.echo(
+            "\nThat was the real daemon; only hardware, API server, scheduler and kubelet were stand-ins."
+        )
+
+    def _published(self, kind: str, attribute: str) -> list[str]:
+        """What the published devices of a kind have as this attribute, where they have it."""
+        found = [device["attributes"] for device in self._node.devices()]
+        return [
+            entry[attribute]["string"]
+            for entry in found
+            if entry["type"]["string"] == kind and attribute in entry
+        ]
+
+    def _add_claim(self, name: str, spec: JsonObject, status: JsonObject | None = None) -> None:
+        claim: JsonObject = {"metadata": {"name": name, "namespace": _NAMESPACE}, "spec": spec}
+        if status is not None:
+            claim["status"] = status
+        self._node.server.add("resourceclaims", claim, group="resource.k8s.io")
+
+    def _claims(self) -> dict[str, JsonObject]:
+        return {claim["metadata"]["name"]: claim for claim in self._node.server.objects("resourceclaims")}
+
+    def _call(self, action: str, name: str) -> Any:
+        """The driver's outcome for one claim, through its socket."""
+        uid = self._claims()[name]["metadata"]["uid"]
+        call = self._node.kubelet.prepare if action == "prepare" else self._node.kubelet.unprepare
+        return call(DRIVER, [ClaimRef(_NAMESPACE, name, uid)])[uid]
+
+    def _claim_and_prepare(self, name: str, spec: JsonObject) -> None:
+        self._add_claim(name, spec)
+        # A claim that no pod uses would be about to leave its devices.
+        pod = {"metadata": {"name": name, "uid": f"{name}-pod"}}
+        self._node.scheduler.allocate_claim(_NAMESPACE, name, pod=pod)
+        started = time.monotonic()
+        outcome = self._call("prepare", name)
+        duration_ms = (time.monotonic() - started) * 1000
+        if isinstance(outcome, Failed):
+            _expect(False, outcome.error)
+        typer.echo(f"  prepared {_NAMESPACE}/{name} in {duration_ms:.0f} ms:")
+        for device in outcome.devices:
+            typer.echo(f"    {device.device}  ->  {', '.join(device.cdi_ids)}")
+
+    def _show_spec(self, name: str) -> None:
+        """The part of the CDI spec that is particular to the claim, and how much is common."""
+        uid = self._claims()[name]["metadata"]["uid"]
+        file = next(self._node.cdi.glob(f"*{uid}*"))
+        spec = json.loads(file.read_text())
+        common = spec["containerEdits"]
+        typer.echo(f"  CDI spec {file.name} (cdiVersion {spec['cdiVersion']}):")
+        nodes = ", ".join(node["path"] for node in common["deviceNodes"])
+        typer.echo(f"    every container: {nodes}; {len(common['mounts'])} driver files; {common['env'][0]}")
+        for device in spec["devices"]:
+            nodes = ", ".join(node["path"] for node in device["containerEdits"]["deviceNodes"])
+            typer.echo(f"    {device['name'].removeprefix(uid + '-')}: {nodes}")
+
+
+def _scene(number: int, title: str) -> None:
+    typer.echo(f"\n{number}. {title}\n")
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise FatalError(f"demo: {otherwise}")
+
+
+def _wait(what: str, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not done():
+        _expect(time.monotonic() < deadline, f"waited {_WAIT_S:.0f} s for {what}")
+        time.sleep(0.01)

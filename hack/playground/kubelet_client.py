@@ -1,0 +1,247 @@
+"""A registered plugin as the playground's kubelet sees it: one connection for its calls and its health stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+from grpc._cython.cygrpc import ConnectivityState
+
+from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2, dra_v1beta1_pb2
+from dra_driver.kubelet.pb import registration_pb2 as registration
+from dra_driver.model.claim import (
+    ClaimRef,
+    Failed,
+    Prepared,
+    PreparedDevice,
+    PrepareOutcome,
+    UnprepareOutcome,
+)
+
+DRA_APIS: Mapping[str, ModuleType] = {"v1.DRAPlugin": dra_v1_pb2, "v1beta1.DRAPlugin": dra_v1beta1_pb2}
+HEALTH_APIS: Mapping[str, ModuleType] = {
+    "v1.DRAResourceHealth": dra_health_v1_pb2,
+    "v1alpha1.DRAResourceHealth": dra_health_v1alpha1_pb2,
+}
+
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, also to a path that was used before
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+
+class KubeletError(Exception):
+    """What the kubelet would write into the pod's event; `code` is the gRPC status, if there was a call."""
+
+    def __init__(self, message: str, code: grpc.StatusCode | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One recorded call; `error` is None when it succeeded."""
+
+    method: str
+    driver: str
+    path: Path
+    request: Any
+    response: Any
+    error: str | None
+    duration_s: float
+
+
+def open_channel(path: Path) -> Any:
+    """A gRPC channel to a Unix socket; connects when first used."""
+    return grpc.insecure_channel("unix:" + quote(str(path), safe="/"), options=_OPTIONS)
+
+
+def method_path(module: ModuleType, service: str, method: str) -> str:
+    """The full gRPC method name, from the proto itself."""
+    return f"/{module.DESCRIPTOR.services_by_name[service].full_name}/{method}"
+
+
+def ask(
+    channel: Any, path: str, request: Any, response: Any, timeout_s: float, *, wait_for_ready: bool = False
+) -> Any:
+    """Raises: KubeletError with the status and the text of the driver."""
+    call = channel.unary_unary(path, type(request).SerializeToString, response.FromString)
+    try:
+        return call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+    except grpc.RpcError as error:
+        raise KubeletError(f"{error.details()}", error.code()) from error
+    except ValueError as error:  # the channel was closed meanwhile
+        raise KubeletError(f"connection closed: {error}", grpc.StatusCode.CANCELLED) from error
+
+
+def registration_call(channel: Any, method: str, request: Any, response: Any, timeout_s: float) -> Any:
+    """One call of the registration service."""
+    return ask(channel, method_path(registration, "Registration", method), request, response, timeout_s)
+
+
+class Instance:
+    """One endpoint of one driver. `socket` is its registration socket, `version` the DRA API in use."""
+
+    def __init__(
+        self, driver: str, socket: Path, endpoint: Path, version: str, supported: tuple[str, ...]
+    ) -> None:
+        self.driver = driver
+        self.socket = socket
+        self.endpoint = endpoint
+        self.version = version
+        self.supported = supported
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._channel = open_channel(endpoint)
+        self.look()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self.look()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def look(self) -> bool:
+        """Whether there is a connection; asks for one if not, so it has to be called now and then.
+
+        gRPC's public way, subscribe(), starts a thread per channel that dies of a ValueError when the
+        channel is closed while it looks.
+        """
+        with self._lock:
+            if self.closed:
+                return False
+            state = self._channel._channel.check_connectivity_state(True)
+            return bool(state == ConnectivityState.ready)
+
+    def request(self, method: str, claims: Sequence[ClaimRef]) -> Any:
+        """The request message of NodePrepareResources or NodeUnprepareResources."""
+        api = DRA_APIS[self.version]
+        wire = [api.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in claims]
+        return getattr(api, f"{method}Request")(claims=wire)
+
+    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Sends it; waits for a connection within the deadline. Raises: KubeletError."""
+        api = DRA_APIS[self.version]
+        path = method_path(api, "DRAPlugin", method)
+        response = getattr(api, f"{method}Response")
+        return ask(self._channel, path, request, response, timeout_s, wait_for_ready=True)
+
+    def watch_health(self, version: str, report: Callable[[Any], None]) -> None:
+        """Feeds `report` from one health stream until it ends. Raises: KubeletError with its status."""
+        api = HEALTH_APIS[version]
+        stream = self._channel.unary_stream(
+            method_path(api, "DRAResourceHealth", "NodeWatchResources"),
+            api.NodeWatchResourcesRequest.SerializeToString,
+            api.NodeWatchResourcesResponse.FromString,
+        )
+        try:
+            for message in stream(api.NodeWatchResourcesRequest()):
+                report(message)
+        except grpc.RpcError as error:
+            raise KubeletError(f"{error.details()}", error.code()) from error
+        except ValueError as error:  # the channel was closed meanwhile
+            raise KubeletError(f"connection closed: {error}", grpc.StatusCode.CANCELLED) from error
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        return self._closed.wait(timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            self._channel.close()
+
+
+class Recorder:
+    """Runs calls, writes them down, and lets injected faults take their place."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Call] = []
+        self._faults: list[tuple[str, str, bool]] = []
+
+    def inject(self, method: str, error: str, times: int, after: bool) -> None:
+        with self._lock:
+            self._faults += [(method, error, after)] * times
+
+    def calls(self, method: str | None, driver: str | None) -> list[Call]:
+        with self._lock:
+            return [
+                call
+                for call in self._calls
+                if method in (None, call.method) and driver in (None, call.driver)
+            ]
+
+    def run(self, method: str, driver: str, path: Path, request: Any, send: Callable[[], Any]) -> Any:
+        """What `send` returns. Raises: its KubeletError, or one that was injected."""
+        started = time.monotonic()
+        response, failure = None, None
+        fault = self.take(method)
+        try:
+            if fault is not None and not fault[1]:
+                raise KubeletError(fault[0], grpc.StatusCode.UNAVAILABLE)
+            response = send()
+            if fault is not None:
+                raise KubeletError(fault[0], grpc.StatusCode.UNAVAILABLE)
+        except KubeletError as error:
+            failure = str(error)
+            raise
+        finally:
+            call = Call(method, driver, path, request, response, failure, time.monotonic() - started)
+            with self._lock:
+                self._calls.append(call)
+        return response
+
+    def take(self, method: str) -> tuple[str, bool] | None:
+        """The next injected fault of the method and whether it comes after the call; removes it."""
+        with self._lock:
+            for fault in self._faults:
+                if fault[0] == method:
+                    self._faults.remove(fault)
+                    return fault[1], fault[2]
+        return None
+
+
+def prepare_outcomes(response: Any) -> dict[str, PrepareOutcome]:
+    """Entries of a NodePrepareResources answer; devices do not count when there is an error."""
+    return {
+        uid: Failed(entry.error) if entry.error else Prepared(tuple(map(_device, entry.devices)))
+        for uid, entry in response.claims.items()
+    }
+
+
+def unprepare_outcomes(response: Any) -> dict[str, UnprepareOutcome]:
+    """Entries of a NodeUnprepareResources answer."""
+    return {uid: Failed(entry.error) if entry.error else None for uid, entry in response.claims.items()}
+
+
+def check_entries(method: str, claims: Sequence[ClaimRef], response: Any) -> None:
+    """Raises: KubeletError unless there is exactly one entry for each claim."""
+    asked = {ref.uid for ref in claims}
+    if unknown := sorted(set(response.claims) - asked):
+        raise KubeletError(f"{method} returned a result for unknown claim UID {unknown[0]}")
+    if skipped := len(asked - set(response.claims)):
+        raise KubeletError(f"{method} skipped {skipped} ResourceClaims")
+
+
+def _device(wire: Any) -> PreparedDevice:
+    shared = "share_id" in wire.DESCRIPTOR.fields_by_name and wire.HasField("share_id")
+    return PreparedDevice(
+        requests=tuple(wire.request_names),
+        pool=wire.pool_name,
+        device=wire.device_name,
+        cdi_ids=tuple(wire.cdi_device_ids),
+        share_id=wire.share_id if shared else None,
+    )

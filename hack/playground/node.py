@@ -1,0 +1,118 @@
+"""A node below one directory: a simulated machine, and around it the playground's API server, scheduler and kubelet.
+
+The daemon is the real one. It runs in this process, `Driver(node.settings)`, or in one of its own, `start_daemon`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, Literal, Self
+
+from dra_driver.settings import Settings
+from dra_driver.simulator import create_machine
+from dra_driver.validation.rules.standard_classes import standard_classes
+from playground.apiserver.server import PlaygroundApiServer
+from playground.kubelet import KubeletSettings, PlaygroundKubelet
+from playground.scheduler import PlaygroundScheduler
+
+DRIVER = "gpu.nvidia.com"
+
+JsonObject = dict[str, Any]
+
+
+class PlaygroundNode:
+    """Everything of a node but the daemon; at work from the constructor until `stop`, which `with` calls too.
+
+    `machine` is a name from `gpu-dra-driver simulate list` or a YAML file, `name` that of the Node object. `cdi` is
+    the directory of CDI specs, `device_nodes` and `cdi_hook` are those of `create_machine`. The root's path must be
+    short: the path of a socket has 107 bytes at most. Raises: InvalidConfigError for an unknown machine.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        machine: str = "dgx-h100",
+        *,
+        name: str,
+        kubelet: KubeletSettings | None = None,
+        cdi: Path | None = None,
+        device_nodes: Literal["auto", "described"] = "described",
+        cdi_hook: bool | None = None,
+    ) -> None:
+        self.root = root
+        self.name = name
+        self.cdi = cdi or root / "cdi"
+        self.plugin_dir = root / "plugins" / DRIVER
+        self.machine = create_machine(machine, root / "machine", device_nodes=device_nodes, cdi_hook=cdi_hook)
+        self.registry = root / "plugins_registry"
+        self.registry.mkdir()
+        self.settings = Settings(
+            node_name=name,
+            cdi_root=str(self.cdi),
+            kubelet_registrar_directory_path=str(self.registry),
+            kubelet_plugins_directory_path=str(root / "plugins"),
+            kubeconfig=str(root / "kubeconfig"),
+            simulate=machine,
+            simulator_dir=str(root / "machine"),
+        )
+        self.options = {
+            "--node-name": name,
+            "--kubeconfig": str(root / "kubeconfig"),
+            "--simulate": machine,
+            "--simulator-dir": str(root / "machine"),
+            "--cdi-root": str(self.cdi),
+            "--kubelet-registrar-directory-path": str(self.registry),
+            "--kubelet-plugins-directory-path": str(root / "plugins"),
+        }
+        """What a command of `gpu-dra-driver` is told to find this node: `settings` as flags."""
+        self.server = PlaygroundApiServer()
+        self.server.start()
+        self.server.add("nodes", {"metadata": {"name": name}})
+        for entry in standard_classes(DRIVER).values():
+            self.server.add("deviceclasses", entry, group="resource.k8s.io")
+        self.server.write_kubeconfig(root / "kubeconfig")
+        self.scheduler = PlaygroundScheduler(self.server)
+        self.kubelet = PlaygroundKubelet(self.registry, kubelet, on_wipe=lambda _driver: self.wipe())
+        self.kubelet.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End kubelet and API server. The daemon must have ended."""
+        self.kubelet.stop()
+        self.server.stop()
+
+    def flags(self, names: Iterable[str] | None = None) -> list[str]:
+        """`options` as command line arguments: those with these names, or all."""
+        chosen = self.options if names is None else names
+        return [part for name in chosen for part in (name, self.options[name])]
+
+    def environment(self) -> dict[str, str]:
+        """`options` as environment variables, by name."""
+        return {
+            option.removeprefix("--").replace("-", "_").upper(): value
+            for option, value in self.options.items()
+        }
+
+    def start_daemon(self, *arguments: str, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        """`gpu-dra-driver run` for this node with further `arguments`; its output goes to `log`, if there is one."""
+        program = Path(sys.executable).parent / "gpu-dra-driver"
+        return subprocess.Popen([program, "run", *self.flags(), *arguments], stdout=log, stderr=log)
+
+    def devices(self) -> list[JsonObject]:
+        """The published devices in their order."""
+        slices = self.server.objects("resourceslices")
+        return [device for entry in slices for device in entry["spec"].get("devices", [])]
+
+    def wipe(self) -> None:
+        """Delete all slices, as a kubelet does that starts."""
+        resource = self.server.resource("resourceslices")
+        for entry in self.server.objects("resourceslices"):
+            self.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})

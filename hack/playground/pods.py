@@ -1,0 +1,172 @@
+"""The life of pods in the playground: scheduled, prepared, running, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Self
+
+from dra_driver.model.claim import ClaimRef, Failed
+from dra_driver.validation.rules.allocator import AllocationError
+from playground.apiserver.failure import ApiFailure
+from playground.kubelet_client import KubeletError
+from playground.node import DRIVER, PlaygroundNode
+
+Pod = dict[str, Any]
+
+_AGAIN_S = 1.0
+_OVER = ("Succeeded", "Failed")
+
+
+class PodLoop:
+    """Does for the pods of one node what scheduler, claim controller, kubelet and garbage collector do.
+
+    Runs in a thread inside `with`; at its end all claims are unprepared. `tell` gets a line for each step of a pod.
+    """
+
+    def __init__(self, node: PlaygroundNode, tell: Callable[[str], object]) -> None:
+        self._node = node
+        self._tell = tell
+        self._prepared: dict[str, tuple[str, list[ClaimRef]]] = {}  # by the pod's UID, with its name
+        self._troubles: dict[str, str] = {}  # what was told of a pod that waits, by its name
+        self._again_at: dict[str, float] = {}  # by the UID of a pod whose Prepare or Unprepare failed
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="playground-pods", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stopping.set()
+        self._node.server.store.wake()
+        self._thread.join()
+        self._again_at.clear()
+        self._end_pods(())
+
+    def _run(self) -> None:
+        store = self._node.server.store
+        while not self._stopping.is_set():
+            version = store.version
+            self._turn()
+            store.wait_after(version, _AGAIN_S, self._stopping.is_set)
+
+    def _turn(self) -> None:
+        pods = [
+            pod
+            for pod in self._node.server.objects("pods", group="")
+            if pod.get("status", {}).get("phase") not in _OVER and "deletionTimestamp" not in pod["metadata"]
+        ]
+        self._end_pods(pod["metadata"]["uid"] for pod in pods)
+        self._take_claims_back({pod["metadata"]["uid"] for pod in pods} | set(self._prepared))
+        for pod in pods:
+            if pod["metadata"]["uid"] not in self._prepared:
+                step = self._start if pod.get("spec", {}).get("nodeName") else self._schedule
+                self._attempt(pod["metadata"]["uid"], _name(pod), partial(step, pod))
+
+    def _attempt(self, uid: str, name: str, step: Callable[[], object]) -> None:
+        """One step of a pod; what stands in its way is told once, and tried again after a while."""
+        if time.monotonic() < self._again_at.get(uid, 0.0):
+            return
+        try:
+            step()
+        except Exception as error:  # this API server stores any pod, also one with fields of a wrong type
+            self._again_at[uid] = time.monotonic() + _AGAIN_S
+            if self._troubles.get(name) != str(error):
+                self._tell(f"pod {name} waits: {error}")
+            self._troubles[name] = str(error)
+        else:
+            self._again_at.pop(uid, None)
+            self._troubles.pop(name, None)
+
+    def _schedule(self, pod: Pod) -> None:
+        extended = {
+            resource
+            for container in pod["spec"]["containers"]
+            for resource in container.get("resources", {}).get("limits", {})
+            if "/" in resource
+        }
+        if extended:
+            raise AllocationError(
+                f"the playground's scheduler knows no extended resources ({', '.join(sorted(extended))});"
+                " use a resource claim"
+            )
+        metadata = pod["metadata"]
+        bound = self._node.scheduler.schedule_pod(metadata["namespace"], metadata["name"])
+        devices = [
+            result["device"]
+            for claim in self._claims(bound)
+            for result in claim["status"]["allocation"]["devices"]["results"]
+        ]
+        self._tell(
+            f"pod {_name(pod)} scheduled on {bound['spec']['nodeName']}: {', '.join(devices) or 'no devices'}"
+        )
+
+    def _start(self, pod: Pod) -> None:
+        claims = [_ref(claim) for claim in self._claims(pod)]
+        started = time.monotonic()
+        outcomes = self._node.kubelet.prepare(DRIVER, claims) if claims else {}
+        for outcome in outcomes.values():
+            if isinstance(outcome, Failed):
+                raise KubeletError(outcome.error)
+        self._prepared[pod["metadata"]["uid"]] = (_name(pod), claims)
+        if claims:
+            self._tell(f"pod {_name(pod)} prepared in {(time.monotonic() - started) * 1000:.0f} ms")
+        ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+        metadata = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")}
+        self._node.server.operations.update(
+            self._node.server.resource("pods", group=""),
+            (metadata["namespace"], metadata["name"]),
+            {"metadata": metadata, "status": pod["status"] | ready},
+            status=True,
+        )
+        self._tell(f"pod {_name(pod)} running")
+
+    def _end_pods(self, staying: Iterable[str]) -> None:
+        """Unprepare what only pods have that are not there any more."""
+        for uid in self._prepared.keys() - set(staying):
+            self._attempt(uid, self._prepared[uid][0], partial(self._end, uid))
+
+    def _end(self, uid: str) -> None:
+        name, claims = self._prepared[uid]
+        others = {ref for other, (_, refs) in self._prepared.items() if other != uid for ref in refs}
+        if left := [ref for ref in claims if ref not in others]:
+            for outcome in self._node.kubelet.unprepare(DRIVER, left).values():
+                if outcome is not None:
+                    raise KubeletError(outcome.error)
+        del self._prepared[uid]
+        self._tell(f"pod {name} ended" + (", its claims are unprepared" if left else ""))
+
+    def _take_claims_back(self, pods: set[str]) -> None:
+        """Drop the reservations of pods that are gone, and delete the claims that were made for them."""
+        server = self._node.server
+        for claim in server.objects("resourceclaims"):
+            key = (claim["metadata"]["namespace"], claim["metadata"]["name"])
+            owners = [owner["uid"] for owner in claim["metadata"].get("ownerReferences") or ()]
+            with contextlib.suppress(AllocationError, ApiFailure):  # somebody else deleted it meanwhile
+                for entry in (claim.get("status") or {}).get("reservedFor") or ():
+                    if entry["uid"] not in pods:
+                        self._node.scheduler.release_claim(*key, pod={"metadata": entry})
+                if owners and not pods.intersection(owners):
+                    server.operations.delete(server.resource("resourceclaims"), key, {})
+
+    def _claims(self, pod: Pod) -> list[Pod]:
+        """The claims for which a pod is reserved."""
+        uid = pod["metadata"]["uid"]
+        return [
+            claim
+            for claim in self._node.server.objects("resourceclaims")
+            if any(entry["uid"] == uid for entry in (claim.get("status") or {}).get("reservedFor") or ())
+        ]
+
+
+def _name(pod: Pod) -> str:
+    return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+
+
+def _ref(claim: Pod) -> ClaimRef:
+    metadata = claim["metadata"]
+    return ClaimRef(metadata["namespace"], metadata["name"], metadata["uid"])

@@ -1,0 +1,86 @@
+"""`make playground`: a node to play with, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dra_driver.app.daemon import Driver
+from dra_driver.app.posix_signals import SignalWatch
+from dra_driver.cli.scratch import scratch_directory
+from dra_driver.logs import configure_logs
+from playground.node import DRIVER, PlaygroundNode
+from playground.pods import PodLoop
+
+_WAIT_S = 20.0
+
+
+def run(
+    machine: Annotated[
+        str, typer.Option("--simulate", metavar="MACHINE", help="A name from `gpu-dra-driver simulate list`.")
+    ] = "dgx-h100",
+    log_level: Annotated[
+        str, typer.Option(help="What of the driver's log to show: debug, info, warning or error.")
+    ] = "error",
+) -> None:
+    """Run the real daemon on a simulated machine, with an API server, a scheduler and a kubelet, until Ctrl-C."""
+    ended = threading.Event()
+    SignalWatch().on(ended.set, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    configure_logs(log_level, "console")
+    with scratch_directory("playground") as scratch, ExitStack() as stack:
+        node = stack.enter_context(PlaygroundNode(Path(scratch), machine, name="playground-node"))
+        driver = Driver(replace(node.settings, mps_host="child", log_level=log_level, log_format="console"))
+        stack.callback(driver.stop)
+        driver.start()
+        node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        stack.enter_context(PodLoop(node, _tell))
+        _tell(_welcome(node, machine))
+        ended.wait()
+        _tell("\nstopping; nothing stays behind")
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _welcome(node: PlaygroundNode, machine: str) -> str:
+    variables = node.environment()
+    kubeconfig = variables.pop("KUBECONFIG")
+    others = " ".join(f"{name}={value}" for name, value in variables.items())
+    here = Path.cwd()
+    program = Path(sys.executable).parent / "gpu-dra-driver"
+    program = program.relative_to(here) if program.is_relative_to(here) else program
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    examples = examples.relative_to(here) if examples.is_relative_to(here) else examples
+    return f"""\
+A node with the simulated machine {machine} is up. In another terminal:
+
+  cd {here}
+  export KUBECONFIG={kubeconfig}
+  export {others}
+
+1. See what the node publishes:
+  kubectl get resourceslices -o yaml
+  {program} inspect
+
+2. Run a pod with one GPU and see who holds it; this terminal tells what becomes of the pod:
+  kubectl apply -f {examples}/one-gpu
+  kubectl wait --for=condition=Ready pod/one-gpu
+  {program} claims
+  kubectl delete -f {examples}/one-gpu
+
+3. Break the GPU with index 0, see its taint, and mend it:
+  {program} simulate lose 0
+  {program} top --once
+  kubectl get resourceslices -o jsonpath='{{.items[*].spec.devices[*].taints}}'
+  {program} simulate restore 0
+
+Ctrl-C ends it.
+"""

@@ -1,0 +1,175 @@
+"""The playground's scheduler: templates become claims, claims get devices, pods get nodes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from dra_driver.validation.rules.allocator import AllocationError, allocate
+from dra_driver.validation.rules.selection import Selects, selects
+from playground.apiserver.server import PlaygroundApiServer
+
+__all__ = ["AllocationError", "PlaygroundScheduler"]
+
+_GROUP = "resource.k8s.io"
+_POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
+
+Object = dict[str, Any]
+
+
+class PlaygroundScheduler:
+    """Works on the server's store directly and writes what kube-scheduler and its controllers write.
+
+    `selects` evaluates one selector expression against a device.
+    """
+
+    def __init__(self, server: PlaygroundApiServer, *, selects: Selects = selects) -> None:
+        self._server = server
+        self._selects = selects
+
+    def allocate_claim(
+        self, namespace: str, name: str, *, node: str | None = None, pod: Object | None = None
+    ) -> Object:
+        """Allocate a claim unless it is, and reserve it for `pod`; the stored claim.
+
+        Without `node` the first node with fitting devices is taken. Raises: AllocationError, ApiFailure.
+        """
+        with self._server.store.changed:
+            claim = self._get("resourceclaims", namespace, name)
+            status = claim.setdefault("status", {})
+            if not status.get("allocation"):
+                status["allocation"] = self._decide(claim, [node] if node else self._nodes())
+            if pod is not None:
+                reserve(status, pod)
+            return self._write_status("resourceclaims", _GROUP, claim)
+
+    def release_claim(self, namespace: str, name: str, *, pod: Object | None = None) -> Object:
+        """Drop the reservation of `pod`, or all, and deallocate once nobody is left; the stored claim."""
+        with self._server.store.changed:
+            claim = self._get("resourceclaims", namespace, name)
+            uid = pod["metadata"]["uid"] if pod is not None else None
+            status = claim.setdefault("status", {})
+            kept = [entry for entry in status.get("reservedFor") or () if uid and entry["uid"] != uid]
+            claim["status"] = status | {"reservedFor": kept} if kept else {}
+            return self._write_status("resourceclaims", _GROUP, claim)
+
+    def schedule_pod(self, namespace: str, name: str, *, node: str | None = None) -> Object:
+        """Make the pod's claims, allocate and reserve all of them on one node, bind the pod; the stored pod.
+
+        Raises: AllocationError, and then nothing but claims made from templates has changed.
+        """
+        with self._server.store.changed:
+            pod = self._get("pods", namespace, name, group="")
+            names = self._claims_of(pod)
+            nodes = [node] if node else self._nodes()
+            for claim_name in names:
+                nodes = self._nodes_for(self._get("resourceclaims", namespace, claim_name), nodes)
+            chosen = self._first_fitting(namespace, names, nodes)
+            for claim_name in names:
+                self.allocate_claim(namespace, claim_name, node=chosen, pod=pod)
+            pod = self._get("pods", namespace, name, group="")
+            pod["spec"]["nodeName"] = chosen
+            resource = self._server.resource("pods", group="")
+            return self._server.operations.update(resource, (namespace, name), pod)
+
+    def _first_fitting(self, namespace: str, names: list[str], nodes: list[str]) -> str:
+        """A node on which all claims fit together."""
+        failure = AllocationError("no node has slices")
+        for node in nodes:
+            others = self._server.objects("resourceclaims")
+            try:
+                for name in names:
+                    claim = self._get("resourceclaims", namespace, name)
+                    if not (claim.get("status") or {}).get("allocation"):
+                        allocation = self._allocate(claim, others, node)
+                        others.append(claim | {"status": {"allocation": allocation}})
+            except AllocationError as error:
+                failure = error
+                continue
+            return node
+        raise failure
+
+    def _claims_of(self, pod: Object) -> list[str]:
+        """Claim names of a pod; those from templates are made now, as the claim controller does."""
+        namespace, known = pod["metadata"]["namespace"], {}
+        for entry in (pod.get("status") or {}).get("resourceClaimStatuses") or ():
+            known[entry["name"]] = entry.get("resourceClaimName")
+        names = []
+        for entry in pod["spec"].get("resourceClaims") or ():
+            name = entry.get("resourceClaimName") or known.get(entry["name"])
+            if name is None:
+                template = self._get("resourceclaimtemplates", namespace, entry["resourceClaimTemplateName"])
+                name = self._claim_from(template, pod, entry["name"])["metadata"]["name"]
+                known[entry["name"]] = name
+            names.append(name)
+        if known:
+            statuses = [{"name": key, "resourceClaimName": value} for key, value in known.items()]
+            pod.setdefault("status", {})["resourceClaimStatuses"] = statuses
+            self._write_status("pods", "", pod)
+        return names
+
+    def _claim_from(self, template: Object, pod: Object, entry: str) -> Object:
+        owner = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": pod["metadata"]["name"],
+            "uid": pod["metadata"]["uid"],
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+        metadata = copy.deepcopy(template["spec"].get("metadata") or {})
+        annotations = metadata.get("annotations") or {}
+        metadata |= {
+            "generateName": f"{pod['metadata']['name']}-{entry}-",
+            "namespace": pod["metadata"]["namespace"],
+            "annotations": annotations | {_POD_CLAIM_NAME: entry},
+            "ownerReferences": [owner],
+        }
+        claim = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]["spec"])}
+        return self._server.add("resourceclaims", claim, group=_GROUP)
+
+    def _decide(self, claim: Object, nodes: list[str]) -> Object:
+        failure = AllocationError("no node has slices")
+        for node in nodes:
+            try:
+                return self._allocate(claim, self._server.objects("resourceclaims"), node)
+            except AllocationError as error:
+                failure = error
+        raise failure
+
+    def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
+        classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}
+        slices = self._server.objects("resourceslices")
+        return allocate(claim, slices, classes, others, node=node, selects=self._selects)
+
+    def _nodes(self) -> list[str]:
+        named = {item["spec"].get("nodeName") for item in self._server.objects("resourceslices")}
+        return sorted(name for name in named if name)
+
+    def _nodes_for(self, claim: Object, nodes: list[str]) -> list[str]:
+        """The nodes where an allocated claim can be used; all if it is not allocated."""
+        allocation = (claim.get("status") or {}).get("allocation")
+        if not allocation:
+            return nodes
+        terms = allocation["nodeSelector"]["nodeSelectorTerms"]
+        allowed = {value for term in terms for entry in term["matchFields"] for value in entry["values"]}
+        return [node for node in nodes if node in allowed]
+
+    def _get(self, plural: str, namespace: str, name: str, *, group: str = _GROUP) -> Object:
+        found = self._server.store.get(self._server.resource(plural, group=group), (namespace, name))
+        if found is None:
+            raise AllocationError(f"{plural} {namespace}/{name} does not exist")
+        return copy.deepcopy(found)
+
+    def _write_status(self, plural: str, group: str, obj: Object) -> Object:
+        key = (obj["metadata"]["namespace"], obj["metadata"]["name"])
+        resource = self._server.resource(plural, group=group)
+        return copy.deepcopy(self._server.operations.update(resource, key, obj, status=True))
+
+
+def reserve(status: Object, pod: Object) -> None:
+    """Add a pod to `reservedFor`, once."""
+    reserved = status.setdefault("reservedFor", [])
+    entry = {"resource": "pods", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
+    if entry not in reserved:
+        reserved.append(entry)

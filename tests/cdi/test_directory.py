@@ -1,0 +1,210 @@
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.rules.spec import claim_spec, common_edits, encode
+from dra_driver.errors import ClaimRefusedError, StateError
+from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu
+
+FILE = f"k8s.{DRIVER}-claim_{UID}.json"
+
+
+def spec(minor: int = 0) -> dict[str, Any]:
+    return claim_spec(UID, DRIVER, driver(), [gpu(minor)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CdiDirectory:
+    return CdiDirectory(tmp_path / "cdi", DRIVER)
+
+
+def test_a_spec_is_written_for_all_to_read_and_nothing_else_is_left(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    previous = os.umask(0o077)
+    try:
+        assert directory.write(UID, spec()) is True
+    finally:
+        os.umask(previous)
+    assert [file.name for file in (tmp_path / "cdi").iterdir()] == [FILE]
+    file = tmp_path / "cdi" / FILE
+    assert file.read_bytes() == encode(spec())
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert directory.read(UID) == spec()
+
+
+def written(tmp_path: Path) -> tuple[int, int]:
+    """Which file it is and when it was written; reading changes neither."""
+    found = (tmp_path / "cdi" / FILE).stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+def test_the_file_is_left_alone_when_it_is_right(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    before = written(tmp_path)
+    assert directory.verify(UID, spec())
+    assert directory.write(UID, spec()) is False
+    assert written(tmp_path) == before
+
+
+def test_the_file_is_replaced_when_it_is_wrong(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    (tmp_path / "cdi" / FILE).write_text("broken")
+    assert not directory.verify(UID, spec())
+    assert directory.read(UID) is None
+    assert directory.write(UID, spec()) is True
+    assert directory.write(UID, spec(1)) is True
+    assert directory.read(UID) == spec(1)
+
+
+def test_the_directory_is_made_anew_when_a_reboot_took_it(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.create()
+    assert (tmp_path / "cdi").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "cdi").rmdir()
+    assert not directory.verify(UID, spec())
+    assert directory.list() == {}
+    assert directory.write(UID, spec()) is True
+
+
+def test_removing_twice_is_removing_once(directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    assert directory.remove(UID) is True
+    assert directory.remove(UID) is False
+    assert directory.list() == {}
+
+
+def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0), gpu(1)]))
+    CdiDirectory(tmp_path / "cdi", "other.example.com").write(
+        "other", claim_spec("other", "other.example.com", driver(), [gpu(0)])
+    )
+    stem = f"k8s.{DRIVER}-claim_"
+    (tmp_path / "cdi" / f"{stem}broken.json").write_text("{")
+    (tmp_path / "cdi" / f"{stem}odd.json").write_text('{"devices": 1}')
+    (tmp_path / "cdi" / f"{stem}old.yaml").write_text("devices:\n- name: old-gpu-0\n")
+    (tmp_path / "cdi" / f".{stem}temp.json.x.tmp").write_text("")
+    assert directory.list() == {
+        UID: ("gpu-00000000", "gpu-00000001"),
+        "broken": (),
+        "odd": (),
+        "old": ("gpu-0",),
+    }
+
+
+def test_what_cannot_be_read_hides_no_other_claim(
+    tmp_path: Path, directory: CdiDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write(UID, spec())
+    directory.file("uid-2").mkdir()
+    assert directory.list() == {UID: (gpu(0).name,), "uid-2": ()}
+    assert directory.read("uid-2") is None
+
+    def refuse(_path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for call in (directory.list, lambda: directory.read(UID)):
+        with pytest.raises(StateError, match="cannot read"):
+            call()
+
+
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("target", [FILE, "nowhere/at/all", ".", "pipe"])
+def test_a_link_is_replaced(tmp_path: Path, directory: CdiDirectory, target: str) -> None:
+    directory.write("uid-2", claim_spec("uid-2", DRIVER, driver(), [gpu(0)]))
+    os.mkfifo(tmp_path / "cdi/pipe")
+    directory.file(UID).symlink_to(target)
+    assert directory.read(UID) is None
+    assert directory.list() == {UID: (), "uid-2": (gpu(0).name,)}
+    assert directory.write(UID, spec()) is True
+    assert directory.verify(UID, spec())
+    assert not directory.file(UID).is_symlink()
+
+
+def test_a_file_that_an_earlier_driver_wrote_goes_with_its_claim(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    directory.write(UID, spec())
+    (tmp_path / "cdi" / FILE).with_suffix(".yaml").write_text("devices: []")
+    assert directory.remove(UID) is True
+    assert list((tmp_path / "cdi").iterdir()) == []
+
+
+def test_only_old_temporary_files_are_cleared_up_at_the_start(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    directory.create()
+    old, young = (tmp_path / "cdi" / f".{FILE}.{name}.tmp" for name in ("old", "young"))
+    foreign = tmp_path / "cdi" / ".spec.tmp"
+    for file in (old, young, foreign):
+        file.write_text("")
+    for file in (old, foreign):
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+    directory.create()
+    assert sorted((tmp_path / "cdi").iterdir()) == sorted([young, foreign])
+
+
+def test_a_spec_that_runtimes_would_refuse_is_never_written(tmp_path: Path, directory: CdiDirectory) -> None:
+    with pytest.raises(StateError, match=r"would refuse the CDI spec .*claim_.*spec\.more: unknown field"):
+        directory.write(UID, spec() | {"more": 1})
+    assert not (tmp_path / "cdi").exists()
+
+
+def test_each_file_holds_its_spec_whatever_was_written_before(
+    tmp_path: Path, directory: CdiDirectory
+) -> None:
+    """The driver's part is looked at and encoded once while it stays the same."""
+    hooked = common_edits(driver())
+    parts = [hooked, hooked, common_edits(driver(None, libraries=3)), common_edits(driver())]
+    for number, common in enumerate(parts):
+        uid = f"uid-{number}"
+        written = claim_spec(uid, DRIVER, driver(), [gpu(number)], common)
+        assert directory.write(uid, written) is True
+        assert directory.verify(uid, written)
+        assert directory.file(uid).read_bytes() == json.dumps(written, separators=(",", ":")).encode() + b"\n"
+        assert directory.write(uid, written) is False
+    bad = claim_spec(UID, DRIVER, driver(), [gpu(0)], hooked | {"more": 1})
+    with pytest.raises(StateError, match=r"containerEdits\.more: unknown field"):
+        directory.write(UID, bad)
+    with pytest.raises(StateError, match=r"spec\.more: unknown field"):
+        directory.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0)], hooked) | {"more": 1})
+    assert directory.read(UID) is None
+
+
+@pytest.mark.parametrize("uid", ["../../etc/passwd", "a/b", ""])
+def test_a_uid_cannot_lead_out_of_the_directory(directory: CdiDirectory, uid: str) -> None:
+    for call in (directory.read, directory.remove, lambda bad: directory.write(bad, spec())):
+        with pytest.raises(ClaimRefusedError):
+            call(uid)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "remount it writable")]
+)
+def test_the_error_names_file_and_remedy_when_the_disk_refuses(
+    tmp_path: Path, directory: CdiDirectory, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    directory.create()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(StateError, match=rf"{tmp_path}/cdi/{FILE}.*{remedy}"):
+        directory.write(UID, spec())
+
+
+def test_the_error_names_the_directory_when_a_file_is_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "cdi").write_text("")
+    directory = CdiDirectory(tmp_path / "cdi", DRIVER)
+    for call in (directory.create, directory.list, lambda: directory.write(UID, spec())):
+        with pytest.raises(StateError, match=f"{tmp_path}/cdi"):
+            call()
+    assert directory.remove(UID) is False, (
+        "what cannot be there need not be removed: a rollback must get through"
+    )

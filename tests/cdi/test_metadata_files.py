@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.rules.checks import faults
+from dra_driver.cdi.rules.metadata import encode
+from dra_driver.cdi.rules.spec import claim_spec
+from dra_driver.errors import ClaimRefusedError, StateError
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from tests.cdi.cdi_samples import driver, gpu
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, claim, result
+
+UID, OTHER_UID = "4cf8db2d-06c0-4d70-aa51-e59b25b2c16c", "5cf8db2d-06c0-4d70-aa51-e59b25b2c16c"
+WANTED = replace(claim(GPU_0, result(GPU_1, "more/sub"), uid=UID), ref=ClaimRef("ml", "training", UID))
+ANEW = replace(WANTED, ref=ClaimRef("ml", "training", OTHER_UID))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> MetadataFiles:
+    made = MetadataFiles(tmp_path / "plugin", tmp_path / "cdi", DRIVER)
+    made.create()
+    return made
+
+
+def write(
+    files: MetadataFiles, wanted: AllocatedClaim = WANTED, *requests: str, text: str = "v1beta1"
+) -> None:
+    for request in requests or ("gpu", "more"):
+        files.write(wanted, request, lambda generation: encode(wanted, [], (text,), generation))
+
+
+def tree(directory: Path) -> dict[str, int]:
+    """Modes of files by path."""
+    return {
+        str(path.relative_to(directory)): path.stat().st_mode & 0o777
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def generation(files: MetadataFiles, wanted: AllocatedClaim = WANTED) -> int:
+    content = json.loads(files.file(wanted, "gpu").read_bytes())
+    assert isinstance(content["metadata"]["generation"], int)
+    return content["metadata"]["generation"]
+
+
+def test_files_are_where_everybody_can_read_them(tmp_path: Path, files: MetadataFiles) -> None:
+    assert tree(tmp_path) == {}
+    previous = os.umask(0o077)
+    try:
+        write(files)
+    finally:
+        os.umask(previous)
+    assert tree(tmp_path) == {
+        f"cdi/{DRIVER}_metadata_{UID}_gpu.json": 0o644,
+        f"cdi/{DRIVER}_metadata_{UID}_more.json": 0o644,
+        "plugin/dra-device-metadata/ml_training/gpu/metadata.json": 0o644,
+        "plugin/dra-device-metadata/ml_training/more/metadata.json": 0o644,
+    }
+    for request in ("gpu", "more"):
+        spec = json.loads((tmp_path / f"cdi/{DRIVER}_metadata_{UID}_{request}.json").read_bytes())
+        assert faults(spec) == []
+        [device] = spec["devices"]
+        [mount] = device["containerEdits"]["mounts"]
+        assert mount["hostPath"] == str(files.file(WANTED, request))
+    assert files.in_place(WANTED)
+
+
+def written(files: MetadataFiles) -> tuple[int, int]:
+    """Which file it is and when it was written; reading changes neither."""
+    found = files.file(WANTED, "gpu").stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+def test_generation_counts_changes(files: MetadataFiles) -> None:
+    write(files)
+    before = written(files)
+    write(files)
+    assert written(files) == before
+    write(files, text="v1alpha1")
+    assert generation(files) == 2
+    files.file(WANTED, "gpu").write_text("{")
+    write(files)
+    assert generation(files) == 1
+
+
+def test_spec_that_is_gone_or_wrong_is_written_again(tmp_path: Path, files: MetadataFiles) -> None:
+    write(files)
+    before = tree(tmp_path)
+    spec = tmp_path / f"cdi/{DRIVER}_metadata_{UID}_gpu.json"
+    content = spec.read_bytes()
+    spec.unlink()
+    assert not files.in_place(WANTED)
+    write(files)
+    spec.write_text("{")
+    write(files)
+    assert (spec.read_bytes(), tree(tmp_path), generation(files)) == (content, before, 1)
+    files.file(WANTED, "more").unlink()
+    assert not files.in_place(WANTED)
+
+
+@pytest.mark.parametrize("by_uid", [False, True])
+def test_removal_takes_what_is_the_claims_and_nothing_else(
+    tmp_path: Path, files: MetadataFiles, by_uid: bool
+) -> None:
+    others = replace(claim(GPU_0, uid=OTHER_UID), ref=ClaimRef("ml", "training-2", OTHER_UID))
+    write(files, others, "gpu")
+    # Names that begin alike, of another driver and of claims.
+    for name in (f"{DRIVER}_metadata_{UID}0_gpu.json", f"x{DRIVER}_metadata_{UID}_gpu.json"):
+        (tmp_path / "cdi" / name).write_text("{}")
+    kept = tree(tmp_path)
+    for _ in range(2):
+        write(files)
+        for _ in range(2):
+            if by_uid:
+                files.forget(UID)
+            else:
+                files.remove(WANTED)
+            assert tree(tmp_path) == kept
+            assert not (tmp_path / "plugin/dra-device-metadata/ml_training").exists()
+
+
+def test_claim_that_was_made_anew_keeps_its_files(files: MetadataFiles) -> None:
+    """A claim of the same name is prepared before the one before it is taken back."""
+    write(files)
+    write(files, ANEW, "gpu")
+    assert generation(files, ANEW) == 1
+    files.remove(WANTED)
+    assert files.file(ANEW, "gpu").exists()
+    assert not files.file(WANTED, "more").exists()
+    files.remove(ANEW)
+    assert not files.file(ANEW, "gpu").parent.parent.exists()
+
+
+def test_removal_goes_on_where_a_crash_left_it(tmp_path: Path, files: MetadataFiles) -> None:
+    directory = tmp_path / "plugin/dra-device-metadata/ml_training"
+    (directory / "gpu").mkdir(parents=True)
+    (directory / "gpu/.metadata.json.1-2.tmp").write_text("{")
+    files.remove(WANTED)
+    assert not directory.exists()
+    directory.mkdir()
+    files.remove(WANTED)
+    assert not directory.exists()
+
+
+def test_metadata_specs_are_no_specs_of_claims(tmp_path: Path, files: MetadataFiles) -> None:
+    write(files)
+    specs = CdiDirectory(tmp_path / "cdi", DRIVER)
+    assert specs.list() == {}
+    specs.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0)]))
+    assert list(specs.list()) == [UID]
+    specs.remove(UID)
+    assert files.in_place(WANTED)
+    files.remove(WANTED)
+    assert tree(tmp_path) == {}
+
+
+def test_abandoned_temporary_files_are_cleared(tmp_path: Path, files: MetadataFiles) -> None:
+    write(files)
+    kept = tree(tmp_path)
+    old = [
+        tmp_path / f"cdi/.{DRIVER}_metadata_{UID}_gpu.json.1-2.tmp",
+        files.file(WANTED, "gpu").parent / ".metadata.json.1-2.tmp",
+    ]
+    for path in (*old, tmp_path / "cdi/.other.tmp"):
+        path.write_text("{")
+        os.utime(path, (1, 1))
+    files.create()
+    assert tree(tmp_path).keys() == kept.keys() | {"cdi/.other.tmp"}
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", ""])
+def test_nothing_is_touched_for_a_name_that_leads_elsewhere(
+    tmp_path: Path, files: MetadataFiles, name: str
+) -> None:
+    wrong = replace(WANTED, ref=ClaimRef("ml", name, UID))
+    for call in (lambda: write(files, wrong), lambda: files.remove(wrong), lambda: files.forget("../" + UID)):
+        with pytest.raises(ClaimRefusedError):
+            call()
+    assert tree(tmp_path) == {}
+
+
+def test_failure_says_what_to_do(tmp_path: Path, files: MetadataFiles) -> None:
+    (tmp_path / "plugin").write_text("a file")
+    with pytest.raises(StateError, match="not a directory"):
+        write(files)

@@ -1,0 +1,229 @@
+import copy
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from dra_driver.cdi.rules.checks import faults
+from dra_driver.cdi.rules.spec import cdi_id, checked_claim_uid, claim_spec, encode, file_stem
+from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles, DriverLink
+from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu, mig
+from tests.cdi.cdi_schema import SCHEMA
+
+DEBIAN = "/usr/lib/x86_64-linux-gnu"
+HOOK = "/usr/bin/nvidia-cdi-hook"
+READ_ONLY = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+
+
+def hook(*args: str) -> dict:
+    return {
+        "hookName": "createContainer",
+        "path": HOOK,
+        "args": ["nvidia-cdi-hook", *args],
+        "env": ["NVIDIA_CTK_DEBUG=false"],
+    }
+
+
+def mount(path: str, options: list[str]) -> dict:
+    return {"hostPath": f"/run/nvidia/driver{path}", "containerPath": path, "options": options}
+
+
+def char_device(path: str, major: int, minor: int, mode: int = 0o666, **more: object) -> dict:
+    return {
+        "path": path,
+        "type": "c",
+        "major": major,
+        "minor": minor,
+        "fileMode": mode,
+        "permissions": "rwm",
+        **more,
+    }
+
+
+def test_whole_spec_of_a_gpu() -> None:
+    assert claim_spec(UID, DRIVER, driver(), [gpu(3)]) == {
+        "cdiVersion": "0.7.0",
+        "kind": "k8s.gpu.nvidia.com/claim",
+        "containerEdits": {
+            "env": ["NVIDIA_VISIBLE_DEVICES=void", "NVIDIA_CTK_LIBCUDA_DIR=/usr/lib64"],
+            "deviceNodes": [char_device("/dev/nvidiactl", 195, 255), char_device("/dev/nvidia-uvm", 511, 0)],
+            "mounts": [
+                mount("/usr/lib64/libcuda.so.570.1", READ_ONLY),
+                mount("/usr/bin/nvidia-smi", READ_ONLY),
+                mount("/run/nvidia-persistenced/socket", ["nosuid", "nodev", "rbind", "rprivate", "noexec"]),
+            ],
+            "hooks": [
+                hook("create-symlinks", "--link", "libcuda.so.570.1::/usr/lib64/libcuda.so.1"),
+                hook("enable-cuda-compat", "--host-driver-version=570.1"),
+                hook(
+                    "update-ldcache",
+                    "--ldconfig-path",
+                    "/run/nvidia/driver/sbin/ldconfig",
+                    "--folder",
+                    "/usr/lib64",
+                ),
+                hook("disable-device-node-modification"),
+            ],
+        },
+        "devices": [
+            {
+                "name": f"{UID}-gpu-00000003",
+                "containerEdits": {
+                    "deviceNodes": [
+                        char_device("/dev/nvidia3", 195, 3, hostPath="/host/dev/nvidia3"),
+                        char_device("/dev/dri/renderD131", 226, 131, 0o660, gid=109),
+                    ],
+                    "additionalGids": [109],
+                    "hooks": [
+                        hook(
+                            "create-symlinks",
+                            "--link",
+                            "../renderD131::/dev/dri/by-path/pci-0000:03:00.0-render",
+                        )
+                    ],
+                },
+            }
+        ],
+    }
+
+
+def test_a_mig_device_needs_only_an_old_version_and_keeps_its_env_and_mounts() -> None:
+    spec = claim_spec(UID, DRIVER, driver(), [mig()])
+    assert spec["cdiVersion"] == "0.3.0"
+    assert spec["devices"][0]["containerEdits"] == {
+        "deviceNodes": [
+            char_device("/dev/nvidia0", 195, 0),
+            char_device("/dev/nvidia-caps/nvidia-cap21", 236, 21, 0o444),
+        ],
+        "env": ["CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"],
+        "mounts": [
+            {
+                "hostPath": "/var/mps/pipe",
+                "containerPath": "/tmp/nvidia-mps",
+                "options": ["rw", "nosuid", "nodev", "bind"],
+            }
+        ],
+    }
+
+
+def test_an_older_hook_gets_only_the_verbs_that_it_knows() -> None:
+    spec = claim_spec(UID, DRIVER, driver(verbs=BASE_HOOK_VERBS), [gpu(0)])
+    assert [entry["args"][1] for entry in spec["containerEdits"]["hooks"]] == list(BASE_HOOK_VERBS)
+    verbs = (*BASE_HOOK_VERBS, "enable-cuda-compat")
+    spec = claim_spec(UID, DRIVER, driver(verbs=verbs), [gpu(0)])
+    assert {entry["args"][1] for entry in spec["containerEdits"]["hooks"]} == set(verbs)
+
+
+def mounted(files: DriverFiles) -> dict[str, str]:
+    spec = claim_spec(UID, DRIVER, files, [gpu(0)])
+    assert faults(spec) == []
+    assert "hooks" not in spec["containerEdits"]
+    assert "hooks" not in spec["devices"][0]["containerEdits"]
+    mounts = spec["containerEdits"]["mounts"]
+    found = {entry["containerPath"]: entry["hostPath"] for entry in mounts}
+    assert len(found) == len(mounts)
+    return found
+
+
+def test_libraries_are_mounted_under_every_name_in_every_usual_directory_when_there_is_no_hook() -> None:
+    found = mounted(driver(hook=None))
+    libraries = {path: source for path, source in found.items() if "libcuda" in path}
+    assert libraries == dict.fromkeys(
+        (
+            f"{directory}/{name}"
+            for directory in ("/usr/lib64", "/usr/lib/x86_64-linux-gnu")
+            for name in ("libcuda.so.570.1", "libcuda.so.1")
+        ),
+        "/run/nvidia/driver/usr/lib64/libcuda.so.570.1",
+    )
+
+
+def test_without_a_hook_each_place_has_its_own_file_and_folders_of_plugins_stay() -> None:
+    own = f"{DEBIAN}/nvidia/current"
+    names = (
+        f"{own}/libcuda.so.570.1",
+        "/usr/lib64/libcuda.so.570.1",
+        f"{own}/vdpau/libvdpau_nvidia.so.570.1",
+    )
+    links = (
+        DriverLink(f"{DEBIAN}/libcuda.so.1", "nvidia/current/libcuda.so.570.1", f"/host{names[0]}"),
+        DriverLink(f"{own}/gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1", "/host/allocator"),
+    )
+    libraries = tuple(DriverFile(name, f"/host{name}", name) for name in names)
+    found = mounted(replace(driver(hook=None), libraries=libraries, links=links))
+    assert found["/usr/lib64/libcuda.so.570.1"] == "/host/usr/lib64/libcuda.so.570.1"
+    assert found[f"{DEBIAN}/libcuda.so.570.1"] == found[names[0]] == f"/host{names[0]}"
+    assert found["/usr/lib64/libcuda.so.1"] == found[f"{DEBIAN}/libcuda.so.1"] == f"/host{names[0]}"
+    for directory in (DEBIAN, "/usr/lib64", own):
+        assert found[f"{directory}/gbm/nvidia-drm_gbm.so"] == "/host/allocator"
+        assert found[f"{directory}/vdpau/libvdpau_nvidia.so.570.1"] == f"/host{names[2]}"
+    assert f"{DEBIAN}/nvidia-drm_gbm.so" not in found
+
+
+def test_the_older_tool_is_called_with_its_own_subcommand() -> None:
+    spec = claim_spec(UID, DRIVER, driver(hook="/opt/nvidia-ctk"), [gpu(0)])
+    first = spec["containerEdits"]["hooks"][0]
+    assert first["args"][:3] == ["nvidia-ctk", "hook", "create-symlinks"]
+
+
+@pytest.mark.parametrize("with_hook", [HOOK, None])
+def test_every_spec_keeps_the_rules_and_the_schema(with_hook: str | None) -> None:
+    devices = [*(gpu(minor) for minor in range(8)), mig()]
+    spec = claim_spec(UID, DRIVER, driver(with_hook, libraries=50), devices)
+    assert faults(spec) == []
+    jsonschema.validate(spec, SCHEMA)
+
+
+def test_the_same_devices_give_the_same_bytes_in_any_order() -> None:
+    one = claim_spec(UID, DRIVER, driver(), [gpu(1), gpu(0)])
+    other = claim_spec(UID, DRIVER, driver(), [gpu(0), gpu(1)])
+    assert encode(one) == encode(other)
+    assert json.loads(encode(one)) == one
+
+
+def test_specs_share_no_parts_that_a_change_could_reach() -> None:
+    files = driver()
+    first = claim_spec(UID, DRIVER, files, [gpu(0)])
+    untouched = copy.deepcopy(first)
+    second = claim_spec(UID, DRIVER, files, [gpu(0)])
+    second["containerEdits"]["env"].append("A=b")
+    second["containerEdits"]["mounts"][0]["options"].append("x")
+    assert first == untouched
+
+
+def test_a_device_of_two_requests_is_listed_once() -> None:
+    spec = claim_spec(UID, DRIVER, driver(), [gpu(0), gpu(0)])
+    assert [device["name"] for device in spec["devices"]] == [f"{UID}-gpu-00000000"]
+
+
+def test_a_device_with_two_settings_is_refused() -> None:
+    with pytest.raises(ClaimRefusedError, match="gpu-00000000 twice with different settings"):
+        claim_spec(UID, DRIVER, driver(), [gpu(0), replace(gpu(0), env=("A=b",))])
+
+
+def test_a_device_without_nodes_is_refused() -> None:
+    with pytest.raises(RetryableError, match="gpu-00000000 has no device node on the host"):
+        claim_spec(UID, DRIVER, driver(), [replace(gpu(0), nodes=())])
+
+
+def test_a_driver_without_its_control_nodes_is_refused() -> None:
+    with pytest.raises(RetryableError, match="/dev/nvidiactl is missing on the host"):
+        claim_spec(UID, DRIVER, replace(driver(), nodes=()), [gpu(0)])
+
+
+def test_a_claim_without_devices_is_refused() -> None:
+    with pytest.raises(ClaimRefusedError, match="has no device"):
+        claim_spec(UID, DRIVER, driver(), [])
+
+
+def test_names_contain_the_claim_uid() -> None:
+    assert cdi_id(DRIVER, UID, "gpu-0") == f"k8s.gpu.nvidia.com/claim={UID}-gpu-0"
+    assert file_stem(DRIVER, UID) == f"k8s.gpu.nvidia.com-claim_{UID}"
+
+
+@pytest.mark.parametrize("uid", ["", "../x", "a/b", "a..b", ".a", "a\n", "a b", "ä", "a" * 200, "-"])
+def test_a_uid_that_could_leave_the_directory_is_refused(uid: str) -> None:
+    with pytest.raises(ClaimRefusedError, match="cannot be part of a file name"):
+        checked_claim_uid(uid)

@@ -1,0 +1,302 @@
+"""The pods of claims: noted whenever a claim is read, and written into its record by the reconciler alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dra_driver.claims.consumers import ClaimConsumers, RecordedPods
+from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.diagnostics.state_on_disk import read_state
+from dra_driver.errors import RetryableError, StateError
+from dra_driver.kube.claims import ClaimClient
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Pods
+from dra_driver.model.record import ClaimRecord
+from tests.claims.test_reconciler import Told
+from tests.fakes.preparing import Crash, Node, in_threads, reconciler_of
+from tests.fakes.samples import GPU_0, GPU_1, claim
+
+A, B, C = (PodRef(f"trainer-{letter}", f"pod-uid-{letter}") for letter in "abc")
+ONE, TWO = claim(GPU_0), claim(GPU_1, uid="uid-2")
+
+
+def used_by(wanted: AllocatedClaim, *pods: PodRef) -> AllocatedClaim:
+    return replace(wanted, pods=pods)
+
+
+class Bench:
+    """A reconciler over a node that writes pods down, with a clock that tests turn."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.now = 1000.0
+        self.told = Told()
+        self.keeper = RecordedPods(node.records, node.claim_locks)
+        self.reconciler = reconciler_of(node, self.told, clock=lambda: self.now)
+
+    def look(self) -> float | None:
+        return self.reconciler.look()
+
+    def recorded(self, uid: str = "uid-1") -> Pods:
+        record = self.node.records.get(uid)
+        assert record is not None
+        return record.claim.pods
+
+    def during_the_look(self, happens: Callable[[], object]) -> None:
+        """Once, right after the API server answered."""
+        look = self.node.claims.look
+
+        def then(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+            self.node.claims.look = look  # type: ignore[method-assign]
+            seen = look(ref, timeout_s)
+            happens()
+            return seen
+
+        self.node.claims.look = then  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def bench(node: Node) -> Bench:
+    return Bench(node)
+
+
+# --- in memory -------------------------------------------------------------------------------------
+
+
+def test_what_was_read_last_goes_before_what_the_record_says() -> None:
+    pods = ClaimConsumers()
+    record = ClaimRecord(used_by(ONE, A), "prepared", "boot-1", (), ())
+    assert pods.of(record) == (A,)
+    pods.note("uid-1", (A, B))
+    pods.note("uid-2", (C,))
+    assert pods.of(record) == (A, B)
+    pods.note("uid-1", None)
+    assert pods.of(record) == (A, B), "that said nothing"
+    pods.note("uid-1", ())
+    assert pods.of(record) == ()
+    assert pods.of(ClaimRecord(claim(GPU_0, uid="uid-3"), "prepared", "boot-1", (), ())) is None
+
+
+def test_of_the_claims_read_longest_ago_the_records_must_do() -> None:
+    pods = ClaimConsumers()
+    pods.note("uid-1", (A,))
+    for number in range(511):
+        pods.note(f"other-{number}", (C,))
+    pods.note("uid-1", (B,))
+    pods.note("one-more", (C,))
+    assert pods.of(ClaimRecord(ONE, "prepared", "boot-1", (), ())) == (B,)
+    first = claim(GPU_0, uid="other-0")
+    assert pods.of(ClaimRecord(used_by(first, A), "prepared", "boot-1", (), ())) == (A,)
+
+
+def test_reader_notes_the_pods_of_whatever_claim_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[str, Pods]] = []
+    consumers = SimpleNamespace(note=lambda uid, pods: noted.append((uid, pods)))
+    reader = ClaimLookup(ClaimClient(None), consumers)  # type: ignore[arg-type]
+    answers: list[ClaimNow | None] = [ClaimNow("uid-9", False, True, None, (B,)), None]
+    monkeypatch.setattr(ClaimClient, "get_allocated", lambda *_args, **_more: used_by(ONE, A))
+    monkeypatch.setattr(ClaimClient, "look", lambda *_args, **_more: answers.pop(0))
+    reader.read(ONE.ref, 1)
+    reader.look(ONE.ref, 1)
+    assert reader.look(ONE.ref, 1) is None
+    assert noted == [("uid-1", (A,)), ("uid-9", (B,))], "the name may be another claim's by now"
+
+
+# --- in the record ---------------------------------------------------------------------------------
+
+
+def test_pods_that_come_and_go_without_a_call_are_written_down(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.prepare(used_by(TWO, C))
+    before = bench.node.records.get("uid-1")
+    bench.node.claims.add(used_by(ONE, A, B))
+    assert bench.look() is None
+    assert (bench.recorded(), bench.recorded("uid-2")) == ((A, B), (C,))
+    assert bench.node.records.get("uid-1") == before, "nothing else changed"
+    others = {record.ref.uid: record.claim.pods for record in read_state(bench.node.directory).records}
+    assert others == {"uid-1": (A, B), "uid-2": (C,)}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_args: pytest.fail("written though nothing changed"))
+        assert bench.look() is None
+    bench.node.claims.unused.add("uid-1")
+    assert bench.look() is None
+    assert bench.recorded() == ()
+    assert bench.node.unprepare(ONE) is None
+    assert bench.node.unprepare(TWO) is None
+    assert bench.node.files() == {}
+
+
+def test_record_of_a_release_that_wrote_no_pods_gets_them(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    assert bench.recorded() is None
+    bench.look()
+    assert bench.recorded() is None, "the API server did not say"
+    bench.node.claims.add(used_by(ONE, A))
+    bench.look()
+    assert bench.recorded() == (A,)
+
+
+def test_pods_of_a_claim_that_is_stale_or_another_by_now_are_not_looked_at(bench: Bench) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.prepare(used_by(TWO, C))
+    bench.node.claims.deallocated.add("uid-1")
+    del bench.node.claims.allocated["uid-2"]
+    bench.node.claims.allocated["new"] = AllocatedClaim(
+        ClaimRef("default", TWO.ref.name, "new"), TWO.results, pods=(B,)
+    )
+    bench.node.claims.allocated["uid-1"] = used_by(ONE, B)
+    bench.look()
+    assert (bench.recorded(), bench.recorded("uid-2")) == ((A,), (C,))
+
+
+def test_grace_time_goes_on_when_only_the_pods_of_a_record_changed(bench: Bench) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.claims.deallocated.add("uid-1")
+    bench.look()
+    record = bench.node.records.get("uid-1")
+    assert record is not None
+    bench.node.records.save(replace(record, claim=used_by(ONE, A, B)))
+    bench.now += 60
+    bench.look()
+    assert (bench.node.files(), bench.told.recovered_claims) == ({}, [("uid-1", "is not allocated any more")])
+
+
+# --- against the kubelet ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
+def test_claim_that_was_unprepared_meanwhile_does_not_come_back(bench: Bench, elsewhere: bool) -> None:
+    other = bench.node.restarted() if elsewhere else bench.node
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.claims.add(used_by(ONE, A, B))
+    bench.during_the_look(lambda: other.unprepare(ONE))
+    assert bench.look() is None
+    assert bench.node.files() == {}
+
+
+def test_claim_that_is_being_unprepared_does_not_come_back(bench: Bench) -> None:
+    """The record is still there while the reconciler wants to write it."""
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.claims.add(used_by(ONE, A, B))
+    undoing, looked = threading.Event(), threading.Event()
+
+    def slowly(_record: ClaimRecord) -> None:
+        undoing.set()
+        assert looked.wait(20)
+
+    bench.node.steps.on_undo = slowly
+    bench.during_the_look(looked.set)
+
+    def look() -> object:
+        assert undoing.wait(20)
+        return bench.look()
+
+    assert in_threads(lambda: bench.node.unprepare(ONE), look) == [None, None]
+    assert bench.node.files() == {}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["again", "anew"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
+def test_what_a_prepare_saw_after_the_look_stays(bench: Bench, anew: bool, elsewhere: bool) -> None:
+    other = bench.node.restarted() if elsewhere else bench.node
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.claims.add(used_by(ONE, A, B))
+
+    def then() -> None:
+        if anew:
+            other.unprepare(ONE)
+        other.prepare(used_by(ONE, C))
+
+    bench.during_the_look(then)
+    assert bench.look() is None
+    assert bench.recorded() == ((C,) if anew else (A,))
+    bench.look()
+    assert bench.recorded() == (C,)
+
+
+def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    seen = bench.node.records.get("uid-1")
+    assert seen is not None
+    bench.node.prepare(used_by(claim(GPU_1), A))
+    moved = bench.node.records.get("uid-1")
+    bench.keeper.keep(seen, (A, B), time.monotonic_ns())
+    assert bench.node.records.get("uid-1") == moved != seen
+    assert bench.recorded() == (A, B)
+
+
+def test_second_of_two_instances_writes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    seen = bench.node.records.get("uid-1")
+    assert seen is not None
+    looked_ns = time.monotonic_ns()
+    other = bench.node.restarted()
+    RecordedPods(other.records, other.claim_locks).keep(seen, (A, B), looked_ns)
+    monkeypatch.setattr(Path, "replace", lambda *_args: pytest.fail("written twice"))
+    bench.keeper.keep(seen, (A, B), looked_ns)
+    assert bench.recorded() == (A, B)
+
+
+def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.claims.add(used_by(ONE, A, B))
+    seen = bench.node.records.get("uid-1")
+    assert seen is not None
+
+    tries: list[str] = []
+
+    def busy(uid: str, timeout_s: float) -> object:
+        tries.append(uid)
+        assert timeout_s <= 1
+        raise RetryableError("claim uid-1 is being worked on")
+
+    def full(*_args: object, **_more: object) -> None:
+        raise StateError("the disk is full")
+
+    refused = RecordedPods(bench.node.records, SimpleNamespace(hold=busy))  # type: ignore[arg-type]
+    refused.keep(seen, (B,), 0)
+    assert tries == ["uid-1"]
+    refused.keep(seen, (A,), 0)
+    refused.keep(seen, None, 0)
+    assert tries == ["uid-1"], "nobody is held up for what is written already"
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.node.records, "save", full)
+        assert bench.look() is None
+    assert bench.recorded() == (A,)
+    assert bench.look() is None
+    assert bench.recorded() == (A, B)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_crash_while_pods_are_written_down_leaves_a_record_that_serves(
+    bench: Bench, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.node.prepare(used_by(ONE, A))
+    bench.node.claims.add(used_by(ONE, A, B))
+    really = Path.replace
+
+    def die(path: Path, target: Path) -> None:
+        if after:
+            really(path, target)
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", die)
+        with pytest.raises(Crash):
+            bench.look()
+    following = Bench(bench.node.restarted())
+    assert following.recorded() == ((A, B) if after else (A,))
+    following.look()
+    assert following.recorded() == (A, B)
+    assert following.node.unprepare(ONE) is None
+    assert [name for name in following.node.files() if name.endswith(".json")] == []

@@ -1,0 +1,166 @@
+"""The process dies after every change that lasts, for every kind of claim; the next instance ends where an
+uninterrupted one would.
+
+Changes that last are renames, removals and syncs of files, and what is done to GPUs and MPS daemons. Each start looks
+after the MIG ledger first, as the daemon does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.model.claim import Prepared
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from tests.fakes.kindnode import KINDS, KindNode, Site
+from tests.fakes.preparing import Crash
+
+XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
+State = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
+    one = Site(make_memory_path() / "machine")
+    yield one
+    one.close()
+
+
+@dataclass
+class Case:
+    """One kind on nodes of its own, each like the other before anything is done for the claim."""
+
+    site: Site
+    directory: Path
+    name: str
+
+    def fresh(self) -> KindNode:
+        kind = KINDS[self.name]
+        self.site.reset()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        node = KindNode(self.site, self.directory, metadata=kind.metadata)
+        HealthStore(node.plugin / "health.json").save(
+            KeptHealth("boot-1", None, (HealthState(HealthTarget(self.site.gpu(2).uuid), (XID,)),))
+        )
+        for other in kind.beside(self.site):
+            assert isinstance(node.prepare(other), Prepared)
+        return node
+
+    def prepare(self, node: KindNode) -> object:
+        return node.prepare(KINDS[self.name].wanted(self.site))
+
+    def unprepare(self, node: KindNode) -> object:
+        return node.unprepare(KINDS[self.name].wanted(self.site))
+
+    def untouched(self) -> State:
+        return self.fresh().state()
+
+    def uninterrupted(self) -> tuple[object, State]:
+        node = self.fresh()
+        answer = self.prepare(node)
+        assert isinstance(answer, Prepared), answer
+        return answer, node.state()
+
+    def dead_prepares(self) -> Iterator[tuple[str, KindNode]]:
+        """The next instance after a death at each change of a Prepare."""
+        yield from self._deaths(self.fresh, self.prepare)
+
+    def dead_unprepares(self) -> Iterator[tuple[str, KindNode]]:
+        yield from self._deaths(self._prepared, self.unprepare)
+
+    def _prepared(self) -> KindNode:
+        node = self.fresh()
+        self.prepare(node)
+        return node
+
+    def _deaths(
+        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
+    ) -> Iterator[tuple[str, KindNode]]:
+        node = begin()
+        with node.dying(None) as changes:
+            call(node)
+        assert changes
+        for number, change in enumerate(list(changes), 1):
+            node = begin()
+            with node.dying(number) as done, pytest.raises(Crash):
+                call(node)
+            assert done == changes[:number], "the same call makes the same changes"
+            yield f"{number}: {change}", node.restarted()
+
+
+@pytest.fixture(params=KINDS)
+def case(request: pytest.FixtureRequest, site: Site, memory_path: Path) -> Case:
+    return Case(site, memory_path / "node", request.param)
+
+
+EFFECTS_OF_PREPARE = {
+    "plain": [],
+    "several requests": ["set_time_slice"],
+    "static MIG": [],
+    "admin access": [],
+    "time-slicing": ["set_time_slice"],
+    "MPS settings": ["ensure"],
+    "share": ["ensure"],
+    "share beside another": ["ensure"],
+    "MIG on demand": ["set_mode", "create", "create_compute"],
+    "MIG on demand beside another": ["create", "create_compute"],
+    "whole GPU that may be cut": [],
+    "metadata": ["set_time_slice"],
+    "MIG on demand with MPS and metadata": ["set_mode", "create", "create_compute", "ensure"],
+}
+EFFECTS_OF_UNPREPARE = EFFECTS_OF_PREPARE | {
+    "MPS settings": ["stop"],
+    "share": ["stop"],
+    "share beside another": [],
+    "MIG on demand": ["destroy_compute", "destroy", "set_mode"],
+    "MIG on demand beside another": ["destroy_compute", "destroy"],
+    "MIG on demand with MPS and metadata": ["stop", "destroy_compute", "destroy", "set_mode"],
+}
+_EFFECTS = {"set_time_slice", "ensure", "stop", "set_mode", "create", "create_compute"}
+_EFFECTS |= {"destroy_compute", "destroy"}
+
+
+def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
+    untouched = case.untouched()
+    node = case.fresh()
+    with node.dying(None) as changes:
+        case.prepare(node)
+    assert [change for change in changes if change in _EFFECTS] == EFFECTS_OF_PREPARE[case.name]
+    assert changes.count("replace") >= 3, "the record twice, and the CDI spec"
+    assert node.state() != untouched
+    with node.dying(None) as changes:
+        case.unprepare(node)
+    assert [change for change in changes if change in _EFFECTS] == EFFECTS_OF_UNPREPARE[case.name]
+    assert changes.count("unlink") >= 2
+    assert node.state() == untouched
+
+
+def test_prepare_goes_on_where_the_one_before_died(case: Case) -> None:
+    untouched, expected = case.untouched(), case.uninterrupted()
+    for point, node in case.dead_prepares():
+        assert (case.prepare(node), node.state()) == expected, point
+        assert case.unprepare(node) is None, point
+        assert node.state() == untouched, point
+
+
+def test_unprepare_takes_back_what_a_dead_prepare_left(case: Case) -> None:
+    untouched = case.untouched()
+    for point, node in case.dead_prepares():
+        assert (case.unprepare(node), node.state()) == (None, untouched), point
+
+
+def test_unprepare_goes_on_where_the_one_before_died(case: Case) -> None:
+    untouched = case.untouched()
+    for point, node in case.dead_unprepares():
+        assert (case.unprepare(node), node.state()) == (None, untouched), point
+
+
+def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(case: Case) -> None:
+    expected = case.uninterrupted()
+    for point, node in case.dead_unprepares():
+        assert (case.prepare(node), node.state()) == expected, point

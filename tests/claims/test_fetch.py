@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dra_driver.claims import fetch
+from dra_driver.claims.attempt import KubeletCall
+from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.claims import ClaimClient
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.record import ClaimRecord
+from tests.fakes.samples import DRIVER, GPU_0, claim
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch):
+    """Sets what the API server answers: a claim, or an error."""
+
+    def set_answer(value: AllocatedClaim | Exception) -> ClaimLookup:
+        def get(_client: ClaimClient, ref: ClaimRef, *, timeout_s: float) -> AllocatedClaim:
+            assert timeout_s == 3.0
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        monkeypatch.setattr(ClaimClient, "get_allocated", get)
+        return ClaimLookup(ClaimClient(None), ClaimConsumers())  # type: ignore[arg-type]
+
+    return set_answer
+
+
+def test_claim_is_passed_on(answer) -> None:
+    assert answer(claim(GPU_0)).read(claim().ref, 3.0) == claim(GPU_0)
+
+
+def test_claim_that_is_gone_is_refused(answer) -> None:
+    gone = ApiRejectedError("not found", status=404)
+    with pytest.raises(ClaimRefusedError) as caught:
+        answer(gone).read(claim().ref, 3.0)
+    assert str(caught.value) == ("claim default/claim-uid-1 does not exist in the API server; it was deleted")
+    assert caught.value.__cause__ is gone
+
+
+@pytest.mark.parametrize("error", [ApiRejectedError("forbidden", status=403), ApiUnavailableError("down")])
+def test_other_errors_pass(answer, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        answer(error).read(claim().ref, 3.0)
+    assert caught.value is error
+
+
+class Answers:
+    """A lookup that gives one answer after the other, the last one for ever, and counts the questions."""
+
+    def __init__(self, *answers: AllocatedClaim | Exception) -> None:
+        self._answers = list(answers)
+        self.asked = 0
+
+    def read(self, _ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        assert timeout_s > 0
+        self.asked += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def fetched(tmp_path: Path, lookup: Answers, call: KubeletCall, *known: ClaimRecord) -> object:
+    records = RecordStore(tmp_path / "claims")
+    records.open("boot-1")
+    for record in known:
+        records.save(record)
+    [attempt] = ClaimFetch(lookup, records, DRIVER).all([claim().ref], call)  # type: ignore[arg-type]
+    return attempt.fetched
+
+
+def busy(retry_after_s: float | None) -> ApiUnavailableError:
+    return ApiUnavailableError("get claim: too many requests (HTTP 429)", retry_after_s=retry_after_s)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_FIRST_PAUSE_S", 0.01)
+
+
+def test_server_that_says_when_to_come_back_is_asked_again_within_the_call(tmp_path: Path) -> None:
+    lookup = Answers(busy(0.0), busy(0.2), claim(GPU_0))
+    began = time.monotonic()
+    assert fetched(tmp_path, lookup, KubeletCall.begin(30)) == claim(GPU_0)
+    assert lookup.asked == 3
+    assert time.monotonic() - began >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("error", "deadline_s"),
+    [(busy(60.0), 30), (busy(None), 30), (ApiRejectedError("forbidden", status=403), 30)],
+)
+def test_other_answers_are_told_at_once(tmp_path: Path, error: Exception, deadline_s: float) -> None:
+    lookup = Answers(error)
+    assert fetched(tmp_path, lookup, KubeletCall.begin(deadline_s)) is error
+    assert lookup.asked == 1
+
+
+def test_server_that_stays_busy_is_asked_until_the_deadline(tmp_path: Path) -> None:
+    lookup = Answers(error := busy(0.0))
+    began = time.monotonic()
+    assert fetched(tmp_path, lookup, KubeletCall.begin(2.5)) is error  # half a second: two are for the answer
+    assert time.monotonic() - began < 15
+    assert lookup.asked > 1
+
+
+def test_prepared_claim_is_answered_from_its_record_meanwhile(tmp_path: Path) -> None:
+    known = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (), (), "")
+    lookup = Answers(busy(1.0))
+    assert fetched(tmp_path, lookup, KubeletCall.begin(30), known) == claim(GPU_0)
+    assert lookup.asked == 1
+
+
+def test_call_that_the_kubelet_cancelled_asks_no_more(tmp_path: Path) -> None:
+    lookup = Answers(busy(0.0))
+    error = fetched(tmp_path, lookup, KubeletCall.begin(30, lambda: lookup.asked == 3))
+    assert "cancelled this call" in str(error)
+    assert lookup.asked == 3

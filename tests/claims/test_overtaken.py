@@ -1,0 +1,156 @@
+"""Calls of the kubelet that reach two instances in another order than they were made, or whose caller has left."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.kubelet.pb import dra_v1_pb2
+from dra_driver.model.claim import Failed, Prepared
+from tests.fakes.preparing import Node
+from tests.fakes.samples import GPU_0, MIXED, claim, result
+from tests.kubelet import support
+from tests.kubelet.support import eventually
+
+WANTED = claim(result(GPU_0), uid="uid-1")
+
+
+class Barrier:
+    """In the place of an instance's locks: whoever wants one waits here first, until let on."""
+
+    def __init__(self, locks: Any) -> None:
+        self._locks = locks
+        self.reached = threading.Event()
+        self.let = threading.Event()
+
+    @contextmanager
+    def hold(self, *args: Any) -> Iterator[Any]:
+        self.reached.set()
+        assert self.let.wait(20)
+        with self._locks.hold(*args) as held:
+            yield held
+
+
+class Late:
+    """A call in a thread that stands before one of its locks."""
+
+    def __init__(self, node: Node, attribute: str, call: Callable[[], Any]) -> None:
+        self._barrier = Barrier(getattr(node.preparer, attribute))
+        for part in (node.preparer, node.unpreparer):
+            setattr(part, attribute, self._barrier)
+        self._answers: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self._answers.append(call()))
+        self._thread.start()
+        assert self._barrier.reached.wait(20)
+
+    def answer(self) -> Any:
+        self._barrier.let.set()
+        self._thread.join(20)
+        return self._answers[0]
+
+
+def unprepare(node: Node, **more: Any) -> Any:
+    return node.preparer.unprepare([WANTED.ref], None, **more)[WANTED.ref.uid]
+
+
+def unprepare_call(channel: grpc.Channel) -> Any:
+    ref, request = WANTED.ref, dra_v1_pb2.NodeUnprepareResourcesRequest
+    wire = dra_v1_pb2.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid)
+    method = channel.unary_unary(support.V1 + "NodeUnprepareResources", request.SerializeToString)
+    return method.future(request(claims=[wire]), timeout=45)
+
+
+def test_unprepare_that_a_newer_prepare_overtook_takes_nothing_back(node: Node) -> None:
+    """Else the device would be given out a second time while the pod of the first claim runs."""
+    assert isinstance(node.prepare(WANTED), Prepared)
+    late = Late(node, "_claim_locks", lambda: unprepare(node))
+    newer = node.restarted()
+    assert isinstance(newer.prepare(WANTED), Prepared)
+    before = node.files()
+    refused = late.answer()
+    assert isinstance(refused, Failed)
+    assert "the claim was prepared again after this call began" in refused.error
+    assert node.files() == before
+    assert unprepare(newer) is None, "a call that begins now is meant"
+    assert node.files() == {}
+
+
+def test_prepare_goes_on_after_an_unprepare_that_is_older(node: Node) -> None:
+    """It is the kubelet's last word; refused, it would come back in a minute or more."""
+    assert isinstance(node.prepare(WANTED), Prepared)
+    newer = node.restarted()
+    older = Late(node, "_claim_locks", lambda: unprepare(node))
+    late = Late(newer, "_claim_locks", lambda: newer.prepare(WANTED))
+    assert older.answer() is None
+    assert isinstance(late.answer(), Prepared)
+    assert newer.records.get(WANTED.ref.uid) is not None
+
+
+def test_prepare_still_gives_way_to_an_unprepare_that_is_newer(node: Node) -> None:
+    late = Late(node, "_claim_locks", lambda: node.prepare(WANTED))
+    assert unprepare(node.restarted()) is None
+    refused = late.answer()
+    assert isinstance(refused, Failed)
+    assert "the claim was unprepared while this call was under way" in refused.error
+    assert node.files() == {}
+
+
+@pytest.mark.parametrize("lock", ["_claim_locks", "_gpu_locks"])
+def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: Node, lock: str) -> None:
+    assert isinstance(node.prepare(WANTED), Prepared)
+    before = node.files()
+    left = threading.Event()
+    late = Late(node, lock, lambda: unprepare(node, has_left=left.is_set))
+    left.set()
+    refused = late.answer()
+    assert isinstance(refused, Failed)
+    assert node.files() == before
+
+
+def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) -> None:
+    node.claims.add(WANTED)
+    left = threading.Event()
+    late = Late(
+        node, "_gpu_locks", lambda: node.preparer.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
+    )
+    left.set()
+    refused = late.answer()
+    assert isinstance(refused, Failed)
+    assert "cancelled this call" in refused.error
+    assert node.files() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path: Path, seed: int) -> None:
+    """Over real sockets: the Unprepare hangs in the old instance, the kubelet gives up, and prepares with the new."""
+    pause = random.Random(seed).uniform(0, 0.03)
+    old = Node(tmp_path, MIXED)
+    assert isinstance(old.prepare(WANTED), Prepared)
+    new = old.restarted()
+    with support.made_node() as home:
+        sockets = [
+            home.plugin(node.preparer, settings={"pod_uid": name}).sockets.dra
+            for name, node in (("old", old), ("new", new))
+        ]
+        with support.channel(sockets[0]) as to_old, ClaimLocks(tmp_path / "locks").hold(WANTED.ref.uid, 5):
+            kubelet = unprepare_call(to_old)
+            eventually(lambda: len(old.claim_locks._claims) == 1)
+            kubelet.cancel()
+            answers: list[Any] = []
+            prepare = threading.Thread(target=lambda: answers.append(support.prepare(sockets[1], WANTED.ref)))
+            prepare.start()
+            time.sleep(pause)
+        prepare.join(20)
+        eventually(lambda: len(old.claim_locks._claims) == 0)
+    assert answers[0].claims[WANTED.ref.uid].error == ""
+    assert new.records.get(WANTED.ref.uid) is not None
+    assert list(new.specs.list()) == [WANTED.ref.uid]

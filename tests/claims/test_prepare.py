@@ -1,0 +1,770 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.contextvars import bound_contextvars, get_contextvars
+
+from dra_driver.errors import RetryableError, StateError
+from dra_driver.files import atomic
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimRef,
+    DeviceResult,
+    Failed,
+    PodRef,
+    Pods,
+    Prepared,
+    PreparedDevice,
+)
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteCdiSpec
+from tests.fakes.preparing import Node, in_threads
+from tests.fakes.samples import (
+    GPU_0,
+    GPU_1,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    NODE,
+    VERSIONS,
+    claim,
+    h100,
+    hold,
+    inventory,
+    result,
+)
+
+AT = "2026-08-07T12:00:00.000+00:00"
+
+
+def prepared(wanted: AllocatedClaim) -> Prepared:
+    return Prepared(
+        tuple(
+            PreparedDevice(
+                (item.base_request,),
+                NODE,
+                item.device,
+                (f"k8s.gpu.nvidia.com/claim={wanted.ref.uid}-{item.device}",),
+            )
+            for item in wanted.results
+        )
+    )
+
+
+def failing(error: Exception):
+    def fail(_subject: object) -> None:
+        raise error
+
+    return fail
+
+
+def error_of(answer: object) -> str:
+    assert isinstance(answer, Failed)
+    assert "\n" not in answer.error
+    return answer.error
+
+
+# --- the plain way -------------------------------------------------------------------------------
+
+
+def test_prepare_answers_every_device_and_records_it(node: Node) -> None:
+    wanted = claim(GPU_0, result(MIG_1G, "part/small"))
+    assert node.prepare(wanted) == prepared(wanted)
+    assert node.records.all() == {
+        "uid-1": ClaimRecord(wanted, "prepared", "boot-1", (hold(GPU_0), hold(MIG_1G)), (WriteCdiSpec(),), AT)
+    }
+    assert node.specs.list() == {"uid-1": (GPU_0, MIG_1G)}
+    assert node.outcomes.told == [("prepare", None)]
+
+
+def test_prepare_twice_is_as_once(node: Node) -> None:
+    wanted = claim(GPU_0)
+    first, files = node.prepare(wanted), node.files()
+    assert (node.prepare(wanted), node.files()) == (first, files)
+    assert (node.restarted().prepare(wanted), node.files()) == (first, files)
+
+
+def test_pods_that_the_claim_is_reserved_for_are_recorded(node: Node) -> None:
+    wanted = replace(claim(GPU_0), pods=(PodRef("trainer-0", "pod-uid-0"),))
+    node.prepare(wanted)
+    assert recorded_pods(node) == wanted.pods
+    node.claims.down = True
+    node.specs.remove("uid-1")
+    assert isinstance(node.restarted(boot_id="boot-2").prepare(claim(GPU_0)), Prepared)
+    assert recorded_pods(node) == wanted.pods, "the API server said nothing of them"
+
+
+def test_prepare_for_another_pod_writes_nothing_for_that_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = PodRef("trainer-0", "pod-uid-0"), PodRef("trainer-1", "pod-uid-1")
+    node.prepare(replace(claim(GPU_0), pods=(first,)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", failing(AssertionError("written")))
+        assert isinstance(node.prepare(replace(claim(GPU_0), pods=(first, second))), Prepared)
+    assert recorded_pods(node) == (first,)
+    node.prepare(replace(claim(GPU_1), pods=(second,)))
+    assert recorded_pods(node) == (second,)
+
+
+def recorded_pods(node: Node) -> Pods:
+    record = node.records.get("uid-1")
+    assert record is not None
+    return record.claim.pods
+
+
+def test_second_prepare_writes_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.prepare(claim(GPU_0))
+    monkeypatch.setattr(Path, "replace", failing(AssertionError("written")))
+    assert isinstance(node.prepare(claim(GPU_0)), Prepared)
+
+
+def test_prepare_then_unprepare_is_the_start(node: Node) -> None:
+    before = node.files()
+    for _ in range(3):
+        node.prepare(claim(GPU_0, MIG_3G))
+        assert node.unprepare(claim(GPU_0, MIG_3G)) is None
+        assert node.files() == before == {}
+
+
+def test_unprepare_of_an_unknown_claim_succeeds_without_api_server_and_devices(tmp_path: Path) -> None:
+    node = Node(tmp_path, Inventory())
+    node.claims.down = True
+    node.devices.inventory, node.devices.problem = None, "the driver is not loaded"
+    assert node.unprepare(claim(GPU_0)) is None
+    assert (node.claims.reads, node.devices.scans) == ([], 0)
+
+
+def test_unprepare_works_from_the_record_alone(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    node.claims.allocated.clear()
+    node.claims.down = True
+    node.devices.inventory, node.devices.problem = None, "the driver is not loaded"
+    reads = len(node.claims.reads)
+    assert (node.unprepare(claim(GPU_0)), node.files()) == (None, {})
+    assert len(node.claims.reads) == reads
+
+
+def test_unprepare_removes_a_spec_that_no_record_speaks_of(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    node.records.delete("uid-1")
+    assert (node.unprepare(claim(GPU_0)), node.files()) == (None, {})
+
+
+def test_claim_without_a_device_of_ours_is_ready_and_leaves_nothing(node: Node) -> None:
+    nic = DeviceResult("nic", "dra.net", "pool-x", "eth0")
+    assert node.prepare(claim(nic)) == Prepared(())
+    assert node.files() == {}
+
+
+def test_only_our_part_of_a_claim_is_prepared_and_recorded(node: Node) -> None:
+    nic = DeviceResult("nic", "dra.net", "pool-x", "eth0")
+    assert node.prepare(claim(nic, GPU_0)) == prepared(claim(GPU_0))
+    record = node.records.get("uid-1")
+    assert record is not None
+    assert record.claim == claim(GPU_0)
+
+
+def test_device_that_came_since_the_last_look_is_found(node: Node) -> None:
+    node.devices.inventory, node.devices.hidden = inventory(h100(1)), MIXED
+    assert node.prepare(claim(MIG_1G)) == prepared(claim(MIG_1G))
+    assert node.devices.scans == 1
+
+
+def test_devices_are_looked_at_once_more_when_they_were_unavailable(node: Node) -> None:
+    node.devices.inventory, node.devices.hidden, node.devices.problem = None, MIXED, "not loaded"
+    assert node.prepare(claim(GPU_0)) == prepared(claim(GPU_0))
+
+
+# --- one claim's failure is its own --------------------------------------------------------------
+
+
+def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
+    refs = [
+        node.claims.add(item)
+        for item in (claim(GPU_0), claim("gpu-9", uid="uid-2"), claim(GPU_1, uid="uid-3"))
+    ]
+    answers = node.preparer.prepare([*refs, ClaimRef("default", "gone", "uid-4")], None)
+    assert {uid: type(answer) for uid, answer in answers.items()} == {
+        "uid-1": Prepared, "uid-2": Failed, "uid-3": Prepared, "uid-4": Failed,
+    }  # fmt: skip
+    assert error_of(answers["uid-2"]) == (
+        "prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not exist on "
+        "this node (any more); delete the pod and its claim so that they are allocated anew"
+    )
+    assert error_of(answers["uid-4"]) == (
+        "prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API server; it was deleted"
+    )
+    assert sorted(node.records.all()) == ["uid-1", "uid-3"]
+    assert node.outcomes.told == [
+        ("prepare", None), ("prepare", "ClaimRefusedError"), ("prepare", None), ("prepare", "ClaimRefusedError"),
+    ]  # fmt: skip
+
+
+def test_device_of_another_claim_is_refused_until_that_is_unprepared(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    second = claim(GPU_0, uid="uid-2")
+    assert "is held by claim default/claim-uid-1 (UID uid-1)" in error_of(node.prepare(second))
+    assert list(node.records.all()) == ["uid-1"]
+    node.unprepare(claim(GPU_0))
+    assert node.prepare(second) == prepared(second)
+
+
+def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs: list) -> None:
+    node.steps.on_do = failing(ValueError("first\nsecond"))
+    text = error_of(node.prepare(claim(GPU_0)))
+    assert text == (
+        "prepare claim default/claim-uid-1 (UID uid-1): internal error (ValueError: first second); "
+        "see the driver's log"
+    )
+    assert node.files() == {}
+    assert [line["event"] for line in logs] == ["claim_crashed"]
+
+
+@pytest.mark.parametrize("when", ["on_do", "after_do"])
+def test_failed_step_is_rolled_back(node: Node, when: str) -> None:
+    setattr(node.steps, when, failing(StateError("cannot write x: the disk is full; free some space")))
+    assert error_of(node.prepare(claim(GPU_0))).endswith("the disk is full; free some space")
+    assert node.files() == {}
+
+
+def test_record_is_kept_when_the_rollback_fails_and_the_next_call_goes_on_with_it(
+    node: Node, logs: list
+) -> None:
+    node.steps.after_do = failing(RetryableError("no node"))
+    node.steps.on_undo = failing(StateError("cannot remove the spec"))
+    assert error_of(node.prepare(claim(GPU_0))).endswith("no node")
+    record = node.records.get("uid-1")
+    assert record is not None
+    assert (record.phase, record.devices) == ("preparing", (hold(GPU_0),))
+    assert ("rollback_incomplete", "cannot remove the spec") in [
+        (line["event"], line.get("reason")) for line in logs
+    ]
+    following = node.restarted()
+    assert "is held by" in error_of(following.prepare(claim(GPU_0, uid="uid-2")))
+    assert (following.unprepare(claim(GPU_0)), following.files()) == (None, {})
+
+
+def test_failed_unprepare_keeps_the_record_and_is_tried_again(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    node.steps.on_undo = failing(StateError("cannot remove the spec"))
+    assert error_of(node.unprepare(claim(GPU_0))) == (
+        "unprepare claim default/claim-uid-1 (UID uid-1): cannot remove the spec"
+    )
+    assert list(node.records.all()) == ["uid-1"]
+    node.steps.on_undo = lambda record: None
+    assert (node.unprepare(claim(GPU_0)), node.files()) == (None, {})
+
+
+# --- a claim that was prepared before ------------------------------------------------------------
+
+
+def test_lost_spec_is_written_again(node: Node) -> None:
+    answer, files = node.prepare(claim(GPU_0)), node.files()
+    node.specs.remove("uid-1")
+    assert (node.prepare(claim(GPU_0)), node.files()) == (answer, files)
+
+
+def test_prepared_claim_keeps_its_record_when_it_cannot_be_put_right(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    files = node.files()
+    node.steps.on_do = failing(RetryableError("a library is missing"))
+    assert error_of(node.prepare(claim(GPU_0))).endswith("a library is missing")
+    assert node.files() == files
+
+
+def test_kernel_state_is_made_again_after_a_reboot(node: Node) -> None:
+    answer = node.prepare(claim(GPU_0))
+    node.specs.remove("uid-1")
+    rebooted = node.restarted(boot_id="boot-2")
+    assert rebooted.prepare(claim(GPU_0)) == answer
+    record = rebooted.records.get("uid-1")
+    assert record is not None
+    assert (record.phase, record.boot_id, record.prepared_at) == ("prepared", "boot-2", AT)
+    assert rebooted.specs.list() == {"uid-1": (GPU_0,)}
+
+
+def test_known_claim_is_answered_from_its_record_when_the_api_server_is_down(node: Node, logs: list) -> None:
+    answer, files = node.prepare(claim(GPU_0)), node.files()
+    node.claims.down = True
+    node.specs.remove("uid-1")
+    following = node.restarted()
+    assert (following.prepare(claim(GPU_0)), following.files()) == (answer, files)
+    assert "claim_read_from_record" in [line["event"] for line in logs]
+    assert node.claims.reads[-1][1] <= 3
+
+
+def test_unknown_claim_fails_for_now_when_the_api_server_is_down(node: Node) -> None:
+    node.claims.down = True
+    text = error_of(node.prepare(claim(GPU_0)))
+    assert text == "prepare claim default/claim-uid-1 (UID uid-1): read claim: the API server does not answer"
+    assert node.outcomes.told == [("prepare", "ApiUnavailableError")]
+    assert node.files() == {}
+
+
+def test_half_prepared_claim_is_not_answered_from_its_record(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    record = node.records.get("uid-1")
+    assert record is not None
+    node.records.save(replace(record, phase="preparing"))
+    node.claims.down = True
+    assert "does not answer" in error_of(node.prepare(claim(GPU_0)))
+
+
+def test_running_pod_keeps_what_it_has_while_the_driver_is_replaced(node: Node) -> None:
+    answer = node.prepare(claim(GPU_0))
+    node.devices.problem = "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
+    assert node.prepare(claim(GPU_0)) == answer
+
+
+@pytest.mark.parametrize("spoil", ["spec", "boot", "claim"])
+def test_known_claim_waits_for_the_driver_when_it_is_not_in_place(node: Node, spoil: str) -> None:
+    node.prepare(claim(GPU_0))
+    following = node.restarted(boot_id="boot-2" if spoil == "boot" else "boot-1")
+    if spoil == "spec":
+        following.specs.remove("uid-1")
+    following.devices.problem = "the driver is not loaded"
+    wanted = claim(GPU_1) if spoil == "claim" else claim(GPU_0)
+    assert error_of(following.prepare(wanted)).endswith(
+        "devices of this node are not usable now: the driver is not loaded"
+    )
+    assert list(following.records.all()) == ["uid-1"]
+
+
+def test_claim_that_was_allocated_anew_gives_its_old_devices_back(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    moved = claim(GPU_1)
+    assert node.prepare(moved) == prepared(moved)
+    record = node.records.get("uid-1")
+    assert record is not None
+    assert (record.claim, record.devices) == (moved, (hold(GPU_1),))
+    assert node.specs.list() == {"uid-1": (GPU_1,)}
+    assert isinstance(node.prepare(claim(GPU_0, uid="uid-2")), Prepared)
+
+
+def test_claim_whose_allocation_went_to_others_leaves_nothing(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    assert node.prepare(claim()) == Prepared(())
+    assert node.files() == {}
+
+
+def test_old_devices_are_kept_when_the_new_allocation_is_refused(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    node.prepare(claim(GPU_1, uid="uid-2"))
+    files = node.files()
+    assert "is held by claim default/claim-uid-2" in error_of(node.prepare(claim(GPU_1)))
+    assert node.files() == files
+
+
+def test_new_config_of_a_prepared_claim_is_recorded(node: Node) -> None:
+    from dra_driver.model.claim import DeviceConfig
+
+    node.prepare(claim(GPU_0))
+    parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
+    wanted = claim(GPU_0, configs=(DeviceConfig("FromClaim", (), "gpu.nvidia.com", parameters),))
+    assert node.prepare(wanted) == prepared(wanted)
+    record = node.records.get("uid-1")
+    assert record is not None
+    assert (record.claim, record.phase, record.prepared_at) == (wanted, "prepared", AT)
+
+
+# --- records that cannot be read ------------------------------------------------------------------
+
+
+def spoil(node: Node, uid: str) -> None:
+    (node.records.directory / f"{uid}.json").write_text("{")
+
+
+def test_unreadable_record_of_another_claim_protects_its_device_through_its_spec(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    spoil(node, "uid-1")
+    assert "is held by claim ?/? (UID uid-1)" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
+    assert isinstance(node.prepare(claim(GPU_1, uid="uid-3")), Prepared)
+
+
+def test_unreadable_record_of_a_mig_device_does_not_block_its_neighbour(node: Node) -> None:
+    node.prepare(claim(MIG_1G))
+    spoil(node, "uid-1")
+    assert isinstance(node.prepare(claim(MIG_3G, uid="uid-2")), Prepared)
+    assert "is held by" in error_of(node.prepare(claim(MIG_1G, uid="uid-3")))
+
+
+def test_claim_with_an_unreadable_record_is_prepared_anew_and_unprepared(node: Node) -> None:
+    answer = node.prepare(claim(GPU_0))
+    spoil(node, "uid-1")
+    assert node.prepare(claim(GPU_0)) == answer
+    assert node.unprepare(claim(GPU_0)) is None
+    assert (node.records.all(), node.specs.list()) == ({}, {})
+
+
+def test_unprepare_frees_the_device_of_a_claim_with_an_unreadable_record(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    spoil(node, "uid-1")
+    assert node.unprepare(claim(GPU_0)) is None
+    assert isinstance(node.prepare(claim(GPU_0, uid="uid-2")), Prepared)
+
+
+# --- what comes over the wire --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uid", ["../../etc/cron.d/x", "a/b", "", ".."])
+def test_uid_with_path_characters_is_refused_and_touches_nothing(node: Node, uid: str) -> None:
+    outside = sorted(node.directory.parent.iterdir())
+    wanted = claim(GPU_0, uid=uid)
+    assert "is not usable as a file name" in error_of(node.prepare(wanted))
+    assert "is not usable as a file name" in error_of(node.unprepare(wanted))
+    assert (node.files(), sorted(node.directory.parent.iterdir())) == ({}, outside)
+
+
+def test_device_name_with_path_characters_is_refused(node: Node) -> None:
+    assert "does not exist on this node" in error_of(node.prepare(claim("../../gpu-0")))
+
+
+def test_call_fails_for_now_when_its_deadline_is_over(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    files = node.files()
+    over = "the kubelet's deadline is over; the kubelet calls again"
+    ref = node.claims.add(claim(GPU_1, uid="uid-2"))
+    assert error_of(node.preparer.prepare([ref], 0.5)["uid-2"]).endswith(over)
+    assert error_of(node.preparer.unprepare([claim(GPU_0).ref], 0.0)["uid-1"]).endswith(over)
+    assert node.files() == files
+
+
+def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dra_driver.claims import prepare as preparer
+
+    now = [1000.0]
+    monkeypatch.setattr(preparer.time, "monotonic", lambda: now[0])
+    node.devices.inventory, node.devices.hidden = inventory(h100(1)), MIXED
+    scan = node.devices.scan_now
+
+    def slow(timeout_s: float) -> None:
+        now[0] += 60
+        scan(timeout_s)
+
+    monkeypatch.setattr(node.devices, "scan_now", slow)
+    assert "deadline is over" in error_of(node.prepare(claim(GPU_0)))
+    assert node.files() == {}
+
+
+def test_thousand_claims_are_answered_in_one_call(node: Node) -> None:
+    wanted = [claim(uid=f"uid-{number}") for number in range(1000)]
+    refs = [node.claims.add(item) for item in wanted]
+    answers = node.preparer.prepare(refs, None)
+    assert list(answers) == [ref.uid for ref in refs]
+    assert set(answers.values()) == {Prepared(())}
+    assert set(node.preparer.unprepare(refs, None).values()) == {None}
+    assert node.files() == {}
+
+
+def test_hundred_claims_with_admin_access_hold_one_gpu(node: Node) -> None:
+    wanted = [claim(result(GPU_0, admin_access=True), uid=f"uid-{number}") for number in range(100)]
+    for item in wanted:
+        assert isinstance(node.prepare(item), Prepared)
+    assert isinstance(node.prepare(claim(GPU_0, uid="owner")), Prepared)
+    assert len(node.records.all()) == 101
+
+
+def test_prepared_claim_on_a_lost_gpu_keeps_what_it_has(node: Node) -> None:
+    """One GPU of two is lost: the kubelet's next call is answered as without NVML, so the pod keeps the other one."""
+    both = claim(GPU_0, GPU_1)
+    first = node.prepare(both)
+    gpus = tuple(gpu for gpu in MIXED.gpus if gpu.uuid != h100(0).uuid)
+    node.devices.inventory = replace(MIXED, gpus=gpus, lost=(h100(0),))
+    files = node.files()
+    assert node.prepare(both) == first == prepared(both)
+    assert node.files() == files
+    assert "does not answer any more" in error_of(node.restarted(boot_id="boot-2").prepare(both)), (
+        "it was rebooted"
+    )
+    assert node.unprepare(both) is None
+    assert "does not answer any more" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
+
+
+def test_claim_with_admin_access_does_not_wait_for_the_owner_of_its_gpu(node: Node) -> None:
+    """A Prepare that hangs on a GPU holds its lock: what only looks at the GPU starts and ends meanwhile."""
+    looks, hung, ended = (
+        claim(result(GPU_0, admin_access=True), uid="looks"),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def hang(plan: Plan) -> None:
+        if plan.claim.ref.uid == "owner":
+            hung.set()
+            assert ended.wait(20)
+
+    node.steps.on_do = hang
+    owner = threading.Thread(target=lambda: node.prepare(claim(GPU_0, uid="owner")))
+    owner.start()
+    assert hung.wait(20)
+    try:
+        node.claims.add(looks)
+        answers = node.preparer.prepare([looks.ref], time.monotonic() + 5)
+        assert isinstance(answers["looks"], Prepared)
+        assert node.preparer.unprepare([looks.ref], time.monotonic() + 5) == {"looks": None}
+    finally:
+        ended.set()
+        owner.join(20)
+    assert list(node.records.all()) == ["owner"]
+
+
+# --- many at once --------------------------------------------------------------------------------
+
+
+def test_one_claim_prepared_by_eight_threads_is_prepared_once(node: Node) -> None:
+    wanted = claim(GPU_0, MIG_1G)
+    node.claims.add(wanted)
+    inside: list[int] = []
+
+    def alone(_plan: object) -> None:
+        inside.append(1)
+        assert len(inside) == 1
+        inside.pop()
+
+    node.steps.on_do = alone
+    assert in_threads(*[lambda: node.prepare(wanted)] * 8) == [prepared(wanted)] * 8
+    assert list(node.files()) == ["cdi/k8s.gpu.nvidia.com-claim_uid-1.json", "claims/uid-1.json"]
+
+
+def test_eight_claims_on_eight_gpus_are_prepared_at_the_same_time(tmp_path: Path) -> None:
+    node = Node(tmp_path, inventory(*map(h100, range(8))))
+    barrier = threading.Barrier(8, timeout=10)
+    node.steps.on_do = lambda plan: barrier.wait() and None
+    wanted = [claim(f"gpu-{number:08x}", uid=f"uid-{number}") for number in range(8)]
+    answers = in_threads(*(lambda item=item: node.prepare(item) for item in wanted))
+    assert answers == [prepared(item) for item in wanted]
+
+
+def test_two_claims_for_one_gpu_are_decided_one_after_the_other(node: Node) -> None:
+    answers = in_threads(*(lambda uid=uid: node.prepare(claim(GPU_0, uid=uid)) for uid in ("uid-1", "uid-2")))
+    assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Prepared"]
+    assert len(node.records.all()) == len(node.specs.list()) == 1
+
+
+def test_two_instances_never_give_one_gpu_out_twice(node: Node) -> None:
+    second = node.restarted()
+    answers = in_threads(
+        lambda: node.prepare(claim(GPU_0, uid="uid-1")), lambda: second.prepare(claim(GPU_0, uid="uid-2"))
+    )
+    assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Prepared"]
+
+
+def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) -> None:
+    wanted = claim(GPU_0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(_plan: object) -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    def unprepare() -> object:
+        assert begun.wait(10)
+        threading.Timer(0.05, go_on.set).start()
+        return node.unprepare(wanted)
+
+    node.steps.on_do = wait
+    assert in_threads(lambda: node.prepare(wanted), unprepare) == [prepared(wanted), None]
+    assert node.files() == {}
+
+
+def test_no_lock_is_held_while_the_api_server_is_asked(node: Node) -> None:
+    node.prepare(claim(GPU_0, uid="uid-2"))
+    asked, answered = threading.Event(), threading.Event()
+    read = node.claims.read
+
+    def slow(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        asked.set()
+        assert answered.wait(10)
+        return read(ref, timeout_s)
+
+    node.claims.read = slow  # type: ignore[method-assign]
+
+    def unprepare() -> object:
+        assert asked.wait(10)
+        answer = node.unprepare(claim(GPU_0, uid="uid-2"))
+        answered.set()
+        return answer
+
+    wanted = claim(GPU_0)
+    assert in_threads(lambda: node.prepare(wanted), unprepare) == [prepared(wanted), None]
+
+
+def test_claims_that_come_and_go_at_random_leave_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path, Inventory(VERSIONS, tuple(map(h100, range(4)))))
+
+    def work(number: int) -> None:
+        for turn in range(8):
+            wanted = claim(f"gpu-{(number + turn) % 4:08x}", uid=f"uid-{number}")
+            answer = node.prepare(wanted)
+            assert isinstance(answer, Prepared) or "is held by" in answer.error
+            assert node.unprepare(wanted) is None
+
+    assert in_threads(*(lambda number=number: work(number) for number in range(6))) == [None] * 6
+    assert node.files() == {}
+
+
+def test_record_on_disk_holds_what_a_person_looks_for(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    document = json.loads((node.records.directory / "uid-1.json").read_bytes())
+    assert (document["phase"], document["bootID"], document["devices"][0]["device"]) == (
+        "prepared",
+        "boot-1",
+        GPU_0,
+    )
+
+
+def test_record_of_a_newer_release_is_kept_and_protects_its_device(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    file = node.records.directory / "uid-1.json"
+    newer = file.read_bytes().replace(b"write_cdi_spec", b"bind_vfio")
+    file.write_bytes(newer)
+    assert "held by claim" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
+    assert "newer release" in error_of(node.prepare(claim(GPU_0)))
+    assert "newer release" in error_of(node.unprepare(claim(GPU_0)))
+    assert file.read_bytes() == newer
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
+def test_prepare_leaves_nothing_when_the_claim_is_unprepared_meanwhile(
+    node: Node, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet cancels a Prepare when the pod goes away, and unprepares; the handler runs on."""
+    reading, unprepared = threading.Event(), threading.Event()
+    read = node.claims.read
+
+    def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        found = read(ref, timeout_s)
+        reading.set()
+        assert unprepared.wait(10)
+        return found
+
+    monkeypatch.setattr(node.claims, "read", slowly)
+    other = node.restarted() if elsewhere else node
+
+    def unprepare() -> object:
+        assert reading.wait(10)
+        answer = other.unprepare(claim(GPU_0))
+        unprepared.set()
+        return answer
+
+    answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
+    assert "unprepared while this call was under way" in error_of(answers[0])
+    assert answers[1] is None
+    assert node.files() == {}
+    monkeypatch.setattr(node.claims, "read", read)
+    assert node.prepare(claim(GPU_0)) == prepared(claim(GPU_0)), "the next pod of the claim is served"
+
+
+def test_unprepare_waits_for_a_prepare_of_the_same_claim_and_takes_it_back(node: Node) -> None:
+    doing, unpreparing = threading.Event(), threading.Event()
+
+    def slowly(plan: object) -> None:
+        doing.set()
+        assert unpreparing.wait(10)
+
+    node.steps.on_do = slowly
+
+    def unprepare() -> object:
+        assert doing.wait(10)
+        unpreparing.set()
+        return node.unprepare(claim(GPU_0))
+
+    answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
+    assert answers == [prepared(claim(GPU_0)), None]
+    assert node.files() == {}
+
+
+def test_claim_keeps_its_metadata_whatever_the_setting_becomes(tmp_path: Path) -> None:
+    with_it, without = claim(GPU_0, uid="uid-1"), claim(GPU_1, uid="uid-2")
+    on = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    first = on.prepare(with_it)
+    assert first.devices[0].cdi_ids[1:] == ("gpu.nvidia.com/metadata=uid-1_gpu",)
+    off = on.restarted(metadata=())
+    assert off.prepare(without) == prepared(without)
+    assert off.prepare(with_it) == first
+    on = off.restarted(metadata=("v1beta1", "v1alpha1"))
+    before = on.files()
+    assert (on.prepare(with_it), on.prepare(without)) == (first, prepared(without))
+    assert on.files() == before
+    off = on.restarted(metadata=())
+    assert [off.unprepare(with_it), off.unprepare(without), off.files()] == [None, None, {}]
+
+
+def test_answer_of_the_record_names_the_metadata_while_nvml_is_away(tmp_path: Path) -> None:
+    node = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    first = node.prepare(claim(GPU_0))
+    node.devices.problem = "no driver"
+    assert node.prepare(claim(GPU_0)) == first
+    for path in (tmp_path / "plugin").rglob("metadata.json"):
+        path.unlink()
+    assert "no driver" in error_of(node.prepare(claim(GPU_0)))
+
+
+def test_metadata_that_cannot_be_written_or_removed_is_that_claims_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    wanted = claim(GPU_0)
+    plugin = tmp_path / "plugin"
+    plugin.write_text("in the way")
+    assert "cannot create the directory" in error_of(node.prepare(wanted))
+    plugin.unlink()
+    assert isinstance(node.prepare(wanted), Prepared)
+
+    def refuse(_path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(atomic, "read_plain", refuse)
+        assert "cannot read" in error_of(node.unprepare(wanted))
+    assert node.records.get("uid-1") is not None
+    assert node.unprepare(wanted) is None
+    assert node.files() == {}
+
+
+def test_metadata_of_a_lost_record_goes_with_the_unprepare(tmp_path: Path) -> None:
+    node = Node(tmp_path, MIXED, metadata=("v1beta1",))
+    wanted = claim(GPU_0)
+    node.prepare(wanted)
+    node.records.delete("uid-1")
+    assert node.unprepare(wanted) is None
+    assert node.files() == {}
+
+
+def test_log_events_bear_the_request_and_the_claim_they_belong_to(node: Node) -> None:
+    """Whatever logs inside need not be told: not even in the threads that read several claims at once."""
+    seen: list[tuple[str, object]] = []
+
+    def note(what: str) -> None:
+        assert get_contextvars()["request_id"] == 7
+        seen.append((what, get_contextvars().get("claim_uid")))
+
+    claims = [claim(GPU_0), claim(GPU_1, uid="uid-2")]
+    refs = [node.claims.add(wanted) for wanted in claims]
+    read = node.claims.read
+    node.claims.read = lambda ref, timeout_s: (note(f"read {ref.uid}"), read(ref, timeout_s))[1]
+    node.steps.on_do = lambda plan: note(f"do {plan.claim.ref.uid}")
+    node.steps.on_undo = lambda record: note(f"undo {record.ref.uid}")
+    with bound_contextvars(request_id=7):
+        node.preparer.prepare(refs, None)
+        node.preparer.unprepare(refs, None)
+        assert "claim_uid" not in get_contextvars()
+    assert sorted(seen[:2]) == [("read uid-1", None), ("read uid-2", None)]
+    assert seen[2:] == [
+        ("do uid-1", "uid-1"),
+        ("do uid-2", "uid-2"),
+        ("undo uid-1", "uid-1"),
+        ("undo uid-2", "uid-2"),
+    ]

@@ -1,0 +1,676 @@
+"""Claims that nobody will unprepare any more are taken back, and no others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from dra_driver.claims.device_users import InUse
+from dra_driver.claims.reconciler import Reconciler, Rhythm
+from dra_driver.errors import (
+    ApiRejectedError,
+    ApiUnavailableError,
+    DraDriverError,
+    RetryableError,
+    StateError,
+)
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, Prepared
+from dra_driver.model.record import ClaimRecord
+from tests.fakes.preparing import Crash, Node, in_threads, reconciler_of
+from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, claim
+
+GRACE_S = 60.0
+ONE, TWO = claim(GPU_0), claim(GPU_1, uid="uid-2")
+
+
+@dataclass
+class Told:
+    """What users get to hear."""
+
+    recovered_claims: list[tuple[str, str]] = field(default_factory=list)
+    kept_claims: list[tuple[str, str]] = field(default_factory=list)
+
+    def recovered(self, ref: ClaimRef, why: str) -> None:
+        self.recovered_claims.append((ref.uid, why))
+
+    def still_in_use(self, ref: ClaimRef, text: str) -> None:
+        self.kept_claims.append((ref.uid, text))
+
+
+class Bench:
+    """A reconciler over a node, with a clock that tests turn."""
+
+    def __init__(self, node: Node, **parts: object) -> None:
+        self.node = node
+        self.now = 1000.0
+        self.told = Told()
+        self.reconciler = reconciler_of(node, self.told, clock=lambda: self.now, **parts)  # type: ignore[arg-type]
+
+    def look(self, only: list[str] | None = None) -> float | None:
+        return self.reconciler.look(only)
+
+    def later(self, seconds: float = GRACE_S) -> float | None:
+        self.now += seconds
+        return self.look()
+
+    @property
+    def held(self) -> list[str]:
+        return sorted(self.node.records.all())
+
+
+@pytest.fixture
+def bench(node: Node) -> Bench:
+    return Bench(node)
+
+
+def forget(bench: Bench, *uids: str) -> None:
+    for uid in uids:
+        del bench.node.claims.allocated[uid]
+
+
+def deallocate(bench: Bench) -> None:
+    bench.node.claims.deallocated.add("uid-1")
+
+
+def remake(bench: Bench) -> None:
+    forget(bench, "uid-1")
+    bench.node.claims.allocated["new"] = AllocatedClaim(ClaimRef("default", ONE.ref.name, "new"), ONE.results)
+
+
+def move(bench: Bench) -> None:
+    bench.node.claims.add(claim(GPU_1))
+
+
+@pytest.mark.parametrize(
+    ("departs", "why"),
+    [
+        (lambda bench: forget(bench, "uid-1"), "was deleted"),
+        (remake, "was deleted and made anew"),
+        (deallocate, "is not allocated any more"),
+        (move, "is allocated to other devices now"),
+    ],
+)
+def test_stale_claim_is_taken_back_after_the_grace_time(
+    bench: Bench, departs: Callable[[Bench], None], why: str
+) -> None:
+    bench.node.prepare(ONE)
+    departs(bench)
+    assert bench.look() is None
+    assert bench.later(GRACE_S - 1) is None
+    assert (bench.held, bench.reconciler.stale()) == (["uid-1"], [ONE.ref])
+    assert bench.later(1) is None
+    assert (bench.node.files(), bench.told.recovered_claims) == ({}, [("uid-1", why)])
+    assert bench.reconciler.stale() == []
+    assert bench.node.outcomes.told[-1] == ("unprepare", None)
+    bench.later()
+    assert len(bench.told.recovered_claims) == 1
+
+
+def test_half_done_claims_are_taken_back_as_complete_ones(bench: Bench) -> None:
+    def die(_plan: object) -> None:
+        raise Crash
+
+    bench.node.steps.after_do = die
+    with suppress(Crash):
+        bench.node.prepare(ONE)
+    record = bench.node.records.get("uid-1")
+    assert record is not None
+    assert record.phase == "preparing"
+    forget(bench, "uid-1")
+    bench.look()
+    bench.later()
+    assert bench.node.files() == {}
+
+
+def test_claims_in_use_and_those_the_kubelet_will_unprepare_are_kept(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    bench.node.claims.unused.add("uid-1")
+    bench.look()  # which writes down for which pods claims are reserved
+    before = bench.node.files()
+    for _ in range(5):
+        assert bench.later() is None
+    assert (bench.node.files(), bench.told.recovered_claims) == (before, [])
+
+
+def test_claim_that_is_allocated_again_starts_anew(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    deallocate(bench)
+    bench.look()
+    bench.node.claims.deallocated.clear()
+    bench.later()
+    deallocate(bench)
+    bench.later()
+    assert bench.held == ["uid-1"], "it was found stale just now"
+    bench.later()
+    assert bench.held == []
+
+
+def test_record_that_is_another_one_by_now_starts_anew(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    deallocate(bench)
+    bench.look()
+    bench.node.unprepare(ONE)
+    bench.node.prepare(claim(MIG_1G))
+    bench.later()
+    assert bench.held == ["uid-1"]
+
+
+UNSURE = pytest.mark.parametrize(
+    "error",
+    [
+        ApiUnavailableError("starting"),
+        ApiRejectedError("forbidden", status=403),
+        ApiRejectedError("internal error", status=500),
+        ApiRejectedError("404 page not found", status=404),
+    ],
+)
+
+
+def unsure_of(bench: Bench, patch: pytest.MonkeyPatch, error: DraDriverError, *uids: str) -> None:
+    """From now on the API server does not say what became of these claims."""
+    look = bench.node.claims.look
+
+    def unsure(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        if ref.uid in uids:
+            raise error
+        return look(ref, timeout_s)
+
+    patch.setattr(bench.node.claims, "look", unsure)
+
+
+@UNSURE
+def test_no_sure_answer_keeps_everything(
+    bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
+) -> None:
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    forget(bench, "uid-1", "uid-2")
+    bench.look()
+    with monkeypatch.context() as patch:
+        unsure_of(bench, patch, error, "uid-1", "uid-2")
+        pauses = [bench.later() for _ in range(7)]
+        assert bench.held == ["uid-1", "uid-2"]
+    assert pauses == [30, 60, 120, 240, 480, 600, 600]
+    assert [line["event"] for line in logs].count("reconcile_delayed") == 1
+    assert bench.later() is None
+    assert bench.held == [], "how long it was stale is known from before"
+
+
+@UNSURE
+def test_claim_without_a_sure_answer_is_skipped_and_asked_for_again(
+    bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
+) -> None:
+    """One object that the API server cannot read must not keep the devices of all others."""
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    forget(bench, "uid-1", "uid-2")
+    bench.look()
+    with monkeypatch.context() as patch:
+        unsure_of(bench, patch, error, "uid-2")
+        assert bench.later() == 30
+        assert bench.held == ["uid-2"]
+        assert bench.later() == 30, (
+            "there is no backoff while others are answered for, and nobody else is left" if False else True
+        )
+    told = [line for line in logs if line["event"] == "claim_not_reconciled"]
+    assert [line["claim_uid"] for line in told] == ["uid-2"], "it is told once"
+    assert str(error) in told[0]["reason"]
+    assert bench.later() is None
+    assert bench.held == []
+
+
+def test_look_ends_after_several_answers_in_a_row_that_are_not_sure(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server that fails like that knows nothing of the next claim either."""
+    bench = Bench(node)
+    devices = (GPU_0, GPU_1, MIG_1G, MIG_3G)
+    for number, device in enumerate(devices):
+        bench.node.prepare(claim(device, uid=f"uid-{number}"))
+    bench.node.claims.allocated.clear()
+    bench.look()
+    bench.node.claims.looks.clear()
+    with monkeypatch.context() as patch:
+        asked: list[str] = []
+
+        def unsure(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+            asked.append(ref.uid)
+            if len(asked) == 1:
+                return None
+            raise ApiUnavailableError("starting")
+
+        patch.setattr(bench.node.claims, "look", unsure)
+        assert bench.later() == 30
+        assert (len(asked), len(bench.held)) == (4, 4), "also what was known to be stale before is kept"
+    assert bench.later() is None
+    assert bench.held == []
+
+
+def test_api_server_is_asked_no_sooner_than_it_says(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.node.prepare(ONE)
+
+    def busy(ref: ClaimRef, timeout_s: float) -> None:
+        raise ApiUnavailableError("too many requests", retry_after_s=900)
+
+    monkeypatch.setattr(bench.node.claims, "look", busy)
+    assert bench.look() == 900
+
+
+def test_nothing_is_taken_back_while_the_api_server_does_not_know_the_node(node: Node) -> None:
+    problems: list[DraDriverError] = [ApiRejectedError("nodes node-a not found", status=404)]
+
+    def make_sure() -> None:
+        if problems:
+            raise problems[0]
+
+    bench = Bench(node, make_sure=make_sure)
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    assert bench.look() is None
+    assert bench.later() == 30
+    assert bench.held == ["uid-1"]
+    problems.clear()
+    bench.later()
+    assert bench.held == []
+
+
+def in_use(*pids: int) -> InUse | None:
+    return InUse(frozenset(pids), f"{list(pids)} still compute on {GPU_0}") if pids else None
+
+
+def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: list[dict[str, str]]) -> None:
+    uses = [in_use(4711), in_use(4711), in_use(4711, 4712), in_use(4712), None]
+    bench = Bench(node, in_use=lambda record: uses.pop(0))
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    assert len(uses) == 5, "nobody is asked before the grace time is over"
+    assert [bench.later(), *(bench.later(30) for _ in range(3))] == [30] * 4
+    assert (bench.held, bench.told.recovered_claims) == (["uid-1"], [])
+    told = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
+    assert [f"it {text}" for _, text in bench.told.kept_claims] == told
+    assert told == [
+        f"it was deleted, but {pids} still compute on {GPU_0}; end that on the node (kill -9), or if it does not end, "
+        "reset the GPU or reboot the node; then the claim's devices are taken back"
+        for pids in ("[4711]", "[4711, 4712]")
+    ], "each process is told once"
+    assert (bench.later(30), bench.held) == (None, [])
+    assert bench.told.recovered_claims == [("uid-1", "was deleted")]
+
+
+def test_other_claims_do_not_wait_for_a_process(node: Node) -> None:
+    bench = Bench(node, in_use=lambda record: in_use(4711) if record.ref.uid == "uid-1" else None)
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    forget(bench, "uid-1", "uid-2")
+    bench.look()
+    assert (bench.later(), bench.held, bench.told.recovered_claims) == (
+        30,
+        ["uid-1"],
+        [("uid-2", "was deleted")],
+    )
+
+
+def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
+    node: Node, logs: list[dict[str, str]]
+) -> None:
+    hangs = [True]
+
+    def ask(record: ClaimRecord) -> None:
+        if hangs[-1]:
+            raise RetryableError("NVML does not answer")
+
+    bench = Bench(node, in_use=ask)
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
+    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert told == ["it was deleted; whether its devices are still in use is not known: NVML does not answer"]
+    hangs.append(False)
+    assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])
+
+
+def test_claim_that_is_wanted_again_is_not_asked_about(node: Node) -> None:
+    uses = [in_use(4711)]
+    bench = Bench(node, in_use=lambda record: uses.pop(0))
+    bench.node.prepare(ONE)
+    deallocate(bench)
+    bench.look()
+    bench.later()
+    bench.node.claims.deallocated.clear()
+    assert (bench.later(), bench.reconciler.stale(), uses) == (None, [], [])
+
+
+def test_record_of_a_newer_release_is_told_and_not_touched(bench: Bench, logs: list[dict[str, str]]) -> None:
+    bench.node.prepare(ONE)
+    file = bench.node.records.directory / "uid-1.json"
+    newer = file.read_bytes().replace(b"write_cdi_spec", b"bind_vfio")
+    file.write_bytes(newer)
+    forget(bench, "uid-1")
+    for _ in range(3):
+        bench.later()
+    assert (file.read_bytes(), bench.node.claims.looks) == (newer, [])
+    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert told == ["a newer release made its steps bind_vfio; install that release again to take it back"]
+
+
+def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) -> None:
+    def refuse_one(record: ClaimRecord) -> None:
+        if record.ref.uid == "uid-1":
+            raise StateError("cannot remove the spec")
+
+    bench.node.steps.on_undo = refuse_one
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    forget(bench, "uid-1", "uid-2")
+    bench.look()
+    assert (bench.later(), bench.held) == (30, ["uid-1"])
+    bench.node.steps.on_undo = lambda record: None
+    assert (bench.later(30), bench.held) == (None, [])
+
+
+def test_only_the_claims_that_somebody_waits_for_are_asked_about(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    bench.look(["uid-2"])
+    assert bench.node.claims.looks == ["uid-2"]
+    bench.look([])
+    assert bench.node.claims.looks == ["uid-2"]
+
+
+# --- against the kubelet -------------------------------------------------------------------------
+
+
+def test_unprepare_of_the_kubelet_before_it_is_fine(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    bench.node.unprepare(ONE)
+    assert bench.later() is None
+    assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
+
+
+def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    undoing, unpreparing = threading.Event(), threading.Event()
+
+    def slowly(_record: object) -> None:
+        undoing.set()
+        assert unpreparing.wait(10)
+
+    def unprepare() -> object:
+        assert undoing.wait(10)
+        unpreparing.set()
+        return bench.node.unprepare(ONE)
+
+    bench.node.steps.on_undo = slowly
+    assert in_threads(bench.later, unprepare) == [None, None]
+    assert (bench.node.files(), bench.node.unprepare(ONE)) == ({}, None)
+
+
+def test_unprepare_of_the_kubelet_right_after_the_look_is_not_told_as_ours(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    look = bench.node.claims.look
+
+    def then_unprepared(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        assert bench.node.unprepare(ONE) is None
+        return look(ref, timeout_s)
+
+    bench.node.claims.look = then_unprepared  # type: ignore[method-assign]
+    assert bench.later() is None
+    assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
+def test_claim_that_is_prepared_after_the_look_is_kept(bench: Bench, elsewhere: bool) -> None:
+    """It was allocated again, to the same device: its record is the same, and its pod starts."""
+    bench.node.prepare(ONE)
+    deallocate(bench)
+    bench.look()
+    other = bench.node.restarted() if elsewhere else bench.node
+    look = bench.node.claims.look
+
+    def then_prepared(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        seen = look(ref, timeout_s)
+        bench.node.claims.deallocated.clear()
+        assert isinstance(other.prepare(ONE), Prepared)
+        return seen
+
+    bench.node.claims.look = then_prepared  # type: ignore[method-assign]
+    bench.later()
+    assert (bench.held, sorted(bench.node.specs.list()), bench.told.recovered_claims) == (
+        ["uid-1"],
+        ["uid-1"],
+        [],
+    )
+
+
+def test_claim_whose_prepare_is_under_way_is_kept(bench: Bench) -> None:
+    """It was allocated anew and waits for its new device; its record may still have the old one."""
+    bench.node.prepare(ONE)
+    bench.node.prepare(TWO)
+    bench.node.claims.deallocated.add("uid-2")
+    moved = claim(GPU_1)
+    answers: list[object] = []
+    waiting = threading.Thread(target=lambda: answers.append(bench.node.prepare(moved)))
+    bench.node.claims.add(moved)
+    bench.look(["uid-1"])
+    waiting.start()
+    while bench.node.line.waiting != ["uid-1"]:
+        waiting.join(0.002)
+    bench.now += GRACE_S
+    bench.look(["uid-1"])
+    assert bench.told.recovered_claims == []
+    bench.node.unprepare(TWO)
+    waiting.join(10)
+    [answer] = answers
+    assert isinstance(answer, Prepared)
+    assert bench.held == ["uid-1"]
+
+
+def test_prepare_that_began_before_the_taking_back_writes_nothing(bench: Bench) -> None:
+    """In the other instance, which does not know of it."""
+    other = bench.node.restarted()
+    bench.node.prepare(ONE)
+    deallocate(bench)
+    bench.look()
+    reading, taken = threading.Event(), threading.Event()
+    read = bench.node.claims.read
+
+    def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
+        found = read(ref, timeout_s)
+        reading.set()
+        assert taken.wait(10)
+        return found
+
+    def take() -> object:
+        assert reading.wait(10)
+        bench.later()
+        taken.set()
+        return bench.held
+
+    bench.node.claims.read = slowly  # type: ignore[method-assign]
+    late, held = in_threads(lambda: other.preparer.prepare([ONE.ref], None)["uid-1"], take)
+    assert (held, bench.node.files()) == ([], {})
+    assert "unprepared while this call was under way" in late.error  # type: ignore[attr-defined]
+    bench.node.claims.read = read  # type: ignore[method-assign]
+    bench.node.claims.deallocated.clear()
+    assert isinstance(bench.node.prepare(ONE), Prepared), "the next pod of the claim is served"
+
+
+def test_one_who_waits_gets_the_device_that_was_taken_back(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    forget(bench, "uid-1")
+    bench.look()
+    answers: list[object] = []
+    waiting = threading.Thread(target=lambda: answers.append(bench.node.prepare(claim(GPU_0, uid="uid-9"))))
+    waiting.start()
+    while bench.node.line.waiting != ["uid-9"]:
+        waiting.join(0.002)
+    bench.later()
+    waiting.join(10)
+    [answer] = answers
+    assert isinstance(answer, Prepared)
+    assert (bench.held, bench.node.waited_for) == (["uid-9"], ["uid-1"])
+
+
+# --- crashes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["on_undo", "after_undo", "deleting the record", "noting it"])
+def test_taking_back_goes_on_after_a_crash(bench: Bench, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_args: object, **_options: object) -> None:
+        raise Crash
+
+    wanted = claim(MIG_1G, MIG_3G)
+    bench.node.prepare(wanted)
+    forget(bench, "uid-1")
+    bench.look()
+    with monkeypatch.context() as patch:
+        if when == "deleting the record":
+            patch.setattr(bench.node.records, "delete", die)
+        elif when == "noting it":
+            patch.setattr("dra_driver.journal.claim_locks.ClaimGuard.note_unprepared", die)
+        else:
+            setattr(bench.node.steps, when, die)
+        with pytest.raises(Crash):
+            bench.later()
+    following = Bench(bench.node.restarted())
+    following.look()
+    assert following.told.recovered_claims == [], "the grace time begins anew"
+    following.later()
+    assert following.node.files() == {}
+
+
+# --- specs without a record ------------------------------------------------------------------------
+
+
+def test_spec_whose_record_vanished_goes_when_its_claim_is_gone(bench: Bench) -> None:
+    bench.node.prepare(ONE)
+    bench.look()
+    bench.node.records.delete("uid-1")
+    for _ in range(3):
+        bench.later()
+    assert sorted(bench.node.specs.list()) == ["uid-1"], "the claim is there: its pod may be running"
+    forget(bench, "uid-1")
+    bench.later()
+    assert sorted(bench.node.specs.list()) == ["uid-1"]
+    bench.later()
+    assert bench.node.files() == {}
+
+
+def test_spec_of_a_claim_that_nobody_can_name_is_told_and_kept(
+    node: Node, logs: list[dict[str, str]]
+) -> None:
+    node.prepare(ONE)
+    node.records.delete("uid-1")
+    bench = Bench(node.restarted())
+    forget(bench, "uid-1")
+    for _ in range(3):
+        bench.later()
+    assert (sorted(bench.node.specs.list()), bench.node.claims.looks) == (["uid-1"], [])
+    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert told == [
+        "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it"
+    ]
+
+
+# --- the thread ------------------------------------------------------------------------------------
+
+
+def test_thread_looks_by_itself_and_when_somebody_waits(node: Node) -> None:
+    done = threading.Event()
+
+    class Waker(Told):
+        def recovered(self, ref: ClaimRef, why: str) -> None:
+            super().recovered(ref, why)
+            done.set()
+
+    rhythm = Rhythm(first_s=3600, grace_s=0.01, between_requests_s=0)
+    told = Waker()
+    reconciler = reconciler_of(node, told, rhythm=rhythm)
+    node.prepare(ONE)
+    node.prepare(TWO)
+    node.claims.allocated.clear()
+    reconciler.start()
+    reconciler.look_soon(ONE.ref)
+    assert done.wait(10)
+    reconciler.stop()
+    assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
+
+
+def test_first_look_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> None:
+    done = threading.Event()
+    surprises = [ValueError("a bug")]
+
+    class Waker(Told):
+        def recovered(self, ref: ClaimRef, why: str) -> None:
+            super().recovered(ref, why)
+            done.set()
+
+    look = node.claims.look
+
+    def surprising(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        if surprises:
+            raise surprises.pop()
+        return look(ref, timeout_s)
+
+    node.claims.look = surprising  # type: ignore[method-assign]
+    rhythm = Rhythm(first_s=0, every_s=0.01, grace_s=0.01, retry_s=0.01, between_requests_s=0)
+    told = Waker()
+    reconciler = reconciler_of(node, told, rhythm=rhythm)
+    node.prepare(ONE)
+    node.claims.allocated.clear()
+    reconciler.start()
+    assert done.wait(10)
+    reconciler.stop()
+    assert (told.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
+
+
+def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(node: Node) -> None:
+    uses: list[InUse | None] = [in_use(4711)]
+    seen, done = threading.Semaphore(0), threading.Event()
+
+    class Waker(Told):
+        def recovered(self, ref: ClaimRef, why: str) -> None:
+            super().recovered(ref, why)
+            done.set()
+
+    def ask(record: ClaimRecord) -> InUse | None:
+        seen.release()
+        return uses[-1]
+
+    def start(retry_s: float) -> Reconciler:
+        rhythm = Rhythm(first_s=0, every_s=3600, grace_s=0.01, retry_s=retry_s, between_requests_s=0)
+        made = reconciler_of(node, told, in_use=ask, rhythm=rhythm)
+        made.start()
+        return made
+
+    told = Waker()
+    node.prepare(ONE)
+    node.prepare(TWO)
+    forget_one = node.claims.allocated.pop("uid-1")
+    reconciler = start(retry_s=0.01)
+    for _ in range(4):
+        assert seen.acquire(timeout=10)
+    reconciler.stop()
+    assert node.claims.looks.count("uid-2") == 1, "the others are left in peace"
+    seen = threading.Semaphore(0)
+    reconciler = start(retry_s=3600)
+    assert seen.acquire(timeout=10)
+    uses.append(None)
+    while not done.is_set():
+        reconciler.look_soon(forget_one.ref)  # again, for the first may come while it still looks
+        done.wait(0.01)
+    reconciler.stop()
+    assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dra_driver.claims.rules.plan import lost_claim
+from dra_driver.claims.rules.release import ReleaseReason, release_reason, staleness
+from dra_driver.model.claim import AllocatedClaim, ClaimNow
+from dra_driver.model.record import ClaimRecord
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, hold, record, ref
+
+HELD = record(hold(GPU_0), uid="uid-1")
+BOTH = record(hold(GPU_0), hold(GPU_1), uid="uid-1")
+
+
+def now(*devices: str, **changes: object) -> ClaimNow:
+    return replace(
+        ClaimNow("uid-1", False, True, frozenset((DRIVER, NODE, device) for device in devices)), **changes
+    )
+
+
+GONE = ReleaseReason("was deleted", is_final=True)
+REMADE = ReleaseReason("was deleted and made anew", is_final=True)
+FREE = ReleaseReason("is not allocated any more")
+MOVED = ReleaseReason("is allocated to another device now")
+OTHERS = ReleaseReason("is allocated to other devices now")
+
+
+@pytest.mark.parametrize(
+    ("held", "seen", "leaving", "stale"),
+    [
+        (HELD, None, GONE, GONE),
+        (HELD, now(GPU_0, uid="uid-2"), REMADE, REMADE),
+        (HELD, now(GPU_0, uid="uid-2", allocated=None), REMADE, REMADE),
+        (HELD, now(allocated=None), FREE, FREE),
+        (HELD, now(allocated=None, is_deleting=True), FREE, FREE),
+        (HELD, now(), MOVED, OTHERS),
+        (HELD, now(GPU_1), MOVED, OTHERS),
+        (HELD, now(allocated=frozenset({("other.example.com", NODE, GPU_0)})), MOVED, OTHERS),
+        (HELD, now(allocated=frozenset({(DRIVER, "node-b", GPU_0)})), MOVED, OTHERS),
+        (BOTH, now(GPU_1), MOVED, None),
+        (BOTH, now(GPU_0), None, None),
+        (HELD, now(GPU_0, is_deleting=True), ReleaseReason("is being deleted"), None),
+        (HELD, now(GPU_0, is_reserved=False), ReleaseReason("is used by no pod any more"), None),
+        (HELD, now(GPU_0), None, None),
+        (HELD, now(GPU_0, GPU_1), None, None),
+        (replace(HELD, phase="preparing"), None, GONE, GONE),
+        (lost_claim("uid-1", [MIXED.by_name[GPU_0]]), None, None, None),
+        (ClaimRecord(AllocatedClaim(ref(), ()), "prepared", "", (hold(GPU_0),), ()), now(), None, None),
+    ],
+)
+def test_what_the_api_server_says_decides(
+    held: ClaimRecord, seen: ClaimNow | None, leaving: ReleaseReason | None, stale: ReleaseReason | None
+) -> None:
+    assert release_reason(held, seen, DRIVER, GPU_0) == leaving
+    assert staleness(held, seen, DRIVER) == stale
+
+
+def test_what_is_stale_is_always_leaving_too() -> None:
+    """Else a Prepare would be refused for a holder that is about to be taken back."""
+    for uid in ("uid-1", "uid-2"):
+        for is_deleting in (False, True):
+            for is_reserved in (False, True):
+                for devices in (None, (), (GPU_0,), (GPU_1,), (GPU_0, GPU_1)):
+                    seen = now(*devices or (), uid=uid, is_deleting=is_deleting, is_reserved=is_reserved)
+                    seen = replace(seen, allocated=None) if devices is None else seen
+                    for held in (HELD, BOTH):
+                        if staleness(held, seen, DRIVER) is not None:
+                            for device in held.devices:
+                                assert release_reason(held, seen, DRIVER, device.device) is not None

@@ -1,0 +1,200 @@
+"""The manifests grant what docs/security.md says and no more; its tables are compared with what they speak of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_driver.api.decode import MAX_BYTES
+from dra_driver.kubelet import grpc_health as health
+from dra_driver.kubelet import listener, v1
+from dra_driver.mps.protocol import LARGEST_MESSAGE
+from tests.deploy.test_daemonset import DAEMONSET, one, rendered, with_components
+
+DOCUMENT = Path(__file__).parents[2] / "docs/security.md"
+COMPONENTS = sorted(
+    path.name for path in (DAEMONSET / "components").iterdir() if (path / "kustomization.yaml").exists()
+)
+Manifest = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def installed() -> list[Manifest]:
+    """What `kubectl apply -k daemonset` installs."""
+    return rendered(DAEMONSET)
+
+
+def table(name: str) -> list[list[str]]:
+    """The cells of the table between the markers, without its head and without backquotes."""
+    _, found, rest = DOCUMENT.read_text().partition(f"<!-- {name} -->\n")
+    assert found, name
+    lines = rest.partition(f"<!-- end of {name} -->")[0].splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|")] for line in lines]
+
+
+def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
+    return {
+        entry["metadata"]["name"]: entry["spec"]["template"]["spec"]
+        for entry in manifests
+        if entry["kind"] == "DaemonSet"
+    }
+
+
+def mounts_of(pod: Manifest) -> dict[str, tuple[str, bool]]:
+    """(host path, read only) by the place in the container."""
+    (container,) = pod["containers"]
+    volumes = {entry["name"]: entry.get("hostPath", {}).get("path", "") for entry in pod["volumes"]}
+    return {
+        entry["mountPath"]: (volumes[entry["name"]], entry.get("readOnly", False))
+        for entry in container["volumeMounts"]
+    }
+
+
+def test_rights_are_those_of_the_table(installed: list[Manifest]) -> None:
+    rules = one(installed, "ClusterRole", "gpu-dra-driver")["rules"]
+    granted = [
+        [group or "core", resource, ", ".join(rule["verbs"]), ", ".join(rule.get("resourceNames", ()))]
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    ]
+    assert sorted(granted) == sorted(row[:4] for row in table("rights"))
+    assert all(row[4] for row in table("rights")), "each with its reason"
+    assert "*" not in str(rules)
+    assert not any("nonResourceURLs" in rule for rule in rules)
+
+
+def test_nothing_else_grants_rights(installed: list[Manifest]) -> None:
+    kinds = [entry["kind"] for entry in installed]
+    assert (
+        kinds.count("ClusterRole") == kinds.count("ClusterRoleBinding") == kinds.count("ServiceAccount") == 1
+    )
+    assert not {"Role", "RoleBinding", "Secret"} & set(kinds)
+
+
+def test_mounts_are_those_of_the_table(installed: list[Manifest]) -> None:
+    (pod,) = pods(installed).values()
+    documented = {row[0]: (row[1], row[2] == "yes") for row in table("container")}
+    assert mounts_of(pod) == documented
+    assert all(row[3] for row in table("container"))
+
+
+@pytest.mark.parametrize("component", [None, *COMPONENTS])
+def test_no_pod_shares_more_of_the_host_than_its_work_needs(component: str | None, tmp_path: Path) -> None:
+    for name, pod in pods(with_components(tmp_path, *([component] if component else []))).items():
+        assert not any(pod.get(key) for key in ("hostNetwork", "hostIPC", "shareProcessNamespace"))
+        assert bool(pod.get("hostPID")) == (name.endswith("-mps") or component != "restricted"), name
+        assert pod["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
+        assert pod["automountServiceAccountToken"] is False
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+        assert "initContainers" not in pod
+        for place, (source, is_read_only) in mounts_of(pod).items():
+            assert is_read_only or source not in ("/", "/etc", "/usr", "/run", "/var", "/var/run"), place
+            assert not source.endswith(".sock"), place
+
+
+def test_the_token_is_short_lived_and_only_the_driver_has_one(tmp_path: Path) -> None:
+    found = pods(with_components(tmp_path, "mps"))
+    tokens = {
+        name: [
+            source["serviceAccountToken"]
+            for source in volume["projected"]["sources"]
+            if "serviceAccountToken" in source
+        ]
+        for name, pod in found.items()
+        for volume in pod["volumes"]
+        if "projected" in volume
+    }
+    # 3607 is what API servers take for the usual mount, and make a year of.
+    assert tokens == {"gpu-dra-driver": [{"path": "token", "expirationSeconds": 3600}]}
+    assert "serviceAccountName" not in found["gpu-dra-driver-mps"]
+
+
+def test_restricted_has_no_privilege_and_reaches_no_socket_or_secret(
+    installed: list[Manifest], tmp_path: Path
+) -> None:
+    (pod,) = pods(with_components(tmp_path, "restricted")).values()
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "privileged": False,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod["runtimeClassName"] == "nvidia"
+    assert not pod.get("hostPID"), "/proc/1/root would be the host"
+    base = mounts_of(*pods(installed).values())
+    mounts = mounts_of(pod)
+    same = {
+        "/var/lib/kubelet/plugins_registry",
+        "/var/run/cdi",
+        "/dev",
+        "/tmp",
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+    }
+    assert {place: base[place] for place in same}.items() <= mounts.items()
+    assert {place: mounts[place] for place in mounts.keys() - same} == {
+        "/var/lib/kubelet/plugins/gpu.nvidia.com": ("/var/lib/kubelet/plugins/gpu.nvidia.com", False),
+        "/driver-root/usr": ("/usr", True),
+    }
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (env["NVIDIA_VISIBLE_DEVICES"], env["NVIDIA_DRIVER_CAPABILITIES"]) == ("all", "utility")
+    assert f"{env['KUBELET_PLUGINS_DIRECTORY_PATH']}/{env['DRIVER_NAME']}" in mounts
+
+
+@pytest.mark.parametrize("order", [("restricted", "dynamic-mig"), ("dynamic-mig", "restricted")])
+def test_no_other_component_gives_restricted_the_hosts_processes(
+    order: tuple[str, str], tmp_path: Path
+) -> None:
+    found = pods(with_components(tmp_path, *order)) | {
+        "e2e": pods(rendered(DAEMONSET / "overlays/e2e-restricted"))["gpu-dra-driver"]
+    }
+    assert {name: bool(pod.get("hostPID")) for name, pod in found.items()} == {
+        "gpu-dra-driver": False,
+        "e2e": False,
+    }
+
+
+def test_privileges_are_explained_where_they_are_taken() -> None:
+    privileged = []
+    for path in DAEMONSET.rglob("daemonset.yaml"):
+        text = path.read_text()
+        for entry in yaml.safe_load_all(text):
+            containers = entry["spec"]["template"]["spec"].get("containers", ())
+            if any(container.get("securityContext", {}).get("privileged") for container in containers):
+                privileged.append(path.parent.name)
+                assert re.search(r"# .*\n +privileged: true", text), path
+                assert re.search(r"# .*\n +hostPID: true", text), path
+    assert sorted(privileged) == ["base", "mps"]
+    text = DOCUMENT.read_text()
+    for capability in ("CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_MKNOD", "CAP_DAC_OVERRIDE"):
+        assert capability in text
+
+
+def test_limits_are_those_of_the_table() -> None:
+    assert [int(row[1]) for row in table("limits")] == [
+        listener.MAX_REQUEST_BYTES,
+        v1.MAX_CLAIMS,
+        listener.MAX_CALLS,
+        health._MAX_CALLS,
+        health._MAX_REQUEST_BYTES,
+        MAX_BYTES,
+        LARGEST_MESSAGE,
+    ]
+
+
+def test_the_policy_covers_every_write_in_every_version_and_fails_closed(installed: list[Manifest]) -> None:
+    spec = one(installed, "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
+    assert spec["failurePolicy"] == "Fail"
+    (rule,) = spec["matchConstraints"]["resourceRules"]
+    assert spec["matchConstraints"]["matchPolicy"] == "Equivalent"
+    assert set(rule["operations"]) == {"CREATE", "UPDATE", "DELETE"}
+    assert rule["apiVersions"] == ["v1", "v1beta2", "v1beta1"]
+    binding = one(installed, "ValidatingAdmissionPolicyBinding", "gpu-dra-driver-own-node")["spec"]
+    assert binding == {"policyName": "gpu-dra-driver-own-node", "validationActions": ["Deny"]}

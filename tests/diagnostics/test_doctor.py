@@ -1,0 +1,842 @@
+"""Every check of `doctor`: fine, a warning, a failure with its remedy, or not to be asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+from playground.apiserver.server import PlaygroundApiServer
+
+from dra_driver.diagnostics.doctor import kubelet as kubelet_checks
+from dra_driver.diagnostics.doctor.checks import Check, Shared, run_checks
+from dra_driver.diagnostics.doctor.cluster import POLICY, ClusterChecks, needed_permissions
+from dra_driver.diagnostics.doctor.driver import DriverChecks
+from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
+from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
+from dra_driver.diagnostics.rules.findings import Finding, ok
+from dra_driver.errors import ApiRejectedError, NvmlUnavailableError
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.host import DeviceNode
+from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.record import ClaimRecord
+from dra_driver.simulator import device_node_reader
+from tests.fakes.machines import SimulatedNode
+
+ROOT = Path(__file__).parents[2]
+DRIVER, NODE = "gpu.nvidia.com", "node-a"
+PollResult = Callable[[], Finding]
+
+
+def says(finding: Finding, status: str, *parts: str) -> None:
+    """The status, and all parts in what was seen and the remedy. What is not fine has a remedy."""
+    text = f"{finding.seen} -> {finding.remedy}"
+    assert finding.status == status, text
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+    assert (finding.remedy is not None) == (status in ("WARN", "FAIL"))
+
+
+# --- running them -------------------------------------------------------------------------------
+
+
+def test_a_check_that_hangs_holds_nothing_up() -> None:
+    release = threading.Event()
+
+    def hang() -> Finding:
+        release.wait(30)
+        return ok("late")
+
+    (outcome,) = run_checks([Check("e", hang)], bound_s=0.05)
+    release.set()
+    says(outcome.finding, "FAIL", "no answer within", "dmesg")
+
+
+def test_a_check_that_crashes_is_its_own_failure() -> None:
+    def crash() -> Finding:
+        raise ZeroDivisionError("a\nb")
+
+    def refuse() -> Finding:
+        raise NvmlUnavailableError("NVML is away; load it")
+
+    def unreadable() -> Finding:
+        raise PermissionError(13, "Permission denied", "/etc/x")
+
+    looks: dict[str, PollResult] = {"a": crash, "b": refuse, "c": lambda: ok("fine"), "d": unreadable}
+    outcomes = run_checks([Check(name, look) for name, look in looks.items()])
+    found = {outcome.check: outcome.finding for outcome in outcomes}
+    assert list(found) == list(looks)
+    says(found["a"], "FAIL", "ZeroDivisionError: a b", "report")
+    says(found["b"], "FAIL", "NVML is away -> load it")
+    says(found["c"], "OK", "fine")
+    says(found["d"], "FAIL", "/etc/x: Permission denied", "root")
+
+
+def test_what_checks_share_is_read_once_and_its_error_is_everybodys() -> None:
+    calls: list[int] = []
+
+    def read() -> int:
+        calls.append(1)
+        raise NvmlUnavailableError("away")
+
+    shared = Shared(read)
+    for _ in range(3):
+        with pytest.raises(NvmlUnavailableError):
+            shared.get()
+    assert calls == [1]
+
+
+# --- the NVIDIA driver --------------------------------------------------------------------------
+
+
+class Hiding:
+    """Device nodes, some of which are gone or added."""
+
+    def __init__(self, reader: Any, gone: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> None:
+        self._reader, self._gone, self._added = reader, gone, added
+
+    def read(self, path: str) -> DeviceNode | None:
+        name = path.rpartition("/")[2]
+        if name in self._added:
+            return DeviceNode(path, "c", 195, 99)
+        return None if name in self._gone else self._reader.read(path)
+
+
+@pytest.fixture(scope="module")
+def _dgx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SimulatedNode, Inventory]]:
+    made = SimulatedNode("dgx-h100", tmp_path_factory.mktemp("dgx"))
+    yield made, made.read()
+    made.close()
+
+
+class Host:
+    """The checks of one machine, with parts to break."""
+
+    def __init__(self, node: SimulatedNode, inventory: Inventory) -> None:
+        self.node, self.inventory = node, inventory
+
+    def checks(self, inventory: Inventory | Exception | None = None, **more: Any) -> DriverChecks:
+        answer = self.inventory if inventory is None else inventory
+
+        def read() -> Inventory:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        nodes = more.pop("nodes", device_node_reader(self.node.machine))
+        paths = replace(self.node.paths, **more.pop("paths", {}))
+        return DriverChecks(paths, nodes, Shared(read), **more)
+
+
+@pytest.fixture
+def host(_dgx: tuple[SimulatedNode, Inventory]) -> Host:
+    return Host(*_dgx)
+
+
+def pci(host: Host, tmp_path: Path, driver: str | None) -> dict[str, str]:
+    """The machine's /sys with its first GPU bound to another driver."""
+    sys = tmp_path / "sys"
+    shutil.copytree(host.node.paths.sys, sys, symlinks=True)
+    bus_id = host.inventory.gpus[0].pci_bus_id
+    link = sys / "bus/pci/devices" / str(bus_id) / "driver"
+    link.unlink()
+    if driver is not None:
+        (sys / "bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        link.symlink_to(sys / "bus/pci/drivers" / driver)
+    return {"sys": str(sys)}
+
+
+def test_a_machine_in_order(host: Host) -> None:
+    found = {check.name: check.look() for check in host.checks().all()}
+    assert {name: finding.status for name, finding in found.items()} == {
+        "GPUs": "OK",
+        "kernel driver": "OK",
+        "driver root": "OK",
+        "NVML": "OK",
+        "device nodes": "OK",
+        "MIG mode": "OK",
+        "MIG capabilities": "SKIP",
+        "nvidia-cdi-hook": "WARN",
+        "persistence": "OK",
+    }
+    assert found["NVML"].seen == "8 GPUs answer, driver 580.95.05, CUDA 13.0"
+    says(found["nvidia-cdi-hook"], "WARN", "container toolkit", "--nvidia-cdi-hook-path")
+
+
+def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
+    nothing = {
+        "driver_root": str(tmp_path),
+        "sys": str(tmp_path),
+        "proc": str(tmp_path),
+        "dev_root": str(tmp_path),
+    }
+    checks = host.checks(NvmlUnavailableError("libnvidia-ml is away; x"), paths=nothing)
+    found = {check.name: check.look() for check in checks.all()}
+    says(found.pop("GPUs"), "WARN", "no NVIDIA GPU on the PCI bus", "lspci -d 10de:")
+    assert {finding.status for finding in found.values()} == {"SKIP"}
+    says(found["driver root"], "SKIP", "a node without GPU does not need it")
+
+
+@pytest.mark.parametrize(
+    ("driver", "status", "parts"),
+    [
+        ("vfio-pci", "WARN", ("bound to vfio-pci", "driverctl unset-override 0000:")),
+        ("nouveau", "FAIL", ("bound to another driver: 0000:", "(nouveau)", "blacklist")),
+        (None, "FAIL", ("bound to no driver: 0000:", "modprobe nvidia")),
+    ],
+)
+def test_gpus_that_are_bound_elsewhere(
+    host: Host, tmp_path: Path, driver: str | None, status: str, parts: tuple[str, ...]
+) -> None:
+    says(host.checks(paths=pci(host, tmp_path, driver)).gpus_on_the_bus(), status, *parts)
+
+
+def test_a_kernel_module_that_is_not_loaded(host: Host, tmp_path: Path) -> None:
+    checks = host.checks(paths={"proc": str(tmp_path)})
+    says(checks.kernel_driver(), "FAIL", "not loaded", "modprobe nvidia")
+
+
+def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
+    def at(root: Path) -> Finding:
+        return host.checks(paths={"driver_root": str(root)}).driver_root()
+
+    says(at(tmp_path / "nope"), "FAIL", "is not a directory", "--nvidia-driver-root")
+    says(at(tmp_path), "FAIL", "libnvidia-ml.so.1 is not below", "install the NVIDIA driver")
+    library = tmp_path / "usr/lib/x86_64-linux-gnu"
+    library.mkdir(parents=True)
+    real = next(Path(host.node.paths.driver_root).rglob("libnvidia-ml.so.5*"))
+    (library / "libnvidia-ml.so.1").write_bytes(real.read_bytes())
+    says(at(tmp_path), "FAIL", "libcuda.so is not below", "compute libraries")
+    cuda = next(Path(host.node.paths.driver_root).rglob("libcuda.so.5*"))
+    (library / "libcuda.so.570.1.1").write_bytes(cuda.read_bytes())
+    says(at(tmp_path), "FAIL", "580.95.05 is loaded, but the libraries below", "570.1.1", "reboot")
+    (library / "libcuda.so.580.95.05").write_bytes(cuda.read_bytes())
+    says(at(tmp_path), "WARN", "several versions", "all but 580.95.05")
+
+
+def test_nvml(host: Host, tmp_path: Path) -> None:
+    gone = NvmlUnavailableError(
+        "libnvidia-ml.so.1 is not below the driver root /; looked in /usr and much else"
+    )
+    says(host.checks(gone).nvml(), "FAIL", "is not below the driver root / ->", "nvidia-smi")
+    fault = DiscoveryFault("GPU with NVML index 3", "GPU is lost")
+    one_lost = replace(host.inventory, gpus=host.inventory.gpus[1:], faults=(fault, fault))
+    says(
+        host.checks(one_lost).nvml(),
+        "WARN",
+        "7 GPUs answer; GPU with NVML index 3: GPU is lost (and 1 more)",
+        "xid",
+    )
+    hidden = replace(host.inventory, gpus=host.inventory.gpus[1:])
+    says(host.checks(hidden).nvml(), "FAIL", "7 GPUs answer, 8 are on the PCI bus")
+    version = tmp_path / "driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1.1  Tue\n")
+    other = host.checks(paths={"proc": str(tmp_path)}).nvml()
+    says(other, "FAIL", "NVML is 580.95.05, the kernel module 570.1.1", "reboot")
+
+
+@pytest.mark.parametrize(
+    ("gone", "status", "parts"),
+    [
+        ((), "OK", ("and 8 GPUs",)),
+        (("nvidiactl",), "FAIL", ("/dev/nvidiactl is missing", "nvidia-modprobe")),
+        (("nvidia-uvm",), "FAIL", ("/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0")),
+        (("nvidia3", "nvidia5"), "FAIL", ("/dev/nvidia3, /dev/nvidia5", "nvidia-modprobe -c=3")),
+    ],
+)
+def test_device_nodes(host: Host, gone: tuple[str, ...], status: str, parts: tuple[str, ...]) -> None:
+    nodes = Hiding(device_node_reader(host.node.machine), gone)
+    says(host.checks(nodes=nodes).device_nodes(), status, *parts)
+
+
+def test_a_device_node_without_gpu(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia42").write_text("")
+    names = ("nvidiactl", "nvidia-uvm", "nvidia42", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
+    nodes = Hiding(device_node_reader(host.node.machine), added=names)
+    checks = host.checks(nodes=nodes, paths={"dev_root": str(tmp_path)})
+    says(checks.device_nodes(), "WARN", "no GPU behind /dev/nvidia42", "xid")
+    without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
+    says(without_nvml.device_nodes(), "OK", "without NVML those of the GPUs are not known")
+
+
+def test_mig_mode_without_devices(host: Host) -> None:
+    first, *rest = host.inventory.gpus
+    empty = replace(host.inventory, gpus=(replace(first, mig_enabled=True), *rest))
+    checks = host.checks(empty)
+    says(
+        checks.mig_mode(),
+        "WARN",
+        str(first.pci_bus_id),
+        f"nvidia-smi -i {first.pci_bus_id} -mig 0",
+        "--dynamic-mig",
+    )
+    says(replace(checks, dynamic_mig=True).mig_mode(), "OK", "1 of 8 GPUs")
+    for look in (checks.mig_mode, checks.mig_capabilities):
+        assert look().status in ("WARN", "SKIP")
+    says(host.checks(NvmlUnavailableError("x")).mig_mode(), "SKIP", "without NVML")
+
+
+def test_mig_capabilities(tmp_path: Path) -> None:
+    node = SimulatedNode("a30-mig-static", tmp_path / "m")
+    try:
+        checks = Host(node, node.read()).checks()
+        says(checks.mig_capabilities(), "OK", "MIG devices with their capabilities")
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/devices").write_text("Character devices:\n195 nvidia\n")
+        bare = replace(checks, paths=replace(node.paths, proc=str(tmp_path / "proc")))
+        says(bare.mig_capabilities(), "FAIL", "lists no nvidia-caps", "modprobe")
+        (tmp_path / "proc/devices").write_text("Character devices:\n195 nvidia\n234 nvidia-caps\n")
+        says(bare.mig_capabilities(), "FAIL", "the driver has no MIG capability", "nvidia-smi mig -lgi")
+    finally:
+        node.close()
+
+
+def test_the_hook_that_was_asked_for(host: Host, tmp_path: Path) -> None:
+    root = host.node.paths.driver_root
+    says(host.checks(hook=f"{root}/opt/hook").cdi_hook(), "FAIL", "is not a file on the host", "install")
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    hook = tmp_path / "usr/bin/nvidia-cdi-hook"
+    hook.write_text("#!/bin/sh\nprintf 'COMMANDS:\\n   create-symlinks x\\n   enable-cuda-compat y\\n'\n")
+    hook.chmod(0o755)
+    paths = {"driver_root": str(tmp_path), "host_driver_root": "/"}
+    says(host.checks(paths=paths).cdi_hook(), "OK", "/usr/bin/nvidia-cdi-hook", "enable-cuda-compat")
+    hook.write_text("#!/bin/sh\nexit 3\n")
+    says(host.checks(paths=paths).cdi_hook(), "WARN", "does not tell its verbs")
+
+
+def test_no_persistence_daemon(host: Host, tmp_path: Path) -> None:
+    checks = host.checks(paths={"driver_root": str(tmp_path)})
+    says(checks.persistence(), "WARN", "does not run", "systemctl enable --now nvidia-persistenced")
+
+
+# --- the container runtime ----------------------------------------------------------------------
+
+V2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n'
+V3 = "version = 3\n"
+CRI3 = "[plugins.'io.containerd.cri.v1.runtime']\n"
+K3S = "var/lib/rancher/k3s/agent/etc/containerd/config.toml"
+CONTAINERD, CRIO = "etc/containerd/config.toml", "etc/crio/crio.conf.d/10-x.conf"
+
+
+@pytest.mark.parametrize(
+    ("files", "cdi_root", "status", "parts"),
+    [
+        ({}, "/var/run/cdi", "OK", ("by default",)),
+        ({}, "/opt/cdi", "WARN", ("not /opt/cdi", "--cdi-root /var/run/cdi")),
+        ({CONTAINERD: V3}, "/etc/cdi", "OK", ("containerd reads /etc/cdi, /var/run/cdi",)),
+        ({CONTAINERD: V3}, "/run/cdi", "OK", ()),
+        ({CONTAINERD: V3 + CRI3 + "enable_cdi = false"}, "/etc/cdi", "FAIL", ("CDI is off", "enable_cdi = true")),
+        ({CONTAINERD: V2}, "/etc/cdi", "WARN", ("enable_cdi is not set", "containerd --version")),
+        ({CONTAINERD: V2 + "enable_cdi = true"}, "/etc/cdi", "OK", ()),
+        ({CONTAINERD: V2 + "enable_cdi = false"}, "/etc/cdi", "FAIL", ("CDI is off (/etc/containerd/config.toml)",)),
+        ({CONTAINERD: V2 + 'enable_cdi = true\ncdi_spec_dirs = ["/a/cdi"]'}, "/etc/cdi", "FAIL",
+         ("containerd reads /a/cdi, the driver writes to /etc/cdi", "--cdi-root /a/cdi")),
+        ({CONTAINERD: V3 + CRI3 + 'cdi_spec_dirs = ["/a/cdi/"]'}, "/a/cdi", "OK", ()),
+        ({CONTAINERD: 'imports = ["/etc/containerd/conf.d/*.toml"]\n' + V3,
+          "etc/containerd/conf.d/9.toml": CRI3 + 'enable_cdi = false'}, "/etc/cdi", "FAIL", ("conf.d/9.toml",)),
+        ({K3S: V2 + "enable_cdi = true"}, "/etc/cdi", "OK", ("k3s",)),
+        ({CONTAINERD: "version = ["}, "/etc/cdi", "FAIL", ("is not valid TOML", "repair")),
+        ({CRIO: '[crio.runtime]\ncdi_spec_dirs = ["/b"]'}, "/etc/cdi", "FAIL", ("crio reads /b", "--cdi-root /b")),
+        ({CRIO: "[crio.runtime]\nenable_cdi = false"}, "/etc/cdi", "FAIL", ("crio: CDI is off",)),
+        ({CRIO: "[crio.image]"}, "/etc/cdi", "OK", ("crio reads /etc/cdi",)),
+        ({CRIO: "[crio.runtime]\nenable_cdi = false", CONTAINERD: V3}, "/etc/cdi", "FAIL", ("crio: CDI is off",)),
+    ],
+)  # fmt: skip
+def test_what_the_runtime_reads(
+    tmp_path: Path, files: dict[str, str], cdi_root: str, status: str, parts: tuple[str, ...]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    says(RuntimeChecks(cdi_root, str(tmp_path)).runtime(), status, *parts)
+    says(RuntimeChecks(cdi_root, None).runtime(), "SKIP", "--host-root")
+
+
+def spec(kind: str, *names: str) -> str:
+    return json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": [{"name": name} for name in names]})
+
+
+def test_specs_that_contradict_each_other(tmp_path: Path) -> None:
+    checks = RuntimeChecks(str(tmp_path / "cdi"), str(tmp_path))
+    says(checks.directory(), "OK", "will be made")
+    (tmp_path / "cdi").mkdir()
+    (tmp_path / "cdi/a.json").write_text(spec("nvidia.com/gpu", "0", "1"))
+    (tmp_path / "cdi/b.yaml").write_text(yaml.safe_dump(json.loads(spec("nvidia.com/other", "0"))))
+    (tmp_path / "cdi/c.txt").write_text("no spec")
+    (tmp_path / "cdi/.d.json.tmp").write_text("{")
+    says(checks.directory(), "OK", "is writable")
+    says(checks.specs(), "OK", "2 specs")
+    (tmp_path / "cdi/e.json").write_text("{")
+    says(checks.specs(), "WARN", "not readable as CDI specs", "e.json")
+    (tmp_path / "etc/cdi").mkdir(parents=True)
+    (tmp_path / "etc/cdi/a.json").write_text(spec("nvidia.com/gpu", "0"))  # another directory: no conflict
+    assert checks.specs().status == "WARN"
+    (tmp_path / "etc/cdi/z.json").write_text(spec("nvidia.com/gpu", "0"))
+    says(checks.specs(), "FAIL", "nvidia.com/gpu=0 is defined by a.json and z.json", "remove one")
+
+
+def test_a_file_in_the_place_of_the_cdi_directory(tmp_path: Path) -> None:
+    (tmp_path / "cdi").write_text("")
+    says(RuntimeChecks(str(tmp_path / "cdi"), None).directory(), "FAIL", "is not a directory", "rm ")
+
+
+# --- the kubelet's directories ------------------------------------------------------------------
+
+
+@pytest.fixture
+def kubelet() -> Iterator[KubeletChecks]:
+    """Checks of empty directories, with paths that are short enough for sockets."""
+    with TemporaryDirectory(prefix="k-") as directory:
+        root = Path(directory)
+        (root / "reg").mkdir()
+        (root / "plugins" / DRIVER).mkdir(parents=True)
+        yield KubeletChecks(DRIVER, root / "reg", root / "plugins", None)
+
+
+def listen(stack: ExitStack, path: Path) -> None:
+    server = stack.enter_context(socket.socket(socket.AF_UNIX))
+    server.bind(str(path))
+    server.listen(8)
+
+
+def test_the_kubelets_directories(kubelet: KubeletChecks) -> None:
+    says(kubelet.directories(), "OK", "are writable")
+    away = replace(kubelet, registry=kubelet.registry / "x")
+    says(away.directories(), "FAIL", "/x is not there", "--kubelet-registrar-directory-path", "--root-dir")
+    says(away.sockets(), "SKIP", "is not there")
+    says(
+        replace(kubelet, plugins=kubelet.plugins / "x").directories(),
+        "FAIL",
+        "--kubelet-plugins-directory-path",
+    )
+
+
+class NoClaims:
+    def prepare(self, *_args: Any) -> Any:
+        return {}
+
+    unprepare = prepare
+
+
+def plugin(stack: ExitStack, checks: KubeletChecks, pod_uid: str | None, plugins: Path | None = None) -> None:
+    settings = PluginSettings(
+        driver=DRIVER, registry_dir=checks.registry, plugins_dir=plugins or checks.plugins, pod_uid=pod_uid,
+        health_address=None,
+    )  # fmt: skip
+    made = KubeletPlugin(settings, NoClaims(), ready=lambda: True)  # type: ignore[arg-type]
+    made.start()
+    stack.callback(made.stop)
+
+
+def test_who_is_registered(kubelet: KubeletChecks) -> None:
+    says(kubelet.sockets(), "WARN", f"no instance of {DRIVER} is registered", "start the driver")
+    dead = kubelet.registry / f"{DRIVER}-reg.sock"
+    with ExitStack() as stack:
+        listen(stack, dead)
+        listen(stack, kubelet.registry / "other.example.com-reg.sock")
+    says(kubelet.sockets(), "WARN", f"dead sockets: {dead}", f"rm {dead}")
+    dead.unlink()
+    dead = kubelet.state / "dra-uid-0.sock"
+    with ExitStack() as stack:
+        listen(stack, dead)
+    says(kubelet.sockets(), "WARN", f"dead sockets: {dead}")
+    dead.unlink()
+    with ExitStack() as stack:
+        plugin(stack, kubelet, "uid-1")
+        says(kubelet.sockets(), "OK", f"{DRIVER}-uid-1-reg.sock answers")
+        plugin(stack, kubelet, "uid-2")
+        says(kubelet.sockets(), "OK", "a rolling update is under way")
+        plugin(stack, kubelet, "uid-3")
+        says(kubelet.sockets(), "WARN", "3 instances are registered", "delete the old ones")
+
+
+def test_another_driver_of_the_same_name(kubelet: KubeletChecks) -> None:
+    elsewhere = kubelet.plugins.parent / "e"
+    elsewhere.mkdir()
+    with ExitStack() as stack:
+        plugin(stack, kubelet, None)
+        plugin(stack, kubelet, "u", elsewhere)
+        says(
+            kubelet.sockets(),
+            "FAIL",
+            f"another driver is registered as {DRIVER}",
+            "uninstall it",
+            "--driver-name",
+        )
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "inodes", "status", "part"),
+    [
+        (2000, 10**6, "OK", "2000 MiB free"),
+        (300, 10**6, "WARN", "300 MiB free"),
+        (10, 10**6, "FAIL", "10 MiB free"),
+        (2000, 500, "WARN", "500 inodes free"),
+        (2000, 5, "FAIL", "5 inodes free"),
+    ],
+)
+def test_room_on_the_disk(
+    kubelet: KubeletChecks,
+    monkeypatch: pytest.MonkeyPatch,
+    free_mib: int,
+    inodes: int,
+    status: str,
+    part: str,
+) -> None:
+    usage = shutil._ntuple_diskusage(10**12, 0, free_mib << 20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(kubelet_checks.shutil, "disk_usage", lambda _path: usage)
+    real = os.statvfs(kubelet.plugins)
+    fake = os.statvfs_result((*real[:5], 10**7, inodes, inodes, *real[8:]))
+    monkeypatch.setattr(kubelet_checks.os, "statvfs", lambda _path: fake)
+    says(kubelet.space(), status, part)
+
+
+def test_records(kubelet: KubeletChecks) -> None:
+    says(kubelet.records(), "OK", "0 prepared claims")
+    store = RecordStore(kubelet.state / "claims")
+    store.open("boot-1")
+    for number, phase in enumerate(("prepared", "preparing")):
+        ref = ClaimRef("ns", f"c{number}", f"uid-{number}")
+        store.save(ClaimRecord(AllocatedClaim(ref, ()), phase, "boot", (), ()))  # type: ignore[arg-type]
+    says(kubelet.records(), "WARN", "2 claims, 1 not prepared yet", "gpu-dra-driver claims")
+    (kubelet.state / "claims/uid-9.json.unreadable-1").write_text("x")
+    says(kubelet.records(), "WARN", "1 set aside as unreadable: uid-9.json.unreadable-1", "remove them")
+    cdi = kubelet.plugins.parent / "cdi"
+    for place, name in (
+        (cdi, f"k8s.{DRIVER}-claim_uid-1.json"),
+        (cdi, "k8s.other.example.com-claim_uid-1.json"),
+        (kubelet.state, "health.json"),
+        (kubelet.state / "locks", "GPU-1.lock"),
+        (kubelet.state / "mig", "mode-GPU-1.json"),
+        (kubelet.state / "mps", "gpu-1.json"),
+        (kubelet.state / "dra-device-metadata/ns_c1/gpu", "metadata.json"),
+    ):
+        (place / f"{name}.unreadable-1").mkdir(parents=True)
+    kubelet = replace(kubelet, cdi=cdi)
+    says(kubelet.records(), "WARN", "7 set aside as unreadable", str(cdi), str(kubelet.state / "locks"))
+    broken = kubelet.state / "claims/uid-8.json"
+    broken.write_text("x")
+    says(kubelet.records(), "FAIL", str(broken), "cannot be read")
+    assert broken.read_text() == "x"
+
+
+def test_the_device_plugin_on_the_same_node(kubelet: KubeletChecks) -> None:
+    says(kubelet.device_plugin(), "SKIP", "is not visible from here")
+    directory = kubelet.plugins.parent / "device-plugins"
+    directory.mkdir()
+    with ExitStack() as stack:
+        listen(stack, directory / "kubelet.sock")
+        says(kubelet.device_plugin(), "OK")
+        listen(stack, directory / "nvidia-gpu.sock")
+        says(
+            kubelet.device_plugin(),
+            "FAIL",
+            "nvidia-gpu.sock",
+            "both give out the same GPUs",
+            "kubectl label node",
+        )
+    says(kubelet.device_plugin(), "OK")
+    elsewhere = kubelet.plugins.parent / "host/var/lib/kubelet/device-plugins"
+    elsewhere.mkdir(parents=True)
+    with ExitStack() as stack:
+        listen(stack, elsewhere / "nvidia-gpu.sock")
+        seen_from_a_pod = replace(kubelet, host=str(kubelet.plugins.parent / "host"))
+        says(seen_from_a_pod.device_plugin(), "FAIL", "nvidia-gpu.sock")
+
+
+def test_the_mps_host(kubelet: KubeletChecks) -> None:
+    says(kubelet.mps_host(), "OK", "no MPS host")
+    says(replace(kubelet, mps_external=False).mps_host(), "SKIP", "itself")
+    (kubelet.state / "mps").mkdir()
+    with ExitStack() as stack:
+        listen(stack, kubelet.state / "mps/host.sock")
+    says(kubelet.mps_host(), "WARN", "does not answer", "kubectl logs")
+
+
+# --- the cluster --------------------------------------------------------------------------------
+
+
+class Answers:
+    """An API client with answers by method and path; what is not there is not served."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers: dict[str, Any] = {"/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}}
+        self.denied: set[str] = set()
+        self.asked: list[dict[str, Any]] = []
+        self.time: datetime | None = datetime.now(UTC)
+
+    def request(
+        self, _method: str, path: str, *, action: str, body: Any = None, **_more: Any
+    ) -> dict[str, Any]:
+        if path.endswith("/selfsubjectaccessreviews"):
+            wanted = body["spec"]["resourceAttributes"]
+            self.asked.append(wanted)
+            name = f"{wanted['verb']} {wanted['resource']}"
+            return {"status": {"allowed": name not in self.denied}}
+        answer = self.answers.get(path)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            raise ApiRejectedError(f"{action}: not found (HTTP 404)", status=404)
+        return answer
+
+    def server_time(self) -> datetime | None:
+        return self.time
+
+    endpoint = type("Endpoint", (), {"server": "https://api:6443"})
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def cluster(answers: Answers) -> ClusterChecks:
+    return ClusterChecks(Shared(lambda: answers), DRIVER, NODE)  # type: ignore[arg-type, return-value]
+
+
+FORBIDDEN = ApiRejectedError("forbidden", status=403)
+
+
+def test_the_api_server(cluster: ClusterChecks, answers: Answers) -> None:
+    says(cluster.api_server(), "OK", "Kubernetes v1.36.0 at https://api:6443")
+    answers.answers["/version"] = {"major": "1", "minor": "31+", "gitVersion": "v1.31.2"}
+    says(cluster.api_server(), "FAIL", "v1.31.2", "at least 1.32")
+    says(replace(cluster, configured=False).api_server(), "WARN", "--kubeconfig")
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "parts"),
+    [
+        (("v1", "v1beta1"), "OK", ("v1, v1beta1; v1 is used",)),
+        (("v1beta1",), "OK", ("v1beta1 is used",)),
+        (("v1alpha3",), "FAIL", ("as v1alpha3 only", "--runtime-config=resource.k8s.io/v1beta1=true")),
+        (None, "FAIL", ("is not served", "DynamicResourceAllocation")),
+    ],
+)
+def test_the_resource_api(
+    cluster: ClusterChecks,
+    answers: Answers,
+    versions: tuple[str, ...] | None,
+    status: str,
+    parts: tuple[str, ...],
+) -> None:
+    if versions is not None:
+        group = {"versions": [{"version": version} for version in versions]}
+        answers.answers["/apis/resource.k8s.io"] = group
+    says(cluster.resource_api(), status, *parts)
+
+
+def test_permissions(cluster: ClusterChecks, answers: Answers) -> None:
+    says(cluster.permissions(), "OK", "all 13")
+    answers.denied = {"patch events", "create events"}
+    says(cluster.permissions(), "WARN", "create events, patch events", "kubectl apply -k daemonset")
+    answers.denied = {"delete resourceslices", "create events"}
+    says(cluster.permissions(), "FAIL", "not allowed: delete resourceslices ->", "ClusterRole")
+
+
+def test_what_is_asked_is_exactly_what_the_cluster_role_gives(
+    cluster: ClusterChecks, answers: Answers
+) -> None:
+    cluster.permissions()
+    asked = {
+        (
+            a.get("group", ""),
+            "/".join(filter(None, (a["resource"], a.get("subresource")))),
+            a["verb"],
+            a.get("name"),
+        )
+        for a in answers.asked
+    }
+    documents = yaml.safe_load_all((ROOT / "daemonset/base/rbac.yaml").read_text())
+    role = next(item for item in documents if item["kind"] == "ClusterRole")
+    given = {
+        (group, resource, verb, name)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [None])
+    }
+    assert asked == given
+    assert len(asked) == len(needed_permissions(DRIVER))
+
+
+def node_with(**status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": NODE, "uid": "u"}, "status": status}
+
+
+def test_the_node_and_what_a_device_plugin_offers_there(cluster: ClusterChecks, answers: Answers) -> None:
+    path = f"/api/v1/nodes/{NODE}"
+    says(cluster.node_object(), "FAIL", f"there is no node '{NODE}'", "kubectl get nodes", "--node-name")
+    says(cluster.allocatable(), "SKIP", "there is no node")
+    answers.answers[path] = node_with(nodeInfo={"kubeletVersion": "v1.36.1"}, allocatable={"cpu": "8"})
+    says(cluster.node_object(), "OK", "node node-a (v1.36.1)")
+    says(cluster.allocatable(), "OK")
+    answers.answers[path] = node_with(
+        conditions=[{"type": "Ready", "status": "False"}],
+        allocatable={"nvidia.com/gpu": "8", "nvidia.com/mig-x": "0"},
+    )
+    says(cluster.node_object(), "WARN", "is not ready", "kubectl describe node")
+    says(cluster.allocatable(), "FAIL", "nvidia.com/gpu 8", f"kubectl label node {NODE}")
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "status", "part"),
+    [
+        (0, "OK", "agrees"),
+        (-20, "WARN", "20 s behind"),
+        (20, "WARN", "20 s ahead of"),
+        (600, "FAIL", "timedatectl"),
+    ],
+)
+def test_the_clock(cluster: ClusterChecks, answers: Answers, skew_s: int, status: str, part: str) -> None:
+    assert answers.time is not None
+    moment = answers.time + timedelta(seconds=skew_s)
+    says(replace(cluster, now=lambda: moment).clock(), status, part)
+    answers.time = None
+    says(cluster.clock(), "SKIP", "the API server sends no time")
+
+
+def test_the_admission_policy(cluster: ClusterChecks, answers: Answers) -> None:
+    path = f"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/{POLICY}"
+    says(cluster.admission_policy(), "WARN", f"{POLICY} is not installed", "kubectl apply -k daemonset")
+    answers.answers[path] = {"metadata": {}}
+    says(cluster.admission_policy(), "OK")
+    answers.answers[path] = FORBIDDEN
+    says(cluster.admission_policy(), "SKIP", "may not ask")
+    documents = yaml.safe_load_all((ROOT / "daemonset/base/admission-policy.yaml").read_text())
+    assert POLICY in {item["metadata"]["name"] for item in documents}
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "parts"),
+    [
+        ({}, "OK", ()),
+        (
+            {"featureGates": {"DynamicResourceAllocation": False}},
+            "FAIL",
+            ("off in the kubelet", "restart kubelet"),
+        ),
+        (FORBIDDEN, "SKIP", ("may not ask",)),
+    ],
+)
+def test_the_kubelets_gates(
+    cluster: ClusterChecks, answers: Answers, config: Any, status: str, parts: tuple[str, ...]
+) -> None:
+    answer = config if isinstance(config, Exception) else {"kubeletconfig": config}
+    answers.answers[f"/api/v1/nodes/{NODE}/proxy/configz"] = answer
+    says(cluster.kubelet_gates(), status, *parts)
+
+
+@pytest.fixture
+def server() -> Iterator[PlaygroundApiServer]:
+    with PlaygroundApiServer() as made:
+        made.add("nodes", {"metadata": {"name": NODE}})
+        yield made
+
+
+def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> ClusterChecks:
+    server.write_kubeconfig(directory / "kubeconfig")
+    client = ApiClient(load_endpoint(directory / "kubeconfig"))
+    return ClusterChecks(Shared(lambda: client), DRIVER, NODE, **more)
+
+
+def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None:
+    checks = against(server, tmp_path)
+    says(checks.resource_api(), "OK", "v1 is used")
+    says(checks.clock(), "OK")
+    says(checks.device_classes(), "WARN", "missing: gpu.nvidia.com, mig.nvidia.com", "device-classes.yaml")
+    for name in ("gpu.nvidia.com", "mig.nvidia.com"):
+        server.add("deviceclasses", {"metadata": {"name": name}, "spec": {}}, group="resource.k8s.io")
+    says(checks.device_classes(), "OK", "gpu.nvidia.com, mig.nvidia.com")
+    says(checks.slices(), "WARN", "nothing is published", "/readyz")
+    taint = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
+    for pool, devices in ((NODE, [{"name": "gpu-1", "taints": [taint]}, {"name": "gpu-2"}]), ("other", [])):
+        spec = {
+            "driver": DRIVER, "nodeName": NODE, "devices": devices,
+            "pool": {"name": pool, "generation": 1, "resourceSliceCount": 1},
+        }  # fmt: skip
+        server.add(
+            "resourceslices", {"metadata": {"name": f"s-{pool}"}, "spec": spec}, group="resource.k8s.io"
+        )
+        if pool == NODE:
+            says(checks.slices(), "OK", "2 devices in 1 slices, 1 of them tainted")
+    says(checks.slices(), "WARN", "pools that are not this driver's: other", "grep manager")
+
+
+@pytest.mark.parametrize(
+    ("off", "options", "status", "parts"),
+    [
+        ((), {"dynamic_mig": True, "sharing": True}, "OK", ("partitions, shares and taints are kept",)),
+        (
+            ("DRAPartitionableDevices",),
+            {},
+            "OK",
+            ("not needed as the driver is configured: DRAPartitionableDevices",),
+        ),
+        (
+            ("DRAPartitionableDevices",),
+            {"dynamic_mig": True},
+            "FAIL",
+            ("--dynamic-mig does nothing", "use Kubernetes"),
+        ),
+        (("DRAConsumableCapacity",), {"dynamic_mig": True}, "OK", ("DRAConsumableCapacity",)),
+        (
+            ("DRAConsumableCapacity",),
+            {"sharing": True},
+            "FAIL",
+            ("no device is shared", "DRAConsumableCapacity=true"),
+        ),
+        (("DRADeviceTaints",), {}, "WARN", ("GPUs that are broken", "DRADeviceTaints=true")),
+    ],
+)
+def test_feature_gates(
+    tmp_path: Path, off: tuple[str, ...], options: dict[str, bool], status: str, parts: tuple[str, ...]
+) -> None:
+    with PlaygroundApiServer(gates=dict.fromkeys(off, False)) as server:
+        server.add("nodes", {"metadata": {"name": NODE}})
+        says(against(server, tmp_path, **options).feature_gates(), status, *parts)
+        assert server.writes() == []
+        assert server.objects("deviceclasses") == []
+
+
+def test_extended_resources_that_are_dropped(
+    server: PlaygroundApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = server.operations.create
+
+    def dropping(resource: Any, namespace: str | None, obj: Any, **more: Any) -> Any:
+        obj.get("spec", {}).pop("extendedResourceName", None)
+        return create(resource, namespace, obj, **more)
+
+    monkeypatch.setattr(server.operations, "create", dropping)
+    says(against(server, tmp_path).feature_gates(), "OK", "not needed", "DRAExtendedResource")
+    server.faults.fail(1, 403, reason="Forbidden", path="deviceclasses")
+    says(against(server, tmp_path).feature_gates(), "OK", "are kept")
+
+
+def test_an_api_server_that_is_away_is_one_failure(server: PlaygroundApiServer, tmp_path: Path) -> None:
+    checks = against(server, tmp_path)
+    server.stop()
+    found = {o.check: o.finding for o in run_checks(checks.all())}
+    says(found.pop("API server"), "FAIL", "cannot connect to the API server")
+    assert {finding.status for finding in found.values()} == {"SKIP"}

@@ -1,0 +1,64 @@
+"""Reading the driver's directory from outside: everything readable is read, and nothing is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk, read_state
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
+from tests.fakes.samples import hold, record
+
+OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Placement(0, 1), "boot-1")
+
+
+def test_unreadable_files_are_told_and_stay_where_they_are(tmp_path: Path) -> None:
+    records, ledger = RecordStore(tmp_path / "claims"), MigLedger(tmp_path / "mig")
+    records.open("boot-1")
+    ledger.open("boot-1")
+    kept = record(hold("gpu-00000000"), uid="uid-1")
+    records.save(kept)
+    ledger.save(OWNED)
+    (tmp_path / "claims/uid-2.json").write_text("{")
+    (tmp_path / "mig/gpu-1-mig-1g10gb-19-1.json").write_text("[]")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    state = read_state(tmp_path)
+    assert (state.records, state.owned) == ((kept,), (OWNED,))
+    assert [part in fault for part, fault in zip(("uid-2.json", "19-1.json"), state.faults, strict=True)] == [
+        True,
+        True,
+    ]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_driver_that_never_ran_holds_nothing(tmp_path: Path) -> None:
+    state = read_state(tmp_path / "nowhere")
+    assert (state.records, state.owned, state.faults) == ((), (), ())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "claims").write_text("")
+    (fault,) = read_state(tmp_path).faults
+    assert "claims" in fault
+
+
+def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
+    ledger = MigLedger(tmp_path / "mig")
+    ledger.open("boot-1")
+    others = [
+        replace(OWNED, device="orphan", placement=Placement(1, 1), phase="orphan"),
+        replace(OWNED, device="old", placement=Placement(2, 1), boot_id="boot-0"),
+        replace(OWNED, device="elsewhere", placement=Placement(3, 1), gpu_uuid="GPU-2"),
+    ]
+    for entry in (OWNED, *others):
+        ledger.save(entry)
+    ledger.own_mode("GPU-1", None, "boot-1")
+    there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
+    ownership = OwnershipOnDisk(tmp_path, "boot-1")
+    assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])
+    assert [ownership.mode_is_ours(uuid) for uuid in ("GPU-1", "GPU-2")] == [True, False]
+    assert not OwnershipOnDisk(tmp_path, "boot-2").mode_is_ours("GPU-1")
+    assert OwnershipOnDisk(tmp_path / "nowhere", "boot-1").foreign_instances("GPU-1", there) == tuple(there)

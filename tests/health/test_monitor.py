@@ -1,0 +1,547 @@
+"""The health monitor against simulated GPUs, through the real binding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
+from dra_driver.health import monitor as module
+from dra_driver.health.monitor import Monitor
+from dra_driver.health.rules.state import DEFAULT_POLICY
+from dra_driver.health.rules.taints import device_taints
+from dra_driver.health.shared_store import SharedHealth
+from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, PolledHealth, Severity, Xid
+from dra_driver.nvml.events import HealthSource
+from tests.fakes.machines import SimulatedNode
+
+SETTLE = DEFAULT_POLICY.settle_s
+MIG_GPU = 3
+
+
+class CountingStore(HealthStore):
+    saves = 0
+
+    def save(self, kept: KeptHealth) -> None:
+        self.saves += 1
+        super().save(kept)
+
+
+class Bench:
+    """A machine with three whole GPUs and one in MIG mode with two devices, and a monitor that a test drives."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.node = SimulatedNode("hgx-h100-4", directory / "machine")
+        self.machine = self.node.machine
+        self.machine.set_mig_mode(MIG_GPU, True)
+        self.first = self.machine.create_mig(MIG_GPU, "1g.10gb", 0)
+        self.second = self.machine.create_mig(MIG_GPU, "3g.40gb", 4)
+        self.inventory = self.node.read()
+        self.uuids = [gpu.uuid for gpu in self.machine.current().present]
+        self.shown: Collection[str] | None = self.uuids
+        self.now = 1_800_000_000.0
+        self.changes = 0
+        self.transitions: list[HealthChange] = []
+        self.monitor = self.restarted()
+        self.turn()
+
+    def restarted(self, boot_id: str = "boot-1") -> Monitor:
+        """A monitor as after a restart of the plugin."""
+        self.source = HealthSource(self.node.session)
+        self.store = CountingStore(self.directory / "health.json")
+        self.monitor = Monitor(
+            self.source,
+            lambda: self.shown,
+            SharedHealth(self.store, lambda: True),
+            boot_id,
+            on_change=self._changed,
+            on_transition=self.transitions.append,
+            clock=lambda: self.now,
+            monotonic=lambda: self.now,
+        )
+        self.monitor.restore()
+        return self.monitor
+
+    def turn(self, passed: float = 0) -> None:
+        self.now += passed
+        self.monitor.turn(0)
+
+    def reasons(self, index: int, *instance: int) -> list[str]:
+        state = self.monitor.state(HealthTarget(self.uuids[index], *instance))
+        return ["/".join(filter(None, reason.name)) for reason in state.reasons]
+
+    def condition(self, index: int) -> str:
+        return self.monitor.condition(HealthTarget(self.uuids[index]))
+
+    def tainted(self) -> dict[str, list[str]]:
+        """Taints as `key=value:effect` by the index of the GPU, or `profile` of the MIG device."""
+        found = {}
+        for device in self.inventory.devices():
+            taints = device_taints(device, self.monitor.states(), {})
+            name = str(device.gpu.index) if device.uuid == device.gpu.uuid else device.profile.name
+            if taints:
+                found[name] = [
+                    f"{item['key'].removeprefix('gpu.nvidia.com/')}={item.get('value')}:{item['effect']}"
+                    for item in taints
+                ]
+        return found
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.monitor.stop()
+    made.node.close()
+
+
+def test_well_gpus_cost_nothing(bench):
+    saves = bench.store.saves
+    for _ in range(20):
+        bench.turn(3)
+    assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
+    assert (bench.changes, bench.store.saves, bench.tainted()) == (0, saves, {})
+    assert bench.monitor.polled_at(bench.uuids[0]) >= bench.now - 10
+    assert bench.monitor.problem() is None
+
+
+@pytest.mark.parametrize(
+    ("xid", "tainted"),
+    [
+        (31, {}),
+        (777, {"0": ["xid=777:None"]}),
+        (94, {"0": ["xid=94:NoSchedule"]}),
+        (48, {"0": ["xid=48:NoSchedule"]}),
+    ],
+)
+def test_an_xid_of_each_class_on_a_whole_gpu(bench, xid, tainted):
+    bench.machine.raise_xid(0, xid)
+    bench.turn()
+    assert bench.tainted() == tainted
+    assert bench.monitor.xid_counts() == {(bench.uuids[0], xid): 1}
+    assert [f"Xid {xid}" in change.text for change in bench.monitor.history(bench.uuids[0])] == [True]
+
+
+def test_an_xid_of_a_mig_gpu_hits_all_of_it_and_one_of_an_instance_only_that(bench):
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=bench.first[0], compute_instance=bench.first[1])
+    bench.turn()
+    assert bench.tainted() == {"1g.10gb": ["xid=95:NoSchedule"]}
+    assert bench.condition(MIG_GPU) == "ok"
+    bench.machine.raise_xid(MIG_GPU, 74)
+    bench.turn()
+    assert bench.tainted() == {"1g.10gb": ["xid=74:NoSchedule"], "3g.40gb": ["xid=74:NoSchedule"]}
+    bench.turn(SETTLE)
+    assert bench.tainted() == {}
+
+
+def test_an_instance_that_was_made_anew_starts_clean(bench):
+    gi, ci, _ = bench.first
+    bench.machine.set_recovery_action(MIG_GPU, 4)
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
+    bench.turn()
+    assert bench.reasons(MIG_GPU, gi, ci) == ["xid/95"]
+    bench.turn(100)
+    assert bench.reasons(MIG_GPU, gi, ci) == ["xid/95"], "the driver still asks for an action"
+    bench.machine.destroy_mig(MIG_GPU, gi)
+    assert bench.machine.create_mig(MIG_GPU, "1g.10gb", 0)[:2] == (gi, ci)
+    bench.turn(10)
+    assert bench.reasons(MIG_GPU, gi, ci) == []
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi)
+    bench.turn()
+    assert bench.reasons(MIG_GPU, gi) == ["xid/95"]
+    bench.machine.destroy_mig(MIG_GPU, gi)
+    bench.turn(10)
+    assert [target for target in bench.monitor.states() if target.is_instance] == []
+
+
+def test_who_an_event_hit_is_known_before_anybody_looks(bench):
+    gi, ci, uuid = bench.first
+    told: list[str | None] = []
+    bench.monitor._on_change = lambda: told.append(
+        bench.monitor.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
+    )
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
+    bench.turn()
+    assert told == [uuid]
+    bench.machine.destroy_mig(MIG_GPU, gi)
+    again = bench.machine.create_mig(MIG_GPU, "1g.10gb", 0)
+    assert again[:2] == (gi, ci)
+    bench.inventory = bench.node.read()
+    assert bench.tainted() == {}, "also before the monitor looked again"
+    bench.turn()
+    bench.machine.raise_xid(MIG_GPU, 94, gpu_instance=gi, compute_instance=ci)
+    bench.turn()
+    assert bench.tainted() == {"1g.10gb": ["xid=94:NoSchedule"]}
+
+
+def test_an_event_is_kept_when_nobody_can_tell_whom_it_hit(bench, monkeypatch):
+    def gone(gpu_uuid: str) -> Mapping[tuple[int, int], str]:
+        raise NvmlUnavailableError("gone")
+
+    gi, ci, _ = bench.first
+    monkeypatch.setattr(bench.source, "instances", gone)
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
+    bench.turn()
+    assert bench.tainted() == {"1g.10gb": ["xid=95:NoSchedule"]}
+
+
+def test_an_old_driver_that_tells_no_recovery_action_lets_an_xid_end(bench):
+    bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
+    bench.machine.raise_xid(0, 119)
+    bench.turn()
+    bench.turn(SETTLE)
+    assert bench.reasons(0) == ["xid/119"]
+    bench.turn(DEFAULT_POLICY.settle_unsure_s)
+    assert bench.reasons(0) == []
+
+
+def test_a_recovery_action_is_seen_at_once_and_its_end_clears(bench):
+    bench.machine.raise_xid(1, 119)
+    bench.machine.set_recovery_action(1, 1)
+    bench.turn()
+    assert bench.reasons(1) == ["recovery-action/reset", "xid/119"]
+    bench.turn(1000)
+    assert bench.condition(1) == "unhealthy"
+    bench.machine.set_recovery_action(1, 0)
+    bench.turn()
+    assert (bench.condition(1), bench.reasons(1), bench.tainted()) == ("ok", [], {})
+    texts = [change.text for change in bench.monitor.history(bench.uuids[1])]
+    assert texts[-1].startswith("over: the driver asks for a reset")
+    told = [change.text for change in bench.transitions if change.target.gpu_uuid == bench.uuids[1]]
+    assert set(told) == set(texts)
+
+
+def test_xid_154_calls_for_a_look(bench):
+    bench.machine.set_remapped_rows(0, pending=1)
+    bench.machine.raise_xid(0, 31)
+    bench.turn()
+    assert bench.reasons(0) == []
+    bench.machine.raise_xid(0, 154)
+    bench.turn()
+    assert bench.reasons(0) == ["row-remap/pending"]
+
+
+def test_a_reset_that_only_the_error_counter_shows_clears_the_gpu_and_its_instances(bench):
+    bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
+    gi, ci, _ = bench.first
+    bench.machine.set_ecc_errors(MIG_GPU, uncorrected=3)
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
+    bench.machine.raise_xid(MIG_GPU, 48)
+    bench.turn(10)
+    bench.turn(DEFAULT_POLICY.settle_unsure_s - 20)
+    assert (bench.reasons(MIG_GPU), bench.reasons(MIG_GPU, gi, ci)) == (
+        ["ecc/uncorrected", "xid/48"],
+        ["xid/95"],
+    )
+    bench.machine.set_ecc_errors(MIG_GPU, uncorrected=0)
+    bench.turn(10)
+    assert (bench.reasons(MIG_GPU), bench.reasons(MIG_GPU, gi, ci)) == ([], [])
+
+
+def test_polled_signals(bench):
+    bench.machine.set_remapped_rows(0, uncorrectable=1, pending=1)
+    bench.machine.set_ecc_errors(1, uncorrected=2)
+    bench.machine.set_fabric(2, state=1)
+    bench.machine.set_slowdown(2, 0x40)
+    bench.turn(10)
+    assert bench.reasons(0) == ["row-remap/pending"]
+    assert bench.reasons(1) == ["ecc/uncorrected"]
+    assert bench.reasons(2)[-1:] == ["slowdown/thermal"]
+    bench.machine.set_remapped_rows(0)
+    bench.machine.set_slowdown(2, 0)
+    bench.machine.set_fabric(2, state=0)
+    bench.turn(SETTLE)
+    assert [bench.condition(index) for index in range(3)] == ["ok"] * 3
+
+
+def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
+    seen: list[tuple[str, list[str]]] = []
+    bench.monitor._on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))
+    bench.machine.lose_gpu(0)
+    bench.turn()
+    assert seen == [("unhealthy", ["xid/79"]), ("lost", ["gpu-lost", "xid/79"])], (
+        "told before the GPU is asked"
+    )
+    assert bench.tainted() == {"0": ["gpu-lost=None:NoSchedule", "xid=79:NoSchedule"]}
+    bench.node.session.reopen()
+    bench.shown = bench.uuids[1:]
+    bench.turn(1000)
+    bench.turn(10)
+    assert bench.condition(0) == "lost", "looked after although discovery does not show it"
+    bench.machine.restore_gpu(0)
+    bench.node.session.reopen()
+    bench.shown = bench.uuids
+    bench.turn(10)
+    assert (bench.condition(0), bench.reasons(0)) == ("ok", [])
+
+
+def test_a_lost_gpu_that_nobody_named_is_found(bench):
+    with bench.machine._change() as state:
+        state.present[2].lost = True
+    bench.turn()
+    assert [bench.condition(index) for index in range(4)] == ["ok", "ok", "lost", "ok"]
+
+
+def test_together_with_discovery(bench):
+    discovery = bench.node.discovery()
+    discovery.scan_now(5)
+    # What is published: what is there, and a lost GPU as it was known last.
+    bench.monitor._gpus = lambda: bench.uuids if discovery.inventory.gpus else ()
+    bench.turn()
+    bench.machine.lose_gpu(0)
+    discovery.scan_now(5)
+    assert bench.uuids[0] not in [gpu.uuid for gpu in discovery.inventory.gpus]
+    for _ in range(2):
+        bench.turn(10)
+    assert [bench.condition(index) for index in range(4)] == ["lost", "ok", "ok", "ok"]
+    bench.machine.raise_xid(1, 48)
+    bench.turn()
+    assert bench.reasons(1) == ["xid/48"], "heard in the session that discovery opened anew"
+    bench.machine.restore_gpu(0)
+    discovery.scan_now(5)
+    bench.turn()
+    assert [bench.condition(index) for index in range(4)] == ["ok", "unhealthy", "ok", "ok"]
+    bench.machine.unload_driver()
+    discovery.scan_now(5)
+    bench.turn()
+    bench.machine.load_driver()
+    discovery.scan_now(5)
+    bench.turn()
+    assert [bench.condition(index) for index in range(4)] == ["ok"] * 4, (
+        "the reload was seen by discovery alone"
+    )
+
+
+def test_a_driver_reload_clears_what_it_mends(bench):
+    bench.machine.raise_xid(0, 62)
+    bench.turn()
+    bench.node.session.reopen()
+    bench.turn()
+    assert bench.reasons(0) == ["xid/62"], "a new session is no reload"
+    bench.machine.unload_driver()
+    for _ in range(4):
+        bench.turn(10)
+    assert (bench.condition(0), bench.condition(1)) == ("unknown", "unknown")
+    assert "has not told the health" in (bench.monitor.problem() or "")
+    bench.shown = ()
+    bench.turn(10)
+    assert bench.monitor.problem() is None
+    bench.machine.load_driver()
+    bench.node.session.reopen()
+    bench.shown = bench.uuids
+    bench.turn()
+    assert (bench.condition(0), bench.reasons(0)) == ("ok", [])
+    bench.machine.raise_xid(1, 48)
+    bench.turn()
+    assert bench.reasons(1) == ["xid/48"], "events are heard in the new session"
+
+
+def test_a_gpu_that_keeps_going_bad_is_held_back(bench):
+    for _ in range(DEFAULT_POLICY.flaps):
+        bench.machine.raise_xid(0, 74)
+        bench.turn()
+        bench.turn(SETTLE)
+    assert bench.tainted() == {"0": ["flapping=None:NoSchedule"]}
+    bench.turn(DEFAULT_POLICY.hold_s)
+    assert bench.tainted() == {}
+
+
+def test_reasons_outlive_a_restart_and_a_reboot_clears_them(bench):
+    gi, ci, _ = bench.first
+    bench.machine.raise_xid(0, 48)
+    bench.machine.set_remapped_rows(1, pending=1)
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
+    bench.turn(10)
+    before = dict(bench.tainted())
+    assert set(before) == {"0", "1", "1g.10gb"}
+    bench.now += 5
+    restarted = bench.restarted()
+    assert (bench.tainted(), bench.condition(0)) == (before, "unknown")
+    bench.turn()
+    assert (bench.tainted(), bench.condition(0)) == (before, "unhealthy")
+    assert restarted.state(HealthTarget(bench.uuids[0])).reasons[0].since < bench.now
+    bench.machine.reboot()
+    bench.node.session.reopen()
+    bench.shown = bench.uuids[:2]
+    bench.restarted("boot-2")
+    assert set(bench.tainted()) == {"0", "1"}, "nothing is well before it was looked at"
+    bench.turn()
+    assert bench.tainted() == {}
+    assert {target.gpu_uuid for target in bench.monitor.states()} == set(bench.uuids[:2])
+
+
+def test_another_driver_version_since_the_last_run_is_a_reload(bench):
+    bench.machine.raise_xid(0, 48)
+    bench.turn()
+    bench.monitor.stop()
+    bench.machine.load_driver("575.57.08")
+    bench.node.session.reopen()
+    bench.restarted()
+    bench.turn()
+    assert bench.reasons(0) == []
+
+
+def test_a_gpu_whose_events_cannot_be_heard(bench):
+    bench.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported", gpu=0)
+    bench.monitor.devices_changed()
+    bench.turn()
+    assert bench.tainted() == {"0": ["unmonitored=None:None"]}
+    bench.machine.raise_xid(1, 48)
+    bench.turn()
+    assert bench.reasons(1) == ["xid/48"]
+    bench.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported")
+    bench.monitor.devices_changed()
+    bench.turn()
+    bench.turn(10)
+    assert bench.condition(2) == "information", "looks go on without events"
+    bench.machine.clear_faults()
+    bench.monitor.devices_changed()
+    bench.turn()
+    assert bench.reasons(0) == []
+
+
+def test_a_program_that_fails_over_and_over_fills_nothing(bench, logs):
+    for _ in range(70):
+        bench.machine.raise_xid(0, 31)
+    saves = bench.store.saves
+    bench.turn()
+    bench.turn()
+    (entry,) = bench.monitor.history(bench.uuids[0])
+    assert (entry.times, entry.before, entry.after) == (70, Severity.OK, Severity.OK)
+    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (0, saves, 1)
+    assert len([line for line in logs if line["event"] == "health_changed"]) == 1
+
+
+@pytest.mark.parametrize("function", ["nvmlEventSetWait_v2", "nvmlEventSetCreate"])
+def test_events_that_fail_leave_the_looks(bench, logs, function):
+    bench.machine.set_fault(function, code="unknown")
+    bench.monitor.devices_changed()
+    bench.machine.set_remapped_rows(0, pending=1)
+    for _ in range(3):
+        bench.turn(10)
+    assert "row-remap/pending" in bench.reasons(0)
+    assert len([line for line in logs if line["event"] == "gpu_events_failed"]) <= 1
+    bench.machine.clear_faults()
+    bench.turn(10)
+    bench.machine.raise_xid(1, 48)
+    bench.turn()
+    assert "xid/48" in bench.reasons(1)
+
+
+def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
+    def refuse(kept: KeptHealth) -> None:
+        raise StateError("the disk is full")
+
+    monkeypatch.setattr(bench.store, "save", refuse)
+    bench.machine.raise_xid(0, 48)
+    bench.turn()
+    assert (bench.reasons(0), bench.changes) == (["xid/48"], 1)
+    assert "health_not_kept" in [line["event"] for line in logs]
+
+
+class HangingSource:
+    """NVML that answers until it hangs; `release` ends the hang."""
+
+    driver_loads = 0
+
+    def __init__(self) -> None:
+        self.event: HealthEvent | Exception | None = None
+        self.hangs = False
+        self.taken = threading.Event()
+        self.hanging, self.release = threading.Event(), threading.Event()
+        self.closed = False
+
+    def driver_version(self) -> str | None:
+        return "1"
+
+    def registered(self) -> bool:
+        return True
+
+    def register(self, uuids: Collection[str]) -> Mapping[str, str]:
+        return {}
+
+    def wait(self, timeout_s: float) -> HealthEvent | None:
+        event, self.event = self.event, None
+        if isinstance(event, Exception):
+            self.taken.set()
+            raise event
+        return event
+
+    def read(self, gpu_uuid: str) -> PolledHealth:
+        if self.hangs:
+            self.hanging.set()
+            self.release.wait(20)
+        return PolledHealth()
+
+    def instances(self, gpu_uuid: str) -> Mapping[tuple[int, int], str]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
+    """Starts monitors with a thread of their own."""
+    monkeypatch.setattr(module, "_WAIT_S", 0.005)
+    started: list[tuple[Monitor, HangingSource]] = []
+
+    def start(source: HangingSource, **more: object) -> Monitor:
+        store = SharedHealth(HealthStore(tmp_path / "health.json"), lambda: True)
+        heard = {"on_change": lambda: None, "on_transition": lambda change: None}
+        monitor = Monitor(source, lambda: ["GPU-a"], store, "boot", **heard | more)
+        started.append((monitor, source))
+        monitor.start()
+        return monitor
+
+    yield start
+    for monitor, source in started:
+        source.release.set()
+        monitor.stop()
+        assert source.closed
+
+
+def test_a_hang_in_nvml_makes_health_unknown(threaded):
+    time, source = [0.0], HangingSource()
+    changed = threading.Event()
+    monitor = threaded(source, monotonic=lambda: time[0], on_change=changed.set)
+    source.event = HealthEvent("GPU-a", Xid(48))
+    assert changed.wait(20)
+    source.hangs = True
+    time[0] = 20.0
+    assert source.hanging.wait(20)
+    assert (monitor.condition(HealthTarget("GPU-a")), monitor.problem()) == ("unhealthy", None)
+    time[0] = 51.0
+    assert monitor.condition(HealthTarget("GPU-a")) == "unknown"
+    assert "GPU GPU-a" in (monitor.problem() or "")
+
+
+@pytest.mark.parametrize(
+    "surprise", [RuntimeError("surprise"), RetryableError("later"), NvmlUnavailableError("gone")]
+)
+def test_a_surprise_does_not_end_the_thread(threaded, surprise):
+    source, changed = HangingSource(), threading.Event()
+    source.event = surprise
+    threaded(source, on_change=changed.set)
+    assert source.taken.wait(20)
+    source.event = HealthEvent("GPU-a", Xid(48))
+    assert changed.wait(20)
+
+
+def test_a_listener_that_fails_does_not_end_the_watch(bench, logs):
+    def fail(change: HealthChange) -> None:
+        raise RuntimeError("surprise")
+
+    bench.monitor._history._listener = fail
+    bench.machine.raise_xid(0, 48)
+    bench.turn()
+    assert bench.changes == 1
+    assert "health_listener_failed" in [line["event"] for line in logs]

@@ -1,0 +1,347 @@
+"""The health model: what counts, what clears, what is held back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.health.rules.state import DEFAULT_POLICY, HealthPolicy, observe
+from dra_driver.health.rules.xids import APPLICATION_XIDS, KNOWN_XIDS, XidPolicy, severity_of_xid, xid_text
+from dra_driver.model.health import (
+    DoubleBitError,
+    HealthState,
+    HealthTarget,
+    InstanceSeen,
+    MonitoringState,
+    Observation,
+    PolledHealth,
+    PollResult,
+    Reason,
+    Reset,
+    Severity,
+    Unreachable,
+    Xid,
+    condition,
+)
+
+GPU = HealthState(HealthTarget("GPU-a"))
+INSTANCE = HealthState(HealthTarget("GPU-a", 3, 0))
+OK = PolledHealth(
+    recovery_action=0,
+    remap_pending=False,
+    remap_failed=False,
+    pages_pending=False,
+    ecc_uncorrected=0,
+    fabric="ready",
+    slowdowns=frozenset(),
+)
+WELL = PollResult(OK)
+NOW = 1_800_000_000
+SETTLE = DEFAULT_POLICY.settle_s
+S = Severity
+
+
+def after(*observations: Observation, state: HealthState = GPU, now: int = NOW) -> HealthState:
+    for observation in observations:
+        state = observe(state, observation, now)
+    return state
+
+
+def names(state: HealthState) -> list[str]:
+    return ["/".join(filter(None, reason.name)) for reason in state.reasons]
+
+
+@pytest.mark.parametrize("number", sorted(APPLICATION_XIDS))
+def test_faults_of_programs_say_nothing_about_the_gpu(number):
+    assert observe(GPU, Xid(number), NOW) == GPU
+    assert xid_text(number).startswith(f"Xid {number}: ")
+
+
+@pytest.mark.parametrize(("number", "severity"), [(key, value[0]) for key, value in KNOWN_XIDS.items()])
+def test_known_xids(number, severity):
+    state = after(Xid(number))
+    assert (state.severity, names(state)) == (severity, [f"xid/{number}"])
+
+
+def test_an_unknown_xid_is_told_and_forgotten_but_keeps_nobody_away():
+    state = after(Xid(777))
+    assert (state.severity, state.setbacks) == (S.INFORMATION, ())
+    assert names(observe(state, WELL, NOW + SETTLE)) == ["xid/777"]
+    assert observe(state, PollResult(PolledHealth()), NOW + DEFAULT_POLICY.remember_s).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("number", "ignored", "fatal", "severity"),
+    [
+        (79, {79}, set(), None),
+        (31, set(), {31}, S.UNHEALTHY),
+        (777, set(), {777}, S.UNHEALTHY),
+        (777, {777}, set(), None),
+        (94, {94}, {94}, S.UNHEALTHY),
+        (154, set(), set(), None),
+    ],
+)
+def test_the_operator_has_the_last_word(number, ignored, fatal, severity):
+    assert severity_of_xid(number, XidPolicy(frozenset(ignored), frozenset(fatal))) == severity
+
+
+@pytest.mark.parametrize(
+    ("signals", "expected"),
+    [
+        (PolledHealth(recovery_action=1), {"recovery-action/reset": S.UNHEALTHY}),
+        (PolledHealth(recovery_action=2), {"recovery-action/reboot": S.UNHEALTHY}),
+        (PolledHealth(recovery_action=4), {"recovery-action/drain-and-reset": S.DEGRADED}),
+        (PolledHealth(recovery_action=99), {"recovery-action/99": S.DEGRADED}),
+        (PolledHealth(remap_pending=True, remap_failed=False), {"row-remap/pending": S.DEGRADED}),
+        (
+            PolledHealth(remap_pending=True, remap_failed=True),
+            {"row-remap/failure": S.UNHEALTHY, "row-remap/pending": S.DEGRADED},
+        ),
+        (PolledHealth(pages_pending=True), {"page-retirement/pending": S.DEGRADED}),
+        (PolledHealth(fabric="pending"), {"fabric/pending": S.DEGRADED}),
+        (PolledHealth(fabric="limited"), {"fabric/limited": S.DEGRADED}),
+        (PolledHealth(fabric="broken", fabric_text="it has no partition"), {"fabric/broken": S.UNHEALTHY}),
+        (PolledHealth(fabric="absent"), {}),
+        (PolledHealth(slowdowns=frozenset({"thermal"})), {"slowdown/thermal": S.INFORMATION}),
+    ],
+)
+def test_signals_come_and_go_with_the_look(signals, expected):
+    state = observe(GPU, PollResult(signals), NOW)
+    assert {"/".join(reason.name): reason.severity for reason in state.reasons} == expected
+    again = observe(state, PollResult(signals), NOW + 60)
+    assert [reason.since for reason in again.reasons] == [NOW] * len(expected)
+    # What a look does not tell is not taken back by it.
+    assert observe(again, PollResult(PolledHealth()), NOW + 120).reasons == again.reasons
+    assert observe(again, WELL, NOW + 180).reasons == ()
+    assert observe(INSTANCE, PollResult(signals), NOW) == INSTANCE
+
+
+def test_a_harmless_event_does_not_make_a_bad_gpu_look_well():
+    for order in permutations([Xid(79), Xid(63), Xid(31), Xid(777), DoubleBitError(), Unreachable()]):
+        assert after(*order).severity is S.LOST
+        assert names(after(*order)) == ["ecc/double-bit", "gpu-lost", "xid/63", "xid/777", "xid/79"]
+
+
+def test_an_xid_clears_when_nothing_is_asked_for_and_time_has_passed():
+    state = after(Xid(74))
+    assert names(observe(state, WELL, NOW + SETTLE - 1)) == ["xid/74"]
+    assert observe(state, WELL, NOW + SETTLE).reasons == ()
+    repeated = observe(state, Xid(74), NOW + 20)
+    assert repeated.reasons[0].since == NOW
+    assert names(observe(repeated, WELL, NOW + SETTLE)) == ["xid/74"]
+    assert observe(repeated, WELL, NOW + 20 + SETTLE).reasons == ()
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        replace(OK, recovery_action=1),
+        replace(OK, remap_pending=True),
+        replace(OK, remap_failed=True),
+        replace(OK, pages_pending=True),
+    ],
+)
+def test_an_xid_stays_while_the_check_fails(signals):
+    state = observe(after(Xid(48)), PollResult(signals), NOW + 100_000)
+    assert "xid/48" in names(state)
+
+
+@pytest.mark.parametrize("event", [Xid(119), DoubleBitError()])
+def test_a_driver_that_tells_no_recovery_action_needs_more_patience(event):
+    silent = replace(OK, recovery_action=None)
+    unsure = DEFAULT_POLICY.settle_unsure_s
+    assert unsure > SETTLE
+    repeated = observe(after(event), event, NOW + 100)
+    for at in (NOW + SETTLE, NOW + 100 + unsure - 1):
+        assert observe(repeated, PollResult(silent), at).severity is S.UNHEALTHY
+    unwell = observe(repeated, PollResult(replace(silent, remap_pending=True)), NOW + 100 + unsure)
+    assert unwell.severity is S.UNHEALTHY
+    assert "row-remap/pending" in names(unwell)
+    assert names(observe(unwell, PollResult(silent), NOW + 100 + unsure)) == []
+    other = observe(repeated, Xid(48), NOW + unsure)
+    assert names(observe(other, PollResult(silent), NOW + 100 + unsure)) == ["xid/48"], (
+        "each kind has its own time"
+    )
+    lost = observe(repeated, Unreachable(), NOW + 100 + unsure)
+    assert lost.severity is S.LOST
+    assert len(lost.reasons) == 2, "only a look clears"
+
+
+@pytest.mark.parametrize("signals", [OK, PolledHealth()])
+def test_a_reset_clears_at_the_next_look(signals):
+    state = after(Xid(48), Reset())
+    assert state.severity is S.UNHEALTHY, "a reset alone proves nothing"
+    assert observe(state, PollResult(signals), NOW).reasons == ()
+    assert names(observe(state, PollResult(replace(OK, recovery_action=2)), NOW)) == [
+        "recovery-action/reboot",
+        "xid/48",
+    ]
+    assert names(after(Xid(48), Reset(), Xid(48), PollResult(signals))) == ["xid/48"], (
+        "it came again after the reset"
+    )
+
+
+def test_a_lost_gpu_that_answers_was_reset():
+    state = after(Xid(79), Unreachable())
+    assert state.severity is S.LOST
+    assert names(observe(state, Unreachable(), NOW + 500)) == ["gpu-lost", "xid/79"]
+    assert observe(state, PollResult(PolledHealth()), NOW + 1).reasons == ()
+
+
+def test_memory_errors_count_from_the_first_look_on():
+    def look(count: int) -> PollResult:
+        return PollResult(replace(OK, ecc_uncorrected=count))
+
+    state = after(look(5))
+    assert state.reasons == ()
+    state = observe(state, look(7), NOW + 10)
+    assert (state.severity, names(state)) == (S.DEGRADED, ["ecc/uncorrected"])
+    assert "7 uncorrectable" in state.reasons[0].text
+    assert observe(state, look(7), NOW + 10 + SETTLE).reasons == ()
+    fallen = observe(
+        after(Xid(95), state=state, now=NOW + 10), PollResult(PolledHealth(ecc_uncorrected=0)), NOW + 11
+    )
+    assert fallen.reasons == (), "only a reset takes the count back"
+
+
+def test_unmonitored_is_information_and_goes():
+    state = after(MonitoringState("the GPU has no events"))
+    assert (state.severity, names(state)) == (S.INFORMATION, ["unmonitored"])
+    assert after(MonitoringState(), state=state).reasons == ()
+
+
+def test_another_instance_under_the_same_ids_starts_clean():
+    bad = after(Xid(95), InstanceSeen("MIG-1"), state=INSTANCE)
+    assert (bad.severity, bad.identity) == (S.UNHEALTHY, "MIG-1")
+    assert after(InstanceSeen("MIG-1"), state=bad) == bad
+    assert after(InstanceSeen("MIG-2"), state=bad) == replace(INSTANCE, identity="MIG-2")
+    assert after(InstanceSeen(None), state=bad) == INSTANCE
+    assert after(Unreachable(), MonitoringState("no"), state=bad) == bad, "that is the GPU's own state"
+    assert observe(bad, WELL, NOW + SETTLE).reasons == ()
+
+
+def _bad_and_well(state: HealthState, at: int) -> HealthState:
+    return observe(observe(state, Xid(74), at), WELL, at + SETTLE)
+
+
+def test_a_gpu_that_goes_bad_again_and_again_is_held_longer_each_time():
+    state, at = GPU, NOW
+    for _ in range(DEFAULT_POLICY.flaps - 1):
+        state = _bad_and_well(state, at)
+        assert state.severity is S.OK
+        at += 100
+    for turn in range(3):
+        state = _bad_and_well(state, at)
+        at += SETTLE
+        hold = DEFAULT_POLICY.hold_s * 2**turn
+        assert (state.severity, names(state), state.held_until) == (S.DEGRADED, ["flapping"], at + hold)
+        assert names(observe(state, WELL, at + hold - 1)) == ["flapping"]
+        well = observe(state, WELL, at + hold)
+        assert (well.reasons, well.held_until) == ((), None)
+    quiet = at + DEFAULT_POLICY.flap_window_s + DEFAULT_POLICY.hold_most_s
+    assert _bad_and_well(observe(state, WELL, quiet), quiet).severity is S.OK
+
+
+def test_old_setbacks_are_forgotten_but_not_what_they_brought():
+    late = NOW + DEFAULT_POLICY.flap_window_s
+    state = observe(replace(GPU, setbacks=(NOW, late - 10)), Xid(74), late)
+    assert state.setbacks == (late - 10, late)
+    far = late + 5000
+    flapping = Reason("flapping", "", S.DEGRADED, NOW, NOW, "held")
+    held = replace(
+        state, reasons=(flapping, *state.reasons), setbacks=(late - 10, late, late), held_until=far
+    )
+    assert observe(held, WELL, late + SETTLE).held_until == far
+
+
+def test_a_milder_policy_does_not_make_what_happened_milder():
+    strict, mild = HealthPolicy(XidPolicy(fatal=frozenset({777}))), DEFAULT_POLICY
+    state = observe(observe(GPU, Xid(777), NOW, strict), Xid(777), NOW + 1, mild)
+    assert state.severity is S.UNHEALTHY
+
+
+def test_the_hold_has_an_end():
+    state = GPU
+    for turn in range(12):
+        state = _bad_and_well(state, NOW + turn * 60)
+    assert state.held_until == NOW + 11 * 60 + SETTLE + DEFAULT_POLICY.hold_most_s
+
+
+def test_a_clock_that_was_set_back_holds_nothing_for_ever():
+    state = GPU
+    for turn in range(3):
+        state = _bad_and_well(state, NOW + turn * 60)
+    state = observe(state, Xid(74), NOW + 300)
+    earlier = NOW - 10_000_000
+    state = observe(state, WELL, earlier)
+    assert names(state) == ["xid/74"]
+    assert observe(state, WELL, earlier + SETTLE).severity is S.OK
+
+
+def test_without_a_recent_look_nothing_is_known():
+    words = [condition(state, is_fresh=True) for state in (None, GPU, after(Xid(777)), after(Xid(94)))]
+    assert words == ["ok", "ok", "information", "degraded"]
+    assert condition(after(Xid(79)), is_fresh=True) == "unhealthy"
+    assert condition(after(Unreachable()), is_fresh=True) == "lost"
+    assert condition(after(Xid(79)), is_fresh=False) == condition(None, is_fresh=False) == "unknown"
+
+
+_numbers = st.sampled_from([13, 31, 48, 63, 74, 79, 94, 154, 777])
+_events = st.one_of(
+    st.builds(Xid, _numbers),
+    st.just(DoubleBitError()),
+    st.just(Unreachable()),
+    st.just(MonitoringState("no events")),
+)
+_signals = st.builds(
+    PolledHealth,
+    recovery_action=st.sampled_from([None, 0, 1, 4]),
+    remap_pending=st.sampled_from([None, False, True]),
+    ecc_uncorrected=st.sampled_from([None, 0, 1, 2]),
+    fabric=st.sampled_from([None, "ready", "pending"]),
+)
+_anything = st.one_of(_events, st.builds(PollResult, _signals), st.just(Reset()), st.just(MonitoringState()))
+
+
+@given(st.lists(_events, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_the_order_of_events_does_not_matter(events, random):
+    shuffled = list(events)
+    random.shuffle(shuffled)
+    assert after(*shuffled).shown == after(*events).shown
+
+
+@given(st.lists(_anything, max_size=8), _events)
+def test_an_event_never_makes_it_better(before, event):
+    state = after(*before)
+    assert after(event, state=state).severity >= state.severity
+
+
+@given(st.lists(st.tuples(_anything, st.integers(0, 400)), max_size=12))
+def test_what_was_cleared_does_not_come_back_by_itself(steps):
+    state, now = GPU, NOW
+    for observation, passed in steps:
+        now += passed
+        state = observe(state, observation, now)
+    state = observe(observe(state, Reset(), now), WELL, now)
+    state = observe(state, MonitoringState(), now)
+    assert set(names(state)) <= {"flapping"}
+    for wait in (1, SETTLE, DEFAULT_POLICY.hold_most_s, 2 * DEFAULT_POLICY.hold_most_s):
+        state = observe(state, WELL, now + wait)
+        assert set(names(state)) <= {"flapping"}
+    assert state.reasons == ()
+
+
+@given(st.lists(_anything, max_size=8))
+def test_looking_twice_changes_nothing(observations):
+    state = after(*observations, WELL)
+    assert after(WELL, state=state) == state
+
+
+def test_constants_are_one_value():
+    patient = HealthPolicy(settle_s=5, flaps=1, hold_s=7, hold_most_s=7)
+    state = observe(observe(GPU, Xid(74), NOW, patient), WELL, NOW + 5, patient)
+    assert state.held_until == NOW + 12

@@ -1,0 +1,558 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dra_driver.errors import DriverGoneError, NvmlInUseError, NvmlUnavailableError, RetryableError
+from dra_driver.inventory import discovery as module
+from dra_driver.inventory.discovery import Discovery, NvmlState
+from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
+from tests.fakes.samples import ONE_G, VERSIONS, h100, inventory, mig
+
+NOT_LOADED = NvmlUnavailableError(
+    "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
+)
+BARE = tuple(h100(number, pcie_root=None, numa_node=None) for number in range(3))
+
+
+class Nvml:
+    """NVML that shows `inventory`, or fails with `error`."""
+
+    def __init__(self) -> None:
+        self.inventory = inventory(*BARE)
+        self.error: Exception | None = None
+        self.fingerprint: NvmlFingerprint = tuple(
+            GpuFingerprint(gpu.uuid, number, (0, 0)) for number, gpu in enumerate(BARE)
+        )
+        self.opened = self.closed = self.reads = 0
+        self.existing: dict[str, tuple[bool, tuple[GpuInstance, ...]]] = {}
+        self.asked: list[str] = []
+        self.on_open: Callable[[], object] = lambda: None
+
+    def reopen(self) -> None:
+        self.opened += 1
+        self.on_open()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def read_inventory(self) -> Inventory:
+        self.reads += 1
+        return self.inventory
+
+    def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        self.asked.append(gpu.uuid)
+        return self.existing[gpu.uuid]
+
+    def nvml_fingerprint(self) -> NvmlFingerprint:
+        if self.error is not None:
+            raise self.error
+        return self.fingerprint
+
+
+class Host:
+    """A host whose sysfs has a place for every GPU."""
+
+    def __init__(self) -> None:
+        self.functions = {gpu.pci_bus_id or "" for gpu in BARE}
+        self.unbound: set[str] = set()
+        self.hardware: Hashable = "one"
+        self.version = "570.124.06"
+        self.shown: dict[int, Hashable] = {}
+        self.surprises: list[Exception] = []
+
+    def pcie_root(self, bus_id: str) -> str | None:
+        return f"pci0000:{int(bus_id[5:7], 16) - 1:02x}"
+
+    def numa_node(self, bus_id: str) -> int | None:
+        return 0
+
+    def gpu_functions(self) -> frozenset[str]:
+        return frozenset(self.functions)
+
+    def is_bound(self, bus_id: str) -> bool:
+        return bus_id in self.functions - self.unbound
+
+    def fingerprint(self) -> HostFingerprint:
+        if self.surprises:
+            raise self.surprises.pop()
+        return HostFingerprint(self.hardware, self.version, dict(self.shown))
+
+    def driver(self) -> str:
+        return self.version
+
+
+class Ours:
+    """The instances and MIG modes that this driver made."""
+
+    def __init__(self) -> None:
+        self.slots: set[tuple[int, int]] = set()
+        self.modes: set[str] = set()
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        return tuple(instance for instance in existing if instance.slot not in self.slots)
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        return gpu_uuid in self.modes
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.nvml, self.host = Nvml(), Host()
+        self.changes: list[Inventory | None] = []
+        self.told: list[str] = []
+        self.ours = Ours()
+        self.discovery = Discovery(
+            self.nvml,
+            self.host,
+            lambda: self.changes.append(self.discovery.inventory),
+            lambda: self.told.append("driver"),
+            self.ours,
+            lambda: self.told.append("hardware"),
+        )
+
+    def scan(self) -> Inventory | None:
+        self.discovery.scan_now(5)
+        return self.discovery.inventory
+
+    def look(self) -> bool:
+        """As each second; whether everything was read."""
+        reads = self.discovery._scans_begun
+        self.discovery._look()
+        return self.discovery._scans_begun > reads
+
+
+COMPLETE = inventory(*map(h100, range(3)))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    for name in ("_RETRY_FIRST_S", "_RETRY_MOST_S", "_LOOK_EVERY_S"):
+        monkeypatch.setattr(module, name, 0.005)
+    made = Bench()
+    yield made
+    made.discovery.stop()
+
+
+def eventually(check: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.002)
+
+
+def test_nothing_is_known_before_the_first_scan(bench: Bench) -> None:
+    discovery = bench.discovery
+    assert (discovery.inventory, discovery.state) == (
+        None, NvmlState(False, "devices have not been discovered yet")
+    )  # fmt: skip
+    assert discovery.unavailable() == "devices have not been discovered yet"
+
+
+def test_gpus_get_their_place_from_the_host(bench: Bench) -> None:
+    assert bench.scan() == COMPLETE
+    assert (bench.discovery.state, bench.discovery.unavailable()) == (NvmlState(True, None), None)
+    assert bench.changes == [COMPLETE]
+
+
+def test_gpu_without_a_bus_id_stays_without_a_place(bench: Bench) -> None:
+    lonely = replace(BARE[0], pci_bus_id=None)
+    bench.nvml.inventory = inventory(lonely)
+    bench.host.functions = set()
+    assert bench.scan() == inventory(lonely)
+
+
+def test_change_is_told_only_when_something_changed(bench: Bench) -> None:
+    for _ in range(3):
+        bench.scan()
+    assert len(bench.changes) == 1
+    bench.nvml.inventory = inventory(*BARE[:2])
+    bench.host.functions.remove(BARE[2].pci_bus_id or "")
+    bench.scan()
+    bench.scan()
+    assert bench.changes == [COMPLETE, inventory(*map(h100, range(2)))]
+
+
+def test_node_without_gpus_has_an_empty_inventory(bench: Bench) -> None:
+    bench.nvml.inventory, bench.host.functions = Inventory(VERSIONS), set()
+    assert bench.scan() == Inventory(VERSIONS)
+    assert bench.discovery.state == NvmlState(True, None)
+    assert bench.changes == [Inventory(VERSIONS)]
+
+
+def test_nothing_is_published_when_there_is_no_driver_yet(bench: Bench, logs: list) -> None:
+    bench.nvml.error = NOT_LOADED
+    for _ in range(3):
+        assert bench.scan() is None
+    assert bench.discovery.state == NvmlState(False, str(NOT_LOADED))
+    assert bench.changes == []
+    assert [line["event"] for line in logs] == ["nvml_unavailable"]
+
+
+def test_devices_appear_when_the_driver_does(bench: Bench) -> None:
+    bench.nvml.error = NOT_LOADED
+    bench.discovery.start()
+    eventually(lambda: bench.nvml.opened >= 2)
+    bench.nvml.error = None
+    eventually(lambda: bench.changes == [COMPLETE])
+
+
+def test_devices_are_withdrawn_when_the_driver_is_unloaded_and_come_back(bench: Bench) -> None:
+    bench.scan()
+    bench.nvml.error = NOT_LOADED
+    assert bench.scan() == Inventory(VERSIONS)
+    assert bench.discovery.unavailable() == str(NOT_LOADED)
+    bench.scan()
+    bench.nvml.error = None
+    assert bench.scan() == COMPLETE
+    assert bench.changes == [COMPLETE, Inventory(VERSIONS), COMPLETE]
+
+
+def test_ready_state_is_never_seen_with_the_devices_of_before(bench: Bench) -> None:
+    """Prepare reads both without a lock."""
+    bench.scan()
+    bench.nvml.error = NOT_LOADED
+    bench.scan()
+    bench.nvml.error = None
+    wrong: list[object] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            ready = bench.discovery.unavailable() is None
+            if ready and not (bench.discovery.inventory or Inventory()).gpus:
+                wrong.append(ready)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    states: list[bool] = []
+    original = type(bench.discovery)._log_faults
+
+    def slow(self: Discovery, found: Inventory) -> None:
+        original(self, found)
+        states.append(self.state.ready)
+
+    type(bench.discovery)._log_faults = slow  # type: ignore[method-assign]
+    try:
+        bench.scan()
+    finally:
+        type(bench.discovery)._log_faults = original  # type: ignore[method-assign]
+        stop.set()
+        watcher.join()
+    assert (wrong, states) == ([], [False])
+
+
+def test_pool_is_not_emptied_when_the_bus_has_gpus_that_nvml_does_not_show(bench: Bench) -> None:
+    bench.nvml.inventory = Inventory(VERSIONS)
+    assert bench.scan() is None
+    assert bench.discovery.unavailable() == (
+        "NVML shows no GPU, but the PCI bus has 3 (0000:10:00.0, 0000:11:00.0, 0000:12:00.0); they are not bound "
+        "to the NVIDIA driver (yet): see the kernel log, or wait for the driver's installer"
+    )
+    assert bench.changes == []
+
+
+def test_cause_is_told_when_no_gpu_answers(bench: Bench) -> None:
+    lost = DiscoveryFault("GPU with NVML index 0", "nvmlDeviceGetUUID: the GPU does not answer (GPU is lost)")
+    bench.nvml.inventory = Inventory(VERSIONS, faults=(lost,))
+    assert bench.scan() is None
+    assert bench.discovery.unavailable() == f"no GPU answers NVML: {lost.subject}: {lost.text}"
+
+
+def test_function_that_nvml_does_not_show_is_a_fault_and_hides_no_gpu(bench: Bench, logs: list) -> None:
+    bench.host.functions.add("0000:99:00.0")
+    for _ in range(2):
+        found = bench.scan()
+        assert found is not None
+        assert found.gpus == COMPLETE.gpus
+        assert found.faults == (
+            DiscoveryFault(
+                "PCI function 0000:99:00.0",
+                "is an NVIDIA GPU that NVML does not show; it is bound to another driver, fell off the bus or is "
+                "drained",
+            ),
+        )
+    assert [line["subject"] for line in logs if line["event"] == "discovery_fault"] == [
+        "PCI function 0000:99:00.0"
+    ]
+
+
+def test_fault_is_told_again_when_it_comes_again(bench: Bench, logs: list) -> None:
+    for functions in ({"0000:99:00.0"}, set(), {"0000:99:00.0"}):
+        bench.host.functions = {gpu.pci_bus_id or "" for gpu in BARE} | functions
+        bench.scan()
+    assert [line["event"] for line in logs].count("discovery_fault") == 2
+
+
+def test_everything_is_read_again_when_the_fingerprint_changes(bench: Bench) -> None:
+    bench.discovery.start()
+    eventually(lambda: bench.changes)
+    reads = bench.nvml.reads
+    time.sleep(0.05)
+    assert bench.nvml.reads == reads
+    bench.nvml.inventory, bench.host.hardware = inventory(*BARE[:2]), "two"
+    bench.host.functions.remove(BARE[2].pci_bus_id or "")
+    eventually(lambda: len(bench.changes) == 2)
+    time.sleep(0.05)
+    assert bench.nvml.reads == reads + 1
+
+
+@pytest.mark.parametrize("change", ["fingerprint", "error"])
+def test_everything_is_read_again_when_nvml_itself_changes(bench: Bench, change: str) -> None:
+    """A lost GPU stays in sysfs."""
+    bench.discovery.start()
+    eventually(lambda: bench.changes)
+    bench.nvml.inventory = inventory(*BARE[:2])
+    if change == "fingerprint":
+        bench.nvml.fingerprint = (*bench.nvml.fingerprint[:2], None)
+    else:
+        bench.nvml.error = NOT_LOADED
+        eventually(lambda: bench.discovery.unavailable() is not None)
+        bench.nvml.error = None
+    eventually(lambda: bench.changes[-1] is not None and len(bench.changes[-1].gpus) == 2)
+
+
+def test_node_without_gpus_and_without_a_driver_is_known_to_be_empty(bench: Bench) -> None:
+    bench.nvml.error, bench.host.functions = NOT_LOADED, set()
+    assert bench.scan() == Inventory()
+    assert (bench.discovery.unavailable(), bench.changes) == (None, [Inventory()])
+
+
+def test_everything_is_read_again_when_asked_and_from_time_to_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.discovery.start()
+    eventually(lambda: bench.nvml.reads == 1)
+    bench.discovery.request_rescan()
+    eventually(lambda: bench.nvml.reads == 2)
+    monkeypatch.setattr(module, "_RESCAN_EVERY_S", 0.01)
+    eventually(lambda: bench.nvml.reads >= 4)
+
+
+@pytest.mark.parametrize("where", ["scan", "fingerprint"])
+def test_surprise_does_not_end_the_thread(bench: Bench, logs: list, where: str) -> None:
+    bench.discovery.start()
+    eventually(lambda: bench.changes)
+    if where == "scan":
+        bench.nvml.error = ValueError("a bug")
+        bench.discovery.request_rescan()
+        eventually(lambda: bench.discovery.unavailable() == "discovery failed unexpectedly; see the log")
+        bench.nvml.error = None
+    else:
+        bench.host.surprises = [ValueError("a bug")]
+        eventually(lambda: not bench.host.surprises)
+    eventually(lambda: bench.discovery.unavailable() is None)
+    assert "discovery_failed" in [line["event"] for line in logs]
+    assert bench.discovery.inventory == COMPLETE
+
+
+@pytest.mark.parametrize("error", [NOT_LOADED, RetryableError("initialise NVML: NVML refused access")])
+def test_every_error_of_nvml_becomes_the_state(bench: Bench, error: Exception) -> None:
+    bench.nvml.error = error
+    bench.scan()
+    assert bench.discovery.unavailable() == str(error)
+
+
+def test_stop_closes_nvml_and_ends_the_thread(bench: Bench) -> None:
+    bench.discovery.start()
+    eventually(lambda: bench.changes)
+    bench.discovery.stop()
+    assert not bench.discovery._worker._thread.is_alive()
+    assert bench.nvml.closed == 1
+
+
+# --- the driver, and the hardware ---------------------------------------------------------------------
+
+
+def test_driver_is_loaded_once_however_often_the_hardware_changes(bench: Bench) -> None:
+    """Others' instances are adopted only when the driver was loaded: later they are somebody's work."""
+    bench.scan()
+    assert bench.told == ["driver"]
+    bench.host.hardware = "two"
+    assert bench.look()
+    assert (bench.nvml.opened, bench.told) == (2, ["driver", "hardware"])
+    bench.nvml.error = RetryableError("initialise NVML: unknown error")
+    bench.scan()
+    bench.nvml.error = None
+    bench.scan()
+    assert bench.told == ["driver", "hardware", "hardware"]
+    assert not bench.look()
+
+
+@pytest.mark.parametrize("version", ["570.124.06", "580.95.05"])
+def test_driver_that_went_and_came_is_loaded_again(bench: Bench, version: str) -> None:
+    bench.scan()
+    bench.nvml.error, bench.host.version = DriverGoneError("initialise NVML: not loaded"), ""
+    bench.scan()
+    bench.nvml.error, bench.host.version = None, version
+    bench.scan()
+    assert bench.told == ["driver", "driver"]
+
+
+def test_driver_that_was_replaced_between_two_looks_is_loaded_again(bench: Bench) -> None:
+    bench.scan()
+    bench.host.version = "580.95.05"
+    assert bench.look()
+    assert (bench.nvml.opened, bench.told) == (2, ["driver", "driver"])
+
+
+def test_driver_that_nvml_itself_loads_is_loaded_once(bench: Bench) -> None:
+    bench.host.version = ""
+    bench.nvml.on_open = lambda: setattr(bench.host, "version", "570.124.06")
+    bench.scan()
+    assert not bench.look()
+    assert (bench.nvml.opened, bench.told) == (1, ["driver"])
+
+
+def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench) -> None:
+    bench.scan()
+    bench.host.hardware, bench.nvml.error = "two", NvmlInUseError("a change of a GPU is under way")
+    bench.nvml.nvml_fingerprint = lambda: bench.nvml.fingerprint  # type: ignore[method-assign]
+    for opened in (2, 3):
+        assert bench.look()
+        assert (bench.nvml.opened, bench.discovery.unavailable()) == (opened, None)
+    assert (bench.nvml.reads, bench.told, bench.changes) == (3, ["driver"], [COMPLETE])
+    bench.nvml.error = None
+    assert bench.look()
+    assert (bench.told, bench.look()) == (["driver", "hardware"], False)
+
+
+# --- MIG devices on demand ------------------------------------------------------------------------------
+
+SMALL = tuple(Placement(start, 1) for start in range(7))
+OURS, THEIRS = GpuInstance(7, 19, SMALL[0]), GpuInstance(9, 19, SMALL[3])
+
+
+def cut(number: int, *withheld: GpuInstance, **changes: object) -> Gpu:
+    """A GPU to be cut on demand, as NVML shows it."""
+    partitioning = Partitioning((PlacedProfile(ONE_G, SMALL),), (), withheld)
+    return replace(BARE[number], partitioning=partitioning, **changes)
+
+
+@pytest.fixture
+def cut_bench(bench: Bench) -> Bench:
+    """GPU 1 is cut on demand, the others are not."""
+    bench.nvml.inventory = inventory(BARE[0], cut(1), BARE[2])
+    bench.ours.slots = {OURS.slot}
+    bench.scan()
+    return bench
+
+
+def make(bench: Bench, *instances: GpuInstance, minor: int = 1) -> None:
+    """GPU 1 is in MIG mode with these instances."""
+    uuid = BARE[1].uuid
+    seen = bench.nvml.fingerprint
+    bench.nvml.fingerprint = (seen[0], GpuFingerprint(uuid, minor, (1, 1)), seen[2])
+    bench.host.shown = {minor: tuple(item.gpu_instance_id for item in instances)}
+    bench.nvml.existing[uuid] = (True, instances)
+    bench.nvml.inventory = inventory(BARE[0], cut(1, *instances, mig_enabled=True, minor=minor), BARE[2])
+
+
+def test_our_own_instance_costs_a_look_at_its_gpu_alone(cut_bench: Bench) -> None:
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, OURS, minor=5)
+    assert not cut_bench.look()
+    assert cut_bench.nvml.asked == [BARE[1].uuid]
+    assert not cut_bench.look()
+    assert cut_bench.nvml.asked == [BARE[1].uuid], "what was looked at is known"
+    cut_bench.scan()
+    assert len(cut_bench.changes) == 1, "neither the mode nor the minor number is a change"
+    now = cut_bench.discovery.inventory
+    assert now is not None
+    assert now.gpus[1].minor == 5
+
+
+@pytest.mark.parametrize("instances", [(OURS, THEIRS), (THEIRS,)])
+def test_instance_of_somebody_else_is_read_with_everything(
+    cut_bench: Bench, instances: tuple[GpuInstance, ...]
+) -> None:
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, *instances)
+    assert cut_bench.look()
+    now = cut_bench.discovery.inventory
+    assert now is not None
+    assert now.gpus[1].partitioning is not None
+    assert now.gpus[1].partitioning.withheld == (THEIRS,)
+    cut_bench.host.shown = {1: "a compute instance in somebody else's GPU instance"}
+    assert cut_bench.look()
+
+
+def test_mode_that_somebody_else_switched_on_is_read_with_everything(cut_bench: Bench) -> None:
+    make(cut_bench)
+    assert cut_bench.look()
+    assert len(cut_bench.changes) == 2
+
+
+def test_instances_of_other_gpus_are_read_with_everything(cut_bench: Bench) -> None:
+    reads = cut_bench.nvml.reads
+    for shown in ({0: "of a GPU that is not cut"}, {0: "of it", 42: "of no known GPU"}):
+        cut_bench.host.shown = shown
+        assert cut_bench.look()
+    assert cut_bench.nvml.reads == reads + 2
+    cut_bench.nvml.existing = {BARE[1].uuid: (False, ())}
+    cut_bench.host.shown = {**cut_bench.host.shown, 1: "of a GPU that is cut"}
+    assert not cut_bench.look()
+
+
+def test_failed_look_reads_everything(cut_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
+        raise RetryableError("list the GPU instances: unknown error")
+
+    monkeypatch.setattr(cut_bench.nvml, "read_what_exists", fails)
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, OURS)
+    assert cut_bench.look()
+
+
+@pytest.mark.parametrize("kind", ["unread", "mode"])
+def test_gpu_that_could_not_be_read_once_stays_as_it_was(cut_bench: Bench, kind: str) -> None:
+    """Its own instances would be published as somebody's, and the whole GPU beside them."""
+    cut_bench.ours.modes = {BARE[1].uuid}
+    make(cut_bench, OURS)
+    before = cut_bench.scan()
+    fault = DiscoveryFault(f"GPU {BARE[1].uuid}", "MIG mode: unknown error")
+    blind = replace(
+        BARE[1],
+        mig_enabled=kind == "unread",
+        mig_devices=(mig(1, ONE_G, 0, 1, OURS.gpu_instance_id),),
+    )
+    cut_bench.nvml.inventory = replace(
+        inventory(BARE[0], blind, BARE[2]),
+        faults=(fault,),
+        unread=frozenset({BARE[1].uuid} if kind == "unread" else ()),
+    )
+    after = cut_bench.scan()
+    assert before is not None
+    assert after is not None
+    assert [list(found.by_name) for found in (before, after)] == [list(before.by_name)] * 2
+    assert after.gpus[1].partitioning == before.gpus[1].partitioning
+    assert not after.gpus[1].mig_devices
+
+
+def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(bench: Bench) -> None:
+    bench.ours.slots = {OURS.slot}
+    migs = (mig(1, ONE_G, 0, 1, OURS.gpu_instance_id), mig(1, ONE_G, 3, 1, THEIRS.gpu_instance_id))
+    blind = replace(BARE[1], mig_enabled=True, mig_devices=migs)
+    bench.nvml.inventory = replace(inventory(BARE[0], blind), unread=frozenset({blind.uuid}))
+    found = bench.scan()
+    assert found is not None
+    assert found.gpus[1].mig_devices == migs[1:]
+
+
+def test_gpu_that_could_not_be_read_is_tried_again_sooner(
+    cut_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESCAN_UNREAD_S", 0.01)
+    cut_bench.nvml.inventory = replace(cut_bench.nvml.inventory, unread=frozenset({BARE[1].uuid}))
+    reads = cut_bench.nvml.reads
+    cut_bench.discovery.start()
+    eventually(lambda: cut_bench.nvml.reads >= reads + 3)

@@ -1,0 +1,261 @@
+import errno
+import fcntl
+import random
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import RetryableError, StateError
+from dra_driver.journal import gpu_locks as module
+from dra_driver.journal.gpu_locks import GpuLocks
+from tests.fakes.directories import names
+
+A, B, C = "GPU-a", "GPU-b", "GPU-c"
+HOLDER = """
+import sys
+from pathlib import Path
+from dra_driver.journal.gpu_locks import GpuLocks
+locks = GpuLocks(Path(sys.argv[1]))
+with locks.hold(sys.argv[2:], 5):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> GpuLocks:
+    made = GpuLocks(tmp_path / "locks")
+    made.open()
+    return made
+
+
+def descriptors() -> int:
+    return len(names(Path("/proc/self/fd")))
+
+
+def can_hold(locks: GpuLocks, *uuids: str) -> bool:
+    try:
+        with locks.hold(uuids, 0.02):
+            return True
+    except RetryableError:
+        return False
+
+
+def test_lock_excludes_other_threads_of_the_same_gpu_only(locks: GpuLocks) -> None:
+    with locks.hold([A, B], 1):
+        assert [can_hold(locks, uuid) for uuid in (A, B, C)] == [False, False, True]
+    assert can_hold(locks, A, B, C)
+
+
+def test_lock_excludes_a_second_instance_in_the_same_process(locks: GpuLocks, tmp_path: Path) -> None:
+    second = GpuLocks(tmp_path / "locks")
+    with locks.hold([A], 1):
+        assert (can_hold(second, A), can_hold(second, B)) == (False, True)
+    assert can_hold(second, A)
+
+
+def test_lock_excludes_another_process_and_ends_with_it(locks: GpuLocks, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "locks"), A]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert (can_hold(locks, A), can_hold(locks, B)) == (False, True)
+        process.kill()
+        process.wait()
+        with locks.hold([A], 2):
+            pass
+
+
+def test_lock_is_an_open_file_description_lock(locks: GpuLocks, tmp_path: Path) -> None:
+    with (
+        locks.hold([A], 1),
+        (tmp_path / "locks" / "GPU-a.lock").open("r+") as file,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_busy_gpu_is_named_after_the_timeout(locks: GpuLocks) -> None:
+    with locks.hold([B], 1):
+        started = time.monotonic()
+        with pytest.raises(RetryableError) as caught, locks.hold([A, B], 0.05):
+            pass
+        assert 0.04 < time.monotonic() - started < 20
+    assert str(caught.value) == (
+        "GPU GPU-b is busy with another claim's prepare or unprepare; it will be retried"
+    )
+    assert can_hold(locks, A, B)
+
+
+def test_a_free_gpu_is_not_held_while_a_busy_one_is_waited_for(locks: GpuLocks) -> None:
+    """Something hangs on B. A claim that wants A and B must not keep one that wants A from it, in any order."""
+    held = threading.Event()
+
+    def both() -> None:
+        with locks.hold([A, B, C], 20):
+            held.set()
+
+    waiting = threading.Thread(target=both)
+    with locks.hold([B], 1):
+        waiting.start()
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            for free in (A, C):
+                with locks.hold([free], 0.2):
+                    pass
+        assert not held.is_set()
+    waiting.join(20)
+    assert held.is_set(), "it is had when B is free"
+
+
+def test_free_lock_is_had_when_the_time_is_over_already(locks: GpuLocks) -> None:
+    with locks.hold([A], 0):
+        pass
+    with locks.hold([A], -1):
+        pass
+
+
+def test_nothing_is_locked_when_there_is_no_gpu(locks: GpuLocks, tmp_path: Path) -> None:
+    with locks.hold([], 0):
+        assert names(tmp_path / "locks") == []
+
+
+def test_gpu_named_twice_is_locked_once(locks: GpuLocks) -> None:
+    with locks.hold([A, A], 1):
+        pass
+
+
+def test_lock_is_released_when_the_work_fails(locks: GpuLocks) -> None:
+    with pytest.raises(ZeroDivisionError), locks.hold([A, B], 1):
+        raise ZeroDivisionError
+    assert can_hold(locks, A, B)
+
+
+def test_name_of_a_lock_file_stays_in_the_directory(locks: GpuLocks, tmp_path: Path) -> None:
+    with locks.hold(["../../etc/x", "GPU-ä"], 1):
+        assert names(tmp_path / "locks") == ["GPU-_.lock", "______etc_x.lock"]
+
+
+def test_every_process_takes_the_gpus_in_the_order_of_their_uuids(
+    locks: GpuLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    hold_file = module.hold_file
+
+    def noted(
+        path: Path, among_threads: threading.Lock, deadline: float, what: str, **more: object
+    ) -> object:
+        taken.append(what)
+        return hold_file(path, among_threads, deadline, what, **more)
+
+    monkeypatch.setattr(module, "hold_file", noted)
+    uuids = [f"GPU-{number:02}" for number in range(16)]
+    with locks.hold(random.Random(7).sample(uuids, 16), 1):
+        assert taken == [f"GPU {uuid}" for uuid in uuids]
+
+
+def test_order_of_the_gpus_never_leads_to_a_deadlock(locks: GpuLocks, tmp_path: Path) -> None:
+    second = GpuLocks(tmp_path / "locks")
+    inside: dict[str, int] = dict.fromkeys((A, B, C), 0)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(15):
+            wanted = rng.sample([A, B, C], rng.randint(1, 3))
+            with (locks if seed % 2 else second).hold(wanted, 10):
+                for uuid in wanted:
+                    inside[uuid] += 1
+                    if inside[uuid] != 1:
+                        wrong.append(uuid)
+                for uuid in wanted:
+                    inside[uuid] -= 1
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert (any(thread.is_alive() for thread in threads), wrong) == (False, [])
+
+
+def test_descriptors_do_not_leak_over_a_thousand_acquisitions(locks: GpuLocks, tmp_path: Path) -> None:
+    with locks.hold([A, B], 1):
+        pass
+    before = descriptors()
+    for number in range(1000):
+        if number % 10 == 0:
+            with locks.hold([A], 1), pytest.raises(RetryableError), locks.hold([A, B], 0):
+                pass
+        with locks.hold([A, B], 1):
+            pass
+    assert descriptors() == before
+    assert names(tmp_path / "locks") == ["GPU-a.lock", "GPU-b.lock"]
+
+
+def test_lock_of_the_whole_set_is_given_back_when_the_last_cannot_be_had(locks: GpuLocks) -> None:
+    with locks.hold([C], 1):
+        before = descriptors()
+        assert not can_hold(locks, A, B, C)
+        assert descriptors() == before
+        assert can_hold(locks, A, B)
+
+
+def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StateError) as caught, GpuLocks(tmp_path / "gone").hold([A], 1):
+        pass
+    assert str(caught.value) == (
+        f"cannot open the lock file {tmp_path / 'gone' / 'GPU-a.lock'}: the directory does not exist; "
+        "create it or check the mount"
+    )
+
+
+def test_file_system_without_locks_is_one_sentence(
+    locks: GpuLocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    before = descriptors()
+    with pytest.raises(StateError) as caught, locks.hold([A], 1):
+        pass
+    assert str(caught.value) == f"cannot lock {tmp_path / 'locks' / 'GPU-a.lock'}: No locks available"
+    assert descriptors() == before
+
+
+def test_many_gpus_are_held_at_once(locks: GpuLocks) -> None:
+    with ExitStack() as stack:
+        for number in range(16):
+            stack.enter_context(locks.hold([f"GPU-{number}"], 1))
+        assert not can_hold(locks, "GPU-15")
+
+
+@pytest.mark.parametrize("target", ["GPU-a.lock", "nowhere/at/all", "."])
+def test_a_link_is_set_aside_once_and_one_of_many_holds_the_lock(tmp_path: Path, target: str) -> None:
+    """Whoever of the instances meets it last must not move the file that another one holds."""
+    (tmp_path / "GPU-a.lock").symlink_to(target)
+    instances = [GpuLocks(tmp_path) for _ in range(8)]
+    inside, most = 0, 0
+
+    def work(locks: GpuLocks) -> None:
+        nonlocal inside, most
+        with locks.hold([A], 30):
+            inside += 1
+            most = max(most, inside)
+            inside -= 1
+
+    threads = [threading.Thread(target=work, args=(locks,)) for locks in instances]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (inside, most) == (0, 1)
+    file, aside = sorted(tmp_path.iterdir())
+    assert (file.is_symlink(), aside.is_symlink()) == (False, True)
+    assert (file.name, aside.name.startswith("GPU-a.lock.unreadable-")) == ("GPU-a.lock", True)

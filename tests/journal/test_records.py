@@ -1,0 +1,408 @@
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dra_driver.errors import StateError
+from dra_driver.journal import records as module
+from dra_driver.journal.record_codec import encode
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.record import ClaimRecord
+from tests.fakes import directories
+from tests.fakes.badinode import bad_inode
+from tests.fakes.samples import GPU_0, GPU_1, hold, record
+
+ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
+CORRUPT = {
+    "empty": b"", "zeros": b"\0" * 300, "half": encode(ONE)[:100], "text": b"hello", "other claim": encode(TWO),
+    "deep": b"[" * 200_000,
+}  # fmt: skip
+
+
+def names(directory: Path) -> list[str]:
+    """What is in the directory of records but the name of the boot."""
+    return [name for name in directories.names(directory) if name != ".boot"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RecordStore:
+    made = RecordStore(tmp_path / "claims")
+    made.open("boot-1")
+    return made
+
+
+def other(store: RecordStore) -> RecordStore:
+    """The same directory in the second instance of a rolling update."""
+    return RecordStore(store.directory)
+
+
+def test_record_is_there_until_it_is_deleted(store: RecordStore) -> None:
+    store.save(ONE)
+    store.save(TWO)
+    assert (store.get("uid-1"), store.all()) == (ONE, {"uid-1": ONE, "uid-2": TWO})
+    store.delete("uid-1")
+    store.delete("uid-1")
+    assert (store.get("uid-1"), store.all()) == (None, {"uid-2": TWO})
+    store.delete("uid-2")
+    assert names(store.directory) == []
+
+
+def test_directory_and_files_are_private(store: RecordStore) -> None:
+    store.save(ONE)
+    modes = [path.stat().st_mode & 0o777 for path in (store.directory, store.directory / "uid-1.json")]
+    assert modes == [0o700, 0o600]
+
+
+def test_other_instance_sees_every_change(store: RecordStore) -> None:
+    second = other(store)
+    second.open("boot-1")
+    assert second.all() == {}
+    for changed in (ONE, replace(ONE, phase="preparing"), replace(ONE, boot_id="boot-2"), ONE):
+        store.save(changed)
+        assert (second.get("uid-1"), second.all()) == (changed, {"uid-1": changed})
+    store.delete("uid-1")
+    assert (second.get("uid-1"), second.all()) == (None, {})
+
+
+def test_file_is_parsed_once_while_it_does_not_change(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+    parsed: list[bytes] = []
+    decode = module.decode
+    monkeypatch.setattr(module, "decode", lambda content: parsed.append(content) or decode(content))
+    for _ in range(5):
+        assert store.all() == {"uid-1": ONE}
+    store.save(ONE)
+    store.get("uid-1")
+    assert len(parsed) == 2
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+def test_unreadable_record_is_set_aside_and_the_others_are_served(
+    store: RecordStore, logs: list, content: bytes
+) -> None:
+    store.save(TWO)
+    file = store.directory / "uid-1.json"
+    file.write_bytes(content)
+    assert store.all() == {"uid-2": TWO}
+    (aside,) = store.quarantined()
+    assert (aside.read_bytes(), file.exists()) == (content, False)
+    assert [(line["event"], line["claim_uid"], line["kept_as"]) for line in logs] == [
+        ("record_unreadable", "uid-1", str(aside))
+    ]
+    assert store.get("uid-1") is None
+    assert len(logs) == 1
+    store.save(ONE)
+    assert store.all() == {"uid-1": ONE, "uid-2": TWO}
+    assert store.quarantined() == [aside]
+
+
+def test_directory_in_the_place_of_a_record_is_set_aside(store: RecordStore) -> None:
+    store.save(TWO)
+    (store.directory / "uid-1.json").mkdir()
+    assert store.all() == {"uid-2": TWO}
+    assert len(store.quarantined()) == 1
+
+
+@pytest.mark.timeout(60)  # to read a pipe lasts for ever
+@pytest.mark.parametrize("target", ["uid-1.json", ".", "pipe"])
+def test_link_to_no_file_is_set_aside_and_the_others_are_served(
+    store: RecordStore, logs: list[dict[str, object]], target: str
+) -> None:
+    store.save(TWO)
+    os.mkfifo(store.directory / "pipe")
+    (store.directory / "uid-1.json").symlink_to(target)
+    for _ in range(2):
+        assert store.all() == {"uid-2": TWO}
+    (aside,) = store.quarantined()
+    assert str(aside.readlink()) == target
+    assert [(line["event"], line["kept_as"]) for line in logs] == [("record_unreadable", str(aside))]
+    store.save(ONE)
+    assert store.all() == {"uid-1": ONE, "uid-2": TWO}
+
+
+def test_link_to_nothing_is_no_record(store: RecordStore, logs: list[dict[str, object]]) -> None:
+    store.save(TWO)
+    (store.directory / "uid-1.json").symlink_to("nowhere/at/all")
+    assert (store.all(), store.get("uid-1"), store.quarantined()) == ({"uid-2": TWO}, None, [])
+    store.save(ONE)
+    assert (store.all(), logs) == ({"uid-1": ONE, "uid-2": TWO}, [])
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EPERM, errno.EIO])
+def test_record_that_cannot_be_set_aside_is_told_once_and_protects_what_it_held(
+    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store.save(TWO)
+    file = store.directory / "uid-1.json"
+    file.write_bytes(b"{")
+
+    def refuse(*_paths: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", refuse)
+        for _ in range(2):
+            assert (store.all(), store.quarantined()) == ({"uid-2": TWO}, [file])
+    (line,) = logs
+    assert (line["event"], line["kept_as"]) == ("record_unreadable", str(file))
+    assert "cannot set aside the unreadable claim record" in str(line["reason"])
+    assert store.all() == {"uid-2": TWO}
+    (aside,) = store.quarantined()
+    assert (aside.read_bytes(), len(logs)) == (b"{", 2)
+
+
+@pytest.mark.parametrize("also_link", [False, True])
+def test_bad_inode_keeps_no_other_claim(
+    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, also_link: bool
+) -> None:
+    store.save(ONE)
+    store.save(TWO)
+    bad_inode(monkeypatch, store.directory / "uid-1.json", also_link=also_link)
+    monkeypatch.setattr(os, "scandir", looks_with(Path.stat))
+    for _ in range(2):
+        assert store.all() == {"uid-2": TWO}
+        assert [path.name.partition(".json")[0] for path in store.quarantined()] == ["uid-1"]
+    assert [line["claim_uid"] for line in logs] == ["uid-1"]
+    monkeypatch.undo()
+    assert store.all() == ({"uid-1": ONE, "uid-2": TWO} if also_link else {"uid-2": TWO})
+    assert len(store.quarantined()) == (not also_link)
+
+
+def looks_with(stat: Callable[[Path], os.stat_result]) -> Callable[[Path], object]:
+    """A scandir whose entries ask for a status as paths do."""
+
+    def scandir(directory: Path) -> object:
+        found = [SimpleNamespace(name=path.name, stat=partial(stat, path)) for path in directory.iterdir()]
+        return nullcontext(found)
+
+    return scandir
+
+
+def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(ONE)
+    store.save(TWO)
+    read = Path.read_bytes
+
+    def broken(path: Path) -> bytes:
+        if path.name == "uid-1.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    assert store.all() == {"uid-2": TWO}
+    assert len(store.quarantined()) == 1
+
+
+def test_record_is_not_set_aside_when_the_error_may_pass(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+
+    def exhausted(_path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", exhausted)
+    with pytest.raises(StateError, match=r"cannot read the claim record .*uid-1\.json: Too many open files"):
+        store.all()
+    monkeypatch.undo()
+    assert store.all() == {"uid-1": ONE}
+
+
+def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_meanwhile(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = store.directory / "uid-1.json"
+    file.write_bytes(b"{")
+    decode = module.decode
+
+    def slow(content: bytes) -> ClaimRecord:
+        monkeypatch.setattr(module, "decode", decode)
+        other(store).save(ONE)
+        return decode(content)
+
+    monkeypatch.setattr(module, "decode", slow)
+    store.all()
+    assert (store.get("uid-1"), store.quarantined()) == (ONE, [])
+
+
+def test_unreadable_record_is_set_aside_once_when_many_look_at_it(store: RecordStore, logs: list) -> None:
+    store.save(TWO)
+    (store.directory / "uid-1.json").write_bytes(b"{")
+    barrier = threading.Barrier(8)
+    seen: list[object] = []
+
+    def look() -> None:
+        barrier.wait()
+        try:
+            seen.append(store.all())
+        except Exception as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [{"uid-2": TWO}] * 8
+    assert len(store.quarantined()) == len(logs) == 1
+
+
+def test_other_files_are_no_records(store: RecordStore) -> None:
+    for name in ("README", ".hidden.json", "a b.json", "..json", "uid-1.json.tmp", "x.yaml"):
+        (store.directory / name).write_text("{}")
+    assert (store.all(), store.quarantined()) == ({}, [])
+
+
+def test_abandoned_temporary_files_are_cleared_away_at_the_start(store: RecordStore) -> None:
+    store.save(ONE)
+    old, young = store.directory / ".uid-1.json.aaaa.tmp", store.directory / ".uid-1.json.bbbb.tmp"
+    for path in (old, young):
+        path.touch()
+    hour_ago = time.time() - 3600
+    os.utime(old, (hour_ago, hour_ago))
+    other(store).open("boot-1")
+    assert names(store.directory) == [".uid-1.json.bbbb.tmp", "uid-1.json"]
+
+
+def test_start_succeeds_when_the_other_instance_is_writing(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store.directory / ".uid-1.json.aaaa.tmp").touch()
+    stat = Path.stat
+
+    def gone(path: Path, **options: bool) -> os.stat_result:
+        if path.suffix == ".tmp":
+            path.unlink(missing_ok=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    other(store).open("boot-1")
+
+
+@pytest.mark.parametrize(
+    "uid", ["", ".", "..", "../x", "a/b", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300, "a b"]
+)
+def test_uid_is_refused_when_it_could_lead_elsewhere(store: RecordStore, uid: str) -> None:
+    for call in (store.get, store.delete):
+        with pytest.raises(StateError, match="is not usable as a file name; the claim is refused"):
+            call(uid)
+    with pytest.raises(StateError, match="is not usable as a file name"):
+        store.save(record(hold(GPU_0), uid=uid))
+    assert names(store.directory) == []
+
+
+def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
+    store = RecordStore(tmp_path / "gone")
+    with pytest.raises(StateError) as caught:
+        store.all()
+    assert str(caught.value) == (
+        f"cannot list the claim records in {tmp_path / 'gone'}: the directory does not exist; "
+        "create it or check the mount"
+    )
+    assert (store.get("uid-1"), store.quarantined()) == (None, [])
+    store.delete("uid-1")
+    with pytest.raises(StateError, match=r"cannot write .*: the directory does not exist"):
+        store.save(ONE)
+
+
+def test_start_fails_with_one_sentence_when_a_file_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "claims").touch()
+    with pytest.raises(
+        StateError, match=r"cannot create the directory .*/claims: a file is in its place; remove it"
+    ):
+        RecordStore(tmp_path / "claims").open("boot-1")
+
+
+def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
+    store: RecordStore, logs: list[dict[str, object]]
+) -> None:
+    store.save(ONE)
+    for name in ("empty", "zeros", "half"):
+        (store.directory / f"{name}.json").write_bytes(CORRUPT[name])
+    (store.directory / "other.json").write_bytes(encode(TWO))
+    again = other(store)
+    again.open("boot-2")
+    assert names(store.directory) == ["other.json", "uid-1.json"], "what can be read stays, right or wrong"
+    assert [(line["event"], line["log_level"]) for line in logs] == [("record_torn", "info")] * 3
+    (store.directory / "uid-9.json").write_bytes(CORRUPT["half"])
+    again.open("boot-2")
+    assert again.all() == {"uid-1": ONE}
+    assert len(again.quarantined()) == 2, "in the same boot nobody knows what it protects"
+
+
+def test_first_start_of_all_removes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "uid-1.json").touch()
+    RecordStore(tmp_path).open("boot-1")
+    assert names(tmp_path) == ["uid-1.json"]
+
+
+def test_disk_that_takes_nothing_keeps_no_driver_from_starting(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+    really = os.open
+
+    def read_only(path: str, flags: int, *more: int, **options: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return really(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    again = other(store)
+    again.open("boot-2")
+    monkeypatch.undo()
+    assert again.all() == {"uid-1": ONE}
+
+
+def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
+    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(ONE)
+    (store.directory / "torn.json").touch()
+    old = store.directory / ".x.json.1-1.tmp"
+    old.touch()
+    os.utime(old, (1, 1))
+
+    def read_only(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    again = other(store)
+    for name in ("unlink", "rename", "replace"):
+        monkeypatch.setattr(Path, name, read_only)
+    again.open("boot-2")
+    assert [line["event"] for line in logs] == [], "what was not removed is not told to be"
+    assert again.all() == {"uid-1": ONE}
+    assert [line["event"] for line in logs] == ["record_unreadable"]
+
+
+def test_failed_save_keeps_the_old_record(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(ONE)
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StateError, match=r"cannot write .*uid-1\.json: the disk is full; free some space"):
+        store.save(replace(ONE, phase="preparing"))
+    monkeypatch.undo()
+    assert (store.get("uid-1"), names(store.directory)) == (ONE, ["uid-1.json"])
+
+
+def test_delete_is_durable(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(ONE)
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    store.delete("uid-1")
+    assert synced == [str(store.directory)]

@@ -1,0 +1,472 @@
+"""The process dies after every change of a creation and of a destruction; the next instance ends where an
+uninterrupted one would."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import NvmlTransientError
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.preparing import Crash
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPU with its MIG mode before, a profile, and how many changes a Prepare and an Unprepare make."""
+
+    machine: str
+    mode: bool
+    profile: str
+    start: int
+
+    @property
+    def prepare(self) -> int:
+        return 7 if self.mode else 9
+
+    @property
+    def unprepare(self) -> int:
+        return 4 if self.mode else 6
+
+
+CASES = {
+    "A100": Case("dgx-a100-40gb", True, "3g.20gb", 4),
+    "H100": Case("dgx-h100", False, "1g.10gb", 3),
+    "B200": Case("dgx-b200", False, "2g.45gb", 2),
+    "A30": Case("a30-4", True, "2g.12gb", 2),
+    "RTX PRO 6000": Case("rtx-pro-6000-8", False, "1g.24gb+gfx", 1),
+}
+EVERY_PREPARE = [(name, changes) for name, case in CASES.items() for changes in range(1, case.prepare + 1)]
+EVERY_UNPREPARE = [
+    (name, changes) for name, case in CASES.items() for changes in range(1, case.unprepare + 1)
+]
+
+
+@pytest.fixture(scope="module")
+def machines(make_memory_path: Callable[[], Path]) -> Iterator[Callable[[str], SimulatedNode]]:
+    """Each machine once, since rendering one takes longer than a test."""
+    made: dict[str, SimulatedNode] = {}
+
+    def one(name: str) -> SimulatedNode:
+        if name not in made:
+            made[name] = SimulatedNode(name, make_memory_path())
+        return made[name]
+
+    yield one
+    for node in made.values():
+        node.close()
+
+
+@pytest.fixture
+def fresh(machines: Callable[[str], SimulatedNode], tmp_path: Path) -> Callable[[Case], MigNode]:
+    """A node on which nothing was done yet."""
+    count = 0
+
+    def one(case: Case) -> MigNode:
+        nonlocal count
+        count += 1
+        simulated = machines(case.machine)
+        make_idle(simulated, mig_mode=case.mode)
+        return MigNode(simulated, tmp_path / str(count))
+
+    return one
+
+
+def wanted(node: MigNode, case: Case):
+    return node.wanted(case.profile, case.start)
+
+
+def die_in(node: MigNode, call: Callable[[], object], changes: int) -> MigNode:
+    with node.dying_after(changes), pytest.raises(Crash):
+        call()
+    return node.restarted()
+
+
+def dead_prepare(fresh, case: Case, changes: int) -> MigNode:
+    node = fresh(case)
+    return die_in(node, lambda: node.prepare(wanted(node, case)), changes)
+
+
+def dead_unprepare(fresh, case: Case, changes: int) -> MigNode:
+    node = fresh(case)
+    node.prepare(wanted(node, case))
+    return die_in(node, node.unprepare, changes)
+
+
+def untouched(case: Case) -> tuple[object, ...]:
+    return (case.mode, []), set(), set(), {}
+
+
+@pytest.fixture(scope="module")
+def known_ends() -> dict[Case, tuple[object, ...]]:
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(
+    fresh: Callable[[Case], MigNode], known_ends: dict[Case, tuple[object, ...]]
+) -> Callable[[Case], tuple[object, ...]]:
+    """Where a Prepare ends that nothing interrupts; it is asked for before the node that is interrupted."""
+
+    def end(case: Case) -> tuple[object, ...]:
+        if case not in known_ends:
+            node = fresh(case)
+            node.prepare(wanted(node, case))
+            known_ends[case] = node.state()
+        return known_ends[case]
+
+    return end
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_matrix_covers_every_change(fresh, name: str) -> None:
+    case = CASES[name]
+    node = fresh(case)
+    node.prepare(wanted(node, case))
+    mode = [] if case.mode else ["own_mode", "set_mode"]
+    made = ["save", "create", "save", "create_compute", "save"]
+    assert node.countdown.done == ["save", *mode, *made, "save"]
+    assert len(node.countdown.done) == case.prepare
+    (_, instances), entries, modes, _ = node.state()
+    assert [(start, computes) for _, _, start, computes in instances] == [(case.start, 1)]
+    assert [(entry[1], entry[-1]) for entry in entries] == [("created", True)]
+    assert len(modes) == (0 if case.mode else 1)
+    node.countdown.done.clear()
+    node.unprepare()
+    mode = [] if case.mode else ["set_mode", "disown_mode"]
+    assert node.countdown.done == ["destroy_compute", "destroy", "delete", *mode, "delete"]
+    assert len(node.countdown.done) == case.unprepare
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
+def test_prepare_ends_the_same_when_the_one_before_died(
+    fresh, uninterrupted, name: str, changes: int
+) -> None:
+    case = CASES[name]
+    expected = uninterrupted(case)
+    node = dead_prepare(fresh, case, changes)
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+    node.unprepare()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
+def test_unprepare_ends_empty_when_the_prepare_before_died(fresh, name: str, changes: int) -> None:
+    case = CASES[name]
+    node = dead_prepare(fresh, case, changes)
+    node.unprepare()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
+def test_a_start_clears_up_when_no_record_speaks_of_what_is_there(fresh, name: str, changes: int) -> None:
+    case = CASES[name]
+    node = dead_prepare(fresh, case, changes)
+    node.records.delete("uid-1")
+    node.collector.look()
+    assert node.state() == untouched(case)
+    assert node.collector.stuck() == {}
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
+def test_a_start_keeps_what_a_record_speaks_of(fresh, uninterrupted, name: str, changes: int) -> None:
+    case = CASES[name]
+    expected = uninterrupted(case)
+    node = dead_prepare(fresh, case, changes)
+    before = node.state()
+    node.collector.look()
+    assert node.state() == before
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_UNPREPARE)
+def test_unprepare_ends_empty_when_the_one_before_died(fresh, name: str, changes: int) -> None:
+    case = CASES[name]
+    node = dead_unprepare(fresh, case, changes)
+    node.unprepare()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_UNPREPARE)
+def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(
+    fresh, uninterrupted, name: str, changes: int
+) -> None:
+    case = CASES[name]
+    expected = uninterrupted(case)
+    node = dead_unprepare(fresh, case, changes)
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+
+
+@pytest.mark.parametrize(("name", "changes"), EVERY_UNPREPARE)
+def test_a_start_goes_on_with_a_destruction_when_the_record_is_lost(fresh, name: str, changes: int) -> None:
+    case = CASES[name]
+    node = dead_unprepare(fresh, case, changes)
+    node.records.delete("uid-1")
+    node.collector.look()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize(("name", "changes"), [case for case in EVERY_PREPARE if case[0] == "H100"])
+def test_other_claims_get_the_place_of_a_dead_prepare(fresh, name: str, changes: int) -> None:
+    """The kubelet unprepares the dead one; a bigger device that covers its slot fits then."""
+    case = CASES[name]
+    node = dead_prepare(fresh, case, changes)
+    node.unprepare()
+    node.prepare(node.wanted("7g.80gb", 0), uid="uid-2")
+    assert [row[1:] for row in node.on_gpu()[1]] == [(0, 0, 1)]
+
+
+@pytest.mark.parametrize("second", range(1, 10, 2))
+@pytest.mark.parametrize("first", range(2, 9, 2))
+def test_second_prepare_may_die_as_well(fresh, uninterrupted, first: int, second: int) -> None:
+    case = CASES["H100"]
+    expected = uninterrupted(case)
+    node = dead_prepare(fresh, case, first)
+    with node.dying_after(second):
+        try:
+            node.prepare(wanted(node, case))
+        except Crash:
+            node = node.restarted()
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+    node.unprepare()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize("changes", [1, 2, 3])
+def test_repair_of_a_device_without_compute_instance_may_die(fresh, uninterrupted, changes: int) -> None:
+    case = CASES["H100"]
+    expected = uninterrupted(case)
+    node = dead_unprepare(fresh, case, 1)
+    node = die_in(node, lambda: node.prepare(wanted(node, case)), changes)
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+    node.unprepare()
+    assert node.state() == untouched(case)
+
+
+@pytest.mark.parametrize("changes", range(1, 6))
+def test_a_start_that_dies_while_it_clears_up_is_gone_on_with(fresh, changes: int) -> None:
+    case = CASES["H100"]
+    node = fresh(case)
+    node.prepare(wanted(node, case))
+    node = node.restarted()
+    node.records.delete("uid-1")
+    node = die_in(node, node.collector.look, changes)
+    node.collector.look()
+    assert node.state() == untouched(case)
+
+
+# --- refused first -----------------------------------------------------------------------------
+
+CREATIONS = {
+    "GPU": "nvmlDeviceCreateGpuInstanceWithPlacement",
+    "compute": "nvmlGpuInstanceCreateComputeInstance",
+}
+REFUSED_CHANGES = {("GPU", False): 8, ("GPU", True): 4, ("compute", False): 11, ("compute", True): 7}
+"""How many changes a try makes and takes back: with which refusal, on a GPU whose MIG mode was on before or not."""
+
+
+def refused_once(fresh, case: Case, what: str) -> MigNode:
+    node = fresh(case)
+    node.machine.set_fault(CREATIONS[what], code="insufficient-resources", count=1)
+    return node
+
+
+@pytest.mark.parametrize("what", CREATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_refused_try_ends_as_if_it_never_was(fresh, uninterrupted, name: str, what: str) -> None:
+    case = CASES[name]
+    expected = uninterrupted(case)
+    node = refused_once(fresh, case, what)
+    with pytest.raises(NvmlTransientError):
+        node.prepare(wanted(node, case))
+    assert len(node.countdown.done) == REFUSED_CHANGES[what, case.mode]
+    assert node.state() == untouched(case)
+    node.prepare(wanted(node, case))
+    assert node.state() == expected
+
+
+# --- refused and tried again within a call, with a device that is finished before ----------------
+
+SIBLINGS = {"H100": ("1g.10gb", 6), "A30": ("1g.6gb", 0)}
+REFUSED_CREATIONS = {"GPU": "create", "compute": "create_compute"}
+FIRST_TRY = {"GPU": 8, "compute": 11}
+"""How many changes a try makes until it waits, on a GPU whose MIG mode was on before."""
+NEXT_TRY = 6
+ROLL_BACK = 4
+
+
+def mode_changes(name: str) -> int:
+    return 0 if CASES[name].mode else 2
+
+
+EVERY_PAIR = [(name, what) for name in SIBLINGS for what in REFUSED_CREATIONS]
+EVERY_CHANGE_OF_TWO_TRIES = [
+    (name, what, changes)
+    for name, what in EVERY_PAIR
+    for changes in range(1, FIRST_TRY[what] + mode_changes(name) + NEXT_TRY + 1)
+]
+
+
+class PairNode:
+    """A node on which the second device of a claim is refused once."""
+
+    def __init__(self, node: MigNode, name: str, what: str) -> None:
+        self.node = node
+        self.name = name
+        self._calls = 0
+        self._make = getattr(node.hardware, REFUSED_CREATIONS[what])
+        setattr(node.hardware, REFUSED_CREATIONS[what], self._refusing)
+
+    def _refusing(self, *arguments: Any) -> Any:
+        self._calls += 1
+        if self._calls == 2:
+            raise NvmlTransientError("Insufficient Resources")
+        return self._make(*arguments)
+
+    def try_(self, node: MigNode | None = None) -> None:
+        node = node or self.node
+        case = CASES[self.name]
+        sibling = node.wanted(*SIBLINGS[self.name])
+        node.prepare(sibling, "uid-1", wanted(node, case), tries_again=True)
+
+    def try_twice(self) -> None:
+        with pytest.raises(NvmlTransientError):
+            self.try_()
+        self.try_()
+
+    def give_up(self) -> None:
+        record = self.node.records.get("uid-1")
+        assert record is not None
+        self.node.executor.roll_back(record)
+
+
+@pytest.fixture
+def pair(fresh) -> Callable[[str, str], PairNode]:
+    return lambda name, what: PairNode(fresh(CASES[name]), name, what)
+
+
+@pytest.mark.parametrize(("name", "what"), EVERY_PAIR)
+def test_next_try_goes_on_where_the_refused_one_stopped(pair, name: str, what: str) -> None:
+    ends = []
+    for is_refused in (False, True):
+        refused = pair(name, what)
+        if is_refused:
+            with pytest.raises(NvmlTransientError):
+                refused.try_()
+            done = refused.node.countdown.done
+            assert len(done) == FIRST_TRY[what] + mode_changes(name)
+            (is_on, instances), entries, modes, records = refused.node.state()
+            assert (is_on, [row[3] for row in instances], len(entries), len(modes)) == (
+                True, [1], 1, mode_changes(name) // 2,
+            )  # fmt: skip
+            assert [record.phase for record in records.values()] == ["preparing"]
+            done.clear()
+            refused.try_()
+            assert done == ["save", "create", "save", "create_compute", "save", "save"]
+            assert len(done) == NEXT_TRY
+        else:
+            refused._calls = 2
+            refused.try_()
+        ends.append(refused.node.state())
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
+def test_death_in_or_between_two_tries_is_gone_on_with(pair, name: str, what: str, changes: int) -> None:
+    """The next Prepare ends where an uninterrupted one does, a start before it changes nothing; the Unprepare after
+    that, or instead, leaves nothing, and so does a start without the record."""
+    expected = pair(name, what)
+    expected.try_twice()
+    end = expected.node.state()
+    refused = pair(name, what)
+    node = die_in(refused.node, refused.try_twice, changes)
+    before = node.state()
+    node.collector.look()
+    assert node.state() == before
+    refused.try_(node)
+    assert node.state() == end
+    node.unprepare()
+    assert node.state() == untouched(CASES[name])
+
+
+@pytest.mark.parametrize("is_start", [False, True], ids=["unprepare", "start"])
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
+def test_death_in_or_between_two_tries_is_cleared_away(
+    pair, name: str, what: str, changes: int, is_start: bool
+) -> None:
+    refused = pair(name, what)
+    node = die_in(refused.node, refused.try_twice, changes)
+    if is_start:
+        node.records.delete("uid-1")
+        node.collector.look()
+    else:
+        node.unprepare()
+    assert node.state() == untouched(CASES[name])
+
+
+@pytest.mark.parametrize("follows", ["prepare", "unprepare", "start"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [(name, changes) for name in SIBLINGS for changes in range(1, ROLL_BACK + mode_changes(name) + 2)],
+)
+def test_death_while_it_gives_up_is_gone_on_with(pair, name: str, changes: int, follows: str) -> None:
+    refused = pair(name, "GPU")
+    with pytest.raises(NvmlTransientError):
+        refused.try_()
+    if changes > ROLL_BACK + mode_changes(name):
+        refused.give_up()
+        assert refused.node.state() == untouched(CASES[name])
+        return
+    node = die_in(refused.node, refused.give_up, changes)
+    if follows == "prepare":
+        refused.try_(node)
+        assert [row[3] for row in node.on_gpu()[1]] == [1, 1]
+    elif follows == "start":
+        node.records.delete("uid-1")
+        node.collector.look()
+    node.unprepare()
+    assert node.state() == untouched(CASES[name])
+
+
+def killed_after(node: MigNode, call: Callable[[], object], changes: int) -> None:
+    """Run in a process of its own, which is killed after so many changes."""
+    child = os.fork()
+    if child == 0:
+        try:
+            node.countdown.die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            node.countdown.left = changes
+            call()
+        finally:
+            os._exit(9)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("changes", [3, 5, 7])
+def test_a_killed_process_holds_no_lock_and_leaves_nothing_half_written(
+    fresh, uninterrupted, changes: int
+) -> None:
+    case = CASES["H100"]
+    expected = uninterrupted(case)
+    node = fresh(case)
+    killed_after(node, lambda: node.prepare(wanted(node, case)), changes)
+    following = node.restarted()
+    following.prepare(wanted(following, case))
+    assert following.state() == expected
+    killed_after(following, following.unprepare, changes // 2)
+    last = following.restarted()
+    last.unprepare()
+    assert last.state() == untouched(case)

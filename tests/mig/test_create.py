@@ -1,0 +1,907 @@
+"""MIG devices made and destroyed on a simulated GPU: what may be in the way, and what is never touched."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DeviceBusyError,
+    DeviceLostError,
+    DraDriverError,
+    NotSupportedError,
+    NvmlUnavailableError,
+    RetryableError,
+    StateError,
+)
+from dra_driver.host.mig_caps import MigCaps
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance, MigDevice, Partitioning, Placement
+from dra_driver.model.plan import Plan
+from dra_driver.model.steps import WriteCdiSpec
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.preparing import in_threads
+from tests.fakes.samples import claim, hold, record
+
+UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
+ONE_G_AT_3 = (10, 19, 3, 1)
+HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
+
+
+@pytest.fixture
+def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
+    make_idle(h100, mig_mode=False)
+    return MigNode(h100, tmp_path)
+
+
+@pytest.fixture
+def small(node: MigNode):
+    return node.wanted("1g.10gb", 3)
+
+
+def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
+    node.machine.hold_gpu(0, 4711, "python3", gpu_instance=gpu_instance, compute_instance=0)
+
+
+# --- creation ----------------------------------------------------------------------------------
+
+
+def test_created_device_is_known_with_everything(node: MigNode, small) -> None:
+    node.prepare(small)
+    made = node.ownership.created_instance(small.name)
+    assert made is not None
+    (instance,) = node.machine.gpu(0).instances
+    assert (made.gpu_instance_id, made.compute_instance_id, made.uuid, made.gpu_minor) == (
+        instance.id,
+        instance.compute[0].id,
+        instance.compute[0].uuid,
+        0,
+    )
+    assert node.told == [("create", small.name, None)]
+    assert node.ownership.created_instance("gpu-9") is None
+
+
+def test_second_prepare_changes_and_writes_nothing(node: MigNode, small) -> None:
+    node.prepare(small)
+    before = node.state()
+    node.countdown.done.clear()
+    node.prepare(small)
+    assert (node.state(), node.countdown.done) == (before, [])
+    assert node.told == [("create", small.name, None)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlDeviceSetMigMode", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance",
+     "nvmlGpuInstanceGetInfo", "nvmlDeviceGetMinorNumber"],
+)  # fmt: skip
+@pytest.mark.parametrize("code", ["insufficient-resources", "unknown", "in-use"])
+def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code: str) -> None:
+    node.machine.set_fault(function, code=code, count=1)
+    with pytest.raises((RetryableError, ClaimRefusedError)):
+        node.prepare(small)
+    assert node.devices.expects_late_instances == (
+        code == "unknown" and "GpuInstance" in function and "Compute" not in function
+    )
+    if node.devices.expects_late_instances:
+        node.clock.now += 30
+        node.collector.look()
+    assert node.state() == UNTOUCHED
+    assert [(kind, error is None) for kind, _, error in node.told if kind == "create"] == [("create", False)]
+    node.prepare(small)
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_full_disk_leaves_nothing_behind(
+    node: MigNode, small, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, calls = node.ledger.save, iter(range(1, 10))
+
+    def full(entry: Any, **options: Any) -> None:
+        if next(calls) >= number:
+            raise StateError("cannot write: the disk is full")
+        save(entry, **options)
+
+    monkeypatch.setattr(node.ledger, "save", full)
+    with pytest.raises(StateError, match="the disk is full"):
+        node.prepare(small)
+    monkeypatch.undo()
+    assert node.state() == UNTOUCHED
+
+
+def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode, small) -> None:
+    node.machine.set_fault("nvmlGpuInstanceCreateComputeInstance", code="unknown", count=1)
+    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown")
+    with pytest.raises(RetryableError, match="create a compute instance"):
+        node.devices.create(node.step(small))
+    entry = node.ledger.get(small.name)
+    assert entry is not None
+    assert (entry.phase, node.left_over > 0) == ("orphan", True)
+    existing = node.hardware.instances(*node.address)
+    assert node.ownership.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
+    node.collector.look()
+    assert "destroy GPU instance 10" in node.collector.stuck()[small.name]
+    node.machine.clear_faults()
+    node.clock.now += 1
+    node.collector.look()
+    assert (node.state(), node.collector.stuck(), node.changes) == (UNTOUCHED, {}, 2)
+
+
+def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> None:
+    node.machine.set_fault("nvmlGpuInstanceCreateComputeInstance", code="driver-not-loaded")
+    node.machine.set_fault("nvmlGpuInstanceDestroy", code="driver-not-loaded")
+    with pytest.raises(NvmlUnavailableError):
+        node.prepare(small)
+    assert node.records.all() == {}, "the rollback counts as done: instances vanish with the driver"
+    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
+    node.machine.clear_faults()
+    node.machine.load_driver()
+    node.simulated.session.reopen()
+    node.restarted().collector.look()
+    assert node.state() == UNTOUCHED
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_device_is_not_given_up_while_nvml_is_only_initialised_anew(
+    node: MigNode, small, tmp_path: Path, is_gone: bool
+) -> None:
+    node.prepare(small)
+    if is_gone:
+        node.steps._proc = str(tmp_path)
+    node.simulated.session.close()
+    if is_gone:
+        node.unprepare()
+        assert node.records.all() == {}
+    else:
+        with pytest.raises(NvmlUnavailableError):
+            node.unprepare()
+        assert list(node.records.all()) == ["uid-1"]
+        assert node.ledger.is_leaving(small.name)
+    assert node.left_over
+    node.simulated.session.open()
+    node.unprepare()
+    node.collector.look()
+    assert node.state() == UNTOUCHED
+
+
+def test_whole_step_is_done_within_one_operation(node: MigNode, small) -> None:
+    depth: list[str] = []
+
+    @contextmanager
+    def operation() -> Iterator[None]:
+        depth.append("begin")
+        before = list(node.countdown.done)
+        yield
+        depth.append(f"end after {[name for name in node.countdown.done[len(before) :] if name in HARDWARE]}")
+
+    node.steps._operation = operation
+    node.prepare(small)
+    node.unprepare()
+    assert depth == [
+        "begin", "end after ['set_mode', 'create', 'create_compute']",
+        "begin", "end after ['destroy_compute', 'destroy', 'set_mode']",
+    ]  # fmt: skip
+
+
+def test_slot_taken_at_the_last_moment_is_left_to_who_took_it(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.machine.set_mig_mode(0, True)
+    create = node.hardware.create
+
+    def late(*arguments: Any) -> int:
+        node.machine.create_mig(0, "1g.10gb", 3)
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", late)
+    with pytest.raises(RetryableError, match="the driver has no room there"):
+        node.prepare(small)
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+    assert node.state()[1:] == UNTOUCHED[1:]
+
+
+def test_busy_gpu_keeps_its_mode_and_the_mode_stays_nobodys(node: MigNode, small) -> None:
+    node.machine.hold_gpu(0, 4711, "python3")
+    with pytest.raises(DeviceBusyError, match="4711"):
+        node.prepare(small)
+    assert node.state() == UNTOUCHED
+
+
+def test_ampere_gpu_does_not_change_its_mode_with_the_next_reset(tmp_path: Path) -> None:
+    a100 = SimulatedNode("dgx-a100-40gb", tmp_path / "machine")
+    try:
+        make_idle(a100, mig_mode=False)
+        node = MigNode(a100, tmp_path)
+        node.machine.hold_gpu(0, 4711, "python3")
+        with pytest.raises(DeviceBusyError):
+            node.prepare(node.wanted("1g.5gb", 3))
+        assert (node.state(), node.machine.gpu(0).mig_pending) == (UNTOUCHED, 0)
+    finally:
+        a100.close()
+
+
+def test_gpu_without_mig_is_refused(tmp_path: Path) -> None:
+    t4 = SimulatedNode("t4-4", tmp_path / "machine")
+    try:
+        t4.session.open()
+        node = MigNode(t4, tmp_path)
+        with pytest.raises(ClaimRefusedError, match="has no MIG"):
+            node.devices.mode.enter(node.address)
+        assert node.ledger.owned_modes() == {}
+    finally:
+        t4.close()
+
+
+# --- somebody else's ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "start"), [("1g.10gb", 3), ("2g.20gb", 2), ("7g.80gb", 0)])
+def test_foreign_instance_is_named_and_left_alone(node: MigNode, small, profile: str, start: int) -> None:
+    node.machine.set_mig_mode(0, True)
+    number, *_ = node.machine.create_mig(0, profile, start)
+    before = node.on_gpu()
+    with pytest.raises(
+        ClaimRefusedError, match=rf"needs GPU instance {number} .* which somebody else made .* left alone"
+    ):
+        node.prepare(small)
+    node.collector.look()
+    assert node.on_gpu() == before
+    assert node.state()[1:] == UNTOUCHED[1:]
+
+
+def test_mode_that_somebody_else_switched_on_stays_on(node: MigNode, small) -> None:
+    node.machine.set_mig_mode(0, True)
+    node.prepare(small)
+    node.unprepare()
+    assert node.state() == ((True, []), set(), set(), {})
+
+
+def test_mode_stays_on_while_somebody_elses_instance_is_there(node: MigNode, small) -> None:
+    node.prepare(small)
+    number, *_ = node.machine.create_mig(0, "1g.10gb", 0)
+    node.unprepare()
+    assert node.on_gpu() == (True, [(number, 19, 0, 1)])
+    node.collector.look()
+    assert len(node.ledger.owned_modes()) == 1
+    node.machine.destroy_mig(0, number)
+    node.collector.look()
+    assert node.state() == UNTOUCHED
+
+
+@pytest.mark.parametrize("has_compute", [True, False])
+def test_hand_remade_instance_is_neither_used_nor_destroyed(
+    node: MigNode, small, *, has_compute: bool, logs: list
+) -> None:
+    node.prepare(small)
+    node.machine.destroy_mig(0, 10)
+    if has_compute:
+        node.machine.create_mig(0, "1g.10gb", 3)
+    else:
+        entry = node.ledger.get(small.name)
+        assert entry is not None
+        node.hardware.create(*node.address, 19, Placement(3, 1))
+        node.ledger.save(replace(entry, gpu_instance_id=11))
+    before = node.on_gpu()
+    with pytest.raises(ClaimRefusedError, match="is not the one that this driver made"):
+        node.prepare(small)
+    assert node.records.get("uid-1") is not None, "a claim that was prepared keeps what it has"
+    node.unprepare()
+    assert node.on_gpu() == before
+    assert node.ledger.all() == {}
+    assert "mig_device_remade" in [line["event"] for line in logs]
+
+
+def test_instance_destroyed_by_hand_is_made_again(node: MigNode, small) -> None:
+    node.prepare(small)
+    before = node.ownership.created_instance(small.name)
+    node.machine.destroy_mig(0, 10)
+    node.prepare(small)
+    after = node.ownership.created_instance(small.name)
+    assert before is not None
+    assert after is not None
+    assert after.uuid != before.uuid
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+    node.machine.destroy_mig(0, 10)
+    node.unprepare()
+    assert node.state() == UNTOUCHED
+
+
+def test_compute_instance_destroyed_by_hand_is_made_again(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.hardware.destroy_compute(*node.address, 10, 0)
+    node.prepare(small)
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+    assert [row[-1] for row in node.state()[1]] == [True], "the ledger has the new UUID"
+
+
+def test_own_instances_are_sorted_from_others(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.machine.create_mig(0, "2g.20gb", 0)
+    seen = node.hardware.instances(*node.address)
+    foreign = tuple(item for item in seen if item.profile_id == 14)
+    assert len(seen) == 2
+    assert node.ownership.foreign_instances(node.gpu_uuid, seen) == foreign
+    assert node.restarted().ownership.foreign_instances(node.gpu_uuid, seen) == foreign
+    assert node.restarted(boot_id="boot-2").ownership.foreign_instances(node.gpu_uuid, seen) == seen
+    node.unprepare()
+    assert node.ownership.foreign_instances(node.gpu_uuid, seen) == foreign, (
+        "the look began before the removal"
+    )
+    node.clock.now += 31
+    assert node.ownership.foreign_instances(node.gpu_uuid, seen) == seen
+    assert node.ownership.foreign_instances("GPU-other", [GpuInstance(10, 19, Placement(3, 1))]) != ()
+
+
+# --- other claims ------------------------------------------------------------------------------
+
+
+def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
+    node.prepare(small)
+    uuid = node.ownership.created_instance(small.name)
+    node.prepare(small, uid="uid-2")
+    assert node.ownership.created_instance(small.name) == uuid
+    node.unprepare()
+    assert node.ownership.created_instance(small.name) == uuid
+    node.unprepare("uid-2")
+    assert node.state() == UNTOUCHED
+
+
+def test_device_of_a_claim_whose_record_was_lost_is_kept(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.records.delete("uid-1")
+    node.lost = (small.name,)
+    node.collector.look()
+    with pytest.raises(RetryableError, match="of a claim whose record was lost"):
+        node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+    node.lost = ()
+    node.collector.look()
+    assert node.state() == UNTOUCHED
+
+
+def test_overlapping_device_of_another_claim_is_waited_for(node: MigNode, small) -> None:
+    node.prepare(small)
+    with pytest.raises(RetryableError, match=r"of claim default/claim-uid-1 \(UID uid-1\); it is retried"):
+        node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def test_overlapping_orphan_makes_room(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.records.delete("uid-1")
+    node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
+    assert [row[1:] for row in node.on_gpu()[1]] == [(9, 0, 1)]
+    assert "set_mode" not in node.countdown.done[10:], "the mode stays on in between"
+
+
+def test_orphan_of_the_device_itself_is_never_used_again(node: MigNode, small) -> None:
+    node.prepare(small)
+    uuid = node.ownership.created_instance(small.name)
+    node.devices.abandon(small.name)
+    hold_instance(node)
+    with pytest.raises(DeviceBusyError):
+        node.prepare(small, uid="uid-2")
+    node.machine.release_gpu(0)
+    node.prepare(small, uid="uid-2")
+    assert node.ownership.created_instance(small.name) not in (None, uuid)
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def test_many_devices_on_one_gpu_come_and_go(node: MigNode) -> None:
+    wanted = [node.wanted("1g.10gb", start) for start in range(7)]
+    answers = in_threads(*(lambda item=item: node.prepare(item, uid=f"uid-{item.name}") for item in wanted))
+    assert [error for error in answers if isinstance(error, BaseException)] == []
+    assert node.on_gpu() == (True, [(7 + start, 19, start, 1) for start in range(7)])
+    in_threads(*(lambda item=item: node.unprepare(f"uid-{item.name}") for item in wanted))
+    assert node.state() == UNTOUCHED
+
+
+# --- destruction -------------------------------------------------------------------------------
+
+
+def test_device_in_use_is_waited_for_and_its_holder_named(node: MigNode, small) -> None:
+    node.prepare(small)
+    hold_instance(node)
+    with pytest.raises(
+        DeviceBusyError, match=r"cannot be destroyed yet: .*4711.* tried again in the background"
+    ):
+        node.unprepare()
+    assert 0.3 < node.clock.now <= 0.5, "the RPC waits a little, in pauses"
+    assert node.records.get("uid-1") is not None
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+    node.machine.release_gpu(0)
+    node.unprepare()
+    assert node.state() == UNTOUCHED
+    assert node.told == [
+        ("create", small.name, None), ("destroy", small.name, "DeviceBusyError"), ("destroy", small.name, None),
+    ]  # fmt: skip
+
+
+def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None:
+    node.prepare(small)
+    hold_instance(node)
+    pause = node.clock.pause
+
+    def freed(seconds: float) -> None:
+        pause(seconds)
+        node.machine.release_gpu(0)
+
+    node.devices._destroyer._context = replace(node.context, pause=freed)
+    node.unprepare()
+    assert node.state() == UNTOUCHED
+
+
+def test_device_in_use_is_destroyed_in_the_background(node: MigNode, small) -> None:
+    node.prepare(small)
+    hold_instance(node)
+    with pytest.raises(DeviceBusyError):
+        node.unprepare()
+    following = node.restarted()
+    following.collector.look()
+    assert "4711" in following.collector.stuck()[small.name]
+    node.machine.release_gpu(0)
+    following.collector.look()
+    assert following.on_gpu()[1] == [ONE_G_AT_3], "not before the pause is over"
+    following.clock.now += 0.2
+    following.collector.look()
+    assert following.on_gpu() == (False, [])
+    assert following.collector.stuck() == {}
+    following.unprepare()
+    assert following.state() == UNTOUCHED
+
+
+def test_claim_that_prepares_again_keeps_the_device(node: MigNode, small) -> None:
+    """Also where one instance of the plugin tried to destroy it and the other prepares."""
+    node.prepare(small)
+    made = node.ownership.created_instance(small.name)
+    hold_instance(node)
+    with pytest.raises(DeviceBusyError):
+        node.unprepare()
+    node.restarted().prepare(small)
+    node.machine.release_gpu(0)
+    node.clock.now += 60
+    node.collector.look()
+    assert node.ownership.created_instance(small.name) == made
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode, small) -> None:
+    """Slices offer the place of a device as long as nobody says that it is taken for good."""
+    node.prepare(small)
+    node.records.delete("uid-1")
+    hold_instance(node)
+    node.collector.look()
+    assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
+    for _ in range(100):
+        node.clock.now += 1
+        node.collector.look()
+    assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
+    node.machine.release_gpu(0)
+    node.clock.now += 60
+    node.collector.look()
+    assert (list(node.collector.stuck()), node.changes) == ([], 2)
+
+
+def test_pauses_of_the_background_double_up_to_ten_seconds(node: MigNode, small, logs: list) -> None:
+    node.prepare(small)
+    node.records.delete("uid-1")
+    hold_instance(node)
+    tries: list[float] = []
+    for _ in range(600):
+        node.told.clear()
+        node.collector.look()
+        if node.told:
+            tries.append(round(node.clock.now, 1))
+        node.clock.now += 0.1
+    gaps = [round(after - before, 1) for before, after in itertools.pairwise(tries)]
+    assert [round(gap) for gap in gaps[3:]] == [2, 3, 6, 10, 10, 10, 10]
+    assert [line["event"] for line in logs].count("mig_not_cleared") == 1, "told once while the reason stays"
+
+
+def test_mode_that_cannot_be_left_hinders_nobody(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.machine.hold_gpu(0, 4711, "dcgm", gpu_instance=5)
+    node.unprepare()
+    assert node.on_gpu() == (True, [])
+    assert (len(node.ledger.owned_modes()), node.left_over) == (1, 1)
+    node.collector.look()
+    node.machine.release_gpu(0)
+    node.clock.now += 1
+    node.collector.look()
+    assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
+
+
+@pytest.mark.parametrize("code", ["gpu-is-lost", "driver-not-loaded"])
+def test_unprepare_succeeds_without_driver_or_gpu(node: MigNode, small, code: str) -> None:
+    node.prepare(small)
+    node.machine.set_fault("nvmlDeviceGetMigMode", code=code)
+    node.unprepare()
+    assert node.records.all() == {}
+    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
+    node.collector.look()
+    assert list(node.collector.stuck()) == [small.name]
+    node.machine.clear_faults()
+    node.clock.now += 1
+    node.collector.look()
+    assert node.state() == UNTOUCHED
+
+
+def test_other_failure_of_an_unprepare_keeps_the_record(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=1)
+    with pytest.raises(RetryableError, match="destroy GPU instance 10"):
+        node.unprepare()
+    assert node.ledger.is_leaving(small.name)
+    node.unprepare()
+    assert node.state() == UNTOUCHED
+
+
+def test_unprepare_of_what_was_never_made_is_fine(node: MigNode, small) -> None:
+    node.devices.destroy(small.name, node.address)
+    node.devices.abandon(small.name)
+    node.devices.let_go(small.name)
+    assert node.state() == UNTOUCHED
+
+
+# --- whole GPUs --------------------------------------------------------------------------------
+
+
+def test_whole_gpu_leaves_the_mode_that_was_ours(node: MigNode, small) -> None:
+    node.prepare(small)
+    node.records.delete("uid-1")
+    node.prepare_whole("uid-2")
+    assert node.state()[:3] == UNTOUCHED[:3]
+    node.prepare_whole("uid-2")
+    node.unprepare("uid-2")
+    assert node.state() == UNTOUCHED
+
+
+def test_whole_gpu_waits_for_the_claim_that_has_a_part(node: MigNode, small) -> None:
+    node.prepare(small)
+    with pytest.raises(
+        RetryableError, match=r"as a whole needs GPU instance 10 .* of claim default/claim-uid-1"
+    ):
+        node.prepare_whole("uid-2")
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def test_whole_gpu_is_refused_while_somebody_elses_instance_is_on_it(node: MigNode) -> None:
+    node.ledger.own_mode(*node.address, "boot-1")
+    node.machine.set_mig_mode(0, True)
+    number, *_ = node.machine.create_mig(0, "2g.20gb", 0)
+    with pytest.raises(ClaimRefusedError, match=rf"GPU instance {number} .* somebody else made"):
+        node.prepare_whole()
+    assert node.on_gpu() == (True, [(number, 14, 0, 1)])
+
+
+def test_whole_gpu_is_refused_in_a_mode_that_is_not_ours(node: MigNode) -> None:
+    node.machine.set_mig_mode(0, True)
+    with pytest.raises(ClaimRefusedError, match="was put into MIG mode by somebody else"):
+        node.prepare_whole()
+    assert node.on_gpu() == (True, [])
+
+
+# --- boots, files, steps -----------------------------------------------------------------------
+
+
+def test_after_a_reboot_the_device_is_made_again(node: MigNode, small) -> None:
+    node.prepare(small)
+    expected = node.on_gpu()
+    make_idle(node.simulated, mig_mode=False)
+    after = node.restarted(boot_id="boot-2")
+    after.prepare(small)
+    assert after.on_gpu() == expected
+    assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
+    after.unprepare()
+    assert after.state() == UNTOUCHED
+
+
+@pytest.mark.parametrize("was_cut_off", [True, False])
+def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
+    node: MigNode, small, *, was_cut_off: bool
+) -> None:
+    node.prepare(small)
+    entry = node.ledger.get(small.name)
+    assert entry is not None
+    if was_cut_off:
+        bare = replace(entry, phase="creating", gpu_instance_id=None, compute_instance_id=None, uuid=None)
+        node.ledger.save(bare)
+    make_idle(node.simulated, mig_mode=True)
+    number, *_ = node.machine.create_mig(0, "1g.10gb", 3)
+    after = node.restarted(boot_id="boot-2")
+    assert after.ownership.created_instance(small.name) is None
+    with pytest.raises(ClaimRefusedError, match="which somebody else made"):
+        after.prepare(small)
+    after.ledger.save(entry)
+    after.collector.look()
+    assert (after.ledger.all(), after.ledger.owned_modes()) == ({}, {})
+    after.ledger.save(entry)
+    after.unprepare()
+    assert after.ledger.all() == {}
+    assert after.on_gpu() == (True, [(number, 19, 3, 1)])
+
+
+def test_unreadable_entry_makes_its_instance_somebody_elses(node: MigNode, small, tmp_path: Path) -> None:
+    node.prepare(small)
+    (tmp_path / "mig" / f"{small.name}.json").write_text("{")
+    node.unprepare()
+    node.collector.look()
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def test_device_is_in_place_while_its_capabilities_are_there(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def there(_caps: MigCaps, *ids: int) -> bool:
+        asked.append(ids)
+        return len(asked) == 1
+
+    steps = node.steps
+    step, kept = node.step(small), record(hold("gpu-00000000"))
+    assert not steps.in_place(step, kept)
+    node.prepare(small)
+    monkeypatch.setattr(MigCaps, "exist", there)
+    assert [steps.in_place(step, kept) for _ in range(2)] == [True, False]
+    assert asked == [(0, 10, 0)] * 2
+    assert steps.in_place(WriteCdiSpec(), kept)
+    node.devices.abandon(small.name)
+    assert not steps.in_place(step, kept)
+
+
+def test_what_the_gpu_cannot_do_is_told_as_the_claims_fault(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_arguments: Any) -> int:
+        raise NotSupportedError("create a GPU instance: Not Supported")
+
+    monkeypatch.setattr(node.hardware, "create", cannot)
+    with pytest.raises(ClaimRefusedError, match="Not Supported; delete the pod and its claim"):
+        node.steps.do(node.step(small), Plan(claim("x"), (), ()))
+
+
+def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
+    gpu = node.gpu_uuid
+    node.prepare(small)
+    node.unprepare()
+    assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
+    node.told_of_modes.clear()
+    node.machine.set_fault("nvmlDeviceSetMigMode", code="in-use", count=1)
+    with pytest.raises(DeviceBusyError):
+        node.prepare(small)
+    assert node.told_of_modes == [("mode-on", gpu, "DeviceBusyError")]
+    node.told_of_modes.clear()
+    node.prepare(small)
+    node.machine.set_fault("nvmlDeviceSetMigMode", code="in-use", count=1)
+    node.unprepare()
+    node.collector.look()
+    assert node.told_of_modes == [
+        ("mode-on", gpu, None), ("mode-off", gpu, "DeviceBusyError"), ("mode-off", gpu, None),
+    ]  # fmt: skip
+    node.told_of_modes.clear()
+    node.prepare(small)
+    node.records.delete("uid-1")
+    node.prepare_whole()
+    assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
+
+
+def test_mode_that_nobody_can_tell_is_told(node: MigNode, small, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, calls = node.hardware.mode, iter(range(9))
+
+    def vanishing(*where: Any) -> Any:
+        if next(calls):
+            raise NvmlUnavailableError("the driver went away")
+        return mode(*where)
+
+    monkeypatch.setattr(node.hardware, "mode", vanishing)
+    node.machine.set_fault("nvmlDeviceSetMigMode", code="unknown", count=1)
+    with pytest.raises(RetryableError):
+        node.prepare(small)
+    assert [(kind, error is None) for kind, _, error in node.told_of_modes] == [
+        ("mode-on", False), ("mode-off", False),
+    ]  # fmt: skip
+    assert node.left_over
+
+
+# --- two instances, start, adoption ------------------------------------------------------------
+
+
+def test_two_instances_on_one_directory_agree(node: MigNode) -> None:
+    other = node.restarted()
+    wanted = [node.wanted("1g.10gb", start) for start in range(4)]
+
+    def churn(one: MigNode, item: Any) -> None:
+        for _ in range(3):
+            one.prepare(item, uid=f"uid-{item.name}")
+            one.collector.look()
+            one.unprepare(f"uid-{item.name}")
+
+    answers = in_threads(
+        *(lambda one=(node, other)[i % 2], item=item: churn(one, item) for i, item in enumerate(wanted))
+    )
+    assert answers == [None] * 4
+    assert (node.state(), other.state()) == (UNTOUCHED, UNTOUCHED)
+
+
+def test_start_of_one_instance_leaves_alone_what_the_other_is_making(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector looked at records and ledger before the Prepare wrote any, and gets the lock after it."""
+    other = node.restarted()
+    node.prepare(small)
+    saved = node.records.get("uid-1")
+    assert saved is not None
+    node.records.delete("uid-1")
+    by_device = other.users.by_device
+
+    def late() -> Any:
+        users = by_device()
+        monkeypatch.setattr(other.users, "by_device", by_device)
+        node.records.save(saved)
+        return users
+
+    monkeypatch.setattr(other.users, "by_device", late)
+    other.collector.look()
+    assert node.on_gpu() == (True, [ONE_G_AT_3])
+
+
+def partitioned(node: MigNode, *devices: MigDevice) -> Inventory:
+    return Inventory(gpus=(Gpu(uuid=node.gpu_uuid, partitioning=Partitioning(()), mig_devices=devices),))
+
+
+@pytest.mark.parametrize("adopt", ["leave", "destroy"])
+def test_instances_of_others_are_cleared_away_only_where_that_is_wanted(
+    node: MigNode, small, adopt: str, logs: list
+) -> None:
+    node.prepare(small)
+    held, *_ = node.machine.create_mig(0, "1g.10gb", 0)
+    uuid = node.machine.gpu(0).instance(held).compute[0].uuid
+    node.records.save(record(hold("gpu-00000000", uuid=uuid, gpu_uuid=node.gpu_uuid), uid="uid-3"))
+    busy, *_ = node.machine.create_mig(0, "1g.10gb", 1)
+    hold_instance(node, busy)
+    node.machine.create_mig(0, "2g.20gb", 4)
+    node.hardware.create(*node.address, 19, Placement(6, 1))
+    following = node.restarted(adopt=adopt)
+    following.collector.look()
+    assert len(following.on_gpu()[1]) == 5, "only after discovery"
+    following.collector.reconcile(partitioned(node))
+    following.collector.look()
+    starts = sorted(row[2] for row in following.on_gpu()[1])
+    assert starts == ([0, 1, 3, 4, 6] if adopt == "leave" else [0, 1, 3])
+    assert following.changes == (adopt == "destroy")
+    told = [line["event"] for line in logs]
+    assert told.count("mig_instance_of_others_destroyed") == (3 if adopt == "destroy" else 0)
+    assert told.count("mig_instance_not_destroyed") == (1 if adopt == "destroy" else 0)
+    node.machine.release_gpu(0)
+    following.collector.look()
+    assert sorted(row[2] for row in following.on_gpu()[1]) == starts, "once a reload"
+
+
+def test_what_a_claim_holds_is_adopted_after_it(node: MigNode) -> None:
+    node.machine.set_mig_mode(0, True)
+    held, *_ = node.machine.create_mig(0, "1g.10gb", 0)
+    lost, *_ = node.machine.create_mig(0, "1g.10gb", 1)
+    uuids = [node.machine.gpu(0).instance(number).compute[0].uuid for number in (held, lost)]
+    for number, uuid in enumerate(uuids):
+        node.records.save(
+            record(hold("gpu-00000000", uuid=uuid, gpu_uuid=node.gpu_uuid), uid=f"uid-{number}")
+        )
+    following = node.restarted(adopt="destroy")
+    following.collector.reconcile(partitioned(node))
+    following.collector.look()
+    assert len(following.on_gpu()[1]) == 2
+    by_hand, *_ = node.machine.create_mig(0, "1g.10gb", 2)
+    node.records.delete("uid-0")
+    following.collector.claim_gone()
+    following.collector.look()
+    assert [row[0] for row in following.on_gpu()[1]] == sorted([lost, by_hand]), "made after the start"
+    node.records.delete("uid-1")
+    following.collector.look()
+    following.collector.look()
+    assert [row[0] for row in following.on_gpu()[1]] == [by_hand]
+    assert following.changes == 2
+
+
+def test_adoption_that_failed_is_tried_again(node: MigNode, logs: list) -> None:
+    node.machine.set_mig_mode(0, True)
+    node.machine.create_mig(0, "1g.10gb", 0)
+    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=1)
+    following = node.restarted(adopt="destroy")
+    following.collector.reconcile(partitioned(node))
+    following.collector.look()
+    assert "mig_not_cleared" in {line["event"] for line in logs}
+    assert len(following.on_gpu()[1]) == 1
+    following.clock.now += 1
+    following.collector.look()
+    assert following.on_gpu() == (True, [])
+    assert following.collector.stuck() == {}
+
+
+def test_gpu_that_is_not_partitioned_is_not_adopted(node: MigNode) -> None:
+    node.machine.set_mig_mode(0, True)
+    node.machine.create_mig(0, "1g.10gb", 0)
+    following = node.restarted(adopt="destroy")
+    following.collector.reconcile(Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)))
+    following.collector.look()
+    assert len(following.on_gpu()[1]) == 1
+
+
+def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    node.prepare(small)
+    node.records.delete("uid-1")
+
+    def broken() -> Any:
+        raise StateError("cannot list the MIG ledger: too many open files")
+
+    monkeypatch.setattr(node.ledger, "all", broken)
+    node.collector.look()
+    assert [line["reason"] for line in logs if line["event"] == "mig_not_cleared"] == [
+        "cannot list the MIG ledger: too many open files"
+    ]
+    monkeypatch.undo()
+    node.collector.look()
+    assert node.state() == UNTOUCHED
+
+
+def test_collector_works_in_a_thread_of_its_own_and_survives_surprises(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    node.prepare(small)
+    node.records.delete("uid-1")
+    looked, was_surprised = threading.Event(), threading.Event()
+    look = node.collector.look
+
+    def surprising() -> None:
+        if not was_surprised.is_set():
+            was_surprised.set()
+            raise RuntimeError("surprise")
+        look()
+        looked.set()
+
+    monkeypatch.setattr(node.collector, "look", surprising)
+    node.collector.start()
+    node.collector.reconcile(partitioned(node))
+    assert was_surprised.wait(10)
+    node.collector.look_soon()
+    assert looked.wait(10)
+    node.collector.stop()
+    assert node.state() == UNTOUCHED
+    assert "mig_keeper_failed" in [line["event"] for line in logs]
+
+
+def test_errors_of_a_creation_are_ours(node: MigNode, small) -> None:
+    node.machine.lose_gpu(0)
+    with pytest.raises(DeviceLostError) as caught:
+        node.prepare(small)
+    assert isinstance(caught.value, DraDriverError)
+    node.machine.restore_gpu(0)
+    assert node.state() == UNTOUCHED
+
+
+def test_device_that_a_claim_wants_again_is_not_stuck(node: MigNode, small) -> None:
+    """Nothing is left to try again: the next look comes after a minute."""
+    node.prepare(small)
+    hold_instance(node)
+    with pytest.raises(DeviceBusyError):
+        node.unprepare()
+    node.collector.look()
+    assert list(node.collector.stuck()) == [small.name]
+    node.prepare(small, "uid-2")
+    node.records.delete("uid-1")
+    node.clock.pause(60)
+    node.collector.look()
+    assert (node.collector.stuck(), node.collector._look_if_due()) == ({}, 60.0)

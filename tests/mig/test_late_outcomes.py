@@ -1,0 +1,258 @@
+"""GPU instances of which NVML did not say whether it made them, and that appear later or never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError, RetryableError
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
+
+UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
+MADE = (10, 19, 3, 1)
+
+
+@pytest.fixture
+def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
+    make_idle(h100, mig_mode=False)
+    return MigNode(h100, tmp_path)
+
+
+@pytest.fixture
+def small(node: MigNode) -> Any:
+    return node.wanted("1g.10gb", 3)
+
+
+def appear(node: MigNode) -> None:
+    node.machine.create_mig(0, "1g.10gb", 3)
+
+
+def left_open(node: MigNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next creation times out."""
+    create = node.hardware.create
+
+    def timing_out(*_arguments: Any) -> int:
+        monkeypatch.setattr(node.hardware, "create", create)
+        raise NvmlUnknownOutcomeError("create a GPU instance: Timeout")
+
+    monkeypatch.setattr(node.hardware, "create", timing_out)
+
+
+def tried(node: MigNode, small: Any) -> None:
+    """A try that goes on later."""
+    with pytest.raises(NvmlUnknownOutcomeError):
+        node.prepare(small, tries_again=True)
+
+
+def given_up(node: MigNode, small: Any) -> None:
+    with pytest.raises(NvmlUnknownOutcomeError):
+        node.prepare(small)
+    assert node.records.get("uid-1") is None
+
+
+@pytest.fixture
+def unsure(node: MigNode, monkeypatch: pytest.MonkeyPatch) -> MigNode:
+    left_open(node, monkeypatch)
+    return node
+
+
+def phases(node: MigNode) -> list[str]:
+    return [entry.phase for entry in node.ledger.all().values()]
+
+
+def foreign(node: MigNode) -> list[bool]:
+    """Of the GPU's instances that are not ours to give out: whether they are leaving."""
+    return [
+        one.leaving
+        for one in node.ownership.foreign_instances(node.gpu_uuid, node.hardware.instances(*node.address))
+    ]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_next_try_makes_the_device_whether_the_late_one_came_or_not(
+    unsure: MigNode, small: Any, comes: bool
+) -> None:
+    tried(unsure, small)
+    assert (phases(unsure), unsure.on_gpu()) == (["orphan"], (True, []))
+    if comes:
+        appear(unsure)
+        assert foreign(unsure) == [True]
+    unsure.prepare(small)
+    assert (unsure.on_gpu(), phases(unsure), foreign(unsure)) == ((True, [MADE]), ["created"], [])
+    assert [kind for kind, *_ in unsure.told] == ["create", *(["destroy"] if comes else []), "create"]
+    assert not unsure.devices.expects_late_instances
+    unsure.unprepare()
+    assert unsure.state() == UNTOUCHED
+
+
+def test_collector_destroys_what_comes_after_the_call_gave_up(
+    unsure: MigNode, small: Any, logs: list
+) -> None:
+    given_up(unsure, small)
+    assert unsure.left_over
+    unsure.collector.look()
+    assert (phases(unsure), unsure.devices.expects_late_instances, unsure.collector.stuck()) == (
+        ["orphan"],
+        True,
+        {},
+    )
+    assert [line["event"] for line in logs].count("mig_device_cleared") == 0
+    unsure.clock.now += 29
+    unsure.machine.set_mig_mode(0, True)
+    unsure.simulated.session.reopen()
+    appear(unsure)
+    unsure.collector.look()
+    assert (unsure.on_gpu()[1], phases(unsure), unsure.devices.expects_late_instances) == ([], [], False)
+    assert [line["event"] for line in logs].count("mig_device_cleared") == 1
+
+
+def test_collector_destroys_what_comes_while_the_claim_waits_and_leaves_the_mode(
+    unsure: MigNode, small: Any
+) -> None:
+    tried(unsure, small)
+    appear(unsure)
+    unsure.collector.look()
+    assert (unsure.on_gpu(), phases(unsure)) == ((True, []), [])
+    unsure.prepare(small)
+    assert unsure.on_gpu() == (True, [MADE])
+
+
+def test_what_never_comes_is_forgotten(unsure: MigNode, small: Any) -> None:
+    given_up(unsure, small)
+    unsure.clock.now += 29.9
+    unsure.collector.look()
+    assert phases(unsure) == ["orphan"]
+    unsure.clock.now += 0.1
+    unsure.collector.look()
+    assert (unsure.state(), unsure.devices.expects_late_instances) == (UNTOUCHED, False)
+    unsure.clock.now += 60
+    unsure.machine.set_mig_mode(0, True)
+    unsure.simulated.session.reopen()
+    appear(unsure)
+    assert foreign(unsure) == [False]
+    unsure.collector.look()
+    assert unsure.on_gpu() == (True, [MADE])
+
+
+def test_next_instance_of_the_plugin_waits_anew(unsure: MigNode, small: Any) -> None:
+    given_up(unsure, small)
+    following = unsure.restarted()
+    following.clock.now = 1000.0
+    following.collector.look()
+    assert (phases(following), following.devices.expects_late_instances) == (["orphan"], True)
+    following.clock.now += 30
+    following.collector.look()
+    assert following.state() == UNTOUCHED
+
+
+def test_second_open_answer_is_expected_as_long_as_the_first(
+    unsure: MigNode, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried(unsure, small)
+    unsure.clock.now += 20
+    left_open(unsure, monkeypatch)
+    given_up(unsure, small)
+    unsure.clock.now += 29
+    unsure.collector.look()
+    assert phases(unsure) == ["orphan"]
+
+
+@pytest.mark.parametrize("other", [("1g.10gb", 3), ("3g.40gb", 0), ("1g.20gb", 2)])
+def test_one_that_comes_in_the_way_within_a_try_is_a_refusal_that_passes(
+    unsure: MigNode, small: Any, other: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up(unsure, small)
+    create = unsure.hardware.create
+
+    def late(*arguments: Any) -> int:
+        monkeypatch.setattr(unsure.hardware, "create", create)
+        appear(unsure)
+        return create(*arguments)
+
+    monkeypatch.setattr(unsure.hardware, "create", late)
+    wanted = unsure.wanted(*other)
+    with pytest.raises(NvmlTransientError, match="in the way"):
+        unsure.prepare(wanted, "uid-2", tries_again=True)
+    unsure.prepare(wanted, "uid-2")
+    assert [row[2] for row in unsure.on_gpu()[1]] == [other[1]]
+    assert phases(unsure) == ["created"]
+    unsure.unprepare("uid-2")
+    assert unsure.state() == UNTOUCHED
+
+
+@pytest.mark.parametrize("left_after_s", [None, 30])
+def test_one_in_the_way_that_nobody_awaits_is_no_refusal_that_passes(
+    node: MigNode, small: Any, left_after_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody made it by hand after the look."""
+    if left_after_s is not None:
+        left_open(node, monkeypatch)
+        tried(node, small)
+        node.clock.now += left_after_s
+    create = node.hardware.create
+
+    def late(*arguments: Any) -> int:
+        appear(node)
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", late)
+    with pytest.raises(RetryableError, match="in the way") as caught:
+        node.prepare(small, tries_again=True)
+    assert not isinstance(caught.value, NvmlTransientError)
+    assert (node.on_gpu(), phases(node)) == ((True, [MADE]), [])
+
+
+def test_neighbour_is_refused_for_good_though_one_is_expected_elsewhere(
+    unsure: MigNode, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up(unsure, small)
+    create = unsure.hardware.create
+
+    def late(*arguments: Any) -> int:
+        unsure.machine.create_mig(0, "1g.10gb", 6)
+        return create(*arguments)
+
+    monkeypatch.setattr(unsure.hardware, "create", late)
+    with pytest.raises(RetryableError, match="in the way") as caught:
+        unsure.prepare(unsure.wanted("1g.10gb", 6), "uid-2")
+    assert not isinstance(caught.value, NvmlTransientError)
+
+
+@pytest.mark.parametrize("code", ["insufficient-resources", "not-ready"])
+def test_one_is_expected_on_when_the_next_try_is_refused(unsure: MigNode, small: Any, code: str) -> None:
+    tried(unsure, small)
+    unsure.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", code=code, count=1)
+    with pytest.raises(NvmlTransientError):
+        unsure.prepare(small, tries_again=True)
+    assert phases(unsure) == ["orphan"]
+    unsure.clock.now += 29
+    appear(unsure)
+    unsure.prepare(small)
+    assert (unsure.on_gpu(), phases(unsure)) == ((True, [MADE]), ["created"])
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_unprepare_leaves_it_to_the_collector(unsure: MigNode, small: Any, comes: bool) -> None:
+    tried(unsure, small)
+    assert unsure.left_over == 1, "the collector is told"
+    if comes:
+        appear(unsure)
+    unsure.unprepare()
+    assert unsure.left_over == (1 if comes else 2)
+    assert unsure.on_gpu() == (False, [])
+    assert phases(unsure) == ([] if comes else ["orphan"])
+    assert unsure.records.get("uid-1") is None
+
+
+def test_collector_looks_soon_while_an_instance_is_expected(unsure: MigNode, small: Any) -> None:
+    given_up(unsure, small)
+    pauses: list[float] = []
+    for _ in range(50):
+        pauses.append(unsure.collector._look_if_due())
+        unsure.clock.now += pauses[-1]
+    assert pauses[:30] == [1.0] * 30
+    assert 60.0 in pauses
+    assert unsure.state() == UNTOUCHED

@@ -1,0 +1,68 @@
+"""Whose a GPU instance is, and whether anybody wants it, as values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dra_driver.mig.rules.ownership import (
+    FoundInstance,
+    foreign_to_destroy,
+    instances_to_withhold,
+    is_left_over,
+    is_ours,
+)
+from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
+
+ENTRY = OwnedInstance("gpu-0-mig-19-3", "GPU-0", None, 19, "1g.10gb", Placement(3, 1), "boot-1")
+AT_3, AT_4, AT_5 = (GpuInstance(number, 19, Placement(number, 1)) for number in (3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("known", "inside", "ours"),
+    [
+        ({}, (), True),
+        ({}, ((0, "MIG-a"),), True),
+        ({}, ((0, "MIG-a"), (1, "MIG-b")), False),
+        ({"gpu_instance_id": 3}, (), True),
+        ({"gpu_instance_id": 4}, (), False),
+        ({"gpu_instance_id": 3, "uuid": "MIG-a"}, ((0, "MIG-a"),), True),
+        ({"gpu_instance_id": 3, "uuid": "MIG-a"}, ((0, "MIG-b"),), False),
+        ({"gpu_instance_id": 3, "uuid": "MIG-a"}, (), True),
+    ],
+)
+def test_instance_is_ours_while_all_that_is_known_of_it_fits(
+    known: dict, inside: tuple[tuple[int, str], ...], ours: bool
+) -> None:
+    assert is_ours(replace(ENTRY, **known), AT_3, inside) == ours
+
+
+def test_others_instances_and_orphans_are_withheld() -> None:
+    withheld = instances_to_withhold((AT_3, AT_4, AT_5), {AT_3.slot, AT_4.slot}, {AT_4.slot})
+    assert withheld == (replace(AT_4, leaving=True), AT_5)
+
+
+@pytest.mark.parametrize(
+    ("entry", "users", "is_leaving", "left_over"),
+    [
+        (ENTRY, {ENTRY.device: "claim a"}, False, False),
+        (ENTRY, {ENTRY.device: "claim a"}, True, True),
+        (ENTRY, {}, False, True),
+        (replace(ENTRY, phase="orphan"), {ENTRY.device: "claim a"}, False, True),
+        (replace(ENTRY, boot_id="boot-0"), {ENTRY.device: "claim a"}, False, True),
+    ],
+)
+def test_instance_is_left_over_when_no_claim_wants_it(
+    entry: OwnedInstance, users: dict[str, str], is_leaving: bool, left_over: bool
+) -> None:
+    assert is_left_over(entry, "boot-1", users, is_leaving=is_leaving) == left_over
+
+
+def test_what_claims_hold_is_spared_and_named() -> None:
+    ours = FoundInstance(AT_3, ((0, "MIG-a"),))
+    held = FoundInstance(AT_4, ((0, "MIG-b"), (1, "MIG-c")))
+    free = FoundInstance(AT_5, ())
+    found = (ours, held, free)
+    assert foreign_to_destroy(found, {AT_3.slot}, {"MIG-b"}, None) == ([free], {"MIG-b", "MIG-c"})
+    assert foreign_to_destroy(found, {AT_3.slot}, (), {"MIG-c"}) == ([held], frozenset())

@@ -1,0 +1,522 @@
+"""MIG devices that NVML refuses to make for a while, or for good, through the whole of a Prepare."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.claims.prepare import Identity
+from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.executor import Executor, StepDispatcher
+from dra_driver.mig.rules.counters import partitioned
+from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.inventory import DynamicMigDevice
+from dra_driver.model.mig import GpuInstance
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of
+from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
+from tests.mig.migtables import MODELS, table
+
+CREATE_GPU_INSTANCE = "nvmlDeviceCreateGpuInstanceWithPlacement"
+CREATE_COMPUTE_INSTANCE = "nvmlGpuInstanceCreateComputeInstance"
+CREATIONS = {
+    CREATE_GPU_INSTANCE: "create a GPU instance",
+    CREATE_COMPUTE_INSTANCE: "create a compute instance",
+}
+UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
+QUICK = WaitTimeouts(refused_pause_s=0.001, refused_pause_most_s=0.001, busy_pause_s=0.001)
+BRIEF = replace(QUICK, refused_s=0.02)
+FOR_EVER = WaitTimeouts(refused_pause_s=3600, refused_pause_most_s=3600, refused_s=7200)
+"""Who is refused waits until something happens."""
+LONG_S = 36000.0
+
+
+class Node(MigNode):
+    """A GPU with MIG on demand, and the whole of Prepare and Unprepare above it."""
+
+    def __init__(self, simulated: SimulatedNode, directory: Path, patience: WaitTimeouts = QUICK) -> None:
+        super().__init__(simulated, directory)
+        cut = partitioned(table(MODELS["h100-sxm"]), (), offers_whole=True)
+        self.inventory = inventory(h100(0, uuid=self.gpu_uuid, pci_bus_id=None, partitioning=cut))
+        self.specs = CdiDirectory(directory / "cdi", DRIVER)
+        self.specs.create()
+        steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
+        self.executor = Executor(self.countdown.counted(self.records), StepDispatcher(steps), self.boot_id)
+        self.claims = Claims()
+        self.node_devices = Devices(self.inventory)
+        self.claim_locks = ClaimLocks(directory / "locks")
+        self.outcomes = Outcomes()
+        parts = claims_of(self, Identity(DRIVER, NODE), self.node_devices, Users(), patience)
+        self.preparer, self.line, self.under_way = parts.preparer, parts.line, parts.under_way
+
+    def device(self, profile: str, start: int) -> str:
+        [name] = [
+            name
+            for name, device in self.inventory.by_name.items()
+            if isinstance(device, DynamicMigDevice)
+            and (device.profile.name, device.placement.start) == (profile, start)
+        ]
+        return name
+
+    def asked(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
+        """As the kubelet asks to prepare it."""
+        self.claims.add(wanted)
+        return self.preparer.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
+
+    def no_more(self, wanted: AllocatedClaim) -> Any:
+        """As the kubelet asks to unprepare it."""
+        return self.preparer.unprepare([wanted.ref], LONG_S)[wanted.ref.uid]
+
+    @property
+    def refused(self) -> list[str]:
+        """UIDs of the claims that wait after a refusal."""
+        with self.under_way.changed:
+            return [attempt.ref.uid for attempt in self.under_way.line if attempt.refusals]
+
+    @property
+    def leftovers(self) -> tuple[object, ...]:
+        return self.state(), list(self.specs.list())
+
+
+@pytest.fixture
+def make(h100: SimulatedNode, tmp_path: Path) -> Callable[..., Node]:
+    def one(patience: WaitTimeouts = QUICK) -> Node:
+        make_idle(h100, mig_mode=False)
+        return Node(h100, tmp_path, patience)
+
+    return one
+
+
+@pytest.fixture
+def node(make: Callable[..., Node]) -> Node:
+    return make()
+
+
+def small(node: Node, start: int = 3, uid: str = "uid-1") -> AllocatedClaim:
+    return claim(node.device("1g.10gb", start), uid=uid)
+
+
+def error_of(answer: object) -> str:
+    assert isinstance(answer, Failed), answer
+    return answer.error
+
+
+def eventually(check: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+class Asking:
+    """A Prepare in a thread of its own."""
+
+    def __init__(self, node: Node, wanted: AllocatedClaim) -> None:
+        self._answer: object = None
+
+        def run() -> None:
+            self._answer = node.asked(wanted)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def answer(self) -> object:
+        self._thread.join(20)
+        return self._answer
+
+
+def waiting(node: Node, wanted: AllocatedClaim) -> Asking:
+    """A Prepare that was refused once and waits."""
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=1)
+    asking = Asking(node, wanted)
+    eventually(lambda: node.refused == [wanted.ref.uid])
+    return asking
+
+
+# --- what passes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code", ["insufficient-resources", "in-use", "timeout", "not-ready", "invalid-state", "unknown"]
+)
+@pytest.mark.parametrize("function", CREATIONS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_refusal_that_passes_is_healed_within_the_call(
+    node: Node, function: str, code: str, count: int, logs: list
+) -> None:
+    node.machine.set_fault(function, code=code, count=count)
+    wanted = small(node)
+    assert isinstance(node.asked(wanted), Prepared)
+    assert node.outcomes.told == [("prepare", None)]
+    assert [name for _, name, error in node.told if error] == [node.device("1g.10gb", 3)] * count
+    assert node.told[-1] == ("create", node.device("1g.10gb", 3), None)
+    told = [line for line in logs if line["event"].startswith("nvml_refus")]
+    assert [line["event"] for line in told] == ["nvml_refuses", "nvml_refusal_passed"]
+    assert CREATIONS[function] in told[0]["reason"]
+    assert told[1]["refusals"] == count
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+    assert node.no_more(wanted) is None
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+@pytest.mark.parametrize("code", ["in-use", "unknown", "not-ready"])
+def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, code: str) -> None:
+    node.machine.set_fault("nvmlDeviceSetMigMode", code=code, count=2)
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert [error is None for kind, _, error in node.told_of_modes if kind == "mode-on"] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_each_try_is_written_down_first_and_undoes_only_its_instance(node: Node) -> None:
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="unknown", count=2)
+    node.asked(small(node))
+    begun, made = ["save", "own_mode", "set_mode"], ["save", "create", "save"]
+    tried = [*made, "destroy", "delete"]
+    assert node.countdown.done == [*begun, *tried, *tried, *made, "create_compute", "save", "save"]
+
+
+class Stubborn:
+    """Hardware that refuses to make one profile so often."""
+
+    def __init__(self, node: Node, profile_id: int, times: float) -> None:
+        self._node = node
+        self._create = node.hardware.create
+        self._profile_id = profile_id
+        self.left = times
+        self.seen: list[tuple[object, ...]] = []
+        node.hardware.create = self.create  # type: ignore[method-assign]
+
+    def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Any) -> int:
+        if profile_id == self._profile_id and self.left > 0:
+            self.left -= 1
+            record = self._node.records.get("uid-1")
+            assert record is not None
+            self.seen.append((record.phase, self._node.on_gpu()))
+            raise NvmlTransientError("create a GPU instance: Insufficient Resources")
+        return self._create(gpu_uuid, pci_bus_id, profile_id, placement)
+
+
+def three(node: Node) -> AllocatedClaim:
+    """Devices in the order in which they are made; the last one's profile ID is 9."""
+    return claim(node.device("1g.10gb", 6), node.device("2g.20gb", 4), node.device("3g.40gb", 0))
+
+
+def waiting_with_two(node: Node) -> tuple[Asking, Stubborn]:
+    stubborn = Stubborn(node, 9, float("inf"))
+    asking = Asking(node, three(node))
+    eventually(lambda: node.refused == ["uid-1"])
+    return asking, stubborn
+
+
+def made(node: Node) -> list[tuple[int, int]]:
+    return sorted(row[1:3] for row in node.on_gpu()[1])
+
+
+def test_mode_and_finished_devices_stay_between_the_tries(node: Node) -> None:
+    stubborn = Stubborn(node, 9, 5)
+    assert isinstance(node.asked(three(node)), Prepared)
+    assert len(set(map(str, stubborn.seen))) == 1
+    [(phase, (is_on, instances)), *_] = stubborn.seen
+    assert (phase, is_on, [row[3] for row in instances]) == ("preparing", True, [1, 1])
+    assert node.told_of_modes == [("mode-on", node.gpu_uuid, None)]
+    assert [kind for kind, _, error in node.told if not error] == ["create"] * 3
+    assert made(node) == [(9, 0), (14, 4), (19, 6)]
+    assert node.no_more(three(node)) is None
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode that goes off between the tries would begin the while anew each time."""
+    tries, set_mode, create = [0], node.hardware.set_mode, node.hardware.create
+
+    def switched(*arguments: Any) -> None:
+        set_mode(*arguments)
+        tries[0] = 0
+
+    def settling(*arguments: Any) -> int:
+        tries[0] += 1
+        if tries[0] <= 4:
+            raise NvmlTransientError("create a GPU instance: Not Ready")
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "set_mode", switched)
+    monkeypatch.setattr(node.hardware, "create", settling)
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert [kind for kind, *_ in node.told_of_modes] == ["mode-on"]
+
+
+def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., Node]) -> None:
+    node = make(BRIEF)
+    stubborn = Stubborn(node, 9, float("inf"))
+    assert "the kubelet tries again" in error_of(node.asked(three(node)))
+    assert len(stubborn.seen) > 1
+    assert node.leftovers == (UNTOUCHED, [])
+    assert (node.preparer._half_done._begun, node.under_way.line) == ({}, [])
+    stubborn.left = 0
+    assert isinstance(node.asked(three(node)), Prepared)
+
+
+def test_everything_is_taken_back_before_another_claim_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the other instance of a rolling update, which keeps no order with this one."""
+    Stubborn(node, 9, 1)
+    seen, wait = [], node.line.wait
+    wanted = node.inventory.by_name[node.device("3g.40gb", 0)]
+    assert isinstance(wanted, DynamicMigDevice)
+    held = HeldDevice(wanted.name, "mig", "", node.gpu_uuid, placement=wanted.placement)
+
+    def waited(place: Any, error: Any) -> None:
+        seen.append((type(error).__name__, made(node), node.records.get("uid-1") is None))
+        if isinstance(error, NvmlTransientError):
+            other = claim(wanted.name, uid="uid-9")
+            node.records.save(ClaimRecord(other, "prepared", "boot-1", (held,), ()))
+        else:
+            node.records.delete("uid-9")
+        wait(place, error)
+
+    monkeypatch.setattr(node.line, "wait", waited)
+    assert isinstance(node.asked(three(node)), Prepared)
+    assert seen == [("NvmlTransientError", [(14, 4), (19, 6)], False), ("DeviceHeldError", [], True)]
+
+
+def test_instance_that_was_made_though_the_answer_says_otherwise_is_not_left(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, seen = node.hardware.create, []
+
+    def late(*arguments: Any) -> int:
+        seen.append(node.on_gpu())
+        made = create(*arguments)
+        if len(seen) == 1:
+            raise NvmlUnknownOutcomeError("create a GPU instance: Timeout")
+        return made
+
+    monkeypatch.setattr(node.hardware, "create", late)
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert seen == [(True, []), (True, [])]
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+
+
+def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node: Node) -> None:
+    node.machine.set_fault("nvmlGpuInstanceGetInfo", code="unknown", count=1)
+    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=2)  # at once, and in the undo
+    assert isinstance(node.asked(small(node)), Prepared)
+    assert node.machine.current().faults == []
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+    assert [entry.phase for entry in node.ledger.all().values()] == ["created"]
+
+
+def test_device_of_a_prepared_claim_is_made_again_within_the_call(node: Node) -> None:
+    wanted = small(node)
+    node.asked(wanted)
+    node.machine.destroy_mig(0, 10)
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=2)
+    assert isinstance(node.asked(wanted), Prepared)
+    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
+
+
+# --- what does not pass, or not in time --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("no-permission", "run as root"),
+        ("not-supported", "delete the pod and its claim"),
+        ("invalid-argument", "Invalid Argument"),
+        ("reset-required", "nvidia-smi --gpu-reset"),
+    ],
+)
+@pytest.mark.parametrize("function", CREATIONS)
+def test_refusal_that_does_not_pass_fails_at_once(node: Node, function: str, code: str, text: str) -> None:
+    node.machine.set_fault(function, code=code)
+    told = error_of(node.asked(small(node)))
+    assert CREATIONS[function] in told
+    assert text in told
+    assert len([kind for kind, *_ in node.told if kind == "create"]) == 1
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+@pytest.mark.parametrize("function", CREATIONS)
+def test_lost_gpu_is_looked_for_once_and_not_waited_for(node: Node, function: str) -> None:
+    node.machine.set_fault(function, code="gpu-is-lost")
+    assert "the GPU does not answer" in error_of(node.asked(small(node)))
+    assert (node.node_devices.scans, node.outcomes.told) == (1, [("prepare", "DeviceLostError")])
+    assert len([kind for kind, *_ in node.told if kind == "create"]) == 2
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+@pytest.mark.parametrize("function", CREATIONS)
+def test_refusal_that_lasts_is_told_with_how_often_it_was_tried(
+    make: Callable[..., Node], function: str
+) -> None:
+    node = make(BRIEF)
+    node.machine.set_fault(function, code="insufficient-resources")
+    told = error_of(node.asked(small(node)))
+    assert CREATIONS[function] in told
+    tries = len([kind for kind, *_ in node.told if kind == "create"])
+    assert tries > 1
+    assert re.search(f"; refused {tries} times in [0-9]+ s; the kubelet tries again$", told)
+    assert node.outcomes.told == [("prepare", NvmlTransientError.__name__)]
+    assert node.leftovers == (UNTOUCHED, [])
+    node.machine.clear_faults()
+    assert isinstance(node.asked(small(node)), Prepared)
+
+
+def test_silicon_that_somebody_else_took_is_told_at_once(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came after the look at the instances: a refusal for lack of resources, but one with a name."""
+    node = make(FOR_EVER)
+    node.machine.set_mig_mode(0, True)
+    create = node.hardware.create
+
+    def late(*arguments: Any) -> int:
+        node.machine.create_mig(0, "2g.20gb", 2)
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", late)
+    assert "in the way: GPU instance 4 (profile 14) at memory slices 2-3" in error_of(node.asked(small(node)))
+    assert node.hardware.instances(*node.address)[0].slot == (14, 2)
+    monkeypatch.undo()
+    assert "which somebody else made" in error_of(node.asked(small(node)))
+    assert len(node.machine.gpu(0).instances) == 1
+
+
+# --- beside others -----------------------------------------------------------------------------
+
+
+def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    first, second = small(node), small(node, 5, "uid-2")
+    asking = waiting(node, first)
+    assert node.on_gpu() == (True, [])
+    with node.locks.hold({node.gpu_uuid}, 1), node.claim_locks.hold("uid-1", 1):
+        pass
+    assert isinstance(node.asked(second), Prepared)
+    assert node.no_more(second) is None
+    node.collector.look()
+    assert node.on_gpu() == (True, []), "the mode is left for nobody while one waits for a device"
+    node.no_more(first)
+    asking.answer()
+    assert node.leftovers == (UNTOUCHED, [])
+
+
+def test_collector_touches_nothing_of_a_claim_that_waits(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking, _ = waiting_with_two(node)
+    before = node.leftovers
+    assert made(node) == [(14, 4), (19, 6)]
+    node.collector.look()
+    assert node.leftovers == before
+    node.no_more(three(node))
+    asking.answer()
+
+
+def test_unprepare_ends_the_waiting(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking, _ = waiting_with_two(node)
+    assert node.no_more(three(node)) is None
+    assert "the claim was unprepared while this call was under way" in error_of(asking.answer())
+    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
+
+
+def test_who_wants_the_same_silicon_waits_behind(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    first, second = small(node), claim(node.device("3g.40gb", 0), uid="uid-2")
+    asking = waiting(node, first)
+    behind = Asking(node, second)
+    eventually(lambda: node.line.waiting == ["uid-2"])
+    assert node.on_gpu() == (True, [])
+    node.no_more(first)
+    assert isinstance(behind.answer(), Prepared)
+    assert "unprepared" in error_of(asking.answer())
+    assert [row[1:3] for row in node.on_gpu()[1]] == [(9, 0)]
+
+
+def behind(node: Node) -> Asking:
+    """One that wants silicon of a claim that waits with two devices made: one of those."""
+    asking = Asking(node, claim(node.device("1g.10gb", 5), uid="uid-2"))
+    eventually(lambda: node.line.waiting == ["uid-2"])
+    return asking
+
+
+def test_who_waits_behind_is_told_the_holder_when_that_succeeded(make: Callable[..., Node]) -> None:
+    node = make(replace(FOR_EVER, refused_pause_s=0.3, refused_pause_most_s=0.3, ask_again_s=3600))
+    asking, stubborn = waiting_with_two(node)
+    second = behind(node)
+    assert "uid-1" not in node.claims.looks, "who only wants the device is no holder to ask about"
+    stubborn.left = 0
+    assert isinstance(asking.answer(), Prepared)
+    assert "is held by claim default/claim-uid-1" in error_of(second.answer())
+    assert node.claims.looks == ["uid-1"]
+
+
+def test_who_waits_behind_gets_the_silicon_of_one_that_gives_up(make: Callable[..., Node]) -> None:
+    node = make(
+        replace(FOR_EVER, refused_pause_s=0.3, refused_pause_most_s=0.3, refused_s=1, ask_again_s=3600)
+    )
+    asking, _ = waiting_with_two(node)
+    second = behind(node)
+    assert "Insufficient Resources" in error_of(asking.answer())
+    assert isinstance(second.answer(), Prepared)
+    assert made(node) == [(19, 5)]
+
+
+def test_who_waits_behind_in_vain_hears_that_the_other_waits_too(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking, _ = waiting_with_two(node)
+    told = error_of(node.asked(claim(node.device("1g.10gb", 5), uid="uid-2"), 3.0))
+    assert "is not free yet, and claim default/claim-uid-1 (UID uid-1) has waited for it for longer" in told
+    assert "held by" not in told
+    node.no_more(three(node))
+    asking.answer()
+
+
+def test_driver_that_stops_ends_the_waiting(make: Callable[..., Node]) -> None:
+    node = make(FOR_EVER)
+    asking, _ = waiting_with_two(node)
+    node.line.stop()
+    assert "create a GPU instance" in error_of(asking.answer())
+    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
+
+
+def test_many_claims_of_one_gpu_are_all_made_though_half_of_all_is_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, turn = node.hardware.create, iter(range(10**6))
+
+    def moody(*arguments: Any) -> int:
+        if next(turn) % 2 == 0:
+            raise NvmlTransientError("create a GPU instance: Insufficient Resources")
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", moody)
+    wanted = [small(node, start, f"uid-{start}") for start in range(7)]
+    asked = [Asking(node, one) for one in wanted]
+    assert all(isinstance(one.answer(), Prepared) for one in asked)
+    found = node.hardware.instances(*node.address)
+    assert [one.placement.start for one in found] == list(range(7))
+    assert all(isinstance(one, GpuInstance) for one in found)
+    for one in wanted:
+        assert node.no_more(one) is None
+    assert node.leftovers == (UNTOUCHED, [])

@@ -1,0 +1,154 @@
+"""Which trouble fails which probe, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import structlog
+
+from dra_driver.inventory.discovery import NvmlState
+from dra_driver.kubelet.registration import RegistrationStatus
+from dra_driver.observability.http import problems_page
+from dra_driver.observability.probes import Probes
+
+UNKNOWN = NvmlState().problem
+REGISTERED = RegistrationStatus(True)
+HANGS = "NVML has not answered for 34 s; look for Xid errors"
+NOT_YET = "slices have not been published yet"
+FORBIDDEN = "cannot create the ResourceSlice: forbidden"
+
+
+@dataclass
+class Sockets:
+    down: str | None = None
+    answered: bool = True
+
+    def fault(self) -> str | None:
+        return self.down
+
+    def start_fault(self) -> str | None:
+        return None if self.answered else self.down
+
+
+@dataclass
+class FakePlugin:
+    status: RegistrationStatus | None = REGISTERED
+    stopping: bool = False
+    liveness: Sockets = field(default_factory=Sockets)
+
+
+@dataclass
+class FakePublisher:
+    problem: str | None = None
+    published: bool = True
+
+    def wait_published(self, timeout_s: float) -> bool:
+        assert timeout_s == 0.0
+        return self.published
+
+
+@dataclass
+class Node:
+    """A node on which all is well until a test says otherwise."""
+
+    plugin: FakePlugin | None = field(default_factory=FakePlugin)
+    publisher: FakePublisher | None = field(default_factory=FakePublisher)
+    devices: str | None = None
+    other: str | None = None
+    probes: Probes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.probes = Probes(lambda: self.plugin, self, lambda: self.publisher, [lambda: self.other])
+
+    def problem(self) -> str | None:
+        return self.devices
+
+
+def test_all_is_well() -> None:
+    probes = Node().probes
+    assert probes.startup() == probes.liveness() == probes.readiness() == probes.notes() == []
+    assert probes.is_ready()
+
+
+# What is wrong, what fails readiness, what is told as a note.
+READINESS: dict[str, tuple[Callable[[], Node], list[str], list[str]]] = {
+    "no plugin": (lambda: Node(plugin=None), ["has not registered"], []),
+    "not registered": (lambda: Node(FakePlugin(None)), ["has not registered"], []),
+    "refused": (
+        lambda: Node(FakePlugin(RegistrationStatus(False, "old"))),
+        ["refused the plugin: old; see the kubelet's log"],
+        [],
+    ),
+    "stopping": (lambda: Node(FakePlugin(stopping=True)), ["is stopping"], []),
+    "no publisher": (lambda: Node(publisher=None), ["still starting"], []),
+    "nothing known": (
+        lambda: Node(devices=UNKNOWN, publisher=FakePublisher(NOT_YET, False)),
+        [str(UNKNOWN), NOT_YET],
+        [],
+    ),
+    "not published": (lambda: Node(publisher=FakePublisher(FORBIDDEN, False)), [FORBIDDEN], []),
+    "API server gone": (lambda: Node(publisher=FakePublisher(FORBIDDEN)), [], [FORBIDDEN]),
+    "stands by": (lambda: Node(publisher=FakePublisher(None, False)), [], []),
+    "NVML hangs": (lambda: Node(devices=HANGS), [], [HANGS]),
+    "NVML hangs from the start": (
+        lambda: Node(devices=HANGS, publisher=FakePublisher(NOT_YET, False)),
+        [],
+        [HANGS, NOT_YET],
+    ),
+    "other trouble": (lambda: Node(other="health is unknown"), [], ["health is unknown"]),
+    "sockets down": (lambda: Node(FakePlugin(liveness=Sockets("gone", False))), [], []),
+}
+
+
+@pytest.mark.parametrize(("make", "faults", "notes"), READINESS.values(), ids=READINESS)
+def test_readiness_fails_for_what_an_update_would_spread(
+    make: Callable[[], Node], faults: list[str], notes: list[str]
+) -> None:
+    probes = make().probes
+    for found, wanted in ((probes.readiness(), faults), (probes.notes(), notes)):
+        assert len(found) == len(wanted), found
+        for sentence, words in zip(found, wanted, strict=True):
+            assert words in sentence
+    assert probes.is_ready() is (not faults)
+
+
+@pytest.mark.parametrize("make", [make for name, (make, *_) in READINESS.items() if name != "sockets down"])
+def test_nothing_but_the_sockets_fails_liveness(make: Callable[[], Node]) -> None:
+    assert make().probes.liveness() == []
+
+
+def test_sockets_fail_liveness_and_before_the_first_answer_the_start() -> None:
+    sockets = Sockets("the DRA socket does not answer", answered=False)
+    node = Node(FakePlugin(liveness=sockets))
+    assert node.probes.startup() == node.probes.liveness() == ["the DRA socket does not answer"]
+    sockets.answered = True
+    assert node.probes.startup() == []
+    assert node.probes.liveness() == ["the DRA socket does not answer"]
+    node.plugin = None
+    assert "still starting" in node.probes.startup()[0]
+
+
+def test_change_of_readiness_is_told_once_with_its_reasons() -> None:
+    node = Node(FakePlugin(None))
+    with structlog.testing.capture_logs() as lines:
+        for status in (None, None, RegistrationStatus(False, "old"), REGISTERED, REGISTERED):
+            node.plugin.status = status
+            node.probes.readiness()
+    assert [(line["event"], len(line.get("reasons", ()))) for line in lines] == [
+        ("not_ready", 1),
+        ("not_ready", 1),
+        ("ready", 0),
+    ]
+
+
+def test_page_shows_reasons_and_notes() -> None:
+    node = Node(devices=HANGS)
+    page = problems_page(node.probes.readiness, node.probes.notes)
+    assert (page().status, page().body.decode()) == (200, f"ok\nnote: {HANGS}\n")
+    node.plugin = None
+    assert page().status == 503
+    first, second = page().body.decode().splitlines()
+    assert "has not registered" in first
+    assert second == f"note: {HANGS}"

@@ -1,0 +1,384 @@
+"""The playground's API server, spoken to with plain HTTP: the semantics that tests and the demo rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+from playground.apiserver import PlaygroundApiServer
+
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+NODES = "/api/v1/nodes"
+
+
+@pytest.fixture
+def server():
+    with PlaygroundApiServer() as server:
+        yield server
+
+
+def call(server, method, path, body=None, content_type="application/json"):
+    """(status, decoded body)"""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": content_type})
+        response = connection.getresponse()
+        text = response.read()
+    finally:
+        connection.close()
+    return response.status, json.loads(text) if response.headers[
+        "Content-Type"
+    ] == "application/json" else text
+
+
+def watch(server, path, count):
+    """The first `count` events of a watch."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    events = [json.loads(response.readline()) for _ in range(count)]
+    response.close()
+    connection.close()
+    return events
+
+
+def a_slice(name="s", node="n", **spec):
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    return {
+        "metadata": {"name": name},
+        "spec": {"driver": "d.example.com", "nodeName": node, "pool": pool, **spec},
+    }
+
+
+def a_claim(name="c", **exactly):
+    request = {"name": "r", "exactly": {"deviceClassName": "gpu", **exactly}}
+    return {"metadata": {"name": name}, "spec": {"devices": {"requests": [request]}}}
+
+
+def test_start_and_stop_are_quick():
+    start = time.perf_counter()
+    server = PlaygroundApiServer()
+    server.start()
+    assert call(server, "GET", "/readyz") == (200, b"ok")
+    server.stop()
+    assert time.perf_counter() - start < 5  # 5 ms where nothing else runs
+
+
+def test_stop_leaves_no_thread_and_frees_the_port(server):
+    before = threading.active_count()
+    other = PlaygroundApiServer()
+    other.start()
+    follower = threading.Thread(target=lambda: _swallow(watch, other, f"{NODES}?watch=true", 1))
+    follower.start()
+    other.stop()
+    follower.join(20)
+    other.start()
+    assert call(other, "GET", NODES)[0] == 200
+    other.stop()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _swallow(function, *args):
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        function(*args)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/api", "APIVersions"),
+        ("/apis", "APIGroupList"),
+        ("/api/v1", "APIResourceList"),
+        ("/apis/resource.k8s.io", "APIGroup"),
+        ("/apis/resource.k8s.io/v1beta1", "APIResourceList"),
+    ],
+)
+def test_discovery_documents_are_served(server, path, kind):
+    status, body = call(server, "GET", path)
+    assert (status, body["kind"]) == (200, kind)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/apis/resource.k8s.io/v1alpha1",
+        "/apis/resource.k8s.io/v7/resourceslices",
+        "/api/v1/secrets",
+        "/api/v1/pods/p",
+        f"{NODES}/n/log",
+        "/api/v1/namespaces/default/nodes",
+    ],
+)
+def test_unknown_path_is_404_without_details(server, path):
+    status, body = call(server, "GET", path)
+    assert (status, body["reason"], body["details"]) == (404, "NotFound", {})
+
+
+def test_unknown_object_is_404_with_details(server):
+    status, body = call(server, "GET", f"{SLICES}/x")
+    assert status == 404
+    assert body["message"] == 'resourceslices.resource.k8s.io "x" not found'
+    assert body["details"] == {"name": "x", "group": "resource.k8s.io", "kind": "resourceslices"}
+
+
+def test_create_sets_what_a_server_sets(server):
+    status, body = call(server, "POST", SLICES, a_slice())
+    assert status == 201
+    assert set(body["metadata"]) == {"name", "uid", "creationTimestamp", "resourceVersion"}
+    assert (body["kind"], body["apiVersion"]) == ("ResourceSlice", "resource.k8s.io/v1")
+    assert call(server, "POST", SLICES, a_slice())[1]["reason"] == "AlreadyExists"
+
+
+def test_generated_name_cuts_the_prefix(server):
+    body = a_slice() | {"metadata": {"generateName": "x" * 70}}
+    names = {call(server, "POST", SLICES, body)[1]["metadata"]["name"] for _ in range(5)}
+    assert len(names) == 5
+    assert all(len(name) == 63 and name.startswith("x" * 58) for name in names)
+
+
+def test_create_needs_name_namespace_and_json(server):
+    assert call(server, "POST", SLICES, a_slice() | {"metadata": {}})[0] == 422
+    assert call(server, "POST", CLAIMS.replace("default", "absent"), a_claim())[0] == 404
+    assert (
+        call(server, "POST", CLAIMS, a_claim() | {"metadata": {"name": "c", "namespace": "other"}})[0] == 400
+    )
+    assert call(server, "POST", SLICES, [])[0] == 400
+    assert call(server, "POST", SLICES, a_slice() | {"kind": "Pod"})[0] == 400
+    assert call(server, "POST", f"{SLICES}/s", a_slice())[0] == 405
+
+
+@pytest.mark.parametrize(
+    "spec", [{"devices": [1]}, {"devices": {"a": 1}}, {"pool": "p"}, {"sharedCounters": [None]}]
+)
+def test_wrong_types_are_refused_and_not_stored(server, spec):
+    body = a_slice()
+    body["spec"] |= spec
+    status, answer = call(server, "POST", SLICES, body)
+    assert (status, answer["reason"]) == (400, "BadRequest")
+    assert server.objects("resourceslices") == []
+
+
+def test_versions_show_one_object_in_their_shapes(server):
+    device = {"name": "g", "attributes": {"a": {"int": 1}}}
+    call(server, "POST", SLICES, a_slice(devices=[device]))
+    old = call(server, "GET", SLICES.replace("/v1/", "/v1beta1/") + "/s")[1]
+    assert old["spec"]["devices"] == [{"name": "g", "basic": {"attributes": {"a": {"int": 1}}}}]
+    assert call(server, "GET", SLICES.replace("/v1/", "/v1beta2/") + "/s")[1]["spec"]["devices"] == [device]
+    call(server, "POST", CLAIMS, a_claim())
+    flat = call(server, "GET", CLAIMS.replace("/v1/", "/v1beta1/") + "/c")[1]["spec"]["devices"]["requests"]
+    assert flat == [{"name": "r", "deviceClassName": "gpu", "allocationMode": "ExactCount", "count": 1}]
+
+
+def test_list_entries_have_no_kind_and_share_a_version(server):
+    call(server, "POST", SLICES, a_slice("b"))
+    call(server, "POST", SLICES, a_slice("a"))
+    body = call(server, "GET", SLICES)[1]
+    assert (body["kind"], [item["metadata"]["name"] for item in body["items"]]) == (
+        "ResourceSliceList",
+        ["a", "b"],
+    )
+    assert all("kind" not in item for item in body["items"])
+    assert body["metadata"]["resourceVersion"] == str(server.store.version)
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ("fieldSelector=spec.nodeName=n1", ["a"]),
+        ("fieldSelector=spec.nodeName!=n1", ["b"]),
+        ("fieldSelector=spec.driver=d.example.com,spec.pool.name=n2", ["b"]),
+        ("fieldSelector=metadata.name==a", ["a"]),
+        ("labelSelector=x=1", ["a"]),
+        ("labelSelector=x", ["a"]),
+        ("labelSelector=!x", ["b"]),
+        ("labelSelector=x!=1", ["b"]),
+    ],
+)
+def test_selectors_select(server, query, names):
+    first = a_slice("a", "n1")
+    first["metadata"]["labels"] = {"x": "1"}
+    call(server, "POST", SLICES, first)
+    call(server, "POST", SLICES, a_slice("b", "n2"))
+    assert [i["metadata"]["name"] for i in call(server, "GET", f"{SLICES}?{query}")[1]["items"]] == names
+
+
+def test_unknown_field_selector_is_refused(server):
+    status, body = call(server, "GET", f"{SLICES}?fieldSelector=spec.color=red")
+    assert (status, body["message"]) == (400, 'field label not supported: "spec.color"')
+
+
+def test_status_and_spec_are_written_apart(server):
+    claim = call(server, "POST", CLAIMS, a_claim() | {"status": {"reservedFor": [{"uid": "x"}]}})[1]
+    assert "status" not in claim
+    claim["status"] = {"allocation": {"devices": {}}}
+    claim["metadata"]["labels"] = {"a": "b"}
+    by_main = call(server, "PUT", f"{CLAIMS}/c", claim)[1]
+    assert "status" not in by_main
+    assert by_main["metadata"]["labels"] == {"a": "b"}
+    claim["metadata"] = {"name": "c", "labels": {"a": "c"}}
+    by_status = call(server, "PUT", f"{CLAIMS}/c/status", claim)[1]
+    assert by_status["status"] == {"allocation": {"devices": {}}}
+    assert by_status["metadata"]["labels"] == {"a": "b"}
+    assert call(server, "GET", f"{CLAIMS}/c/status")[1] == by_status
+
+
+def test_status_devices_must_be_allocated(server):
+    call(server, "POST", CLAIMS, a_claim())
+    result = {"request": "r", "driver": "d", "pool": "p", "device": "x"}
+    status = {"allocation": {"devices": {"results": [result]}}}
+    device = {"driver": "d", "pool": "p", "device": "x"}
+    patch = "application/merge-patch+json"
+    call(server, "PATCH", f"{CLAIMS}/c/status", {"status": status}, patch)
+    good = call(server, "PATCH", f"{CLAIMS}/c/status", {"status": {"devices": [device]}}, patch)
+    assert good[1]["status"]["devices"] == [device]
+    bad = call(
+        server, "PATCH", f"{CLAIMS}/c/status", {"status": {"devices": [device | {"device": "y"}]}}, patch
+    )
+    assert (bad[0], bad[1]["details"]["causes"][0]["field"]) == (422, "status.devices[0]")
+
+
+def test_claim_spec_is_immutable(server):
+    claim = call(server, "POST", CLAIMS, a_claim())[1]
+    claim["spec"]["devices"]["requests"][0]["exactly"]["count"] = 2
+    status, body = call(server, "PUT", f"{CLAIMS}/c", claim)
+    assert (status, body["details"]["causes"][0]["field"]) == (422, "spec")
+
+
+def test_patch_with_version_conflicts_when_stale(server):
+    call(server, "POST", NODES, {"metadata": {"name": "n"}})
+    patch = {"metadata": {"resourceVersion": "1", "labels": {"a": "b"}}}
+    kind = "application/merge-patch+json"
+    assert call(server, "PATCH", f"{NODES}/n", patch, kind)[1]["reason"] == "Conflict"
+    del patch["metadata"]["resourceVersion"]
+    assert call(server, "PATCH", f"{NODES}/n", patch, kind)[1]["metadata"]["labels"] == {"a": "b"}
+    assert call(server, "PATCH", f"{NODES}/n", [], "application/json-patch+json")[0] == 415
+
+
+def test_object_with_finalizer_goes_when_the_last_one_does(server):
+    claim = a_claim()
+    claim["metadata"]["finalizers"] = ["a/b"]
+    call(server, "POST", CLAIMS, claim)
+    marked = call(server, "DELETE", f"{CLAIMS}/c")[1]
+    assert marked["metadata"]["deletionTimestamp"]
+    assert call(server, "GET", f"{CLAIMS}/c")[1] == marked
+    marked["metadata"]["finalizers"] = []
+    call(server, "PUT", f"{CLAIMS}/c", marked)
+    assert call(server, "GET", f"{CLAIMS}/c")[0] == 404
+
+
+def test_collection_is_deleted_by_selector(server):
+    call(server, "POST", SLICES, a_slice("a", "n1"))
+    call(server, "POST", SLICES, a_slice("b", "n2"))
+    assert call(server, "DELETE", f"{SLICES}?fieldSelector=spec.nodeName=n1")[0] == 200
+    assert [item["metadata"]["name"] for item in server.objects("resourceslices")] == ["b"]
+
+
+def test_watch_from_nothing_starts_with_what_is_there(server):
+    call(server, "POST", SLICES, a_slice("a"))
+    events = watch(server, f"{SLICES}?watch=true", 1)
+    assert (events[0]["type"], events[0]["object"]["kind"]) == ("ADDED", "ResourceSlice")
+
+
+def test_watch_tells_when_an_object_enters_or_leaves_the_selection(server):
+    start = server.store.version
+    node = call(server, "POST", NODES, {"metadata": {"name": "n"}})[1]
+    node["metadata"]["labels"] = {"x": "1"}
+    node = call(server, "PUT", f"{NODES}/n", node)[1]
+    node["metadata"]["labels"] = {"x": "1", "y": "2"}
+    node = call(server, "PUT", f"{NODES}/n", node)[1]
+    node["metadata"]["labels"] = {}
+    call(server, "PUT", f"{NODES}/n", node)
+    path = f"{NODES}?watch=true&resourceVersion={start}&labelSelector=x"
+    assert [event["type"] for event in watch(server, path, 3)] == ["ADDED", "MODIFIED", "DELETED"]
+
+
+def test_watch_of_one_object_by_path(server):
+    start = server.store.version
+    for name in ("a", "b"):
+        call(server, "POST", NODES, {"metadata": {"name": name}})
+    events = watch(server, f"{NODES}/b?watch=true&resourceVersion={start}", 1)
+    assert events[0]["object"]["metadata"]["name"] == "b"
+
+
+def test_history_is_bounded():
+    with PlaygroundApiServer(history=3) as server:
+        start = server.store.version
+        for number in range(5):
+            server.add("nodes", {"metadata": {"name": f"n{number}"}})
+        event = watch(server, f"{NODES}?watch=true&resourceVersion={start}", 1)[0]
+        assert (event["type"], event["object"]["code"], event["object"]["reason"]) == (
+            "ERROR",
+            410,
+            "Expired",
+        )
+        recent = watch(server, f"{NODES}?watch=true&resourceVersion={start + 2}", 3)
+        assert [e["object"]["metadata"]["name"] for e in recent] == ["n2", "n3", "n4"]
+
+
+def test_bookmarks_carry_the_newest_version():
+    with PlaygroundApiServer(bookmark_s=0.02) as server:
+        path = f"{SLICES}?watch=true&allowWatchBookmarks=true&resourceVersion={server.store.version}"
+        server.add("nodes", {"metadata": {"name": "n"}})
+        event = watch(server, path, 1)[0]
+        assert event["type"] == "BOOKMARK"
+        assert event["object"]["metadata"]["resourceVersion"] == str(server.store.version)
+
+
+def test_requests_are_recorded(server):
+    call(server, "POST", NODES, {"metadata": {"name": "n"}})
+    call(server, "GET", f"{NODES}?labelSelector=a")
+    call(server, "GET", f"{NODES}/absent")
+    assert [(r.method, r.path, r.status) for r in server.requests] == [
+        ("POST", NODES, 201),
+        ("GET", NODES, 200),
+        ("GET", f"{NODES}/absent", 404),
+    ]
+    assert server.requests[1].query == {"labelSelector": "a"}
+    assert len(server.writes("nodes")) == 1
+
+
+def test_health_is_ok_even_without_token():
+    with PlaygroundApiServer(tokens={}) as server:
+        assert call(server, "GET", "/readyz") == (200, b"ok")
+        assert call(server, "GET", NODES)[0] == 401
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_kubectl_reads_and_writes(server, tmp_path):
+    server.add("resourceslices", a_slice("s", "node-1"), group="resource.k8s.io")
+    server.add(
+        "resourceclaims",
+        a_claim("c") | {"metadata": {"name": "c", "namespace": "default"}},
+        group="resource.k8s.io",
+    )
+    config = tmp_path / "kubeconfig"
+    server.write_kubeconfig(config)
+
+    def kubectl(*args, text=None):
+        command = ["kubectl", f"--kubeconfig={config}", f"--cache-dir={tmp_path}", *args]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = kubectl("get", "resourceslices", "-o", "json")
+    assert [item["metadata"]["name"] for item in json.loads(shown)["items"]] == ["s"]
+    assert "nodeName: node-1" in kubectl("get", "resourceslices", "-o", "yaml")
+    assert kubectl("get", "resourceclaims").splitlines()[1].startswith("c ")
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}}
+    assert "node/n created" in kubectl("create", "--validate=false", "-f", "-", text=json.dumps(node))
+    kubectl("label", "node", "n", "a=b")
+    assert server.objects("nodes", group="")[0]["metadata"]["labels"] == {"a": "b"}
+    kubectl("delete", "resourceslice", "s")
+    assert server.objects("resourceslices") == []

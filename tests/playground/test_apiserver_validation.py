@@ -1,0 +1,262 @@
+"""The limits of the API, one by one: what is just allowed and what is just not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from playground.apiserver.claimrules import claim_faults
+from playground.apiserver.names import generated_name, is_attribute_name, is_pool_name, is_subdomain
+from playground.apiserver.quantity import parse_quantity
+from playground.apiserver.slicerules import slice_faults
+
+from dra_driver.validation.rules.manifests import default_claim_spec
+
+_POOL = {"name": "n", "generation": 1, "resourceSliceCount": 1}
+_TAINT = {"key": "a/b", "value": "c", "effect": "NoSchedule"}
+
+
+def faults(**spec):
+    """Field paths of the faults of a slice."""
+    full = {"driver": "d.example.com", "nodeName": "n", "pool": _POOL} | spec
+    full = {key: value for key, value in full.items() if value is not None}
+    return [cause.field for cause in slice_faults({"metadata": {"name": "s"}, "spec": full}, None)]
+
+
+def device_faults(**fields):
+    return [path.removeprefix("spec.devices[0]") for path in faults(devices=[{"name": "g", **fields}])]
+
+
+def attributes(count, value=None):
+    return {f"a{i}": value or {"int": i} for i in range(count)}
+
+
+def counters(count):
+    return {f"c{i}": {"value": "1"} for i in range(count)}
+
+
+def test_smallest_slice_is_valid():
+    assert faults() == []
+    assert faults(devices=[], sharedCounters=[]) == []
+    assert faults(nodeName=None, allNodes=True) == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "field"),
+    [
+        (
+            {"devices": [{"name": f"g{i}"} for i in range(128)]},
+            {"devices": [{"name": f"g{i}"} for i in range(129)]},
+            "spec.devices",
+        ),
+        (
+            {"devices": [{"name": f"g{i}", "taints": [_TAINT]} for i in range(64)]},
+            {"devices": [{"name": f"g{i}", "taints": [_TAINT]} for i in range(65)]},
+            "spec.devices",
+        ),
+        (
+            {"sharedCounters": [{"name": f"s{i}", "counters": counters(32)} for i in range(8)]},
+            {"sharedCounters": [{"name": f"s{i}", "counters": counters(1)} for i in range(9)]},
+            "spec.sharedCounters",
+        ),
+        (
+            {},
+            {"sharedCounters": [{"name": "s", "counters": counters(33)}]},
+            "spec.sharedCounters[0].counters",
+        ),
+        ({}, {"sharedCounters": [{"name": "s", "counters": {}}]}, "spec.sharedCounters[0].counters"),
+        (
+            {},
+            {"sharedCounters": [{"name": "s", "counters": counters(1)}], "devices": [{"name": "g"}]},
+            "spec",
+        ),
+        ({"pool": _POOL | {"name": "a/b.c"}}, {"pool": _POOL | {"name": "a//b"}}, "spec.pool.name"),
+        ({"pool": _POOL | {"generation": 0}}, {"pool": _POOL | {"generation": -1}}, "spec.pool.generation"),
+        ({"driver": "a" * 63}, {"driver": "a" * 64}, "spec.driver"),
+        ({}, {"driver": "Upper"}, "spec.driver"),
+        ({}, {"nodeName": None}, "spec"),
+        ({}, {"nodeName": None, "allNodes": False}, "spec"),
+        (
+            {},
+            {"nodeName": None, "nodeSelector": {"nodeSelectorTerms": []}},
+            "spec.nodeSelector.nodeSelectorTerms",
+        ),
+        (
+            {"nodeName": None, "perDeviceNodeSelection": True, "devices": [{"name": "g", "nodeName": "n"}]},
+            {"nodeName": None, "perDeviceNodeSelection": True, "devices": [{"name": "g"}]},
+            "spec.devices[0]",
+        ),
+    ],
+)
+def test_slice_limits(good, bad, field):
+    assert faults(**good) == []
+    assert field in faults(**bad)
+
+
+_RANGE = {"default": "2Gi", "validRange": {"min": "1Gi", "max": "4Gi", "step": "1Gi"}}
+
+
+def shared(policy, value="8Gi"):
+    return {"allowMultipleAllocations": True, "capacity": {"m": {"value": value, "requestPolicy": policy}}}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "field"),
+    [
+        ({"attributes": attributes(32)}, {"attributes": attributes(33)}, ""),
+        (
+            {"attributes": attributes(20), "capacity": counters(12)},
+            {"attributes": attributes(20), "capacity": counters(13)},
+            "",
+        ),
+        (
+            {"attributes": attributes(6, {"ints": [1] * 8})},
+            {"attributes": attributes(7, {"ints": [1] * 7})},
+            ".attributes",
+        ),
+        (
+            {"attributes": {"a": {"string": "x" * 64}}},
+            {"attributes": {"a": {"string": "x" * 65}}},
+            ".attributes[a].string",
+        ),
+        (
+            {"attributes": {"a": {"string": "ü" * 32}}},
+            {"attributes": {"a": {"string": "ü" * 33}}},
+            ".attributes[a].string",
+        ),
+        (
+            {"attributes": {"a": {"version": "1.2.3-rc.1+b"}}},
+            {"attributes": {"a": {"version": "1.02.3"}}},
+            ".attributes[a].version",
+        ),
+        ({}, {"attributes": {"a": {"version": "550.54"}}}, ".attributes[a].version"),
+        ({"attributes": {"a": {"bool": False}}}, {"attributes": {"a": {"int": True}}}, ".attributes[a].int"),
+        (
+            {"attributes": {"a.b/c_d": {"int": 1}}},
+            {"attributes": {"a.b/c-d": {"int": 1}}},
+            ".attributes[a.b/c-d]",
+        ),
+        ({}, {"attributes": {"a": {"int": 1, "string": "x"}}}, ".attributes[a]"),
+        ({}, {"attributes": {"a": {"ints": []}}}, ".attributes[a].ints"),
+        (
+            {"capacity": {"m": {"value": "1.5Gi"}}},
+            {"capacity": {"m": {"value": "lots"}}},
+            ".capacity[m].value",
+        ),
+        (
+            {"consumesCounters": [{"counterSet": f"s{i}", "counters": counters(32)} for i in range(2)]},
+            {"consumesCounters": [{"counterSet": f"s{i}", "counters": counters(1)} for i in range(3)]},
+            ".consumesCounters",
+        ),
+        (
+            {},
+            {"consumesCounters": [{"counterSet": "s", "counters": counters(1)}] * 2},
+            ".consumesCounters[1].counterSet",
+        ),
+        ({"taints": [_TAINT] * 16}, {"taints": [_TAINT] * 17}, ".taints"),
+        (
+            {"taints": [{"key": "a", "effect": "None"}]},
+            {"taints": [{"key": "a", "effect": "Evict"}]},
+            ".taints[0].effect",
+        ),
+        ({}, {"taints": [{"key": "a b", "effect": "None"}]}, ".taints[0].key"),
+        (
+            {"bindingConditions": ["a"] * 1, "bindingFailureConditions": ["b"]},
+            {"bindingConditions": ["a"]},
+            ".bindingFailureConditions",
+        ),
+        ({}, {"bindingConditions": ["a"], "bindingFailureConditions": ["a"]}, ".bindingFailureConditions"),
+        ({}, {"nodeName": "n"}, ".nodeName"),
+        (
+            shared(_RANGE),
+            {"capacity": {"m": {"value": "8Gi", "requestPolicy": _RANGE}}},
+            ".capacity[m].requestPolicy",
+        ),
+        ({}, shared(_RANGE, "2Gi"), ".capacity[m].requestPolicy.validRange"),
+        (
+            {},
+            shared({"default": "1500Mi", "validRange": {"min": "1Gi", "step": "1Gi"}}),
+            ".capacity[m].requestPolicy.validRange.step",
+        ),
+        ({}, shared({"validRange": {"min": "1Gi"}}), ".capacity[m].requestPolicy.default"),
+        (
+            shared({"default": "1Gi", "validValues": ["1Gi", "2Gi"]}),
+            shared({"default": "1Gi", "validValues": ["2Gi", "1Gi"]}),
+            ".capacity[m].requestPolicy.validValues",
+        ),
+        ({}, shared({"default": "3Gi", "validValues": ["1Gi"]}), ".capacity[m].requestPolicy.default"),
+    ],
+)
+def test_device_limits(good, bad, field):
+    assert device_faults(**good) == []
+    assert field in device_faults(**bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("1Ki", 1024), ("1500m", 1.5), ("2e3", 2000), ("1E", 10**18), (".5", 0.5), ("-1", -1), (7, 7)],
+)
+def test_quantities_are_parsed(text, value):
+    assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1KiB", "1e", None, True, 1.5, "0x1"])
+def test_nonsense_is_no_quantity(text):
+    assert parse_quantity(text) is None
+
+
+@given(st.text("abc-", min_size=1, max_size=300))
+def test_generated_names_fit(prefix):
+    name = generated_name(prefix)
+    assert name[:-5] == prefix[:58]
+    assert len(name) <= 63
+
+
+def test_name_rules():
+    assert is_subdomain("a.b-c.d")
+    assert not is_subdomain("a..b")
+    assert not is_subdomain("a" * 254)
+    assert is_pool_name("a/b.c")
+    assert is_attribute_name("gpu.nvidia.com/productName")
+    assert not is_attribute_name("a" * 33)
+    assert not is_attribute_name("/a")
+
+
+def _claim(*requests, **status):
+    return {"spec": {"devices": {"requests": list(requests)}}, "status": status}
+
+
+@pytest.mark.parametrize(
+    ("claim", "field"),
+    [
+        (_claim({"name": "r"}), "spec.devices.requests[0]"),
+        (_claim({"name": "r", "exactly": {}}), "spec.devices.requests[0].exactly.deviceClassName"),
+        (
+            _claim({"name": "r", "exactly": {"deviceClassName": "c", "allocationMode": "Some"}}),
+            "spec.devices.requests[0].exactly.allocationMode",
+        ),
+        (
+            _claim(
+                {"name": "r", "exactly": {"deviceClassName": "c", "allocationMode": "ExactCount", "count": 0}}
+            ),
+            "spec.devices.requests[0].exactly.count",
+        ),
+        (
+            _claim(*[{"name": "r", "exactly": {"deviceClassName": "c", "allocationMode": "All"}}] * 2),
+            "spec.devices.requests[1].name",
+        ),
+        (_claim(reservedFor=[{"uid": "u"}]), "status.reservedFor"),
+    ],
+)
+def test_claim_rules(claim, field):
+    assert field in [cause.field for cause in claim_faults(claim, None)]
+
+
+def test_claim_defaults():
+    spec = {"devices": {"requests": [{"exactly": {}}, {"firstAvailable": [{}, {"allocationMode": "All"}]}]}}
+    default_claim_spec(spec)
+    exact = {"allocationMode": "ExactCount", "count": 1}
+    assert spec["devices"]["requests"] == [
+        {"exactly": exact},
+        {"firstAvailable": [exact, {"allocationMode": "All"}]},
+    ]

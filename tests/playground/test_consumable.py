@@ -1,0 +1,296 @@
+"""Consumable capacity in the playground control plane: rounding, room, share IDs, and what is written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playground.apiserver import PlaygroundApiServer
+from playground.apiserver.claimrules import claim_faults
+from playground.apiserver.failure import ApiFailure
+from playground.scheduler import AllocationError, PlaygroundScheduler
+
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.sharing.rules.shared_device import shared_device
+from dra_driver.slices.rules.build import build_pool
+from dra_driver.validation.rules.consumable import consumption, fits
+from tests.fakes.samples import DRIVER, MIXED, h100, inventory
+
+GROUP = "resource.k8s.io"
+SHARE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+RANGE = {"default": "4Gi", "validRange": {"min": "1Gi", "max": "8Gi", "step": "1Gi"}}
+VALUES = {"default": "2", "validValues": ["0", "2", "4"]}
+
+
+def capacity(value, policy=None):
+    return {"value": value} | ({"requestPolicy": policy} if policy else {})
+
+
+def device(name="gpu-0", **fields):
+    stated = {"memory": capacity("8Gi", RANGE), "slots": capacity("4", VALUES)}
+    return {
+        "name": name,
+        "attributes": {"kind": {"string": name}},
+        "allowMultipleAllocations": True,
+        "capacity": stated,
+    } | fields
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        ({}, {"memory": "4Gi", "slots": "2"}),
+        ({"memory": "1"}, {"memory": "1Gi", "slots": "2"}),
+        ({"memory": "0"}, {"memory": "1Gi", "slots": "2"}),
+        ({"memory": "1025Mi"}, {"memory": "2Gi", "slots": "2"}),
+        ({"memory": "8Gi"}, {"memory": "8Gi", "slots": "2"}),
+        ({f"{DRIVER}/memory": "3Gi"}, {"memory": "3Gi", "slots": "2"}),
+        ({"slots": "3"}, {"memory": "4Gi", "slots": "4"}),
+        ({"slots": "0"}, {"memory": "4Gi", "slots": "0"}),
+        ({"memory": "8193Mi"}, None),
+        ({"slots": "5"}, None),
+        ({"memory": "-1"}, None),
+        ({"cores": "1"}, None),
+        ({"other.example/memory": "1Gi"}, None),
+        ({"memory": "1Gi", f"{DRIVER}/memory": "1Gi"}, None),
+    ],
+)
+def test_request_is_rounded_by_the_policy(requests, expected):
+    assert consumption(requests, device(), DRIVER) == expected
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [({}, {"m": "8Gi"}), ({"m": "1500Mi"}, {"m": "1500Mi"}), ({"m": "9Gi"}, None)],
+)
+def test_capacity_without_policy_is_taken_whole_or_as_asked(requests, expected):
+    assert consumption(requests, {"capacity": {"m": capacity("8Gi")}}, DRIVER) == expected
+
+
+def test_room_is_counted_by_value():
+    assert fits(device(), [{"memory": "4Gi", "slots": "2"}, {"memory": "4096Mi", "slots": "2"}])
+    assert not fits(device(), [{"memory": "4Gi"}, {"memory": "4Gi"}, {"memory": "1"}])
+    assert fits(device(), [{"gone": "4Gi"}])
+
+
+@pytest.fixture
+def server():
+    server = PlaygroundApiServer()
+    spec = {"selectors": [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]}
+    server.add("deviceclasses", {"metadata": {"name": DRIVER}, "spec": spec}, group=GROUP)
+    return server
+
+
+@pytest.fixture
+def scheduler(server):
+    return PlaygroundScheduler(server)
+
+
+def published(server, *devices):
+    """Replace what the node publishes."""
+    stored = server.objects("resourceslices")[0]
+    stored["spec"]["devices"] = list(devices)
+    resource = server.resource("resourceslices", group=GROUP)
+    server.operations.update(resource, ("", stored["metadata"]["name"]), stored)
+
+
+def publish(server, *devices, **spec):
+    full = {
+        "driver": DRIVER,
+        "nodeName": "n1",
+        "pool": {"name": "n1", "generation": 1, "resourceSliceCount": 1},
+        "devices": list(devices),
+        **spec,
+    }
+    server.add("resourceslices", {"metadata": {"name": "s"}, "spec": full}, group=GROUP)
+
+
+def request(name="gpu", *, ask=None, **fields):
+    asked = {"capacity": {"requests": ask}} if ask else {}
+    return {"name": name, "exactly": {"deviceClassName": DRIVER, **asked, **fields}}
+
+
+def allocate(server, scheduler, name, *requests, namespace="default", **devices):
+    spec = {"devices": {"requests": list(requests) or [request()], **devices}}
+    server.add(
+        "resourceclaims", {"metadata": {"name": name, "namespace": namespace}, "spec": spec}, group=GROUP
+    )
+    stored = scheduler.allocate_claim(namespace, name)
+    return stored["status"]["allocation"]["devices"]["results"]
+
+
+def test_result_has_a_share_id_and_every_capacity(server, scheduler):
+    publish(server, device())
+    (result,) = allocate(server, scheduler, "c", request(ask={"slots": "0"}))
+    assert SHARE_ID.fullmatch(result.pop("shareID"))
+    assert result == {
+        "request": "gpu",
+        "driver": DRIVER,
+        "pool": "n1",
+        "device": "gpu-0",
+        "consumedCapacity": {"memory": "4Gi", "slots": "0"},
+    }
+
+
+def test_claims_of_several_namespaces_share_until_the_device_is_full(server, scheduler):
+    publish(server, device())
+    ids = set()
+    for team in ("team-0", "team-1"):
+        server.add("namespaces", {"metadata": {"name": team}})
+    for number in range(8):
+        ask = {"memory": "1Gi", "slots": "0"}
+        (result,) = allocate(
+            server, scheduler, f"c{number}", request(ask=ask), namespace=f"team-{number % 2}"
+        )
+        ids.add(result["shareID"])
+    assert len(ids) == 8
+    with pytest.raises(AllocationError, match="no devices on node n1 fit requests gpu"):
+        allocate(server, scheduler, "late", request(ask={"memory": "1", "slots": "0"}))
+    scheduler.release_claim("team-0", "c0")
+    assert scheduler.allocate_claim("default", "late")["status"]["allocation"]
+
+
+def test_next_device_is_taken_when_one_is_full(server, scheduler):
+    publish(server, device("gpu-0"), device("gpu-1"))
+    picked = [allocate(server, scheduler, f"c{number}")[0]["device"] for number in range(4)]
+    assert picked == ["gpu-0", "gpu-0", "gpu-1", "gpu-1"]
+
+
+def test_one_claim_may_get_several_shares_of_one_device(server, scheduler):
+    publish(server, device("gpu-0"), device("gpu-1"))
+    small = {"memory": "1Gi", "slots": "0"}
+    results = allocate(server, scheduler, "c", request("a", ask=small, count=2), request("b", ask=small))
+    assert [result["device"] for result in results] == ["gpu-0"] * 3
+    assert len({result["shareID"] for result in results}) == 3
+
+
+def test_distinct_attribute_keeps_shares_on_different_devices(server, scheduler):
+    publish(server, device("gpu-0"), device("gpu-1"))
+    apart = [{"distinctAttribute": f"{DRIVER}/kind"}]
+    results = allocate(server, scheduler, "c", request(count=2), constraints=apart)
+    assert [result["device"] for result in results] == ["gpu-0", "gpu-1"]
+
+
+def test_all_takes_one_share_of_each(server, scheduler):
+    publish(server, device("gpu-0"), device("gpu-1"))
+    results = allocate(server, scheduler, "c", request(allocationMode="All"))
+    assert [result["device"] for result in results] == ["gpu-0", "gpu-1"]
+
+
+def test_first_available_falls_back_to_less(server, scheduler):
+    publish(server, device())
+    allocate(server, scheduler, "first")
+    entries = [
+        {"name": name, "deviceClassName": DRIVER, "capacity": {"requests": {"memory": memory}}}
+        for name, memory in (("big", "8Gi"), ("small", "2Gi"))
+    ]
+    (result,) = allocate(server, scheduler, "c", {"name": "gpu", "firstAvailable": entries})
+    assert (result["request"], result["consumedCapacity"]["memory"]) == ("gpu/small", "2Gi")
+
+
+def test_admin_access_takes_no_share(server, scheduler):
+    publish(server, device())
+    allocate(server, scheduler, "full", request(ask={"memory": "8Gi"}))
+    (result,) = allocate(server, scheduler, "admin", request(adminAccess=True))
+    assert result["adminAccess"] is True
+    assert "shareID" not in result
+
+
+def test_exclusive_device_is_selected_by_its_capacity_and_gets_no_share_id(server, scheduler):
+    small = {"name": "small", "capacity": {"memory": capacity("8Gi")}}
+    large = {"name": "large", "capacity": {"memory": capacity("16Gi")}}
+    publish(server, small, large)
+    (result,) = allocate(server, scheduler, "c", request(ask={"memory": "9Gi"}))
+    assert result == {"request": "gpu", "driver": DRIVER, "pool": "n1", "device": "large"}
+    with pytest.raises(AllocationError):
+        allocate(server, scheduler, "d", request(ask={"memory": "9Gi"}))
+
+
+def test_device_that_becomes_shareable_waits_for_its_exclusive_holder(server, scheduler):
+    publish(server, {"name": "gpu-0"})
+    allocate(server, scheduler, "before")
+    published(server, device())
+    with pytest.raises(AllocationError):
+        allocate(server, scheduler, "after")
+    scheduler.release_claim("default", "before")
+    assert scheduler.allocate_claim("default", "after")["status"]["allocation"]
+
+
+def test_counters_of_a_shared_device_are_taken_once():
+    server = PlaygroundApiServer()
+    scheduler = PlaygroundScheduler(server)
+    server.add("deviceclasses", {"metadata": {"name": DRIVER}, "spec": {}}, group=GROUP)
+    uses = [{"counterSet": "g", "counters": {"slices": {"value": "4"}}}]
+    pool = {"name": "n1", "generation": 1, "resourceSliceCount": 2}
+    devices = [device("gpu-0", consumesCounters=uses), device("gpu-1", consumesCounters=uses)]
+    counters = [{"name": "g", "counters": {"slices": {"value": "4"}}}]
+    for name, part in (("a", {"sharedCounters": counters}), ("b", {"devices": devices})):
+        spec = {"driver": DRIVER, "nodeName": "n1", "pool": pool, **part}
+        server.add("resourceslices", {"metadata": {"name": name}, "spec": spec}, group=GROUP)
+    assert [allocate(server, scheduler, name)[0]["device"] for name in ("x", "y")] == ["gpu-0", "gpu-0"]
+    with pytest.raises(AllocationError):
+        allocate(server, scheduler, "z")
+
+
+def test_dropped_gate_makes_the_device_exclusive():
+    server = PlaygroundApiServer(gates={"DRAConsumableCapacity": False})
+    scheduler = PlaygroundScheduler(server)
+    server.add("deviceclasses", {"metadata": {"name": DRIVER}, "spec": {}}, group=GROUP)
+    publish(server, device())
+    (result,) = allocate(server, scheduler, "c", request(ask={"memory": "1Gi"}))
+    assert "shareID" not in result
+    assert "capacity" not in server.objects("resourceclaims")[0]["spec"]["devices"]["requests"][0]["exactly"]
+    with pytest.raises(AllocationError):
+        allocate(server, scheduler, "d")
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"shareID": "4CF8DB2D-06C0-4D70-8A51-E59B25B2C16C"}, "shareID"),
+        ({"shareID": "1"}, "shareID"),
+        ({"consumedCapacity": {"memory": "much"}}, "consumedCapacity[memory]"),
+        ({"consumedCapacity": {"memory": "-1"}}, "consumedCapacity[memory]"),
+        ({"consumedCapacity": {"not a name": "1"}}, "consumedCapacity[not a name]"),
+    ],
+)
+def test_wrong_share_is_refused_by_the_server(fields, path):
+    result = {"request": "gpu", "driver": DRIVER, "pool": "n", "device": "g", **fields}
+    claim = {"spec": {}, "status": {"allocation": {"devices": {"results": [result]}}}}
+    assert [cause.field for cause in claim_faults(claim, None)] == [
+        f"status.allocation.devices.results[0].{path}"
+    ]
+
+
+def test_wrong_request_is_refused_by_the_server(server):
+    spec = {"devices": {"requests": [request(ask={"memory": "lots"})]}}
+    with pytest.raises(ApiFailure, match=r"capacity.requests\[memory\]"):
+        server.add(
+            "resourceclaims", {"metadata": {"name": "c", "namespace": "default"}, "spec": spec}, group=GROUP
+        )
+
+
+@pytest.mark.parametrize(
+    ("rule", "ask", "count"),
+    [
+        (SharingRule("shares", 10), None, 10),
+        (SharingRule("memory"), {"memory": "8155Mi"}, 10),
+        (SharingRule("memory"), None, 1),
+        (SharingRule("unlimited", multiprocessors=True), {"multiprocessors": "13"}, 9),
+    ],
+)
+def test_our_own_devices_are_shared_as_often_as_the_rule_says(server, scheduler, rule, ask, count):
+    pool = build_pool(inventory(h100(0, multiprocessors=132)), "n1", share_all(rule))
+    publish(server, *pool.slices[0].devices)
+    for number in range(count):
+        allocate(server, scheduler, f"c{number}", request(ask=ask))
+    with pytest.raises(AllocationError):
+        allocate(server, scheduler, "late", request(ask=ask))
+
+
+def test_mig_devices_are_shared_too(server, scheduler):
+    pool = build_pool(MIXED, "n1", share_all(SharingRule("shares", 2)))
+    publish(server, *pool.slices[0].devices)
+    picked = [allocate(server, scheduler, f"c{number}")[0]["device"] for number in range(8)]
+    assert sorted(picked) == sorted([*MIXED.by_name, *MIXED.by_name])
+    assert shared_device({"name": "x"}, MIXED.by_name[picked[-1]], SharingRule("shares", 2))["capacity"]

@@ -1,0 +1,56 @@
+"""`make demo` on every machine that can be simulated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playground.demo import demo
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.logs import configure_logs
+from dra_driver.simulator import machine_names
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_MIG = {"a10-8", "dgx-1v", "dgx-2", "gb10", "l40s-8", "t4-4"}
+WITHOUT_NVLINK = {"a10-8", "gb10", "l40s-8", "rtx-pro-6000-8", "t4-4", "vm-passthrough"}
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_quiet(monkeypatch: pytest.MonkeyPatch):
+    """The monitor hears of its end after its wait for events; and the demo silences the log of this process."""
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
+    yield
+    configure_logs("info", "json")
+
+
+@pytest.mark.parametrize("machine", machine_names())
+def test_demo_runs_to_its_end_on_every_machine(
+    machine: str, capsys: pytest.CaptureFixture[str], memory_path: Path
+) -> None:
+    demo(machine, memory_path / "d")
+    shown = capsys.readouterr().out
+    assert "held by claim default/training" in shown
+    assert "claim records: 0" in shown
+    assert ("no GPU with MIG" in shown) == (machine in WITHOUT_MIG)
+    assert ("the claim asks for one GPU" in shown) == (machine in WITHOUT_NVLINK)
+
+
+def test_demo_refuses_a_directory_in_use(tmp_path: Path) -> None:
+    (tmp_path / "something").touch()
+    with pytest.raises(InvalidConfigError, match="name a new directory"):
+        demo("dgx-h100", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def test_unknown_machine_is_one_sentence_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError) as refused:
+        demo("dgx-h1000", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "hack/playground", "run", "--simulate", "dgx-h1000"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"playground: {refused.value}\n")
+    assert all(name in done.stderr for name in machine_names())

@@ -1,0 +1,194 @@
+"""`make playground`: a node to play with, as a process, and the pods on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+_WAIT_S = 30.0
+
+
+def eventually(check: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + _WAIT_S
+    while not (value := check()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass
+class Playground:
+    """One that runs. `variables` are those that it says to export, `commands` those to type."""
+
+    process: subprocess.Popen[str]
+    said: Path
+    variables: dict[str, str]
+    commands: list[str]
+
+    @property
+    def url(self) -> str:
+        config = json.loads(Path(self.variables["KUBECONFIG"]).read_text())
+        return str(config["clusters"][0]["cluster"]["server"])
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer's document."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode()
+        raise AssertionError(text)
+
+    def apply(self, example: str) -> None:
+        for document in yaml.safe_load_all((EXAMPLES / example / f"{example}.yaml").read_text()):
+            group = "api/v1" if document["apiVersion"] == "v1" else f"apis/{document['apiVersion']}"
+            self.call("POST", f"/{group}/namespaces/default/{document['kind'].lower()}s", document)
+
+    def phase(self, pod: str) -> str:
+        return self.call("GET", f"/api/v1/namespaces/default/pods/{pod}")["status"]["phase"]
+
+    def delete(self, pod: str) -> None:
+        self.call("DELETE", f"/api/v1/namespaces/default/pods/{pod}")
+
+    def claims(self) -> list[dict[str, Any]]:
+        return self.call("GET", "/apis/resource.k8s.io/v1/resourceclaims")["items"]
+
+    def devices(self) -> list[dict[str, Any]]:
+        slices = self.call("GET", "/apis/resource.k8s.io/v1/resourceslices")["items"]
+        return [device for entry in slices for device in entry["spec"].get("devices", [])]
+
+    def lines(self, start: str) -> list[str]:
+        return [line for line in self.said.read_text().splitlines() if line.startswith(start)]
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(_WAIT_S)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Not pytest's, whose path is too long for sockets."""
+    with TemporaryDirectory(prefix="p-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[[str], Playground]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def started(machine: str) -> Playground:
+        said = tmp_path / f"said-{len(processes)}"
+        with said.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "hack/playground", "run", "--simulate", machine],
+                cwd=ROOT, stdout=output, stderr=output, text=True, env=os.environ | {"TMPDIR": str(temporary)},
+            )  # fmt: skip
+        processes.append(process)
+        eventually(lambda: "Ctrl-C ends it" in said.read_text() or process.poll() is not None)
+        text = said.read_text()
+        assert process.poll() is None, text
+        exported = re.findall(r"^  export (.*)$", text, re.MULTILINE)
+        variables = dict(pair.split("=", 1) for line in exported for pair in line.split())
+        commands = re.findall(r"^  ((?:\S*/gpu-dra-driver|kubectl) .*)$", text, re.MULTILINE)
+        return Playground(process, said, variables, commands)
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(
+    start: Callable[[str], Playground], temporary: Path
+) -> None:
+    playground = start("dgx-h100")
+    playground.apply("one-gpu")
+    eventually(lambda: playground.phase("one-gpu") == "Running")
+    [claim] = playground.claims()
+    [device] = claim["status"]["allocation"]["devices"]["results"]
+    cdi = Path(playground.variables["CDI_ROOT"])
+    assert list(cdi.glob(f"*{claim['metadata']['uid']}*"))
+    playground.delete("one-gpu")
+    eventually(lambda: not playground.claims())
+    assert list(cdi.glob("*")) == []
+    told = [re.sub(r"\d+ ms", "N ms", line) for line in playground.lines("pod ")]
+    assert told == [
+        f"pod default/one-gpu scheduled on playground-node: {device['device']}",
+        "pod default/one-gpu prepared in N ms",
+        "pod default/one-gpu running",
+        "pod default/one-gpu ended, its claims are unprepared",
+    ]
+    assert playground.end(signal.SIGINT) == 0
+    assert list(temporary.iterdir()) == []
+
+
+def test_every_command_that_it_prints_works(start: Callable[[str], Playground], tmp_path: Path) -> None:
+    playground = start("dgx-h100")
+    eventually(lambda: len(playground.devices()) == 8)
+    environment = os.environ | playground.variables | {"HOME": str(tmp_path)}  # where kubectl has its cache
+    tainted: list[Any] = []
+    assert len(playground.commands) == 10
+    for command in playground.commands:
+        if command.startswith("kubectl") and shutil.which("kubectl") is None:
+            continue
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        if "simulate lose" in command:
+            tainted = eventually(lambda: [one for one in playground.devices() if one.get("taints")])
+    assert [one["attributes"]["index"] for one in tainted] == [{"int": 0}]
+    eventually(lambda: not any(one.get("taints") for one in playground.devices()))
+    assert playground.end(signal.SIGTERM) == 0
+
+
+def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
+    start: Callable[[str], Playground], temporary: Path
+) -> None:
+    one, other = start("gb10"), start("t4-4")
+    assert one.variables["KUBECONFIG"] != other.variables["KUBECONFIG"]
+    assert one.url != other.url
+    one.apply("shared-claim")
+    one.apply("one-gpu")
+    one.apply("extended-resource")
+    eventually(lambda: one.lines("pod default/one-gpu waits: "))
+    eventually(lambda: one.lines("pod default/extended-resource waits: "))
+    users = [document["metadata"]["name"] for document in _pods("shared-claim")]
+    for name in users:
+        eventually(lambda name=name: one.phase(name) == "Running")
+    one.delete(users[0])
+    eventually(lambda: one.lines(f"pod default/{users[0]} ended"))
+    assert one.phase(users[1]) == "Running"
+    assert [claim["metadata"]["name"] for claim in one.claims() if "status" in claim] == ["shared"]
+    assert other.claims() == []
+    assert (one.end(signal.SIGTERM), other.end(signal.SIGINT)) == (0, 0)
+    assert one.lines(f"pod default/{users[1]} ended, its claims are unprepared")
+    assert list(temporary.iterdir()) == []
+
+
+def _pods(example: str) -> list[dict[str, Any]]:
+    documents = yaml.safe_load_all((EXAMPLES / example / f"{example}.yaml").read_text())
+    return [document for document in documents if document["kind"] == "Pod"]

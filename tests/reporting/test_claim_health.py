@@ -1,0 +1,111 @@
+"""Who is told of a GPU's health, and whose status is looked at again when."""
+
+from __future__ import annotations
+
+import pytest
+
+from dra_driver.model.health import HealthChange, HealthTarget, Severity
+from dra_driver.reporting.claim_health import ClaimHealthReporter
+from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, hold, record, uuid
+
+RECORDS = {
+    uid: record(hold(name), uid=uid) for uid, name in (("whole", GPU_0), ("one", MIG_1G), ("three", MIG_3G))
+}
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.told: list[str] = []
+        self.renewed: dict[str, bool] = {}
+        self.records = dict(RECORDS)
+        self.inventory = MIXED
+        self.is_ours = True
+        self.now = 100.0
+        self.news = ClaimHealthReporter(
+            self,
+            self,
+            lambda: self.records,
+            lambda: self.inventory,
+            lambda device: None,
+            lambda: self.is_ours,
+            clock=lambda: self.now,
+        )
+
+    def claim_event(self, ref, reason, message, *, warning):
+        self.told.append(ref.uid)
+
+    def node_event(self, reason, message, *, warning):
+        self.told.append("node")
+
+    def renew(self, uid, *, until_written):
+        assert uid not in self.renewed
+        self.renewed[uid] = until_written
+
+    def change(self, *target):
+        self.news.health_changed(
+            HealthChange(HealthTarget(*target), 1, Severity.OK, Severity.UNHEALTHY, "bad")
+        )
+
+    def looked(self):
+        self.renewed = {}
+        self.news.renew_statuses()
+        return self.renewed
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ((uuid(2),), ["node", "one", "three"]),
+        ((uuid(2), 7), ["node", "one"]),
+        ((uuid(2), 2, 0), ["node", "three"]),
+        ((uuid(2), 5, 0), ["node"]),
+        ((uuid(0),), ["node", "whole"]),
+    ],
+)
+def test_only_who_holds_what_is_hit_is_told(bench, target, told):
+    bench.change(*target)
+    assert bench.told == told
+
+
+def test_every_status_is_looked_at_after_the_start_and_when_the_turn_comes(bench):
+    bench.inventory = None
+    assert bench.looked() == {}
+    bench.inventory = MIXED
+    everything = dict.fromkeys(RECORDS, True)
+    assert bench.looked() == everything
+    assert bench.looked() == {}
+    bench.is_ours = False
+    bench.change(uuid(0))
+    assert (bench.looked(), bench.told) == ({}, [])
+    bench.is_ours = True
+    assert bench.looked() == everything
+
+
+def test_a_change_concerns_the_holders_of_the_gpu(bench):
+    bench.looked()
+    bench.change(uuid(2), 7, 0)
+    assert bench.looked() == {"one": False, "three": False}
+    assert bench.looked() == {}
+
+
+def test_what_was_lost_is_given_again_but_not_all_the_time(bench):
+    bench.looked()
+    bench.dropped = 1
+    assert bench.looked() == dict.fromkeys(RECORDS, True)
+    bench.now, bench.dropped = 110.0, 2
+    assert bench.looked() == {}
+    bench.now = 161.0
+    assert bench.looked() == dict.fromkeys(RECORDS, True)
+
+
+def test_many_claims_are_spread_over_rounds(bench):
+    bench.records = {f"uid-{n:03}": record(hold(GPU_0), uid=f"uid-{n:03}") for n in range(60)}
+    rounds = [list(bench.looked()) for _ in range(4)]
+    assert [len(found) for found in rounds] == [25, 25, 10, 0]
+    assert sorted(uid for found in rounds for uid in found) == list(bench.records)

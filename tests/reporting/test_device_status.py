@@ -1,0 +1,90 @@
+"""What a claim's status says of its devices, and whom it concerns when a GPU or an instance goes bad."""
+
+from __future__ import annotations
+
+import pytest
+
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.inventory import DynamicMigDevice
+from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.reporting.rules.device_status import device_statuses, is_hit
+from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, h100, hold, inventory, record, uuid
+
+ON_DEMAND = "gpu-00000001-mig-1g10gb-19-2"
+MADE = OwnedInstance(
+    ON_DEMAND, uuid(1), None, 19, "1g.10gb", Placement(2, 1), "boot-1", "ready", 9, 0, "MIG-made"
+)
+OFFER = inventory(*MIXED.gpus)
+OFFER.__dict__["by_name"] = {
+    **MIXED.by_name,
+    ON_DEMAND: DynamicMigDevice(ON_DEMAND, h100(1), ONE_G, Placement(2, 1)),
+}
+HELD = {name: hold(name) for name in (GPU_0, MIG_1G, MIG_3G)}
+HELD[ON_DEMAND] = hold(
+    GPU_0, device=ON_DEMAND, kind="mig", uuid="", gpu_uuid=uuid(1), placement=Placement(2, 1)
+)
+XID = Reason("xid", "95", Severity.UNHEALTHY, 10, 10, "not contained")
+LOST = Reason("gpu-lost", "", Severity.LOST, 20, 20, "does not answer", "poll")
+ECC = Reason("ecc", "uncorrected", Severity.DEGRADED, 5, 5, "3 errors", "poll")
+FABRIC = Reason("fabric", "broken", Severity.UNHEALTHY, 5, 5, "no fabric", "poll")
+WELL = (True, "Prepared", "")
+
+
+def created_instance(device):
+    return MADE if device == ON_DEMAND else None
+
+
+def readiness(name, states, known=OFFER):
+    [status] = device_statuses(record(HELD[name]), known, created_instance, states)
+    return status.ready, status.reason, status.message
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "reasons", "expected"),
+    [
+        (GPU_0, HealthTarget(uuid(0)), (), WELL),
+        (GPU_0, HealthTarget(uuid(0)), (ECC,), WELL),
+        (GPU_0, HealthTarget(uuid(0)), (ECC, XID), (False, "GPUUnhealthy", "not contained")),
+        (GPU_0, HealthTarget(uuid(0)), (LOST, XID), (False, "GPULost", "does not answer; not contained")),
+        (GPU_0, HealthTarget(uuid(1)), (LOST,), WELL),
+        (GPU_0, HealthTarget(uuid(0)), (FABRIC,), (False, "GPUUnhealthy", "no fabric")),
+        (MIG_1G, HealthTarget(uuid(2)), (FABRIC,), WELL),
+        (MIG_1G, HealthTarget(uuid(2)), (XID,), (False, "GPUUnhealthy", "not contained")),
+        (MIG_1G, HealthTarget(uuid(2), 7), (XID,), (False, "GPUUnhealthy", "not contained")),
+        (MIG_1G, HealthTarget(uuid(2), 2, 0), (XID,), WELL),
+        (MIG_3G, HealthTarget(uuid(2), 2, 0), (XID,), (False, "GPUUnhealthy", "not contained")),
+        (ON_DEMAND, HealthTarget(uuid(1), 9, 0), (XID,), (False, "GPUUnhealthy", "not contained")),
+        (ON_DEMAND, HealthTarget(uuid(1), 8, 0), (XID,), WELL),
+    ],
+)  # fmt: skip
+def test_a_device_is_ready_when_it_can_do_its_work(name, target, reasons, expected):
+    assert readiness(name, {target: HealthState(target, reasons)}) == expected
+
+
+@pytest.mark.parametrize("known", [None, inventory(h100(1))], ids=["not discovered yet", "GPU gone"])
+def test_of_a_device_that_is_not_there_its_gpu_counts(known):
+    for name, gpu in ((GPU_0, uuid(0)), (MIG_1G, uuid(2))):
+        states = {HealthTarget(gpu): HealthState(HealthTarget(gpu), (FABRIC, LOST))}
+        ready, reason, message = readiness(name, states, known)
+        assert (ready, reason) == (False, "GPULost")
+        assert ("no fabric" in message) == (name == GPU_0)
+
+
+@pytest.mark.parametrize(
+    ("target", "hit"),
+    [
+        (HealthTarget(uuid(0)), {GPU_0}),
+        (HealthTarget(uuid(1)), {ON_DEMAND}),
+        (HealthTarget(uuid(2)), {MIG_1G, MIG_3G}),
+        (HealthTarget(uuid(2), 7), {MIG_1G}),
+        (HealthTarget(uuid(2), 2, 0), {MIG_3G}),
+        (HealthTarget(uuid(2), 2, 1), set()),
+        (HealthTarget(uuid(1), 9, 0), {ON_DEMAND}),
+        (HealthTarget(uuid(1), 8), set()),
+        (HealthTarget(uuid(0), 9, 0), set()),
+    ],
+)  # fmt: skip
+def test_an_instance_concerns_only_who_holds_a_device_in_it(target, hit):
+    assert {name for name in HELD if is_hit(record(HELD[name]), target, OFFER, created_instance)} == hit
+    everything = record(*HELD.values())
+    assert is_hit(everything, target, OFFER, created_instance) == bool(hit)

@@ -1,0 +1,182 @@
+"""What users are told of claims, MIG devices and MIG modes, and what a claim's state is remembered by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dra_driver.errors import DeviceBusyError
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.record import ClaimRecord
+from dra_driver.reporting.claim_status import ClaimStatusReporter
+from dra_driver.reporting.event_queue import ReportLimits
+from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.reporter import Reporter
+from tests.fakes.samples import GPU_0, claim, h100, hold, inventory
+from tests.kube.support import wait_until
+
+REF = ClaimRef("default", "claim", "uid-1")
+RECORD = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (hold(GPU_0),), ())
+DELAYED = "MIG device {} could not be destroyed and is tried again: in use"
+SWITCHED = "Switched MIG mode of GPU GPU-1 {} in 1.50 s"
+NOT_SWITCHED = "MIG mode of GPU GPU-1 could not be switched {}: in use"
+SECOND = replace(RECORD, claim=claim(GPU_0, uid="uid-2"))
+OTHER = replace(RECORD, devices=(hold(GPU_0, uuid="GPU-9"),))
+
+
+class Listener:
+    """Metrics and recorder: what came, in order; states with what says that they were written."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+        self.counted: list[tuple] = []
+        self.states: list[tuple] = []
+
+    def claim_event(self, ref, reason, message, *, warning):
+        self.told.append(("claim and pods", reason, message, warning))
+
+    def minor_claim_event(self, ref, reason, message):
+        self.told.append(("claim, minor", reason, message, False))
+
+    def node_event(self, reason, message, *, warning, minor=False):
+        self.told.append(("node, minor" if minor else "node", reason, message, warning))
+
+    def claim_gone(self, ref):
+        pass
+
+    def claim_status(self, ref, devices, written):
+        self.states.append((devices, written))
+
+    def prepared(self, duration_s, error): ...
+
+    def unprepared(self, duration_s, error): ...
+
+    def mig_changed(self, action, duration_s, error):
+        self.counted.append((action, duration_s, error))
+
+
+@pytest.fixture
+def heard():
+    return Listener()
+
+
+@pytest.fixture
+def freed():
+    return []
+
+
+@pytest.fixture
+def reporter(heard, freed):
+    return Reporter(
+        heard,
+        heard,
+        states_for(heard),
+        lambda device: None,
+        lambda device: REF if device == "known" else None,
+        lambda: freed.append("claim"),
+    )
+
+
+def states_for(recorder, records=None):
+    known = inventory(h100(0))
+    return ClaimStatusReporter(recorder, lambda: known, lambda device: None, dict, (records or {}).get)
+
+
+def test_a_state_is_given_again_until_it_was_written(reporter, heard):
+    for _ in range(2):
+        reporter.prepared(REF, 0.1, RECORD)
+    assert len(heard.states) == 2
+    heard.states[-1][1]()
+    reporter.prepared(REF, 0.1, RECORD)
+    assert len(heard.states) == 2, "the same state is written once"
+    reporter.prepared(REF, 0.1, OTHER)
+    assert len(heard.states) == 3
+    heard.states[-2][1]()
+    reporter.prepared(REF, 0.1, OTHER)
+    assert len(heard.states) == 4, "what was written is another state"
+
+
+def test_a_state_that_is_written_after_the_claim_is_gone_counts_for_nothing(reporter, heard, freed):
+    reporter.prepared(REF, 0.1, RECORD)
+    reporter.unprepared(REF, 0.1)
+    assert freed == ["claim"]
+    heard.states[0][1]()
+    reporter.prepared(REF, 0.1, RECORD)
+    assert len(heard.states) == 2
+
+
+def test_a_state_that_was_lost_is_written_with_the_next_prepare():
+    """The queue of a real recorder overflows with states of other claims."""
+    written = []
+
+    class Server:
+        def pods_of(self, ref, *, timeout_s=None):
+            return ()
+
+        def write(self, ref, devices, *, timeout_s=None):
+            written.append(ref.uid)
+            return True
+
+    server = Server()
+    recorder = EventRecorder("node-a", server, server, limits=ReportLimits(most=1, statuses_per_s=1000))
+    reporter = Reporter(
+        Listener(), recorder, states_for(recorder), lambda _: None, lambda _: None, lambda: None
+    )
+    reporter.prepared(REF, 0.1, RECORD)
+    reporter.prepared(replace(REF, uid="uid-2"), 0.1, SECOND)
+    assert recorder.dropped == 1
+    recorder.start()
+    try:
+        wait_until(lambda: written == ["uid-2"])
+        reporter.prepared(REF, 0.1, RECORD)
+        wait_until(lambda: written == ["uid-2", "uid-1"])
+    finally:
+        recorder.stop()
+
+
+@pytest.mark.parametrize(
+    ("action", "subject", "error", "told"),
+    [
+        ("create", "known", None, ("claim, minor", "MigDeviceCreated", "Created MIG device known in 1.50 s")),
+        ("destroy", "known", None, ("claim, minor", "MigDeviceDestroyed", "Destroyed MIG device known in 1.50 s")),
+        ("destroy", "known", "in use", ("claim and pods", "MigDestroyDelayed", DELAYED.format("known"))),
+        ("destroy", "orphan", "in use", ("node", "MigDestroyDelayed", DELAYED.format("orphan"))),
+        ("create", "orphan", None, None),
+        ("create", "known", "in use", None),
+        ("mode-on", "GPU-1", None, ("node, minor", "MigModeChanged", SWITCHED.format("on"))),
+        ("mode-off", "GPU-1", None, ("node, minor", "MigModeChanged", SWITCHED.format("off"))),
+        ("mode-on", "GPU-1", "in use", ("node", "MigModeFailed", NOT_SWITCHED.format("on"))),
+        ("mode-off", "GPU-1", "in use", ("node", "MigModeFailed", NOT_SWITCHED.format("off"))),
+    ],
+)  # fmt: skip
+def test_mig_is_told_and_counted(reporter, heard, action, subject, error, told):
+    cause = None if error is None else DeviceBusyError(error)
+    reporter.mig_changed(action, subject, 1.5, cause)
+    assert heard.told == ([] if told is None else [(*told, error is not None)])
+    assert heard.counted == [(action, 1.5, cause)]
+
+
+def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
+    records = {"uid-1": RECORD, "uid-2": replace(SECOND, phase="preparing")}
+    states = states_for(heard, records)
+    for uid in ("uid-1", "uid-2", "uid-3"):
+        states.renew(uid, until_written=True)
+    assert len(heard.states) == 1, "what is not prepared has no state"
+    states.renew("uid-1", until_written=False)
+    assert len(heard.states) == 1, "it was given already"
+    states.renew("uid-1", until_written=True)
+    assert len(heard.states) == 2, "it was lost"
+    heard.states[-1][1]()
+    states.renew("uid-1", until_written=True)
+    assert len(heard.states) == 2
+    records["uid-1"] = OTHER
+    states.renew("uid-1", until_written=False)
+    assert len(heard.states) == 3
+
+
+def test_claim_that_a_process_keeps_is_told_of_on_the_node(reporter, heard):
+    reporter.still_in_use(REF, "was deleted, but process 4711 still computes on gpu-0")
+    [(kind, reason, message, warning)] = heard.told
+    assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
+    assert message == f"Claim {REF} was deleted, but process 4711 still computes on gpu-0"

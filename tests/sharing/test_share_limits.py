@@ -1,0 +1,135 @@
+"""Limits of shares: examples, and that shares which fit never add up to more than the device has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.inventory import OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.sharing import SharingRule
+from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
+from dra_driver.sharing.rules.shared_device import memory_mib_of, multiprocessors_of, shared_device
+from dra_driver.slices.rules.attributes import wire_device
+from dra_driver.validation.rules.consumable import consumption, fits
+from tests.fakes.samples import DRIVER, MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
+
+GPU = WholeGpu("gpu-0", h100(0, multiprocessors=132))
+BLIND = WholeGpu("gpu-0", h100(0, memory_bytes=None))
+MEMORY = SharingRule("memory", enforce="mps", multiprocessors=True)
+FOUR = SharingRule("shares", 4, enforce="mps", multiprocessors=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "consumed", "limits"),
+    [
+        (MEMORY, {"memory": "10Gi", "multiprocessors": "0"}, (10240, None)),
+        (MEMORY, {"memory": "10Gi", "multiprocessors": "66"}, (10240, 50)),
+        (MEMORY, {"memory": "81559Mi", "multiprocessors": "132"}, (81559, 100)),
+        (MEMORY, {"memory": "1Mi", "multiprocessors": "2"}, (1, 1)),
+        (MEMORY, {"memory": "1", "multiprocessors": "1"}, (1, 1)),
+        (MEMORY, {"memory": "1500k"}, (1, None)),
+        (MEMORY, {"memory": "3M", "multiprocessors": "131"}, (2, 99)),
+        (MEMORY, {f"{DRIVER}/memory": "2Gi"}, (2048, None)),
+        (MEMORY, {"other.example/memory": "2Gi"}, (None, None)),
+        (MEMORY, {}, (None, None)),
+        (SharingRule("unlimited", enforce="mps"), {"memory": "0"}, (None, None)),
+        (SharingRule("unlimited", enforce="mps"), {"memory": "5Gi"}, (5120, None)),
+        (FOUR, {"memory": "0", "multiprocessors": "0", "shares": "1"}, (20389, 25)),
+        (FOUR, {"memory": "0", "multiprocessors": "0", "shares": "3"}, (61169, 75)),
+        (FOUR, {"memory": "0", "shares": "4"}, (81559, 100)),
+        (FOUR, {"memory": "5Gi", "multiprocessors": "66", "shares": "1"}, (5120, 25)),
+        (FOUR, {"memory": "50Gi", "multiprocessors": "10", "shares": "2"}, (40779, 7)),
+        (SharingRule("shares", 3), {"shares": "1"}, (27186, 33)),
+    ],
+)
+def test_limits_of_a_share(rule: SharingRule, consumed: dict[str, str], limits: tuple) -> None:
+    assert limits_of(result("gpu-0", consumed_capacity=consumed), GPU, rule) == ShareLimits(*limits)
+
+
+def test_mig_device_is_measured_by_its_profile() -> None:
+    device = MIXED.by_name[MIG_1G]
+    share = result(MIG_1G, consumed_capacity={"shares": "1", "memory": "0", "multiprocessors": "0"})
+    assert limits_of(share, device, FOUR) == ShareLimits(9984 // 4, 25)
+    asked = result(MIG_1G, consumed_capacity={"memory": "1Gi", "multiprocessors": "5"})
+    assert limits_of(asked, device, MEMORY) == ShareLimits(1024, 31)
+
+
+def test_what_is_unknown_of_the_device_is_no_limit() -> None:
+    share = result("gpu-0", consumed_capacity={"shares": "1", "multiprocessors": "8"})
+    assert limits_of(share, BLIND, FOUR) == ShareLimits(None, 25)
+    assert limits_of(share, BLIND, MEMORY) == ShareLimits()
+
+
+def test_amount_that_is_no_quantity_is_an_error() -> None:
+    with pytest.raises(InvalidConfigError, match="'much' is not a quantity"):
+        limits_of(result("gpu-0", consumed_capacity={"memory": "much"}), GPU, MEMORY)
+
+
+def partition(memory_mib: int, multiprocessors: int) -> OfferedDevice:
+    profile = replace(ONE_G, memory_mib=memory_mib, multiprocessors=multiprocessors)
+    found = next(iter(inventory(partitioned(0, mig(0, profile, 0, 1, 7))).devices()))
+    assert isinstance(found, StaticMigDevice)
+    return found
+
+
+wholes = st.builds(
+    lambda memory, count: WholeGpu("gpu-0", h100(0, memory_bytes=memory, multiprocessors=count)),
+    st.integers(64 << 20, 1 << 38),
+    st.one_of(st.none(), st.integers(1, 300)),
+)
+offered = wholes | st.builds(partition, st.integers(64, 1 << 18), st.integers(1, 150))
+rules = st.builds(
+    SharingRule, st.sampled_from(["memory", "unlimited"]), st.none(), st.just("mps"), st.booleans()
+) | st.builds(SharingRule, st.just("shares"), st.integers(1, 60), st.just("mps"), st.booleans())
+fractions = st.floats(0, 1.05)
+asked = st.dictionaries(st.sampled_from(["memory", "multiprocessors", "shares"]), fractions)
+
+
+@given(offered, rules, st.lists(asked, min_size=1, max_size=80))
+def test_limits_of_shares_that_fit_never_exceed_the_device(
+    device: OfferedDevice, rule: SharingRule, claims: list[dict[str, float]]
+) -> None:
+    entry = shared_device(wire_device(device, MIXED), device, rule)
+    totals = {
+        "memory": (memory_mib_of(device) or 0) << 20,
+        "multiprocessors": multiprocessors_of(device) or 0,
+        "shares": rule.shares or 0,
+    }
+    held: list[dict[str, str]] = []
+    for wanted in claims:
+        requests = {
+            name: str(int(part * totals[name])) for name, part in wanted.items() if name in entry["capacity"]
+        }
+        taken = consumption(requests, entry, DRIVER)
+        if taken is not None and fits(entry, [*held, taken]):
+            held.append(dict(taken))
+    limits = [limits_of(result(device.name, consumed_capacity=taken), device, rule) for taken in held]
+    memory = [limit.memory_mib for limit in limits if limit.memory_mib is not None]
+    threads = [
+        limit.active_thread_percentage for limit in limits if limit.active_thread_percentage is not None
+    ]
+    assert sum(memory) <= (memory_mib_of(device) or 0)
+    assert sum(threads) <= 100
+    assert all(limit >= 1 for limit in (*memory, *threads))
+    if rule.mode == "memory":
+        assert len(memory) == len(held)
+    if rule.mode == "shares":
+        assert len(threads) == len(held)
+
+
+@given(st.integers(1, 300), st.data())
+def test_percentage_gives_no_more_multiprocessors_than_were_counted(total: int, data: st.DataObject) -> None:
+    """MPS rounds a percentage up to whole multiprocessors."""
+    device = WholeGpu("gpu-0", h100(0, multiprocessors=total))
+    entry = shared_device(wire_device(device, MIXED), device, MEMORY)
+    taken = consumption({"multiprocessors": str(data.draw(st.integers(1, total)))}, entry, DRIVER)
+    if taken is None:
+        return
+    counted = int(taken["multiprocessors"])
+    percentage = limits_of(result("gpu-0", consumed_capacity=taken), device, MEMORY).active_thread_percentage
+    assert percentage is not None
+    assert -(-total * percentage // 100) <= counted

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from dra_driver.concurrency.deadline import until
+from dra_driver.errors import RetryableError
+from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import SetTimeSlice
+from dra_driver.sharing.steps import TimeSliceSteps
+from tests.fakes.samples import claim
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> TimeSliceSteps:
+    """The steps with an nvidia-smi that notes that it was started, and never ends."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho >> {tmp_path}/started\nexec sleep 600\n")
+    program.chmod(0o755)
+    found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
+    records = RecordStore(tmp_path / "claims")
+    records.open("boot-1")
+    return TimeSliceSteps(NvidiaSmi(lambda: found), records)
+
+
+def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
+    hanging: TimeSliceSteps, tmp_path: Path
+) -> None:
+    """A pod with claims on three GPUs gets an answer before the kubelet leaves, and not after three whole waits."""
+    plan, began = Plan(claim(), (), ()), time.monotonic()
+    with until(began + 1.5):
+        for gpu, text in [
+            ("GPU-1", "it did not end within 1"),
+            ("GPU-2", "no time is left"),
+            ("GPU-3", "no time is left"),
+        ]:
+            with pytest.raises(RetryableError, match=text):
+                hanging.do(SetTimeSlice(gpu, 3), plan)
+    assert time.monotonic() - began < 15
+    assert (tmp_path / "started").read_text() == "\n"
+
+
+def test_undo_does_not_wait_beyond_the_kubelets_deadline(
+    hanging: TimeSliceSteps,
+) -> None:
+    step, began = SetTimeSlice("GPU-1", 3), time.monotonic()
+    record = ClaimRecord(claim(), "prepared", "boot-1", (), (step,), "")
+    with capture_logs() as logs, until(began + 0.5):
+        hanging.undo(step, record)
+        hanging.undo(step, record)
+    assert time.monotonic() - began < 15
+    assert [entry["event"] for entry in logs] == ["time_slice_left", "time_slice_left"]
+    assert "no time is left to reset the time slice of GPU GPU-1" in logs[1]["reason"]

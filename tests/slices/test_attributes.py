@@ -1,0 +1,259 @@
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.mig.rules.counters import partitioned as beside
+from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.inventory import DriverVersions, Inventory
+from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
+from dra_driver.slices.rules.api_limits import device_faults
+from dra_driver.slices.rules.attributes import wire_device
+from tests.fakes.samples import GPU_0, GPU_2, ONE_G, TWO_G, VERSIONS, h100, inventory, mig, partitioned, uuid
+
+CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
+STD = "resource.kubernetes.io/"
+
+# The type and the form of each value that is published.
+GPU_ATTRIBUTES = {
+    "type": ("string", r"gpu"),
+    "uuid": ("string", r"GPU-[0-9a-f-]{36}"),
+    "index": ("int", None),
+    "minor": ("int", None),
+    "productName": ("string", r".+"),
+    "brand": ("string", r"[A-Z][A-Za-z]+"),
+    "architecture": ("string", r"[A-Z][A-Za-z ]+"),
+    "cudaComputeCapability": ("version", r"\d+\.\d+\.0"),
+    "driverVersion": ("version", r"\d+\.\d+\.\d+"),
+    "cudaDriverVersion": ("version", r"\d+\.\d+\.0"),
+    "addressingMode": ("string", r"HMM|ATS|None"),
+    "migCapable": ("bool", None),
+    "nvlinkDomain": ("string", r"nvlink-[0-9a-f]{8}|[0-9a-f-]{36}\.\d+"),
+    "nvlinkLinks": ("int", None),
+    "fabricClusterUUID": ("string", r"[0-9a-f-]{36}"),
+    "fabricCliqueID": ("int", None),
+    STD + "pciBusID": ("string", r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"),
+    STD + "pcieRoot": ("string", r"pci[0-9a-f]{4}:[0-9a-f]{2}"),
+    STD + "numaNode": ("int", None),
+}
+MIG_ATTRIBUTES = {
+    "type": ("string", r"mig"),
+    "uuid": ("string", r"MIG-[0-9a-f-]{36}"),
+    "parentUUID": ("string", r"GPU-[0-9a-f-]{36}"),
+    "parentIndex": ("int", None),
+    "parentMinor": ("int", None),
+    "profile": ("string", r"(\dc\.)?\dg\.\d+gb([+-][a-z.]+)?"),
+    **{
+        name: GPU_ATTRIBUTES[name]
+        for name in (
+            "productName", "brand", "architecture", "cudaComputeCapability", "driverVersion",
+            "cudaDriverVersion", "addressingMode", STD + "pciBusID", STD + "pcieRoot", STD + "numaNode",
+        )
+    },
+}  # fmt: skip
+
+
+def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
+    node = Inventory(VERSIONS, (gpu,), domains)
+    return wire_device(next(iter(node.devices())), node)
+
+
+def check_form(device: dict[str, Any]) -> None:
+    """Every attribute is known, has its type and its form."""
+    known = GPU_ATTRIBUTES if device["attributes"]["type"]["string"] == "gpu" else MIG_ATTRIBUTES
+    for name, value in device["attributes"].items():
+        kind, form = known[name]
+        assert list(value) == [kind], (device["name"], name)
+        expected = {"string": str, "version": str, "int": int, "bool": bool}[kind]
+        assert type(value[kind]) is expected, (device["name"], name)
+        assert form is None or re.fullmatch(form, value[kind]), (device["name"], name, value)
+
+
+def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
+    gpu = h100(0, fabric=Fabric(CLUSTER, 32766))
+    device = wire(gpu, **{uuid(0): f"{CLUSTER}.32766"})
+    assert device == {
+        "name": GPU_0,
+        "attributes": {
+            "addressingMode": {"string": "HMM"},
+            "architecture": {"string": "Hopper"},
+            "brand": {"string": "Nvidia"},
+            "cudaComputeCapability": {"version": "9.0.0"},
+            "cudaDriverVersion": {"version": "12.8.0"},
+            "driverVersion": {"version": "570.124.6"},
+            "fabricCliqueID": {"int": 32766},
+            "fabricClusterUUID": {"string": CLUSTER},
+            "index": {"int": 0},
+            "migCapable": {"bool": True},
+            "minor": {"int": 0},
+            "nvlinkDomain": {"string": f"{CLUSTER}.32766"},
+            "nvlinkLinks": {"int": 18},
+            "productName": {"string": "NVIDIA H100 80GB HBM3"},
+            "resource.kubernetes.io/numaNode": {"int": 0},
+            "resource.kubernetes.io/pciBusID": {"string": "0000:10:00.0"},
+            "resource.kubernetes.io/pcieRoot": {"string": "pci0000:0f"},
+            "type": {"string": "gpu"},
+            "uuid": {"string": uuid(0)},
+        },
+        "capacity": {"memory": {"value": "81559Mi"}},
+    }
+    assert set(device["attributes"]) == set(GPU_ATTRIBUTES)
+    assert list(device["attributes"]) == sorted(device["attributes"])
+    check_form(device)
+
+
+def test_minor_number_is_no_attribute_where_mig_mode_comes_and_goes() -> None:
+    placed = PlacedProfile(ONE_G, (Placement(6, 1),))
+    cut = replace(h100(2), partitioning=Partitioning((placed,), ((ONE_G, Placement(6, 1)),)))
+    whole, part = inventory(cut).devices()
+    for device, name in ((whole, "index"), (part, "parentIndex")):
+        attributes = wire_device(device, inventory(cut))["attributes"]
+        assert (attributes[name], "minor" in attributes, "parentMinor" in attributes) == (
+            {"int": 2}, False, False,
+        )  # fmt: skip
+
+
+def test_mig_device_has_its_own_and_its_parents_attributes() -> None:
+    device = wire(partitioned(2, mig(2, TWO_G, 4, 2, 3), mig(2, ONE_G, 6, 1, 9)))
+    assert device == {
+        "name": f"{GPU_2}-mig-2g20gb-14-4",
+        "attributes": {
+            "addressingMode": {"string": "HMM"},
+            "architecture": {"string": "Hopper"},
+            "brand": {"string": "Nvidia"},
+            "cudaComputeCapability": {"version": "9.0.0"},
+            "cudaDriverVersion": {"version": "12.8.0"},
+            "driverVersion": {"version": "570.124.6"},
+            "parentIndex": {"int": 2},
+            "parentMinor": {"int": 2},
+            "parentUUID": {"string": uuid(2)},
+            "productName": {"string": "NVIDIA H100 80GB HBM3"},
+            "profile": {"string": "2g.20gb"},
+            "resource.kubernetes.io/numaNode": {"int": 0},
+            "resource.kubernetes.io/pciBusID": {"string": "0000:12:00.0"},
+            "resource.kubernetes.io/pcieRoot": {"string": "pci0000:11"},
+            "type": {"string": "mig"},
+            "uuid": {"string": "MIG-00000002-0000-5555-aaaa-000000000003"},
+        },
+        "capacity": {
+            "copyEngines": {"value": "2"},
+            "decoders": {"value": "2"},
+            "encoders": {"value": "0"},
+            "jpegEngines": {"value": "2"},
+            "memory": {"value": "20096Mi"},
+            "memorySlice4": {"value": "1"},
+            "memorySlice5": {"value": "1"},
+            "multiprocessors": {"value": "32"},
+            "ofaEngines": {"value": "0"},
+        },
+    }
+    assert set(device["attributes"]) == set(MIG_ATTRIBUTES)
+    check_form(device)
+
+
+def test_only_type_and_uuid_are_there_when_nothing_else_is_known() -> None:
+    node = Inventory(DriverVersions(), (Gpu(uuid(0)),))
+    assert wire_device(node.by_name[GPU_0], node) == {
+        "name": GPU_0,
+        "attributes": {"type": {"string": "gpu"}, "uuid": {"string": uuid(0)}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "attributes"),
+    [
+        ("index", {"index"}), ("minor", {"minor"}), ("pci_bus_id", {STD + "pciBusID"}),
+        ("product_name", {"productName"}), ("brand", {"brand"}), ("architecture", {"architecture"}),
+        ("cuda_compute_capability", {"cudaComputeCapability"}), ("addressing_mode", {"addressingMode"}),
+        ("pcie_root", {STD + "pcieRoot"}), ("numa_node", {STD + "numaNode"}), ("nvlink_links", {"nvlinkLinks"}),
+        ("mig_capable", {"migCapable"}), ("fabric", {"fabricClusterUUID", "fabricCliqueID"}),
+    ],
+)  # fmt: skip
+def test_one_unknown_value_costs_its_attribute_only(field: str, attributes: set[str]) -> None:
+    gpu = h100(0, fabric=Fabric(CLUSTER, 1))
+    known = wire(gpu)
+    without = wire(replace(gpu, **{field: None}))
+    assert set(known["attributes"]) - set(without["attributes"]) == attributes
+    rest = {name: value for name, value in known["attributes"].items() if name not in attributes}
+    assert without == {**known, "attributes": rest}
+
+
+def test_memory_is_absent_when_nvml_does_not_know_it() -> None:
+    assert "capacity" not in wire(h100(0, memory_bytes=None))
+
+
+def test_zero_and_false_are_published_when_they_are_known() -> None:
+    gpu = h100(0, index=0, minor=0, numa_node=0, nvlink_links=0, mig_capable=False)
+    attributes = wire(gpu)["attributes"]
+    assert attributes["nvlinkLinks"] == {"int": 0}
+    assert attributes["migCapable"] == {"bool": False}
+    assert attributes["index"] == attributes["minor"] == {"int": 0}
+
+
+@pytest.mark.parametrize("name", ["", None])
+def test_empty_text_is_absent(name: str | None) -> None:
+    assert "productName" not in wire(h100(0, product_name=name))["attributes"]
+
+
+@given(st.text(min_size=1, max_size=80).filter(lambda text: text.isprintable()))
+def test_long_text_is_cut_to_64_bytes_without_breaking_a_character(name: str) -> None:
+    value = wire(h100(0, product_name=name))["attributes"]["productName"]["string"]
+    assert name.startswith(value)
+    assert len(value.encode()) <= 64
+    assert value == name or len(value.encode()) > 64 - 4
+
+
+def test_bus_id_is_absent_when_its_domain_has_no_standard_form() -> None:
+    device = wire(h100(0, pci_bus_id="10000:01:00.0"))
+    assert STD + "pciBusID" not in device["attributes"]
+    assert device_faults(device) == []
+
+
+def test_domain_is_that_of_the_gpu_itself() -> None:
+    node = inventory(h100(0), h100(1), **{uuid(1): "nvlink-00000001"})
+    devices = {name: wire_device(device, node) for name, device in node.by_name.items()}
+    assert "nvlinkDomain" not in devices["gpu-00000000"]["attributes"]
+    assert devices["gpu-00000001"]["attributes"]["nvlinkDomain"] == {"string": "nvlink-00000001"}
+
+
+def on_demand(**changes: Any) -> Gpu:
+    rows = tuple(
+        PlacedProfile(profile, tuple(Placement(start, size) for start in starts))
+        for profile, size, starts in ((ONE_G, 1, range(7)), (TWO_G, 2, (0, 2, 4)))
+    )
+    return h100(0, partitioning=beside(Partitioning(rows), (), offers_whole=True), **changes)
+
+
+def test_mig_device_that_can_be_made_has_all_but_a_uuid_and_memory_slices() -> None:
+    node = inventory(on_demand())
+    made = wire(partitioned(0, mig(0, TWO_G, 4, 2, 3)))
+    device = wire_device(node.by_name[f"{GPU_0}-mig-2g20gb-14-4"], node)
+    assert device["name"] == made["name"]
+    del made["attributes"]["uuid"], made["capacity"]["memorySlice4"], made["capacity"]["memorySlice5"]
+    del made["attributes"]["parentMinor"]
+    assert device == made
+    check_form(device)
+
+
+@pytest.mark.parametrize(("known", "stated"), [(132, "132"), (None, "32")])
+def test_gpu_that_can_be_cut_tells_its_engines_and_keeps_its_memory(known: int | None, stated: str) -> None:
+    device = wire(on_demand(multiprocessors=known))
+    assert device["attributes"] == wire(h100(0, minor=None))["attributes"]
+    assert list(device["capacity"]) == sorted(device["capacity"])
+    assert {name: entry["value"] for name, entry in device["capacity"].items()} == {
+        "copyEngines": "2",
+        "decoders": "2",
+        "encoders": "0",
+        "jpegEngines": "2",
+        "memory": "81559Mi",
+        "multiprocessors": stated,
+        "ofaEngines": "0",
+    }
+
+
+def test_gpu_that_is_not_cut_because_nothing_fits_tells_its_memory_only() -> None:
+    node = inventory(on_demand()).without_partitions()
+    assert [wire_device(device, node) for device in node.devices()] == [wire(h100(0, minor=None))]

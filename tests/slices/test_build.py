@@ -1,0 +1,316 @@
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.mig.rules.counters import partitioned as beside
+from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance, Partitioning, Placement
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.slices.rules.api_limits import consumption_faults, counter_set_faults, device_faults
+from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
+from dra_driver.slices.rules.diff import Owner, slice_changes
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, VERSIONS, h100, inventory, mig, partitioned, uuid
+from tests.fakes.samples import ONE_G as PROFILE
+from tests.mig.migtables import MODELS, table
+
+
+def names(pool: Pool) -> list[list[str]]:
+    return [[device["name"] for device in content.devices] for content in pool.slices]
+
+
+def test_pool_is_one_empty_slice_when_there_is_no_device() -> None:
+    assert build_pool(Inventory(), NODE) == Pool(NODE, (SliceContent(),))
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(1, [1]), (64, [64]), (65, [64, 1]), (128, [64, 64]), (130, [64, 64, 2])]
+)
+def test_devices_are_chunked_at_64(count: int, sizes: list[int]) -> None:
+    pool = build_pool(inventory(*(h100(number) for number in range(count))), NODE)
+    assert [len(content.devices) for content in pool.slices] == sizes
+    assert [name for chunk in names(pool) for name in chunk] == [
+        f"gpu-{number:08x}" for number in range(count)
+    ]
+    assert pool.faults == ()
+
+
+def test_device_is_left_out_and_told_when_it_breaks_a_limit() -> None:
+    parts = [
+        mig(1, replace(PROFILE, name=f"1g.{'9' * 50}gb"), 0, 1, 7),
+        mig(1, PROFILE, 1, 1, 8),
+    ]
+    pool = build_pool(inventory(h100(0), partitioned(1, *parts)), NODE)
+    refused = f"{GPU_1}-mig-1g{'9' * 50}gb-19-0"
+    assert names(pool) == [[GPU_0, f"{GPU_1}-mig-1g10gb-19-1"]]
+    assert pool.faults == (f"device {refused!r}: the name is not a DNS label",)
+
+
+def test_device_is_left_out_when_it_has_too_many_capacities() -> None:
+    wide = mig(0, PROFILE, 0, 30, 7)
+    pool = build_pool(inventory(partitioned(0, wide), h100(1)), NODE)
+    assert names(pool) == [[GPU_1]]
+    assert pool.faults == (
+        f"device {GPU_0}-mig-1g10gb-19-0: 53 attributes and capacities, at most 32 are allowed",
+    )
+
+
+def test_full_size_mig_device_stays_within_the_limits() -> None:
+    whole = mig(0, replace(PROFILE, name="7g.80gb", profile_id=0), 0, 8, 0)
+    pool = build_pool(inventory(partitioned(0, whole)), NODE)
+    (device,) = pool.slices[0].devices
+    assert len(device["attributes"]) + len(device["capacity"]) == 31
+    assert pool.faults == ()
+
+
+def spoilt() -> Iterator[tuple[dict, str]]:
+    def device(**changes: object) -> dict:
+        return {"name": "gpu-0", "attributes": {"type": {"string": "gpu"}}, **changes}
+
+    yield device(name="GPU-0"), "device 'GPU-0': the name is not a DNS label"
+    yield device(attributes={"a-b": {"int": 1}}), "device gpu-0: 'a-b' is not an attribute or capacity name"
+    yield (
+        device(attributes={"x" * 33: {"int": 1}}),
+        f"device gpu-0: '{'x' * 33}' is not an attribute or capacity name",
+    )
+    yield (
+        device(attributes={"UPPER/x": {"int": 1}}),
+        "device gpu-0: 'UPPER/x' is not an attribute or capacity name",
+    )
+    yield device(attributes={"/x": {"int": 1}}), "device gpu-0: '/x' is not an attribute or capacity name"
+    long_domain = f"{'d' * 64}/x"
+    yield (
+        device(attributes={long_domain: {"int": 1}}),
+        f"device gpu-0: '{long_domain}' is not an attribute or capacity name",
+    )
+    yield device(capacity={"1x": {"value": "1"}}), "device gpu-0: '1x' is not an attribute or capacity name"
+    yield (
+        device(attributes={"a": {"string": "ä" * 33}}),
+        "device gpu-0: attribute a: longer than 64 bytes",
+    )
+    yield (
+        device(attributes={"a": {"version": "570.124.06"}}),
+        "device gpu-0: attribute a: '570.124.06' is not a semantic version",
+    )
+    yield (
+        device(attributes={"a": {"int": 1, "bool": True}}),
+        "device gpu-0: attribute a: must have exactly one of int, bool, string, version",
+    )
+    yield (
+        device(attributes={"a": {}}),
+        "device gpu-0: attribute a: must have exactly one of int, bool, string, version",
+    )
+    yield device(taints=[{"key": "k", "effect": "NoSchedule"}] * 17), "device gpu-0: more than 16 taints"
+    yield (
+        device(consumesCounters=[{"counterSet": "s", "counters": {}}] * 3),
+        "device gpu-0: consumes from more than 2 counter sets",
+    )
+    yield (
+        device(attributes={f"a{number}": {"int": 1} for number in range(33)}),
+        "device gpu-0: 33 attributes and capacities, at most 32 are allowed",
+    )
+
+
+@pytest.mark.parametrize(("device", "fault"), list(spoilt()))
+def test_fault_is_named_when_the_api_server_would_refuse(device: dict, fault: str) -> None:
+    assert device_faults(device) == [fault]
+
+
+def test_device_at_every_limit_is_taken() -> None:
+    device = {
+        "name": "a" * 63,
+        "attributes": {
+            "x" * 32: {"string": "ä" * 32},
+            f"{'d' * 63}/x": {"version": "1.2.3-rc.1+build"},
+            **{f"a{number}": {"int": number} for number in range(30)},
+        },
+        "taints": [{"key": "k", "effect": "NoSchedule"}] * 16,
+    }
+    assert device_faults(device) == []
+
+
+def spoilt_sets() -> Iterator[tuple[dict, str]]:
+    def counters(**changes: str) -> dict:
+        return {"name": "set-0", "counters": {name: {"value": value} for name, value in changes.items()}}
+
+    yield counters(memory="1") | {"name": "Set"}, "counter set 'Set': the name is not a DNS label"
+    yield counters(), "counter set set-0: 0 counters, 1 to 32 are allowed"
+    yield (
+        counters(**{f"c{number}": "1" for number in range(33)}),
+        "counter set set-0: 33 counters, 1 to 32 are allowed",
+    )
+    yield counters(memorySlice="1"), "counter set set-0: counter memorySlice: the name is not a DNS label"
+    yield counters(memory="-1"), "counter set set-0: counter memory: -1 is below 0"
+    yield (
+        counters(memory="much"),
+        "counter set set-0: counter memory: 'much' is not a quantity; expected a number with a suffix such as Mi or G",
+    )
+
+
+@pytest.mark.parametrize(("entry", "fault"), list(spoilt_sets()))
+def test_fault_of_a_counter_set_is_named(entry: dict, fault: str) -> None:
+    assert counter_set_faults(entry) == [fault]
+
+
+SETS = [
+    {"name": "set-0", "counters": {"memory": {"value": "1Gi"}, "decoders": {"value": "2"}}},
+    {"name": "set-1", "counters": {f"c{number}": {"value": "0"} for number in range(32)}},
+]
+
+
+@pytest.mark.parametrize(
+    ("uses", "faults"),
+    [
+        ([], []),
+        ([("set-0", {"memory": "1024Mi", "decoders": "0"}), ("set-1", {"c0": "0"})], []),
+        (
+            [("set-0", {"memory": "1025Mi"})],
+            ["counter memory of set-0: 1025Mi is more than the 1Gi that exist"],
+        ),
+        ([("set-0", {"decoders": "-1"})], ["counter decoders of set-0: -1 is below 0"]),
+        ([("set-0", {"memory": "1", "x": "1"})], ["consumes unknown counters of set-0: ['x']"]),
+        ([("set-2", {})], ["consumes unknown counters of set-2: []"]),
+        ([("set-0", {})], ["0 counters of set-0, 1 to 32 are allowed"]),
+        ([("set-0", {"memory": "1"})] * 2, ["consumes from counter set set-0 twice"]),
+    ],
+)
+def test_fault_of_a_consumption_is_named(uses: list, faults: list[str]) -> None:
+    consumed = [
+        {"counterSet": name, "counters": {key: {"value": value} for key, value in counters.items()}}
+        for name, counters in uses
+    ]
+    device = {"name": "gpu-0", "consumesCounters": consumed}
+    assert consumption_faults(device, SETS) == [f"device gpu-0: {fault}" for fault in faults]
+
+
+H100, A30 = (table(MODELS[key]) for key in ("h100-sxm", "a30"))
+
+
+def cut(
+    number: int, raw: Partitioning = H100, *withheld: GpuInstance, whole: bool = True, **changes: Any
+) -> Gpu:
+    """A GPU whose MIG devices are made on demand."""
+    return h100(number, partitioning=beside(raw, withheld, offers_whole=whole), **changes)
+
+
+def counter_sets(pool: Pool) -> list[list[str]]:
+    return [[entry["name"] for entry in content.shared_counters] for content in pool.slices]
+
+
+def test_counter_sets_come_first_in_slices_of_their_own() -> None:
+    pool = build_pool(inventory(*(cut(number, A30) for number in range(9))), NODE)
+    assert pool.faults == ()
+    sets = [f"gpu-{number:08x}-counter-set" for number in range(9)]
+    assert counter_sets(pool)[:2] == [sets[:8], sets[8:]]
+    assert not any(content.devices for content in pool.slices[:2])
+    assert not any(content.shared_counters for content in pool.slices[2:])
+    assert all(0 < len(content.devices) <= 64 for content in pool.slices[2:])
+
+
+def test_devices_of_one_counter_set_stay_in_one_slice() -> None:
+    pool = build_pool(inventory(*(cut(number) for number in range(4)), h100(4)), NODE)
+    parents = [sorted({name[: len(GPU_0)] for name in chunk}) for chunk in names(pool)]
+    assert parents == [[], [GPU_0, GPU_1], ["gpu-00000002", "gpu-00000003", "gpu-00000004"]]
+    assert [len(chunk) for chunk in names(pool)] == [0, 52, 53]
+
+
+def test_gpus_that_are_not_partitioned_carry_no_counters() -> None:
+    parts = partitioned(1, mig(1, PROFILE, 0, 1, 7))
+    mixed = build_pool(inventory(h100(0), parts, cut(2)), NODE)
+    plain = build_pool(inventory(h100(0), parts), NODE)
+    assert mixed.slices[1].devices[:2] == plain.slices[0].devices
+    assert not any("consumesCounters" in device for device in plain.slices[0].devices)
+    assert all("consumesCounters" in device for device in mixed.slices[1].devices[2:])
+    assert counter_sets(plain) == [[]]
+
+
+def test_gpu_that_cannot_change_its_mode_is_not_offered_whole() -> None:
+    (_, devices) = names(build_pool(inventory(cut(0, whole=False)), NODE))
+    assert GPU_0 not in devices
+    assert len(devices) == 25
+
+
+def test_device_without_a_fault_keeps_its_counters_when_another_is_left_out() -> None:
+    row = H100.profiles[0]
+    long = replace(row, profile=replace(row.profile, name=f"1g.{'9' * 50}gb"))
+    pool = build_pool(inventory(cut(0, replace(H100, profiles=(long, *H100.profiles[1:])))), NODE)
+    assert len(pool.faults) == 7
+    assert counter_sets(pool) == [[f"{GPU_0}-counter-set"], []]
+    assert len(pool.slices[1].devices) == 26 - 7
+
+
+def test_counter_set_goes_when_no_device_is_left() -> None:
+    rows = tuple(
+        replace(row, profile=replace(row.profile, name=f"{row.profile.slice_count}g.{'9' * 50}gb"))
+        for row in H100.profiles
+    )
+    pool = build_pool(inventory(cut(0, replace(H100, profiles=rows), whole=False), h100(1)), NODE)
+    assert names(pool) == [[GPU_1]]
+    assert counter_sets(pool) == [[]]
+    assert len(pool.faults) == 25
+
+
+def test_devices_go_with_a_counter_set_that_is_refused() -> None:
+    row = H100.profiles[0]
+    wide = replace(row, placements=tuple(Placement(start, 1) for start in range(26)))
+    pool = build_pool(inventory(cut(0, replace(H100, profiles=(wide,))), cut(1)), NODE)
+    assert pool.faults == (
+        f"counter set {GPU_0}-counter-set: 33 counters, 1 to 32 are allowed; no device of the GPU is offered",
+    )
+    assert counter_sets(pool) == [[f"{GPU_1}-counter-set"], []]
+    assert all(name.startswith(GPU_1) for name in names(pool)[1])
+
+
+@pytest.mark.parametrize("rule", [SharingRule("shares", 10), SharingRule("memory"), SharingRule("unlimited")])
+def test_shared_devices_that_are_counted_stay_within_the_limits(rule: SharingRule) -> None:
+    everything = {"memory_bytes": 81559 << 20, "multiprocessors": 132, "fabric": Fabric("0" * 36, 1)}
+    pool = build_pool(inventory(cut(0, **everything), **{uuid(0): "nvlink-0"}), NODE, share_all(rule))
+    assert pool.faults == ()
+    devices = pool.slices[1].devices
+    assert len(devices) == 26
+    assert all(device["allowMultipleAllocations"] and device["consumesCounters"] for device in devices)
+    assert max(len(device["attributes"]) + len(device["capacity"]) for device in devices) <= 32
+
+
+def changed_slices(before: Pool, after: Pool) -> list[int]:
+    """Which slices are written when the pool changes."""
+    owner = Owner(DRIVER, NODE, "node-uid")
+    existing = [
+        entry | {"metadata": {**entry["metadata"], "name": f"{index:05x}-{DRIVER}-{NODE}-abcde"}}
+        for index, entry in enumerate(slice_changes(before, [], owner).creates)
+    ]
+    assert not slice_changes(before, existing, owner)
+    changes = slice_changes(after, existing, owner)
+    assert not changes.deletes
+    assert not changes.creates
+    return [int(entry["metadata"]["name"][:5], 16) for entry in changes.updates]
+
+
+def test_one_slice_is_written_when_an_attribute_of_one_gpu_changes() -> None:
+    gpus = [cut(number) for number in range(8)]
+    before = build_pool(inventory(*gpus), NODE)
+    gpus[3] = replace(gpus[3], nvlink_links=17, addressing_mode="None")
+    assert changed_slices(before, build_pool(inventory(*gpus), NODE)) == [2]
+
+
+def test_no_device_of_another_gpu_moves_when_instances_are_withheld() -> None:
+    gpus = [cut(number) for number in range(8)]
+    before = build_pool(inventory(*gpus), NODE)
+    gpus[2] = cut(2, H100, GpuInstance(1, 5, Placement(0, 4)))
+    after = build_pool(inventory(*gpus), NODE)
+    same = [one == other for one, other in zip(before.slices, after.slices, strict=True)]
+    assert same == [False, True, False, True, True]
+
+
+@given(st.permutations(range(6)))
+def test_same_hardware_gives_the_same_bytes(order: list[int]) -> None:
+    gpus = sorted((h100(number) for number in order), key=lambda gpu: gpu.pci_bus_id or "")
+    domains = {uuid(number): "nvlink-00000000" for number in order}
+    pool = build_pool(Inventory(VERSIONS, tuple(gpus), domains), NODE)
+    reference = build_pool(inventory(*map(h100, range(6)), **dict(sorted(domains.items()))), NODE)
+    assert json.dumps(pool.slices[0].devices) == json.dumps(reference.slices[0].devices)

@@ -1,0 +1,422 @@
+"""The publishing rules, against an API server that is a dictionary."""
+
+import copy
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.slices.rules.build import Pool, SliceContent
+from dra_driver.slices.rules.diff import Owner, SliceChanges, same_content, slice_changes
+
+JsonObject = dict[str, Any]
+OWNER = Owner("gpu.nvidia.com", "node-a", "node-uid")
+
+
+def device(name: str, memory: str = "1Gi", **more: Any) -> JsonObject:
+    return {
+        "name": name,
+        "attributes": {"type": {"string": "gpu"}, "index": {"int": 1}},
+        "capacity": {"memory": {"value": memory}},
+        **more,
+    }
+
+
+def pool(*contents: list[JsonObject], name: str = "node-a") -> Pool:
+    return Pool(name, tuple(SliceContent(devices=tuple(devices)) for devices in contents))
+
+
+class Server:
+    """Stores slices as the API server does: names, UIDs, resource versions, taint times."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, JsonObject] = {}
+        self._serial = itertools.count(1)
+
+    def apply(self, changes: SliceChanges) -> SliceChanges:
+        for entry in changes.deletes:
+            del self.objects[entry["metadata"]["name"]]
+        for entry in changes.updates:
+            known = self.objects[entry["metadata"]["name"]]
+            assert entry["metadata"]["resourceVersion"] == known["metadata"]["resourceVersion"]
+            assert entry["spec"]["pool"]["name"] == known["spec"]["pool"]["name"]
+            self.put(entry)
+        for entry in changes.creates:
+            name = f"{entry['metadata']['generateName']}{next(self._serial):05d}"
+            metadata = {**entry["metadata"], "name": name, "uid": f"uid-{name}"}
+            self.put({**entry, "metadata": metadata})
+        return changes
+
+    def put(self, entry: JsonObject) -> None:
+        stored = copy.deepcopy(entry)
+        stored["metadata"]["resourceVersion"] = str(next(self._serial))
+        for item in stored["spec"].get("devices", []):
+            for taint in item.get("taints", []):
+                taint.setdefault("timeAdded", "2026-08-07T12:00:00Z")
+        self.objects[stored["metadata"]["name"]] = stored
+
+    def publish(self, wanted: Pool, owner: Owner = OWNER) -> SliceChanges:
+        return self.apply(slice_changes(wanted, list(self.objects.values()), owner))
+
+    def generations(self) -> list[int]:
+        return [entry["spec"]["pool"]["generation"] for entry in self.sorted()]
+
+    def sorted(self) -> list[JsonObject]:
+        return [self.objects[name] for name in sorted(self.objects)]
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def counts(changes: SliceChanges) -> tuple[int, int, int]:
+    return len(changes.deletes), len(changes.updates), len(changes.creates)
+
+
+def test_first_publish_creates_every_slice_with_generation_1(server: Server) -> None:
+    changes = slice_changes(pool([device("a")], [device("b")]), [], OWNER)
+    assert changes == SliceChanges(
+        creates=tuple(
+            {
+                "apiVersion": "resource.k8s.io/v1",
+                "kind": "ResourceSlice",
+                "metadata": {
+                    "generateName": f"0000{index}-gpu.nvidia.com-node-a-",
+                    "ownerReferences": [
+                        {
+                            "apiVersion": "v1",
+                            "kind": "Node",
+                            "name": "node-a",
+                            "uid": "node-uid",
+                            "controller": True,
+                        }
+                    ],
+                },
+                "spec": {
+                    "driver": "gpu.nvidia.com",
+                    "nodeName": "node-a",
+                    "pool": {"name": "node-a", "generation": 1, "resourceSliceCount": 2},
+                    "devices": [device(name)],
+                },
+            }
+            for index, name in enumerate("ab")
+        )
+    )
+
+
+def test_nothing_is_written_when_nothing_differs(server: Server) -> None:
+    wanted = pool([device("a")], [device("b")])
+    server.publish(wanted)
+    assert not server.publish(wanted)
+
+
+def test_empty_pool_is_one_slice_without_devices(server: Server) -> None:
+    server.publish(pool([]))
+    (entry,) = server.sorted()
+    assert "devices" not in entry["spec"]
+    assert not server.publish(pool([]))
+
+
+def test_counter_sets_are_published_and_compared_by_value(server: Server) -> None:
+    def counters(memory: str) -> Pool:
+        entry = {"name": "set", "counters": {"memory": {"value": memory}}}
+        return Pool("node-a", (SliceContent(shared_counters=(entry,)), SliceContent(devices=(device("a"),))))
+
+    server.publish(counters("1Gi"))
+    assert server.sorted()[0]["spec"]["sharedCounters"] == [
+        {"name": "set", "counters": {"memory": {"value": "1Gi"}}}
+    ]
+    assert not server.publish(counters("1024Mi"))
+    assert counts(server.publish(counters("2Gi"))) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "deleted", "expected", "generation"),
+    [
+        (0, 0, (0, 0, 0), 1),
+        (1, 0, (0, 1, 0), 1),
+        (2, 0, (0, 3, 0), 2),
+        (3, 0, (0, 3, 0), 2),
+        (0, 1, (0, 2, 1), 2),
+        (1, 1, (0, 2, 1), 2),
+        (0, 3, (0, 0, 3), 1),
+    ],
+)
+def test_generation_grows_when_a_slice_is_created_or_several_change(
+    server: Server, changed: int, deleted: int, expected: tuple[int, int, int], generation: int
+) -> None:
+    server.publish(pool([device("a")], [device("b")], [device("c")]))
+    for name in sorted(server.objects, reverse=True)[:deleted]:
+        del server.objects[name]
+    wanted = pool(*([device(name, "2Gi" if index < changed else "1Gi")] for index, name in enumerate("abc")))
+    assert counts(server.publish(wanted)) == expected
+    assert server.generations() == [generation] * 3
+    assert not server.publish(wanted)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "generation"),
+    [
+        (1, 2, (0, 1, 1), 2),
+        (2, 1, (1, 1, 0), 1),
+        (3, 2, (1, 2, 0), 2),
+        (3, 1, (2, 1, 0), 1),
+    ],
+)
+def test_slices_go_and_come_when_the_count_changes(
+    server: Server, before: int, after: int, expected: tuple[int, int, int], generation: int
+) -> None:
+    server.publish(pool(*([device(f"d{index}")] for index in range(before))))
+    wanted = pool(*([device(f"d{index}")] for index in range(after)))
+    assert counts(server.publish(wanted)) == expected
+    assert server.generations() == [generation] * after
+    assert {entry["spec"]["pool"]["resourceSliceCount"] for entry in server.sorted()} == {after}
+    assert not server.publish(wanted)
+
+
+def test_slice_of_an_older_generation_is_obsolete(server: Server) -> None:
+    wanted = pool([device("a")], [device("b")])
+    server.publish(wanted)
+    server.sorted()[0]["spec"]["pool"]["generation"] = 5
+    assert counts(server.publish(wanted)) == (1, 1, 1)
+    assert server.generations() == [6, 6]
+    assert not server.publish(wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpu.nvidia.com-node-a-x", "0000-gpu.nvidia.com-node-a-x", "000000-gpu.nvidia.com-x", "00002-gpu.nvidia.com-x",
+     "0000A-gpu.nvidia.com-x", "00000gpu"],
+)  # fmt: skip
+def test_slice_is_obsolete_when_its_name_has_no_index_of_the_pool(server: Server, name: str) -> None:
+    wanted = pool([device("a")], [device("b")])
+    server.publish(wanted)
+    foreign = copy.deepcopy(server.sorted()[0])
+    foreign["metadata"]["name"] = name
+    server.put(foreign)
+    changes = server.publish(wanted)
+    assert [entry["metadata"]["name"] for entry in changes.deletes] == [name]
+    assert counts(changes) == (1, 0, 0)
+
+
+def test_second_slice_with_an_index_is_obsolete(server: Server) -> None:
+    wanted = pool([device("a")])
+    server.publish(wanted)
+    (first,) = server.sorted()
+    double = copy.deepcopy(first)
+    double["metadata"]["name"] = "00000-zzz"
+    server.put(double)
+    changes = server.publish(wanted)
+    assert [entry["metadata"]["name"] for entry in changes.deletes] == ["00000-zzz"]
+    assert counts(changes) == (1, 0, 0)
+
+
+def test_slices_of_another_pool_are_deleted(server: Server) -> None:
+    server.publish(pool([device("a")], name="old-pool"))
+    changes = server.publish(pool([device("a")]))
+    assert counts(changes) == (1, 0, 1)
+    assert server.generations() == [1]
+
+
+def test_index_is_hexadecimal_and_wide_enough() -> None:
+    changes = slice_changes(pool(*([device(f"d{index}")] for index in range(17))), [], OWNER)
+    assert [entry["metadata"]["generateName"][:6] for entry in changes.creates][9:] == [
+        "00009-", "0000a-", "0000b-", "0000c-", "0000d-", "0000e-", "0000f-", "00010-",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nodeSelector", {"nodeSelectorTerms": [{}]}),
+        ("allNodes", True),
+        ("perDeviceNodeSelection", True),
+        ("devices", [device("a"), device("intruder")]),
+        ("devices", None),
+        ("sharedCounters", [{"name": "set", "counters": {}}]),
+    ],
+)
+def test_slice_is_put_right_when_somebody_edited_it(server: Server, key: str, value: Any) -> None:
+    wanted = pool([device("a")])
+    server.publish(wanted)
+    (entry,) = server.sorted()
+    expected = copy.deepcopy(entry["spec"])
+    entry["spec"][key] = value
+    assert counts(server.publish(wanted)) == (0, 1, 0)
+    assert server.sorted()[0]["spec"] == expected
+
+
+def test_owner_is_replaced_when_the_node_was_registered_anew(server: Server) -> None:
+    wanted = pool([device("a")])
+    server.publish(wanted)
+    reborn = Owner("gpu.nvidia.com", "node-a", "other-uid")
+    assert counts(server.publish(wanted, reborn)) == (0, 1, 0)
+    assert [item["uid"] for item in server.sorted()[0]["metadata"]["ownerReferences"]] == ["other-uid"]
+    assert not server.publish(wanted, reborn)
+
+
+def test_labels_and_annotations_of_others_are_kept_when_a_slice_is_updated(server: Server) -> None:
+    server.publish(pool([device("a")]))
+    (entry,) = server.sorted()
+    entry["metadata"]["labels"] = {"team": "x"}
+    (updated,) = server.publish(pool([device("b")])).updates
+    assert updated["metadata"] == entry["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"capacity": {"memory": {"value": "1Gi"}}}, {"capacity": {"memory": {"value": "1024Mi"}}}, True),
+        ({"capacity": {"memory": {"value": "1Gi"}}}, {"capacity": {"memory": {"value": "1G"}}}, False),
+        ({"capacity": {"memory": {"value": "1Gi"}}}, {"capacity": {}}, False),
+        ([{"name": "a"}, {"name": "b"}], [{"name": "b"}, {"name": "a"}], False),
+        ([{"name": "a"}], [{"name": "a"}, {"name": "b"}], False),
+        ({"int": 1}, {"int": True}, False),
+        ({"bool": True}, {"bool": True}, True),
+        ({"string": "1Gi"}, {"string": "1024Mi"}, False),
+        ({"a": None}, {}, True),
+        ([{"name": "a"}], ({"name": "a"},), True),
+    ],
+)
+def test_contents_are_compared_by_their_meaning(one: Any, other: Any, same: bool) -> None:
+    assert (same_content(one, other), same_content(other, one)) == (same, same)
+
+
+def policy(memory: str = "16Gi", value: str = "80Gi", **more: Any) -> JsonObject:
+    range_ = {"min": "1Gi", "max": memory, "step": "1Gi"}
+    return {"memory": {"value": value, "requestPolicy": {"default": memory, "validRange": range_, **more}}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (policy("16Gi"), policy("16384Mi"), True),
+        (policy("16Gi"), policy("16G"), False),
+        (policy("16Gi", "80Gi"), policy("16Gi", "81920Mi"), True),
+        (policy(validValues=["1Gi", "2Gi"]), policy(validValues=["1024Mi", "2048Mi"]), True),
+        (policy(validValues=["1Gi", "2Gi"]), policy(validValues=["2Gi", "1Gi"]), False),
+        (policy(validValues=["1Gi", "2Gi"]), policy(validValues=["1Gi"]), False),
+        (policy(validValues=["1Gi"]), policy(), False),
+        (policy(), {"memory": {"value": "80Gi"}}, False),
+        (policy(default="many"), policy(default="few"), False),
+        (policy(default="0.5"), policy(default="500m"), True),
+        # Attributes and capacities may be called like fields.
+        ({"requestPolicy": {"string": "1Gi"}}, {"requestPolicy": {"string": "1024Mi"}}, False),
+        ({"value": {"value": "1Gi"}}, {"value": {"value": "1024Mi"}}, True),
+        ({"value": "x"}, {"value": "y"}, False),
+    ],
+)
+def test_request_policies_are_compared_by_value(one: Any, other: Any, same: bool) -> None:
+    assert (same_content(one, other), same_content(other, one)) == (same, same)
+
+
+def test_slice_whose_policy_the_server_wrote_in_another_form_is_left_alone(server: Server) -> None:
+    server.publish(pool([device("a") | {"capacity": policy("16Gi")}]))
+    assert not server.publish(pool([device("a") | {"capacity": policy("16384Mi")}]))
+    assert counts(server.publish(pool([device("a") | {"capacity": policy("17Gi")}]))) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("before", [2, 3])
+def test_slice_that_cannot_be_deleted_is_left_behind_in_an_older_generation(
+    server: Server, before: int
+) -> None:
+    server.publish(pool(*([device(f"d{index}")] for index in range(before))))
+    stuck = server.sorted()[-1]
+    wanted = pool([device("d0")])
+    for expected in ((0, 1, 0), (0, 0, 0)):
+        changes = slice_changes(wanted, server.sorted(), OWNER, {stuck["metadata"]["uid"]})
+        assert stuck in changes.deletes, "it is still to go"
+        gone = tuple(entry for entry in changes.deletes if entry != stuck)
+        server.apply(dataclasses.replace(changes, deletes=gone))
+        assert (len(changes.updates), len(changes.creates)) == expected[1:]
+        assert server.generations() == [2, 1]
+    assert counts(slice_changes(wanted, server.sorted(), OWNER)) == (1, 0, 0)
+
+
+def test_undeletable_slice_of_another_pool_changes_no_generation(server: Server) -> None:
+    server.publish(pool([device("a")], name="old-pool"))
+    stuck = {entry["metadata"]["uid"] for entry in server.sorted()}
+    changes = slice_changes(pool([device("a")]), server.sorted(), OWNER, stuck)
+    assert counts(changes) == (1, 0, 1)
+    assert changes.creates[0]["spec"]["pool"]["generation"] == 1
+
+
+def taint(**changes: Any) -> JsonObject:
+    return {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"} | changes
+
+
+def tainted(*taints: JsonObject, memory: str = "1Gi") -> Pool:
+    return pool([device("a", memory, taints=list(taints))])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "writes"),
+    [("2026-08-07T12:00:00Z", 0), ("2026-08-07T12:00:01Z", 0), ("2026-08-07T11:59:59+00:00", 0),
+     ("2026-08-07T12:00:02Z", 1), ("2026-08-07T13:00:00+01:00", 0), (None, 0)],
+)  # fmt: skip
+def test_time_of_a_taint_is_compared_to_the_second(server: Server, seconds: str | None, writes: int) -> None:
+    server.publish(tainted(taint()))
+    wanted = taint() if seconds is None else taint(timeAdded=seconds)
+    assert counts(server.publish(tainted(wanted))) == (0, writes, 0)
+
+
+def test_time_of_an_unchanged_taint_is_kept_when_the_slice_changes(server: Server) -> None:
+    server.publish(tainted(taint()))
+    server.sorted()[0]["spec"]["devices"][0]["taints"][0]["timeAdded"] = "2026-01-01T00:00:00Z"
+    wanted = tainted(taint(), taint(value="48"), memory="2Gi")
+    (updated,) = server.publish(wanted).updates
+    assert updated["spec"]["devices"][0]["taints"] == [
+        taint(timeAdded="2026-01-01T00:00:00Z"),
+        taint(value="48"),
+    ]
+    assert wanted == tainted(taint(), taint(value="48"), memory="2Gi")
+
+
+@pytest.mark.parametrize("changes", [{"key": "x/y"}, {"value": "48"}, {"effect": "NoExecute"}])
+def test_time_of_another_taint_is_not_taken_over(server: Server, changes: JsonObject) -> None:
+    server.publish(tainted(taint()))
+    (updated,) = server.publish(tainted(taint(**changes))).updates
+    assert updated["spec"]["devices"][0]["taints"] == [taint(**changes)]
+
+
+contents = st.lists(
+    st.builds(
+        device,
+        st.sampled_from("abcdef"),
+        st.sampled_from(["1Gi", "1024Mi", "2Gi"]),
+        taints=st.lists(st.builds(taint, value=st.sampled_from(["1", "2"])), max_size=1),
+    ),
+    max_size=3,
+)
+pools = st.lists(contents, min_size=1, max_size=4).map(lambda items: pool(*items))
+
+
+@given(st.lists(pools, min_size=1, max_size=4), st.data())
+def test_publishing_again_writes_nothing_whatever_happened_before(
+    history: list[Pool], data: st.DataObject
+) -> None:
+    server = Server()
+    for wanted in history:
+        server.publish(wanted)
+        for name in list(server.objects):
+            match data.draw(st.sampled_from(["keep", "keep", "delete", "spoil", "age", "rename"])):
+                case "delete":
+                    del server.objects[name]
+                case "spoil":
+                    server.objects[name]["spec"]["devices"] = [device("spoilt")]
+                case "age":
+                    server.objects[name]["spec"]["pool"]["generation"] += 3
+                case "rename":
+                    entry = server.objects.pop(name)
+                    entry["metadata"]["name"] = f"x{name}"
+                    server.objects[entry["metadata"]["name"]] = entry
+    wanted = history[-1]
+    server.publish(wanted)
+    assert not server.publish(wanted)
+    assert len({entry["spec"]["pool"]["generation"] for entry in server.sorted()}) == 1
+    for entry, content in zip(server.sorted(), wanted.slices, strict=True):
+        assert same_content(entry["spec"].get("devices", []), content.devices)

@@ -1,0 +1,224 @@
+"""Only the newest living instance that is registered publishes, whatever way the others ended."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import StateError
+from dra_driver.slices.leadership import InstanceLeadership
+from tests.fakes.directories import names
+
+INSTANCE = """
+import sys
+from pathlib import Path
+from dra_driver.slices.leadership import InstanceLeadership
+turn = InstanceLeadership(Path(sys.argv[1]), sys.argv[2])
+turn.announce()
+print("announced", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "publishers"
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Callable[..., InstanceLeadership]]:
+    made: list[InstanceLeadership] = []
+
+    def instance(name: str, *, announced: bool = True) -> InstanceLeadership:
+        made.append(InstanceLeadership(directory, name))
+        if announced:
+            made[-1].announce()
+        return made[-1]
+
+    yield instance
+    for turn in made:
+        turn.withdraw()
+
+
+Start = Callable[..., InstanceLeadership]
+
+
+def test_single_instance_publishes_registered_or_not(start: Start, directory: Path) -> None:
+    turn = start("a", announced=False)
+    assert turn.is_ours()
+    assert not directory.exists(), "asking leaves nothing behind"
+    turn.announce()
+    turn.announce()
+    assert turn.is_ours()
+    assert len(names(directory)) == 1
+
+
+def test_newest_registered_instance_publishes(start: Start) -> None:
+    first, second, third = start("c"), start("b"), start("a")
+    assert [turn.is_ours() for turn in (first, second, third)] == [False, False, True]
+    third.withdraw()
+    assert [turn.is_ours() for turn in (first, second)] == [False, True]
+    second.withdraw()
+    assert first.is_ours()
+
+
+def test_instance_waits_for_its_registration_while_another_publishes(start: Start) -> None:
+    old, new = start("old"), start("new", announced=False)
+    assert (old.is_ours(), new.is_ours()) == (True, False)
+    new.announce()
+    assert (old.is_ours(), new.is_ours()) == (False, True)
+
+
+def test_start_decides_and_not_the_moment_of_registration(start: Start) -> None:
+    """A restarted kubelet registers the sockets in the order of the directory."""
+    old, new = start("old", announced=False), start("new")
+    old.announce()
+    assert (old.is_ours(), new.is_ours()) == (False, True)
+
+
+def test_name_decides_between_equal_starts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.clock_gettime_ns", lambda _clock: 7)
+    one, other = start("a"), start("b")
+    assert (one.is_ours(), other.is_ours()) == (False, True)
+
+
+def test_instances_with_the_same_name_and_start_are_still_two(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two containers, each with the process ID 1."""
+    monkeypatch.setattr("time.clock_gettime_ns", lambda _clock: 7)
+    turns = [start("1") for _ in range(3)]
+    assert len(names(directory)) == 3
+    assert [turn.is_ours() for turn in turns] == [False, False, True]
+
+
+def test_killed_instance_gives_its_turn_back(start: Start, directory: Path) -> None:
+    old = start("old")
+    command = [sys.executable, "-c", INSTANCE, str(directory), "new"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"announced\n"
+        assert not old.is_ours()
+        process.kill()
+        process.wait()
+    assert old.is_ours()
+    assert len(names(directory)) == 1, "the dead instance's file is gone"
+
+
+def test_files_from_before_a_reboot_do_not_count(start: Start, directory: Path) -> None:
+    """The clock starts anew with a boot, so that they look newer than any living instance."""
+    directory.mkdir()
+    (directory / f"{'9' * 20}-before.lock").touch()
+    (directory / ".x.lock.1.tmp").touch()
+    (directory / "README").touch()
+    os.mkfifo(directory / f"{'8' * 20}-pipe.lock")
+    (directory / f"{'7' * 20}-directory.lock").mkdir()
+    turn = start("a", announced=False)
+    assert turn.is_ours()
+    turn.announce()
+    assert turn.is_ours()
+    left = [f"{'7' * 20}-directory.lock", "README"]
+    assert [name for name in names(directory) if not name.endswith("-a.lock")] == left
+
+
+def test_file_that_somebody_removed_is_made_again(start: Start, directory: Path) -> None:
+    old, new = start("old"), start("new")
+    for name in names(directory):
+        (directory / name).unlink()
+    directory.rmdir()
+    assert new.is_ours()
+    assert not old.is_ours()
+    assert len(names(directory)) == 2
+
+
+def test_name_cannot_leave_the_directory(start: Start, directory: Path) -> None:
+    start("../../etc/x")
+    [name] = names(directory)
+    assert name.endswith("-------etc-x.lock")
+
+
+def test_withdrawal_is_final_and_leaves_nothing(start: Start, directory: Path) -> None:
+    descriptors = len(names(Path("/proc/self/fd")))
+    turn = start("a")
+    for _ in range(2):
+        turn.withdraw()
+    turn.announce()
+    assert names(directory) == []
+    assert len(names(Path("/proc/self/fd"))) == descriptors
+
+
+def test_asking_keeps_no_descriptor(start: Start) -> None:
+    old, new = start("old"), start("new")
+    descriptors = len(names(Path("/proc/self/fd")))
+    for _ in range(200):
+        assert (old.is_ours(), new.is_ours()) == (False, True)
+    assert len(names(Path("/proc/self/fd"))) == descriptors
+
+
+def test_instance_that_cannot_announce_leaves_the_other_alone(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = start("old"), start("new", announced=False)
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = os.link
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(StateError, match="the disk is full"):
+        new.announce()
+    assert (old.is_ours(), new.is_ours()) == (True, False)
+    assert len(names(directory)) == 1
+    monkeypatch.setattr(os, "link", real)
+    assert (new.is_ours(), old.is_ours()) == (True, False)
+
+
+def test_what_is_no_file_of_an_instance_is_in_nobodys_way(directory: Path) -> None:
+    """In the place of one that would come before ours, or of a temporary file."""
+    old = InstanceLeadership(directory, "old")
+    old.announce()
+    later = f"{2**62:020d}"
+    (directory / f"{later}-link.lock").symlink_to(f"{later}-link.lock")
+    (directory / f"{later}-none.lock").symlink_to("nowhere/at/all")
+    (directory / f".{later}-x.lock.1.tmp").symlink_to(".")
+    (directory / f"{later}-dir.lock").mkdir()
+    os.mkfifo(directory / f"{later}-pipe.lock")
+    assert old.is_ours()
+    assert [name for name in names(directory) if "dir" not in name and "old" not in name] == []
+
+
+def test_unreadable_directory_is_one_sentence(directory: Path) -> None:
+    directory.touch()
+    with pytest.raises(StateError) as caught:
+        InstanceLeadership(directory, "a").is_ours()
+    assert str(caught.value).startswith(f"cannot read {directory}: ")
+
+
+def test_exactly_one_of_many_that_start_and_end_at_once_publishes(directory: Path) -> None:
+    """While all look around and clear up, no living instance is taken for dead."""
+    turns = [InstanceLeadership(directory, f"i{number}") for number in range(12)]
+    stop = threading.Event()
+
+    def watch(turn: InstanceLeadership) -> None:
+        while not stop.is_set():
+            turn.is_ours()
+
+    with ThreadPoolExecutor(12) as pool:
+        watchers = [pool.submit(watch, InstanceLeadership(directory, "watcher")) for _ in range(4)]
+        list(pool.map(InstanceLeadership.announce, turns))
+        stop.set()
+        for watcher in watchers:
+            watcher.result()
+    assert len(names(directory)) == 12
+    assert [turn.is_ours() for turn in turns] == [False] * 11 + [True]
+    for turn in turns:
+        turn.withdraw()
+    assert names(directory) == []

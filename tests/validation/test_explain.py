@@ -1,0 +1,183 @@
+"""Which devices serve a request, and what is said where none does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.slices.rules.build import build_pool
+from dra_driver.validation.rules.explain import (
+    DeviceRequest,
+    MachineDevice,
+    funnel,
+    largest_group,
+    machine_devices,
+)
+from dra_driver.validation.rules.selectors import compiled
+from dra_driver.validation.rules.standard_classes import standard_classes
+from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
+
+ROOT = Path(__file__).parents[2]
+A, C = f'device.attributes["{DRIVER}"]', f'device.capacity["{DRIVER}"]'
+CLASSES = standard_classes(DRIVER, ["1g.10gb"])
+
+
+def devices() -> list[dict[str, Any]]:
+    """Two whole H100 and a partitioned one with two MIG devices."""
+    return list(
+        build_pool(inventory(h100(0), h100(1, memory_bytes=40960 << 20), MIXED.gpus[2]), NODE)
+        .slices[0]
+        .devices
+    )
+
+
+MACHINE = machine_devices(DRIVER, devices())
+GPU_0, GPU_1 = (candidate.name for candidate in MACHINE[:2])
+
+
+def wanted(*selectors: str, class_name: str = "gpu.nvidia.com", **more: Any) -> DeviceRequest:
+    of_class = CLASSES[class_name]["spec"]["selectors"]
+    return DeviceRequest(
+        "gpu",
+        class_name,
+        tuple(compiled(entry["cel"]["expression"]) for entry in of_class),
+        tuple(compiled(text) for text in selectors),
+        **more,
+    )
+
+
+def test_each_condition_tells_what_it_leaves() -> None:
+    found = funnel(wanted(f"{C}.memory.compareTo(quantity('60Gi')) >= 0", f"{A}.index >= 0"), MACHINE)
+    assert [step.left for step in found.steps] == [4, 2, 1, 1]
+    assert found.matching == (GPU_0,)
+    assert found.sentence().startswith(
+        "4 devices of driver gpu.nvidia.com, 2 of class gpu.nvidia.com, 1 match selector 1"
+    )
+
+
+def test_where_none_is_left_the_nearest_is_named_with_its_value() -> None:
+    found = funnel(wanted(f"{A}.type == 'gpu' && {C}.memory.compareTo(quantity('100Gi')) >= 0"), MACHINE)
+    assert (found.matching, found.steps[-1].left) == ((), 0)
+    assert found.nearest == f"{GPU_0}: memory is 81559Mi, wanted >= 100Gi"
+
+
+def test_the_nearest_is_the_one_for_which_most_holds() -> None:
+    expression = f"{A}.productName == 'x' && {C}.memory.isLessThan(quantity('60Gi')) && {A}.type == 'gpu'"
+    found = funnel(wanted(expression), MACHINE)
+    assert found.nearest is not None
+    assert found.nearest.startswith(f"{GPU_1}: productName is ")
+
+
+def test_a_class_without_devices() -> None:
+    found = funnel(wanted(class_name="mig.nvidia.com"), MACHINE[:2])
+    assert found.nearest == f'{GPU_0}: type is "gpu", wanted == "mig"'
+    assert [step.text for step in found.steps][-1] == "of class mig.nvidia.com"
+    assert funnel(wanted(), []).sentence() == "0 devices, 0 of class gpu.nvidia.com"
+
+
+def test_a_missing_key_is_an_error_with_the_guard_that_avoids_it() -> None:
+    found = funnel(wanted(f"{A}.profile == '1g.10gb'"), MACHINE)
+    assert found.matching == ()
+    assert found.error is not None
+    assert f"ends in an error on device {GPU_0}: no such key: profile" in found.error
+    assert 'test `"profile" in' in found.error
+    guarded = funnel(wanted(f"'profile' in {A} && {A}.profile == '1g.10gb'"), MACHINE)
+    assert guarded.error is None
+
+
+def test_the_class_guards_the_selectors_of_a_request() -> None:
+    found = funnel(wanted(f"{A}.profile == '1g.10gb'", class_name="mig.nvidia.com"), MACHINE)
+    assert found.error is None
+    assert len(found.matching) == 1
+
+
+@pytest.mark.parametrize(
+    ("capacity", "left", "nearest"),
+    [
+        ((("memory", "40Gi"),), 2, None),
+        (((f"{DRIVER}/memory", "41Gi"),), 1, None),
+        ((("memory", "1Ti"),), 0, f"{GPU_0}: memory is 81559Mi, wanted 1Ti"),
+        ((("shares", "1"),), 0, f"{GPU_0}: has no capacity shares"),
+        ((("memory", "lots"),), 0,
+         f"{GPU_0}: 'lots' is not a quantity; expected a number with a suffix such as Mi or G"),
+    ],
+)  # fmt: skip
+def test_capacity(capacity: tuple[tuple[str, str], ...], left: int, nearest: str | None) -> None:
+    found = funnel(wanted(capacity=capacity), MACHINE)
+    assert (len(found.matching), found.nearest) == (left, nearest)
+
+
+TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("taint", "tolerations", "is_left"),
+    [
+        (TAINT, (), False),
+        (TAINT | {"effect": "None"}, (), True),
+        (TAINT, ({"operator": "Exists"},), True),
+        (TAINT, ({"key": "gpu.nvidia.com/xid", "operator": "Exists", "effect": "NoSchedule"},), True),
+        (TAINT, ({"key": "gpu.nvidia.com/xid", "value": "79"},), True),
+        (TAINT, ({"key": "gpu.nvidia.com/xid", "value": "48"},), False),
+        (TAINT, ({"key": "gpu.nvidia.com/xid", "operator": "Exists", "effect": "NoExecute"},), False),
+    ],
+)
+def test_taints(taint: dict[str, str], tolerations: tuple[dict[str, str], ...], is_left: bool) -> None:
+    (tainted,) = machine_devices(DRIVER, [devices()[0] | {"taints": [taint]}])
+    found = funnel(wanted(tolerations=tolerations), [tainted])
+    assert found.matching == ((GPU_0,) if is_left else ())
+    if not is_left:
+        assert found.nearest == f"{GPU_0}: has the taint gpu.nvidia.com/xid=79:NoSchedule"
+
+
+@given(
+    st.lists(
+        st.sampled_from([f"{A}.type == 'gpu'", f"{A}.index == 0", f"'profile' in {A}", "true"]), max_size=4
+    )
+)
+def test_a_funnel_never_widens_and_ends_with_what_matches_everything(expressions: list[str]) -> None:
+    found = funnel(wanted(*expressions), MACHINE)
+    counts = [step.left for step in found.steps]
+    assert counts == sorted(counts, reverse=True)
+    assert (counts[-1] if found.matching else 0) == len(found.matching)
+    for candidate in MACHINE:
+        holds = [compiled(text) for text in (*expressions, f"{A}.type == 'gpu'")]
+        try:
+            expected = all(selector.matches(candidate.variable) for selector in holds)
+        except Exception:
+            expected = False
+        assert (candidate.name in found.matching) == expected
+
+
+def test_the_largest_group_with_one_value() -> None:
+    def with_domain(candidate: MachineDevice, domain: str) -> dict[str, Any]:
+        attributes = candidate.published["attributes"] | {"nvlinkDomain": {"string": domain}}
+        return candidate.published | {"name": f"{domain}-{candidate.name}", "attributes": attributes}
+
+    machine = machine_devices(
+        DRIVER, [with_domain(MACHINE[0], d) for d in ("a", "b")] + [with_domain(MACHINE[1], "b")]
+    )
+    names = [candidate.name for candidate in machine]
+    assert largest_group(f"{DRIVER}/nvlinkDomain", machine, names) == (2, "b")
+    assert largest_group(f"{DRIVER}/nvlinkDomain", machine, names[:1]) == (1, "a")
+    assert largest_group(f"{DRIVER}/nope", machine, names) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "file", ["daemonset/base/device-classes.yaml", "daemonset/components/shares/device-class.yaml"]
+)
+def test_standard_classes_are_those_that_are_shipped(file: str) -> None:
+    for shipped in yaml.safe_load_all((ROOT / file).read_text()):
+        own = CLASSES[shipped["metadata"]["name"]]
+        texts = [
+            [" ".join(entry["cel"]["expression"].split()) for entry in item["spec"]["selectors"]]
+            for item in (own, shipped)
+        ]
+        assert texts[0] == texts[1]
+        assert own["spec"].get("config") == shipped["spec"].get("config")
+    assert "mig-1g.10gb.nvidia.com" in CLASSES
