@@ -51,8 +51,7 @@ def main() -> int:
                 "e2e: a cluster is up; it gets this driver and stays afterwards, with its simulated machine"
             )
         else:
-            # A machine of an earlier run may have been broken on purpose.
-            shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
+            _clear_away()  # an interrupted run may have left pods, claims and records, and a machine broken on purpose
         return _run_all(arguments.pytest_args)
     except Interrupted:
         print("e2e: interrupted")
@@ -63,8 +62,12 @@ def main() -> int:
         elif not arguments.keep:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-            _step("take the cluster down", [*CLUSTER, "down"])
-            shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
+            _clear_away()
+
+
+def _clear_away() -> None:
+    _step("take the cluster down", [*CLUSTER, "down"])
+    shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
 
 
 def _run_all(pytest_args: list[str]) -> int:
