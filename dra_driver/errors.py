@@ -26,7 +26,12 @@ from __future__ import annotations
 
 
 class DraDriverError(Exception):
-    """Base of all errors that this driver raises on purpose."""
+    """Base of all errors that this driver raises on purpose.
+
+    `has_no_effect` says that the action failed before it reached the tool, daemon or device: nothing is to be undone.
+    """
+
+    has_no_effect = False
 
 
 class RetryableError(DraDriverError):
@@ -34,11 +39,15 @@ class RetryableError(DraDriverError):
 
 
 class ApiUnavailableError(RetryableError):
-    """The API server did not answer in time, refused the connection, or asked to come back later."""
+    """The API server did not answer in time, refused the connection, or asked to come back later.
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    `is_brief` says that it is worth asking again within the same call: it is busy, starts, or another one takes over.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, is_brief: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_brief = is_brief
 
 
 class NvmlUnavailableError(RetryableError):

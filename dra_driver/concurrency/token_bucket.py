@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -32,10 +33,16 @@ class TokenBucket:
         self._filled_at: float | None = None
         self._lock = threading.Lock()
 
-    def acquire(self) -> float:
-        """Wait for a token; the seconds waited. Threads are served in the order of their arrival."""
+    def acquire(self, most_s: float = math.inf) -> float:
+        """Wait for a token; the seconds waited. Threads are served in the order of their arrival. Raises: TimeoutError
+        at once if that would take longer than `most_s`."""
         with self._lock:
-            wait_s = self.take(self._clock())
+            now = self._clock()
+            if self.ready_at(now) - now > most_s:
+                raise TimeoutError(
+                    f"the own limit of {self._qps:g} requests a second leaves no time for this one"
+                )
+            wait_s = self.take(now)
         if wait_s:
             self._sleep(wait_s)
         return wait_s

@@ -15,6 +15,7 @@ from urllib3.exceptions import (
     HTTPError,
     MaxRetryError,
     NewConnectionError,
+    ProtocolError,
     ProxyError,
     SSLError,
     TimeoutError,
@@ -23,6 +24,8 @@ from urllib3.exceptions import (
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 
 RETRYABLE_STATUS = frozenset({408, 429})
+_BRIEF_STATUS = frozenset({429, 502, 503, 504})
+"""The API server, or what balances the load before it, is busy or starts."""
 _MAX_TEXT = 600
 _LONGEST_ASKED_S = 300.0
 """A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
@@ -45,7 +48,8 @@ def api_errors(action: str) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        raise ApiUnavailableError(f"{action}: {_transport_text(error)}") from error
+        is_brief = isinstance(_cause(error), NewConnectionError | ProtocolError)
+        raise ApiUnavailableError(f"{action}: {_transport_text(error)}", is_brief=is_brief) from error
     # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
@@ -64,7 +68,9 @@ def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:
     message = one_line(str(status.get("message") or response.reason or "no message"))
     text = f"{action}: {message} (HTTP {code})"
     if code in RETRYABLE_STATUS or code >= 500:
-        raise ApiUnavailableError(text, retry_after_s=_retry_after(response, status))
+        raise ApiUnavailableError(
+            text, retry_after_s=_retry_after(response, status), is_brief=code in _BRIEF_STATUS
+        )
     raise rejection(text, code, status)
 
 
@@ -116,9 +122,7 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
 
 def _transport_text(error: HTTPError) -> str:
     """A cause that a person understands; urllib3's own texts carry object addresses."""
-    cause: BaseException = error
-    if isinstance(error, MaxRetryError) and error.reason is not None:
-        cause = error.reason
+    cause = _cause(error)
     if isinstance(cause, ProxyError):
         return f"the proxy of the kubeconfig failed: {one_line(str(cause.original_error))}"
     if isinstance(cause, SSLError):
@@ -128,6 +132,10 @@ def _transport_text(error: HTTPError) -> str:
     if isinstance(cause, TimeoutError):
         return "the API server did not answer in time"
     return f"connection to the API server broke: {_root_text(cause)}"
+
+
+def _cause(error: HTTPError) -> BaseException:
+    return error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
 
 
 def _tls_text(error: SSLError) -> str:

@@ -7,8 +7,10 @@ and every object here is a plain dict anyway.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,6 +27,7 @@ from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.endpoint import Endpoint
+from dra_driver.kube.timed_connection import answered_by, time_answers
 from dra_driver.kube.watch_stream import WatchStream
 
 USER_AGENT = f"gpu-dra-driver/{dra_driver.__version__}"
@@ -46,12 +49,24 @@ _KEEPALIVE = [
 
 @dataclass(frozen=True, slots=True)
 class _Request:
+    """`until` (time.monotonic()) is when the whole answer must be there. A stream has `idle_s` instead: how long
+    nothing may arrive."""
+
     method: str
     url: str
-    timeout: urllib3.Timeout
+    until: float | None
     body: bytes | None = None
     content_type: str = JSON
-    stream: bool = False
+    idle_s: float | None = None
+
+    def timeout(self) -> urllib3.Timeout:
+        """Of one attempt that begins now. Raises: TimeoutError."""
+        if self.until is None:
+            return urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self.idle_s)
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no time was left to ask the API server")
+        return urllib3.Timeout(connect=min(left, CONNECT_TIMEOUT_S), read=left)
 
 
 class ApiClient:
@@ -92,11 +107,12 @@ class ApiClient:
         content_type: str = JSON,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """The decoded answer; `action` (such as "get claim ns/name") starts every error text."""
+        """The decoded answer; `action` (such as "get claim ns/name") starts every error text. Everything together, from
+        the wait for the limit of requests to the last byte, takes `timeout_s` at most."""
+        until = self._until(timeout_s)
         with api_errors(action):
             data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-            url, timeout = self._url(path, query), self._timeout(timeout_s)
-            response = self._send(_Request(method, url, timeout, data, content_type))
+            response = self._send(_Request(method, self._url(path, query), until, data, content_type))
             check_status(action, response)
             decoded = json.loads(response.data or b"{}")
         return decoded if isinstance(decoded, dict) else {"items": decoded}
@@ -105,7 +121,7 @@ class ApiClient:
         """The API server's clock, to the second; None where its answer carries no date. Raises: as `request`."""
         action = "ask the API server for the time"
         with api_errors(action):
-            response = self._send(_Request("GET", self._url("/version", None), self._timeout(None)))
+            response = self._send(_Request("GET", self._url("/version", None), self._until(None)))
             check_status(action, response)
             header = response.headers.get("Date")
             return parsedate_to_datetime(header) if header else None
@@ -114,9 +130,8 @@ class ApiClient:
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
         """Start a watch; the stream breaks if nothing, not even a bookmark, arrives for `idle_timeout_s`."""
-        timeout = urllib3.Timeout(connect=self._connect_timeout(), read=idle_timeout_s)
         with api_errors(action):
-            response = self._send(_Request("GET", self._url(path, query), timeout, stream=True))
+            response = self._send(_Request("GET", self._url(path, query), None, idle_s=idle_timeout_s))
             try:
                 if response.status >= 300:
                     response.read(cache_content=True)
@@ -150,19 +165,20 @@ class ApiClient:
 
     def _send_once(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
         if self._limiter is not None:
-            self._limiter.acquire()
+            self._limiter.acquire(math.inf if wanted.until is None else wanted.until - time.monotonic())
         status: int | None = None
         try:
-            response = self._pool_now().urlopen(
-                wanted.method,
-                wanted.url,
-                body=wanted.body,
-                headers=self._request_headers(wanted),
-                timeout=wanted.timeout,
-                retries=False,
-                redirect=False,
-                preload_content=not wanted.stream,
-            )
+            with answered_by(wanted.until):
+                response = self._pool_now().urlopen(
+                    wanted.method,
+                    wanted.url,
+                    body=wanted.body,
+                    headers=self._request_headers(wanted),
+                    timeout=wanted.timeout(),
+                    retries=False,
+                    redirect=False,
+                    preload_content=wanted.until is not None,
+                )
             status = response.status
         finally:
             if self._observe is not None:
@@ -205,18 +221,14 @@ class ApiClient:
                 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
                 options |= {"assert_hostname": False}
         if self.endpoint.proxy:
-            return urllib3.ProxyManager(self.endpoint.proxy, **options)
-        return urllib3.PoolManager(**options)
+            return time_answers(urllib3.ProxyManager(self.endpoint.proxy, **options))
+        return time_answers(urllib3.PoolManager(**options))
 
     def _url(self, path: str, query: Mapping[str, str] | None) -> str:
         return self.endpoint.server + path + (f"?{urlencode(query)}" if query else "")
 
-    def _timeout(self, timeout_s: float | None) -> urllib3.Timeout:
-        total = self._timeout_s if timeout_s is None else timeout_s
-        return urllib3.Timeout(connect=min(total, CONNECT_TIMEOUT_S), read=total)
-
-    def _connect_timeout(self) -> float:
-        return min(self._timeout_s, CONNECT_TIMEOUT_S)
+    def _until(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
 
 def path_segment(name: str) -> str:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -168,6 +169,68 @@ def test_error_is_retryable_when_server_is_slow(server, client):
     with pytest.raises(ApiUnavailableError, match="did not answer in time"):
         client.request("GET", NODES, action="list nodes", timeout_s=0.1)
     assert time.monotonic() - start < 4
+
+
+def test_answer_that_drips_ends_with_the_time_that_it_may_take(server, client):
+    """The read timeout of the transport counts anew with each byte; such an answer took 98 s of 3."""
+    client.request("GET", NODES, action="list nodes")
+    server.faults.drip("/nodes", 0.1)  # a hundred bytes of headers alone are ten seconds
+    start = time.monotonic()
+    with pytest.raises(ApiUnavailableError, match="did not answer in time") as caught:
+        client.request("GET", NODES, action="list nodes", timeout_s=0.5)
+    assert time.monotonic() - start < 5
+    assert not caught.value.is_brief
+    server.faults.clear()
+    assert client.request("GET", NODES, action="list nodes")["items"] == []
+
+
+def test_answer_whose_body_drips_ends_with_the_time_that_it_may_take():
+    """The headers come at once, then a byte now and then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(300):
+                    connection.sendall(b" ")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        client = ApiClient(Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", "test"))
+        start = time.monotonic()
+        with pytest.raises(ApiUnavailableError, match="did not answer in time"):
+            client.request("GET", NODES, action="list nodes", timeout_s=0.5)
+        assert time.monotonic() - start < 5
+        client.close()
+        thread.join(20)
+
+
+def test_own_limit_counts_against_the_time_of_a_request(server):
+    client = ApiClient(Endpoint(server.url, "test"), limiter=TokenBucket(0.1, 1))
+    client.request("GET", NODES, action="list nodes")
+    start = time.monotonic()
+    with pytest.raises(ApiUnavailableError, match=r"list nodes: the own limit of 0.1 requests a second"):
+        client.request("GET", NODES, action="list nodes", timeout_s=0.5)
+    assert time.monotonic() - start < 5
+    client.close()
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_busy_server_is_told_from_a_broken_one(server, client, status):
+    server.faults.fail(1, status, path="/nodes")
+    with pytest.raises(ApiUnavailableError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.is_brief == (status != 500)
+
+
+def test_server_that_starts_is_worth_another_try(server, client):
+    server.stop()
+    with pytest.raises(ApiUnavailableError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert caught.value.is_brief
 
 
 def test_error_is_retryable_when_name_does_not_resolve():

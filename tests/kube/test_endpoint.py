@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
@@ -203,6 +204,20 @@ def test_ca_is_loaded_again_when_it_is_replaced(certificates, tmp_path):
         fresh = tmp_path / "fresh"
         fresh.write_bytes(certificates("one")[0].read_bytes())
         fresh.rename(tmp_path / "ca.crt")
+        assert client.request("GET", NODES, action="list nodes")["items"] == []
+        client.close()
+
+
+def test_answer_that_drips_over_tls_ends_with_the_time_that_it_may_take(certificates, tmp_path):
+    with PlaygroundApiServer(tls=certificates("one")) as server:
+        server.write_kubeconfig(tmp_path / "kubeconfig")
+        client = ApiClient(load_endpoint(tmp_path / "kubeconfig"))
+        server.faults.drip("/nodes", 0.1)
+        start = time.monotonic()
+        with pytest.raises(ApiUnavailableError, match="did not answer in time"):
+            client.request("GET", NODES, action="list nodes", timeout_s=1.0)
+        assert time.monotonic() - start < 6
+        server.faults.clear()
         assert client.request("GET", NODES, action="list nodes")["items"] == []
         client.close()
 

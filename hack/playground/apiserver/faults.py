@@ -39,6 +39,7 @@ class Faults:
         self._wake = wake  # lets open watches notice that they are cut
         self._lock = threading.Lock()
         self._slow: list[tuple[str, float]] = []
+        self._drips: list[tuple[str, float]] = []
         self._failures: list[_Failure] = []
         self._cuts = 0
 
@@ -64,6 +65,13 @@ class Faults:
             if seconds:
                 self._slow.append((path, seconds))
 
+    def drip(self, path: str, pause_s: float) -> None:
+        """Answer paths that contain `path` byte by byte, with a pause before each; 0 ends it."""
+        with self._lock:
+            self._drips = [entry for entry in self._drips if entry[0] != path]
+            if pause_s:
+                self._drips.append((path, pause_s))
+
     def cut_watches(self) -> None:
         """Break all watches now open in the middle, without the closing chunk."""
         with self._lock:
@@ -75,6 +83,7 @@ class Faults:
         with self._lock:
             self.down = False
             self._slow.clear()
+            self._drips.clear()
             self._failures.clear()
 
     @property
@@ -86,6 +95,11 @@ class Faults:
         """Seconds to hold back an answer."""
         with self._lock:
             return max((seconds for part, seconds in self._slow if part in path), default=0.0)
+
+    def drip_of(self, path: str) -> float:
+        """Seconds before each byte of an answer."""
+        with self._lock:
+            return max((pause_s for part, pause_s in self._drips if part in path), default=0.0)
 
     def answer_of(self, method: str, path: str) -> FaultAnswer | None:
         """The failure that this request meets, counted down; None if it is to be served."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
     from playground.apiserver.server import PlaygroundApiServer
 
 _HEALTH = ("/readyz", "/livez", "/healthz")
+
+
+class _Drip:
+    """Writes one byte after the other, with a pause before each."""
+
+    def __init__(self, whole: Any, pause: Callable[[], None]) -> None:
+        self._whole = whole
+        self._pause = pause
+
+    def write(self, data: bytes) -> int:
+        for byte in data:
+            self._pause()
+            self._whole.write(bytes([byte]))
+            self._whole.flush()
+        return len(data)
+
+    def flush(self) -> None:
+        self._whole.flush()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,6 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(parts.path)
         query = dict(parse_qsl(parts.query, keep_blank_values=True))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        whole, pause_s = self.wfile, self.api.faults.drip_of(path)
+        if pause_s:
+            self.wfile = _Drip(whole, lambda: self.api.pause(pause_s))  # type: ignore[assignment]
         try:
             if self.api.faults.down:
                 raise WatchCutError
@@ -48,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         except (WatchCutError, ConnectionError):
             self._record(path, query, 0)
             self.close_connection = True
+        finally:
+            self.wfile = whole
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815  http.server's names
 
