@@ -49,6 +49,10 @@ class MigSpaceFreed(NamedTuple):
     """An obstacle to the offer of MIG devices is gone: discovery has to look again."""
 
 
+class DebtsChanged(NamedTuple):
+    """A claim has ended and owes something to the node, or a debt was paid."""
+
+
 Change = (
     Registered
     | InventoryChanged
@@ -58,6 +62,7 @@ Change = (
     | HealthChanged
     | MigDeviceChanged
     | MigSpaceFreed
+    | DebtsChanged
 )
 Hearers = Mapping[type, Sequence[Callable[..., Any]]]
 """The functions to call, by type of change; each gets the fields of the change."""

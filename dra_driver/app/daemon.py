@@ -12,6 +12,7 @@ import structlog
 
 from dra_driver.app.changes import (
     Changes,
+    DebtsChanged,
     DriverReloaded,
     HardwareChanged,
     HealthChanged,
@@ -24,6 +25,7 @@ from dra_driver.app.changes import (
 from dra_driver.app.part import Part
 from dra_driver.app.platforms import Platform, mps_host_command, platform_of
 from dra_driver.app.wiring.claims import claim_parts
+from dra_driver.app.wiring.debts import is_owing, tools_seen
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.http import http_endpoint
 from dra_driver.app.wiring.kubelet import plugin_settings
@@ -48,11 +50,12 @@ from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.host.processes import is_of_the_host
+from dra_driver.host.processes import any_runs, is_of_the_host
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.debts import DebtKeeper, Debts
 from dra_driver.journal.executor import Executor, ObservedSteps, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -115,7 +118,8 @@ class Driver:
         api = ResourceApi(self._client)
 
         # The node's GPUs.
-        smi = NvidiaSmi(installed_programs(paths.driver_root, plugin_dir / "host.lib"))
+        programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
+        smi = NvidiaSmi(programs)
         nvml = NvmlReader(platform.load_nvml, settings.on_demand, self._foreign_instances)
         self.mig = MigParts(
             settings,
@@ -145,14 +149,30 @@ class Driver:
             partial(changes.tell, HealthShown()),
             lambda change: changes.tell(HealthChanged(change)),
             may_tell,
+            lambda: self.debts.owing(),  # noqa: PLW0108  it is made later
         )
 
         # What users are told.
         self.reporting = ReportingParts(
-            settings, api, self.metrics, self.discovery.latest, self.records, self.health, self.mig, may_tell
+            settings,
+            api,
+            self.metrics,
+            self.discovery.latest,
+            self.records,
+            self.health,
+            self.mig,
+            may_tell,
+            lambda: self.debts.ended(),  # noqa: PLW0108  it is made later
         )
 
-        # Claims.
+        # Claims, and what they owe.
+        self.debts = Debts(
+            plugin_dir / "debts",
+            self.records,
+            self._boot_id,
+            self.reporting.node,
+            partial(changes.tell, DebtsChanged()),
+        )
         layout = self._layout = mps_layout(plugin_dir)
         self._mps = (
             MpsClient(layout)
@@ -178,6 +198,14 @@ class Driver:
                 ),
             }
         )
+        self.keeper = DebtKeeper(
+            self.debts,
+            self._gpu_locks,
+            steps,
+            self._boot_id,
+            leadership.is_ours,
+            partial(tools_seen, programs, layout.socket, paths.proc),
+        )
         self.claims = claim_parts(
             Identity(settings.driver_name, settings.node_name, settings.sharing, settings.metadata_versions),
             lookup=ClaimLookup(ClaimClient(api), self.reporting.consumers),
@@ -186,7 +214,8 @@ class Driver:
             without_record=without_record,
             claim_locks=self._claim_locks,
             gpu_locks=self._gpu_locks,
-            executor=Executor(self.records, ObservedSteps(steps, self.metrics), self._boot_id),
+            executor=Executor(self.records, self.debts, ObservedSteps(steps, self.metrics), self._boot_id),
+            keeper=self.keeper,
             users=DeviceUsers(
                 nvml.processes,
                 self.mig.uuid_of,
@@ -197,6 +226,7 @@ class Driver:
             ),
             observer=self.reporting.reporter,
             make_sure=partial(node_uid, self._client, settings.node_name),
+            pods_run=partial(any_runs, "/proc"),
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
         )
@@ -209,6 +239,7 @@ class Driver:
             leadership,
             self.discovery.latest,
             self.health.taints,
+            lambda: is_owing(self.debts),
             self.reporting.reporter.partitions_missing,
             self.reporting.reporter.scheduler_outdated,
             self.reporting.node,
@@ -232,6 +263,7 @@ class Driver:
             self.metrics,
             self.discovery.latest,
             self.records,
+            self.debts,
             self.health,
             self.mig,
             self.reporting,
@@ -249,8 +281,12 @@ class Driver:
                     self.health.devices_changed,
                     self.publishing.publisher.mark_dirty,
                 ),
-                DriverReloaded: (restore.driver_changed, lambda: self.mig.reconcile(self.discovery.latest())),
-                HardwareChanged: (restore.driver_changed, self.mig.look_soon),
+                DriverReloaded: (
+                    restore.driver_changed,
+                    self.keeper.look_soon,
+                    lambda: self.mig.reconcile(self.discovery.latest()),
+                ),
+                HardwareChanged: (restore.driver_changed, self.keeper.look_soon, self.mig.look_soon),
                 HealthShown: (self.publishing.publisher.mark_dirty,),
                 HealthChanged: (self.reporting.claims.health_changed,),
                 MigDeviceChanged: (
@@ -258,6 +294,11 @@ class Driver:
                     self.reporting.reporter.mig_changed,
                 ),
                 MigSpaceFreed: (self.discovery.request_rescan,),
+                DebtsChanged: (
+                    self.publishing.publisher.mark_dirty,
+                    self.keeper.look_soon,
+                    self.mig.look_soon,
+                ),
             }
         )
 
@@ -271,6 +312,7 @@ class Driver:
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("mps_host", self._start_mps_child, self._stop_mps_child)
         yield Part("kubelet_plugin", self._plugin.start)
+        yield Part("debt_keeper", self.keeper.start, self.keeper.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
         yield from self.publishing.parts()
         if self.settings.http_endpoint:
@@ -279,6 +321,7 @@ class Driver:
 
     def _open_state(self) -> None:
         self.records.open(self._boot_id)
+        self.debts.open()
         self._gpu_locks.open()
         self._claim_locks.open()
         self._specs.create()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.mig_map import GpuMap
     from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
     from dra_driver.diagnostics.snapshot import NodeSnapshot
+    from dra_driver.journal.rules.debts import Debt
     from dra_driver.kube.client import ApiClient
     from dra_driver.model.mig import MigProfile
     from dra_driver.validation.documents import Document
@@ -123,6 +124,46 @@ def prepared_claims(settings: Settings) -> NodeClaims:
         Sysfs(proc=proc).boot_id(),
         datetime.now(UTC),
     )
+
+
+def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequence[str]]:
+    """What claims that have ended owe to this node, and what could not be read of it. With `pay` everything is tried
+    first. Raises: StateError if that needs rights that this process does not have."""
+    from dra_driver.cdi.directory import CdiDirectory
+    from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+    from dra_driver.diagnostics.state_on_disk import read_state
+    from dra_driver.host.driver_programs import installed_programs
+    from dra_driver.host.nvidia_smi import NvidiaSmi
+    from dra_driver.journal.debts import DebtKeeper, Debts
+    from dra_driver.journal.executor import StepDispatcher
+    from dra_driver.journal.gpu_locks import GpuLocks
+    from dra_driver.journal.records import RecordStore
+    from dra_driver.model.steps import RunMps, SetTimeSlice
+    from dra_driver.mps.client import MpsClient
+    from dra_driver.mps.layout import mps_layout
+    from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
+
+    directory = settings.plugin_directory
+    platform = platform_of(settings)
+    boot_id = _boot_id(platform)
+    state = read_state(directory, boot_id)
+    if not pay or not state.debts:
+        return state.debts, state.faults
+    records = RecordStore(directory / "claims")
+    smi = NvidiaSmi(installed_programs(platform.paths.driver_root, directory / "host.lib"))
+    without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
+    runner = StepDispatcher(
+        {
+            SetTimeSlice: TimeSliceSteps(smi, records),
+            # An owed step names its device with the UUID that it had.
+            RunMps: MpsSteps(
+                MpsClient(mps_layout(directory)), records, without_record.mps_users, lambda _: None
+            ),
+        }
+    )
+    locks = GpuLocks(directory / "locks")
+    debts = Debts(directory / "debts", records, boot_id or "unknown")
+    return DebtKeeper(debts, locks, runner, boot_id or "unknown").pay_all(), state.faults
 
 
 def doctor_checks(settings: Settings) -> list[Check]:

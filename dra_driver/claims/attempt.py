@@ -1,4 +1,16 @@
-"""One call of the kubelet, one attempt to prepare a claim that it names, and all calls under way in this process."""
+"""One call of the kubelet, one attempt to prepare a claim that it names, all calls under way in this process, and the
+attempts that are half done.
+
+A half-done prepare has done some steps, and waits until the NVIDIA driver can do the next one.
+
+    (nothing) ──refused for now──▶ begun by this attempt ──a later attempt is refused too──▶ begun by the later one
+        ▲                                   │
+        ├── the claim was prepared, failed or was unprepared: nothing is left to take back
+        └── the attempt gives up, or waits for another claim: it takes back what the record names
+
+Meanwhile the claim's record says `preparing` and no lock is held. So a crash leaves the same as a crash during a step:
+the next Prepare goes on with the record, and an Unprepare takes it back.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +21,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from dra_driver.errors import RetryableError
+from dra_driver.errors import DraDriverError, RetryableError
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.executor import Executor, tell_incomplete
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import HeldDevice
 
+CLAIMS_AT_ONCE = 16
+"""How many claims of one call are worked on at the same time."""
 _KUBELET_DEADLINE_S = 45.0
 _ANSWER_BEFORE_S = 2.0
 """The kubelet drops an answer that comes after its deadline, and with it the reason."""
 _KNOWN_CLAIMS_API_S = 3.0
+_GIVE_UP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,7 @@ class KubeletCall:
 class PrepareAttempt:
     """One attempt to prepare one claim. Every part of Prepare gets this object, from the fetch to the answer.
 
-    `fetched` is our part of the claim, or the error that kept it from being read. Reading took `fetch_s` seconds.
+    `claim` is our part of the claim.
 
     The other fields belong to the waiting line. `number` is the attempt's number in the line, None before it joins.
     `wanted` has the devices that the claim wants. `waits_since`, `busy_since` and `refused_since` are times of the
@@ -68,8 +87,7 @@ class PrepareAttempt:
 
     ref: ClaimRef
     call: KubeletCall
-    fetched: AllocatedClaim | Exception
-    fetch_s: float = 0.0
+    claim: AllocatedClaim
     number: int | None = None
     wanted: tuple[HeldDevice, ...] = ()
     waits_since: float | None = None
@@ -79,13 +97,6 @@ class PrepareAttempt:
     withdrawn: bool = False
     leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
     users: str | None = None
-
-    @property
-    def claim(self) -> AllocatedClaim:
-        """Our part of the claim. Raises: the error that kept it from being read."""
-        if isinstance(self.fetched, Exception):
-            raise self.fetched
-        return self.fetched
 
 
 class CallsUnderWay:
@@ -178,3 +189,54 @@ class CallsUnderWay:
                 under_way[uid] -= 1
                 if not under_way[uid]:
                     del under_way[uid]
+
+
+class HalfDonePrepares:
+    """Which attempt must take back what was begun: the last one of the claim in this process that was refused.
+
+    An attempt in the other instance of a rolling update may find the record gone between two tries; it then starts from
+    the beginning.
+    """
+
+    def __init__(
+        self, records: RecordStore, executor: Executor, claim_locks: ClaimLocks, gpu_locks: GpuLocks
+    ) -> None:
+        self._records = records
+        self._executor = executor
+        self._claim_locks = claim_locks
+        self._gpu_locks = gpu_locks
+        self._begun: dict[str, PrepareAttempt] = {}  # by claim UID; changed under the claim's lock
+
+    def begin(self, attempt: PrepareAttempt) -> None:
+        """The attempt was refused for now, and its record stays so that the next try goes on. The caller holds the
+        claim's lock."""
+        self._begun[attempt.ref.uid] = attempt
+
+    def end(self, uid: str) -> None:
+        """Nothing is begun any more, or the caller goes on with it. The caller holds the claim's lock."""
+        self._begun.pop(uid, None)
+
+    def give_up(self, attempt: PrepareAttempt) -> None:
+        """Take back what the attempt has begun, unless the claim is prepared or a later attempt goes on with it.
+
+        Never raises a DraDriverError: the next Prepare or Unprepare takes back what cannot be taken back now.
+        """
+        uid = attempt.ref.uid
+        if self._begun.get(uid) is not attempt:
+            return
+        try:
+            with self._claim_locks.hold(uid, _GIVE_UP_S) as guard:
+                if self._begun.get(uid) is not attempt:
+                    return
+                self.end(uid)
+                record = self._records.get(uid)
+                if (
+                    record is None
+                    or record.phase == "prepared"
+                    or guard.was_unprepared_since(attempt.call.began_ns)
+                ):
+                    return
+                with self._gpu_locks.hold(record.locked_gpus, _GIVE_UP_S):
+                    self._executor.roll_back(record)
+        except DraDriverError as error:
+            tell_incomplete(uid, error)

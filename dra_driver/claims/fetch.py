@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 
 import structlog
 
@@ -22,7 +19,6 @@ from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 _log = structlog.get_logger(__name__)
 
 _NOT_FOUND = 404
-_READERS = 8
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 4.0
 _LOOK_EVERY_S = 1.0
@@ -66,31 +62,16 @@ class ClaimLookup:
 
 
 class ClaimFetch:
-    """Begins an attempt for each claim of a call. It holds no lock."""
+    """Begins an attempt for a claim. It holds no lock."""
 
     def __init__(self, lookup: ClaimLookup, records: RecordStore, driver: str) -> None:
         self._lookup = lookup
         self._records = records
         self._driver = driver
 
-    def all(self, refs: Sequence[ClaimRef], call: KubeletCall) -> list[PrepareAttempt]:
-        """An attempt for every claim. All claims are read at the same time: if the API server hangs, the call waits
-        once, not once for each claim."""
-        if len(refs) == 1:
-            return [self._one(refs[0], call)]
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="read-claims") as pool:
-            # Each runs in a copy of the context, so that its log events have the request's ID.
-            begun = [pool.submit(copy_context().run, self._one, ref, call) for ref in refs]
-            return [one.result() for one in begun]
-
-    def _one(self, ref: ClaimRef, call: KubeletCall) -> PrepareAttempt:
-        started = time.monotonic()
-        fetched: AllocatedClaim | Exception
-        try:
-            fetched = self._allocated(ref, call)
-        except Exception as error:  # noqa: BLE001  told as this claim's error
-            fetched = error
-        return PrepareAttempt(ref, call, fetched, time.monotonic() - started)
+    def attempt(self, ref: ClaimRef, call: KubeletCall) -> PrepareAttempt:
+        """An attempt for a claim of the call. Raises: as `ClaimLookup.read`; RetryableError."""
+        return PrepareAttempt(ref, call, self._allocated(ref, call))
 
     def _allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
         """Our part of the claim: from the API server, or from the record if the API server does not tell."""
@@ -108,14 +89,14 @@ class ClaimFetch:
             return known.claim
 
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """As `ClaimLookup.read`. If the API server says when to come back, and the kubelet still waits then, the claim
-        is read again: the kubelet would come back after a minute or more."""
+        """As `ClaimLookup.read`. If the API server is busy or starts, and the kubelet still waits, the claim is read
+        again: the kubelet would come back after a minute or more."""
         backoff = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S)
         while True:
             try:
                 return self._lookup.read(ref, call.left())
             except ApiUnavailableError as error:
-                if error.retry_after_s is None:
+                if not error.is_brief and error.retry_after_s is None:
                     raise
                 pause = backoff.next(error.retry_after_s)
                 if pause >= call.left():

@@ -6,15 +6,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TypeGuard
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.claims.attempt import CallsUnderWay, KubeletCall, PrepareAttempt
+from dra_driver.claims.attempt import (
+    CLAIMS_AT_ONCE,
+    CallsUnderWay,
+    HalfDonePrepares,
+    KubeletCall,
+    PrepareAttempt,
+)
 from dra_driver.claims.fetch import ClaimFetch
-from dra_driver.claims.half_done import HalfDonePrepares
 from dra_driver.claims.outcomes import Observer, failed
 from dra_driver.claims.rules.conflicts import DeviceHeldError
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
@@ -22,6 +28,7 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import WAITED_FOR, WaitingLine
 from dra_driver.concurrency.deadline import until
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
@@ -31,6 +38,7 @@ from dra_driver.errors import (
 )
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
+from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor, refuse_newer
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -73,6 +81,7 @@ class Preparer:
         claim_locks: ClaimLocks,
         gpu_locks: GpuLocks,
         executor: Executor,
+        keeper: DebtKeeper,
         half_done: HalfDonePrepares,
         under_way: CallsUnderWay,
         line: WaitingLine,
@@ -87,6 +96,7 @@ class Preparer:
         self._claim_locks = claim_locks
         self._gpu_locks = gpu_locks
         self._executor = executor
+        self._keeper = keeper
         self._half_done = half_done
         self._under_way = under_way
         self._line = line
@@ -99,16 +109,14 @@ class Preparer:
         deadline_s: float | None,
         has_left: Callable[[], bool] | None = None,
     ) -> Mapping[str, PrepareOutcome]:
-        """An outcome for each claim; one claim's failure does not touch the others."""
+        """An outcome for each claim. They are prepared side by side: one that fails or waits does not touch the
+        others."""
         call = KubeletCall.begin(deadline_s, has_left)
-        outcomes: dict[str, PrepareOutcome] = {}
         with until(call.deadline), ExitStack() as under_way:
             for ref in claims:
                 under_way.enter_context(self._under_way.preparing(ref.uid))
-            for attempt in self._fetch.all(claims, call):
-                with bound_contextvars(claim_uid=attempt.ref.uid):
-                    outcomes[attempt.ref.uid] = self._told(attempt)
-        return outcomes
+            told = side_by_side([partial(self._told, ref, call) for ref in claims], CLAIMS_AT_ONCE)
+        return {ref.uid: outcome.result() for ref, outcome in zip(claims, told, strict=True)}
 
     def unprepare(
         self,
@@ -119,10 +127,14 @@ class Preparer:
         """As `Unpreparer.unprepare`: the kubelet calls one service for both."""
         return self._unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
 
-    def _told(self, attempt: PrepareAttempt) -> PrepareOutcome:
-        ref, started = attempt.ref, time.monotonic() - attempt.fetch_s
+    def _told(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
+        with bound_contextvars(claim_uid=ref.uid):
+            return self._outcome(ref, call)
+
+    def _outcome(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
+        started = time.monotonic()
         try:
-            prepared, record = self._tried(attempt)
+            prepared, record = self._tried(self._fetch.attempt(ref, call))
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return failed(self._observer, "prepare", ref, time.monotonic() - started, error)
         self._under_way.note_prepared(ref.uid)
@@ -211,8 +223,9 @@ class Preparer:
                     if not plan.locked_gpus <= gpus:
                         continue
                     attempt.wanted = plan.held_devices()
+                    self._keeper.settle(plan.locked_gpus, plan.steps)
                     call.left()
-                    prepared = answer(claim, self._identity.driver, plan.steps)
+                    prepared = answer(claim, self._identity.driver, plan.steps, plan.held_devices())
                     record = self._execute(attempt, plan, known)
                     guard.note_prepared(call.began_ns)
                     return prepared, record
@@ -224,7 +237,7 @@ class Preparer:
         self, known: ClaimRecord, guard: ClaimGuard, call: KubeletCall
     ) -> tuple[Prepared, ClaimRecord]:
         guard.note_prepared(call.began_ns)
-        return answer(known.claim, self._identity.driver, known.steps), known
+        return answer(known.claim, self._identity.driver, known.steps, known.devices), known
 
     def _execute(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         self._half_done.end(attempt.ref.uid)

@@ -21,12 +21,14 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   served), the look skips that claim and a later look asks again. After three such answers in a row, or if there was no
   other answer, the look ends and takes nothing back. It takes nothing back either if the API server does not know this
   node: then it is the API server of another cluster or has lost its data.
+- The grace time is for the kubelet, which may still be ending the claim's containers. If an attempt waits for a stale
+  claim's devices, and no process of the claim's pods runs on this node, there is nothing to wait for: the claim is
+  taken back at once. That needs the pods' names in the record and the host's process IDs.
 - A claim that is prepared meanwhile, here or by the other instance of a rolling update, keeps its devices: `reclaim`
   checks that under the claim's lock. The kubelet's own Unprepare may come before, after or meanwhile.
 - While a process computes on a claim's devices (`claims.device_users`), or NVML does not tell, no other claim gets
   them, however long that takes. The driver reports the process IDs once. It looks again every half minute, and when an
   attempt waits for the device.
-- A record with steps of a newer release is reported and not touched: only that release can undo the steps.
 - If a claim is reserved for other pods than its record says, the reconciler writes the pods into the record
   (`claims.consumers`), under the claim's lock too. For everything above it is still the same record.
 - A CDI spec without a record is removed in the same way if an earlier record gave the claim's name. Otherwise it is
@@ -56,7 +58,6 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import UnknownStep
 
 _log = structlog.get_logger(__name__)
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
@@ -121,10 +122,12 @@ class Reconciler:
         driver: str,
         observer: Observer,
         make_sure: Callable[[], object],
+        pods_run: Callable[[Collection[str]], bool | None] = lambda _uids: None,
         rhythm: Rhythm = Rhythm(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make_sure` raises a DraDriverError unless the API server knows this node."""
+        """`make_sure` raises a DraDriverError unless the API server knows this node. `pods_run` answers whether a
+        process of the pods with these UIDs runs on this node, None if that is not known."""
         self._records = records
         self._lookup = lookup
         self._unpreparer = unpreparer
@@ -134,6 +137,7 @@ class Reconciler:
         self._driver = driver
         self._observer = observer
         self._make_sure = make_sure
+        self._pods_run = pods_run
         self._rhythm = rhythm
         self._clock = clock
         self._names: dict[str, ClaimRef] = {}
@@ -143,6 +147,7 @@ class Reconciler:
         self._failures = 0
         self._unanswered = 0
         self._asked: set[str] = set()
+        self._awaited: set[str] = set()
         self._guard = threading.Lock()
         self._next_full = math.inf
         self._again = math.inf
@@ -178,6 +183,7 @@ class Reconciler:
         """Look if it is time, or if `look_soon` was called. Returns the seconds until the next look."""
         with self._guard:
             asked, self._asked = self._asked, set()
+        self._awaited |= asked
         if asked or self._clock() >= self._due_at:
             is_full = self._clock() >= self._next_full
             pause = self.look(None if is_full else {*asked, *self._stale})
@@ -230,15 +236,8 @@ class Reconciler:
         names = {uid: record.ref for uid, record in records.items()}
         self._names = names | {uid: ref for uid, ref in self._names.items() if uid in specs}
         self._told = {(uid, text) for uid, text in self._told if uid in records or uid in specs}
-        for uid, record in records.items():
-            newer = [step.kind for step in record.steps if isinstance(step, UnknownStep)]
-            if newer:
-                self._tell_once(
-                    uid,
-                    f"a newer release made its steps {', '.join(newer)}; install that release again to take it back",
-                )
-            else:
-                yield _Subject(record.ref, record)
+        for record in records.values():
+            yield _Subject(record.ref, record)
         for uid in sorted(specs - records.keys()):
             if uid in self._names:
                 yield _Subject(self._names[uid], None)
@@ -283,6 +282,7 @@ class Reconciler:
                 self._stale[uid] = _Stale(subjects[uid], now)
                 _log.info("claim_stale", claim=str(subjects[uid].ref), reason=verdict.why.why)
         self._kept &= self._stale.keys()
+        self._awaited &= self._stale.keys()
         return {uid: verdict for uid, verdict in verdicts.items() if verdict.why is not None}
 
     def _judge(self, subject: _Subject) -> _Verdict:
@@ -302,8 +302,7 @@ class Reconciler:
     def _take_back(self, stale: Mapping[str, _Verdict]) -> bool:
         """Take back the claims that have been stale for the grace time; whether one could not be taken back. Raises:
         DraDriverError if the API server does not know this node."""
-        now = self._clock()
-        due = [uid for uid in stale if now - self._stale[uid].since >= self._rhythm.grace_s]
+        due = [uid for uid in stale if self._is_due(self._stale[uid])]
         if due:
             self._make_sure()
         failed = False
@@ -312,6 +311,14 @@ class Reconciler:
                 return failed
             failed |= not self._taken_back(self._stale[uid].subject, stale[uid])
         return failed
+
+    def _is_due(self, entry: _Stale) -> bool:
+        if self._clock() - entry.since >= self._rhythm.grace_s:
+            return True
+        record = entry.subject.record
+        if record is None or record.claim.pods is None or entry.subject.ref.uid not in self._awaited:
+            return False
+        return self._pods_run([pod.uid for pod in record.claim.pods]) is False
 
     def _taken_back(self, subject: _Subject, verdict: _Verdict) -> bool:
         """Take the claim back; False if the reconciler must try again."""

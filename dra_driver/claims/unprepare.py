@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.claims.attempt import CallsUnderWay, KubeletCall
-from dra_driver.claims.half_done import HalfDonePrepares
+from dra_driver.claims.attempt import CLAIMS_AT_ONCE, CallsUnderWay, HalfDonePrepares, KubeletCall
 from dra_driver.claims.outcomes import Observer, failed
 from dra_driver.concurrency.deadline import until
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
+from dra_driver.journal.debts import UNDO_S
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -26,7 +28,8 @@ _RECLAIM_S = 30.0
 
 
 class Unpreparer:
-    """Takes back what a claim's record names, under the locks of the claim and of its GPUs."""
+    """Takes back what a claim's record names, under the lock of the claim and, where a step has changed a GPU, under
+    that GPU's. Claims of one call are worked on side by side."""
 
     def __init__(
         self,
@@ -48,12 +51,9 @@ class Unpreparer:
 
     def unprepare(self, claims: Sequence[ClaimRef], call: KubeletCall) -> Mapping[str, UnprepareOutcome]:
         """None for each claim that is not prepared now, also for one that never was; else an error."""
-        outcomes: dict[str, UnprepareOutcome] = {}
         with until(call.deadline):
-            for ref in claims:
-                with bound_contextvars(claim_uid=ref.uid):
-                    outcomes[ref.uid] = self._told(ref, call)
-        return outcomes
+            told = side_by_side([partial(self._told, ref, call) for ref in claims], CLAIMS_AT_ONCE)
+        return {ref.uid: outcome.result() for ref, outcome in zip(claims, told, strict=True)}
 
     def reclaim(
         self, ref: ClaimRef, expected: ClaimRecord | None, looked_ns: int, within_s: float = _RECLAIM_S
@@ -61,8 +61,8 @@ class Unpreparer:
         """Unprepare a claim as if the kubelet had called; whether that was done.
 
         It is not done if the claim's record is not `expected` any more, if the claim was prepared after `looked_ns`
-        (time.monotonic_ns()), when the API server was asked about it, or if it is being prepared now. Raises: what an
-        undo raised; the record stays.
+        (time.monotonic_ns()), when the API server was asked about it, or if it is being prepared now. Raises: what kept
+        it from being unprepared; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
         with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._under_way.unpreparing(ref.uid):
@@ -76,6 +76,10 @@ class Unpreparer:
         return True
 
     def _told(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+        with bound_contextvars(claim_uid=ref.uid):
+            return self._outcome(ref, call)
+
+    def _outcome(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
         started = time.monotonic()
         try:
             with (
@@ -97,13 +101,13 @@ class Unpreparer:
             )
         record = self._records.get(ref.uid)
         self._half_done.end(ref.uid)
-        gpus = record.locked_gpus if record else frozenset()
-        with self._gpu_locks.hold(gpus, call.left(), call.has_left):
-            call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
-            if record is None:
-                self._executor.forget(ref.uid)
-            else:
-                self._executor.take_back(record)
+        call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
+        if record is None:
+            self._executor.forget(ref.uid)
+        else:
+            self._executor.take_back(
+                record, lambda gpu: self._gpu_locks.hold({gpu}, min(call.left(), UNDO_S), call.has_left)
+            )
         guard.note_unprepared(call.began_ns)
         return record
 

@@ -30,7 +30,7 @@ does not wait: it takes the holder to stay. An earlier answer of the API server 
 final one for good.
 
 *Refused for now*: the NVIDIA driver refuses a try for a reason that passes by itself. The try keeps what it has made,
-and the next try goes on from there. An attempt that gives up takes it back (`claims.half_done`). Without these tries
+and the next try goes on from there. An attempt that gives up takes it back (`claims.attempt`). Without these tries
 the claim would wait for the kubelet, which calls again only after a minute or more. Claims that want the same silicon
 wait behind this one, because it may still get it.
 
@@ -285,7 +285,7 @@ class WaitingLine:
     def _holds(self, holder: ClaimRecord) -> bool:
         if _is_in_line(holder):
             with self._under_way.changed:
-                return any(other.fetched == holder.claim for other in self._under_way.line)
+                return any(other.claim == holder.claim for other in self._under_way.line)
         if _is_lost(holder):
             return True
         return self._records.get(holder.ref.uid) == holder

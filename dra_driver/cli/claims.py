@@ -55,6 +55,7 @@ def _lines(found: NodeClaims, directory: Path) -> list[str]:
         lines.append(head)
         lines.append(f"    uid {claim.uid}; to undo: {', '.join(claim.undo) or 'nothing'}")
         lines += [f"    {line}" for line in _aligned([_device(device) for device in claim.devices])]
+    lines += [f"debt: {debt.text}" for debt in found.debts]
     lines += [f"problem: {problem}" for problem in found.problems]
     return lines
 

@@ -22,6 +22,20 @@ def until(deadline: float) -> Iterator[None]:
         _deadline.reset(token)
 
 
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """What is done inside has to end within `seconds`, and before the deadline around it."""
+    deadline, around = time.monotonic() + seconds, _deadline.get()
+    with until(deadline if around is None else min(deadline, around)):
+        yield
+
+
+def time_left(most_s: float) -> float:
+    """Seconds until the deadline, `most_s` at most, and not below 0."""
+    deadline = _deadline.get()
+    return most_s if deadline is None else max(0.0, min(most_s, deadline - time.monotonic()))
+
+
 def seconds_for(what: str, at_most: float) -> float:
     """How long `what` may take: `at_most`, or less if the call has to be answered before.
 
@@ -32,5 +46,5 @@ def seconds_for(what: str, at_most: float) -> float:
         return at_most
     left = deadline - time.monotonic()
     if left <= 0:
-        raise RetryableError(f"no time is left to {what} before the kubelet's deadline; it will ask again")
+        raise RetryableError(f"no time is left to {what} before the call must be answered; it is tried again")
     return min(at_most, left)

@@ -11,6 +11,7 @@ from dra_driver.diagnostics.rules.prepared_claims import (
     FilesOfClaims,
     NodeClaims,
     contradictions,
+    owed,
     prepared_claims,
 )
 from dra_driver.diagnostics.state_on_disk import read_state, set_aside_files
@@ -23,7 +24,7 @@ def read_prepared_claims(
     plugin_directory: Path, cdi_root: Path, driver: str, boot_id: str | None, now: datetime
 ) -> NodeClaims:
     """What the records say. With `boot_id` None it stays open whether a record is of this boot."""
-    state = read_state(plugin_directory)
+    state = read_state(plugin_directory, boot_id)
     specs, problem = _specs(cdi_root, driver)
     files = FilesOfClaims(state.records, state.owned, specs, boot_id)
     claims = prepared_claims(files, _kind, now)
@@ -32,7 +33,7 @@ def read_prepared_claims(
         f"{file} was set aside, because it is not a readable file of the driver; look at it, then remove it"
         for file in set_aside_files(plugin_directory, cdi_root, driver)
     ]
-    return NodeClaims(claims, (*problems, *contradictions(files, claims)))
+    return NodeClaims(claims, (*problems, *contradictions(files, claims)), tuple(map(owed, state.debts)))
 
 
 def _specs(cdi_root: Path, driver: str) -> tuple[Mapping[str, Sequence[str]] | None, str | None]:

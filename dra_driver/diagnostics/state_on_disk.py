@@ -11,7 +11,9 @@ from typing import TypeVar
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.errors import StateError
 from dra_driver.files.atomic import QUARANTINE, state_error
+from dra_driver.journal.debts import Debts
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.debts import Debt
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.mig import GpuInstance, OwnedInstance
@@ -26,28 +28,39 @@ class StateOnDisk:
 
     records: tuple[ClaimRecord, ...]
     owned: tuple[OwnedInstance, ...]
+    debts: tuple[Debt, ...]
     faults: tuple[str, ...]
 
 
-def read_state(plugin_directory: Path) -> StateOnDisk:
-    """All that can be read; a directory that is not there holds nothing."""
+def read_state(plugin_directory: Path, boot_id: str | None = None) -> StateOnDisk:
+    """All that can be read; a directory that is not there holds nothing. With `boot_id` None every debt counts as one
+    of this boot."""
     faults: list[str] = []
-    claims, mig = plugin_directory / "claims", plugin_directory / "mig"
+    claims, mig, owed = (plugin_directory / name for name in ("claims", "mig", "debts"))
     records = RecordStore(
         claims, lambda it: faults.append(f"the claim record {it.kept_as} cannot be read: {it.reason}")
     )
     ledger = MigLedger(
         mig, reader=lambda it: faults.append(f"the MIG ledger file {it.kept_as} cannot be read: {it.reason}")
     )
+    debts = Debts(
+        owed,
+        records,
+        boot_id,
+        reader=lambda it: faults.append(f"the debt {it.kept_as} cannot be read: {it.reason}"),
+    )
     of_claims, owned = _read(records.all, claims, faults), _read(ledger.all, mig, faults)
-    return StateOnDisk(tuple(of_claims.values()), tuple(owned.values()), tuple(faults))
+    of_debts = _read(lambda: {debt.name: debt for debt in debts.outstanding()}, owed, faults)
+    return StateOnDisk(
+        tuple(of_claims.values()), tuple(owned.values()), tuple(of_debts.values()), tuple(faults)
+    )
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
     """The files that the driver renamed because it could not read them, or because they had the name of one of its own
     files. A directory that cannot be read has none."""
     found: list[Path] = []
-    places = ["", "claims", "mig", "locks", "mps", f"{METADATA}/*/*"]
+    places = ["", "claims", "debts", "mig", "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
     if cdi_root is not None:
         globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there

@@ -124,16 +124,17 @@ class JsonStore(Generic[T]):
         """Replace the value's file, as `write_atomically`. Raises: StateError."""
         write_atomically(self.path(name), content, durable=durable, whole=whole)
         # Two writes of one size within a tick of the clock may end with the same stamp.
-        self._forget(name)
+        self.forget(name)
 
     def delete(self, name: str, *, durable: bool) -> None:
         """Remove the value's file, if there is one; `durable` has it stay removed after a power cut. Raises:
         StateError."""
-        self._forget(name)
+        self.forget(name)
         if remove_file(self.path(name)) and durable:
             sync_removals(self._directory)
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Read the file anew the next time."""
         with self._lock:
             self._cache.pop(name, None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dra_driver.concurrency.bounded_program import run_program
-from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import DraDriverError, NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 
 _TIMEOUT_S = 20.0
@@ -37,8 +37,10 @@ class NvidiaSmi:
         programs = self._find()
         program = programs.paths.get(SMI_PROGRAM)
         if program is None:
-            raise NvmlUnavailableError(
-                f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
+            raise _without_effect(
+                NvmlUnavailableError(
+                    f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
+                )
             )
         try:
             code, output = run_program(
@@ -50,13 +52,16 @@ class NvidiaSmi:
         except TimeoutError as error:
             raise RetryableError(f"{action}: nvidia-smi does not answer: {error}") from error
         except OSError as error:
-            raise RetryableError(f"{action}: cannot run {program}: {error.strerror}") from error
+            failed = RetryableError(f"{action}: cannot run {program}: {error.strerror}")
+            raise _without_effect(failed) from error
         said = " ".join(output.split())
         lowered = said.lower()
         if code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _NOT_STARTED)):
-            raise RetryableError(
-                f"{action}: {program} cannot be started (exit code {code}): {said}; try to start it on the "
-                "host; if it starts there, report this as a fault of the gpu-dra-driver"
+            raise _without_effect(
+                RetryableError(
+                    f"{action}: {program} cannot be started (exit code {code}): {said}; try to start it on the "
+                    "host; if it starts there, report this as a fault of the gpu-dra-driver"
+                )
             )
         if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
             raise NvmlUnavailableError(f"{action}: {said}")
@@ -66,3 +71,8 @@ class NvidiaSmi:
             raise NvmlUnavailableError(f"{action}: {said}")
         if code:
             raise RetryableError(f"{action}: nvidia-smi failed with exit code {code}: {said}")
+
+
+def _without_effect(error: DraDriverError) -> DraDriverError:
+    error.has_no_effect = True
+    return error

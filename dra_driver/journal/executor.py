@@ -1,28 +1,39 @@
-"""Runs the steps of a plan under a record, and takes them back. One loop serves rollback after a failure, Unprepare and
-recovery after a crash."""
+"""Runs the steps of a plan under a record, and takes them back. One way serves rollback after a failure, Unprepare and
+recovery after a crash.
+
+Steps that change a GPU wait for a tool, a daemon or the silicon. Those of different GPUs run side by side, those of one
+GPU one after the other. Then come the steps that only write files. They are taken back the other way round.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Literal, Protocol
 
 import structlog
 
+from dra_driver.concurrency.deadline import at_most, time_left
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import DraDriverError, NvmlTransientError, StateError
+from dra_driver.journal.debts import UNDO_S, Debts
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing_mode import UnknownSharingMode
-from dra_driver.model.steps import Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.steps import RunMps, Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
 
 _log = structlog.get_logger(__name__)
 
 _TURN_S = 0.05
+_GPUS_AT_ONCE = 16
+_TAKE_BACK_S = 12.0
+"""How long all undos of a claim may take whose failure does not keep it from ending."""
 _DEVICE_KINDS = frozenset({"gpu", "mig"})
 
 
@@ -82,11 +93,29 @@ def changes_more_than_the_spec(plan: Plan) -> bool:
 
     A CDI spec or metadata file does not count: a power cut removes it, or the next Prepare checks it.
     """
-    return any(not isinstance(step, WriteCdiSpec | WriteDeviceMetadata) for step in plan.steps)
+    return not all(map(_writes_files, plan.steps))
+
+
+def _writes_files(step: Step) -> bool:
+    return isinstance(step, WriteCdiSpec | WriteDeviceMetadata)
+
+
+def _gpu_of(step: Step) -> str:
+    return step.spec.gpu_uuid if isinstance(step, RunMps) else getattr(step, "gpu_uuid", "")
+
+
+def _by_gpu(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """The steps that change GPUs, by the GPU's UUID, in their order."""
+    found: dict[str, list[Step]] = {}
+    for step in steps:
+        if not _writes_files(step):
+            found.setdefault(_gpu_of(step), []).append(step)
+    return found
 
 
 class Executor:
-    """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches.
+    """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches, or tells how to
+    get them.
 
     A crash before the record is written leaves nothing. A crash between that and the end of the steps, also between two
     tries, leaves a record in `preparing` that names every step. A crash after the last step, but before the record says
@@ -96,6 +125,7 @@ class Executor:
     def __init__(
         self,
         records: RecordStore,
+        debts: Debts,
         runner: StepRunner,
         boot_id: str,
         now: Callable[[], str] = _now,
@@ -105,6 +135,7 @@ class Executor:
         """`must_last` says whether the record of a plan has to survive a power cut. The other plans are carried out one
         at a time, but none waits longer than `turn_s` seconds."""
         self._records = records
+        self._debts = debts
         self._runner = runner
         self._boot_id = boot_id
         self._now = now
@@ -116,6 +147,7 @@ class Executor:
         """Write the record, then run every step; returns the record at the end.
 
         If a step fails, the steps are rolled back, except for a claim that was prepared before: its pod may be running.
+        A step that this call did not begin, or that failed before it reached its tool, has nothing to be undone.
         A caller that `tries_again` after a NvmlTransientError finds the finished steps done; if it gives up, it must
         call `roll_back`. Raises: what the step raised.
         """
@@ -126,12 +158,14 @@ class Executor:
         with nullcontext() if lasts else self._in_turn():
             if record != known:
                 self._records.save(record, durable=lasts, whole=lasts)
+            begun: list[Step] = []
             try:
-                for step in plan.steps:
-                    self._runner.do(step, plan)
+                self._do(plan, begun)
             except Exception as error:
                 stays = tries_again and isinstance(error, NvmlTransientError)
-                if not stays and (known is None or known.phase != "prepared"):
+                if not stays and known is None:
+                    self.roll_back(replace(record, steps=tuple(step for step in plan.steps if step in begun)))
+                elif not stays and known is not None and known.phase != "prepared":
                     self.roll_back(record)
                 raise
             if record.phase == "prepared":
@@ -153,15 +187,85 @@ class Executor:
             if is_ours:
                 self._turn.release()
 
-    def take_back(self, record: ClaimRecord) -> None:
-        """Undo every step, last first, then remove the record. Raises: what an undo raised, and the record stays;
-        StateError, before anything is undone, if this release does not know a step."""
-        for step in record.steps:
-            if isinstance(step, UnknownStep):
-                raise unknown_step(step.kind)
+    def _do(self, plan: Plan, begun: list[Step]) -> None:
+        """Do every step; `begun` gets those that may have had an effect. Raises: what a step raised, and of several
+        errors one that does not pass by itself."""
+
+        def do(steps: Sequence[Step]) -> None:
+            for step in steps:
+                begun.append(step)
+                try:
+                    self._runner.do(step, plan)
+                except DraDriverError as error:
+                    if error.has_no_effect:
+                        begun.remove(step)
+                    raise
+
+        on_gpus = side_by_side([partial(do, steps) for steps in _by_gpu(plan.steps).values()], _GPUS_AT_ONCE)
+        errors = [error for done in on_gpus if (error := done.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
+        do([step for step in plan.steps if _writes_files(step)])
+
+    def take_back(
+        self, record: ClaimRecord, hold: Callable[[str], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """End the claim of a record: undo every step, last first.
+
+        The undos of steps that write files have to succeed. Then the record becomes a debt, and is one no more when
+        everything else is undone; what cannot be undone in a few seconds stays owed. `hold` gives the lock of a GPU;
+        without it the caller holds the locks, and whatever hangs is waited for. Raises: StateError; then the record
+        stays.
+        """
         for step in reversed(record.steps):
-            self._runner.undo(step, record)
-        self._records.delete(record.ref.uid)
+            if _writes_files(step):
+                self._runner.undo(step, record)
+        if all(map(_writes_files, record.steps)):
+            self._records.delete(record.ref.uid)
+            return
+        debt = self._debts.begin(record)
+        left, cause = self._undo_on_gpus(record, hold)
+        if left:
+            self._debts.keep(debt, left, cause)
+        else:
+            self._debts.end(debt)
+
+    def _undo_on_gpus(
+        self, record: ClaimRecord, hold: Callable[[str], AbstractContextManager[None]] | None
+    ) -> tuple[list[Step], str]:
+        """The steps that could not be undone, and why."""
+        given_up = threading.Event()
+        undone: list[Step] = []
+
+        def undo(gpu_uuid: str, steps: Sequence[Step]) -> None:
+            errors: list[DraDriverError] = []
+            with hold(gpu_uuid) if hold is not None and gpu_uuid else nullcontext():
+                for step in reversed(steps):
+                    if given_up.is_set():  # it is the keeper's business by now
+                        return
+                    try:
+                        with at_most(UNDO_S):
+                            self._runner.undo(step, record)
+                        undone.append(step)
+                    except DraDriverError as error:
+                        errors.append(error)
+            if errors:
+                raise errors[0]
+
+        groups = _by_gpu(record.steps)
+        tasks = [partial(undo, gpu_uuid, steps) for gpu_uuid, steps in groups.items()]
+        futures = side_by_side(tasks, _GPUS_AT_ONCE, None if hold is None else time_left(_TAKE_BACK_S))
+        given_up.set()
+        causes: list[str] = []
+        for future in futures:
+            if future.cancelled() or not future.done():
+                causes.append("it did not end in time")
+            elif (error := future.exception()) is not None:
+                if not isinstance(error, DraDriverError):
+                    raise error
+                causes.append(str(error))
+        left = [step for steps in groups.values() for step in steps if step not in undone]
+        return left, "; ".join(dict.fromkeys(causes))
 
     def roll_back(self, record: ClaimRecord) -> None:
         """Undo what a failed Prepare has done, as far as that is possible now."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from dra_driver.errors import StateError
+from dra_driver.files.atomic import state_error, sync_removals
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.journal.record_codec import decode, encode
 from dra_driver.model.record import ClaimRecord
@@ -71,6 +72,17 @@ class RecordStore:
         """Remove a claim's record so that it does not come back; harmless if there is none. Raises: StateError."""
         # Synced: a record that came back after a power cut would hold its devices for ever.
         self._store.delete(_checked(uid), durable=True)
+
+    def move(self, uid: str, target: Path) -> None:
+        """Have a claim's record in another directory of the same disk, and no more in this one. No content is written,
+        so a full disk is no obstacle. A crash or a power cut leaves one of the two, or both. Raises: StateError."""
+        path = self._store.path(_checked(uid))
+        try:
+            target.hardlink_to(path)
+        except OSError as error:
+            raise state_error(f"move {path} to", target, error) from error
+        sync_removals(target.parent)
+        self.delete(uid)
 
 
 def _is_safe(uid: str) -> bool:

@@ -18,7 +18,7 @@ from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
 from dra_driver.mig.rules.ownership import FoundInstance, foreign_to_destroy, is_left_over
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuAddress, OwnedInstance
+from dra_driver.model.mig import GpuAddress
 
 _log = structlog.get_logger(__name__)
 
@@ -148,7 +148,7 @@ class MigCollector:
         wanted: set[str] = set()
         changed = False
         for device, entry in entries.items():
-            if self._is_left_over(entry, users):
+            if is_left_over(entry, self._boot_id, users):
                 wanted.add(device)
                 changed |= self._tried(device, entry.gpu_uuid, partial(self._destroy, device))
         in_use = {entry.gpu_uuid for entry in entries.values()}
@@ -185,10 +185,6 @@ class MigCollector:
             changed |= self._tried(_gpu_key(gpu_uuid), gpu_uuid, partial(self._destroy_foreign, gpu_uuid))
         return changed
 
-    def _is_left_over(self, entry: OwnedInstance, users: Mapping[str, str]) -> bool:
-        is_leaving = self._ledger.is_leaving(entry.device)
-        return is_left_over(entry, self._boot_id, users, is_leaving=is_leaving)
-
     def _tried(self, key: str, gpu_uuid: str, action: Callable[[], bool]) -> bool:
         """Do it under the GPU's lock and with NVML kept open, unless it failed a moment ago; whether it changed
         something."""
@@ -214,10 +210,10 @@ class MigCollector:
     def _destroy(self, device: str) -> bool:
         """Destroy a device that is still not wanted."""
         entry, users = self._ledger.get(device), self._users.by_device()
-        if entry is None or not self._is_left_over(entry, users):
+        if entry is None or not is_left_over(entry, self._boot_id, users):
             return False
         # An orphan that a claim wants is in the way of a new one, which needs the MIG mode.
-        keeps_mode = device in users and not self._ledger.is_leaving(device)
+        keeps_mode = device in users
         if not self._devices.destroy(device, entry.gpu, keeps_mode=keeps_mode):
             return False
         _log.info("mig_device_cleared", device=device, gpu_uuid=entry.gpu_uuid)

@@ -114,8 +114,6 @@ class MigDevices:
         if entry.phase == "orphan":
             self._destroyer.destroy(entry)
             return None
-        if self._ledger.is_leaving(step.device):
-            self._ledger.save(entry)
         return entry
 
     def _complete(self, entry: OwnedInstance, instance: GpuInstance) -> tuple[OwnedInstance, bool]:
@@ -279,14 +277,6 @@ class MigDevices:
         entry = self._ledger.get(device)
         if entry is not None:
             self._ledger.save(replace(entry, phase="orphan"))
-            self._context.left_over()
-
-    def let_go(self, device: str) -> None:
-        """Note that the device is to go although the record of its last claim is still there. A creation that comes
-        first keeps the device. Raises: StateError."""
-        entry = self._ledger.get(device)
-        if entry is not None:
-            self._ledger.save(entry, leaving=True)
             self._context.left_over()
 
     def make_whole(self, step: LeaveMigMode) -> None:

@@ -127,21 +127,13 @@ class MigLedger:
                 self._kept(device)  # which remembers where it was, unless it has come meanwhile
         return entries
 
-    def save(self, entry: OwnedInstance, *, leaving: bool = False) -> None:
-        """Write the entry. `leaving` says that the last claim wants to be rid of the device, although its
-        record is still there. As nothing is synced, an error with which the disk takes it only later is not seen.
-
-        Raises: StateError.
-        """
+    def save(self, entry: OwnedInstance) -> None:
+        """Write the entry. As nothing is synced, an error with which the disk takes it only later is not seen. Raises:
+        StateError."""
         before = self._kept(entry.device)
-        kept = KeptEntry(entry, leaving, {} if before is None else before.extra)
+        kept = KeptEntry(entry, {} if before is None else before.extra)
         self._entries.save(entry.device, encode_entry(kept), durable=False, whole=False)
         self._note(entry)
-
-    def is_leaving(self, device: str) -> bool:
-        """Whether the device was saved as leaving. Raises: StateError."""
-        kept = self._kept(device)
-        return kept is not None and kept.leaving
 
     def delete(self, device: str) -> None:
         """Remove a device's entry; nothing happens if there is none. Raises: StateError."""

@@ -39,7 +39,6 @@ class KeptEntry:
     """An entry as its file has it; `extra` are the fields that a newer release wrote, at whatever level."""
 
     entry: OwnedInstance
-    leaving: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -72,7 +71,7 @@ def _as_json(known: JsonObject, extra: Mapping[str, Any]) -> bytes:
 def _known_of_entry(kept: KeptEntry) -> JsonObject:
     """An entry without the fields of a newer release."""
     entry = kept.entry
-    document: JsonObject = {
+    return {
         "version": FORMAT_VERSION,
         "device": entry.device,
         "gpuUUID": entry.gpu_uuid,
@@ -87,13 +86,13 @@ def _known_of_entry(kept: KeptEntry) -> JsonObject:
         "uuid": entry.uuid,
         "gpuMinor": entry.gpu_minor,
     }
-    if kept.leaving:
-        document["leaving"] = True
-    return document
 
 
 def _entry(document: JsonObject, device: str) -> KeptEntry:
     """Raises: KeyError, TypeError, StateError."""
+    # An older release marked so what it could not destroy; that is an orphan now.
+    is_leaving = bool(document.get("leaving", False))
+    document = {name: value for name, value in document.items() if name != "leaving"}
     if text(document, "device") != device:
         raise StateError(f"it is the entry of device {document['device']}")
     entry = OwnedInstance(
@@ -105,14 +104,13 @@ def _entry(document: JsonObject, device: str) -> KeptEntry:
         placement=decode_placement(document["placement"]),
         boot_id=text(document, "bootID"),
         # A phase of a newer release says as little as a creation that was cut off: the hardware is looked at.
-        phase=_PHASES.get(text(document, "phase"), "creating"),
+        phase="orphan" if is_leaving else _PHASES.get(text(document, "phase"), "creating"),
         gpu_instance_id=optional_number(document, "gpuInstanceID"),
         compute_instance_id=optional_number(document, "computeInstanceID"),
         uuid=optional_text(document, "uuid"),
         gpu_minor=optional_number(document, "gpuMinor"),
     )
-    kept = KeptEntry(entry, bool(document.get("leaving", False)))
-    return replace(kept, extra=unknown_fields(document, _known_of_entry(kept)))
+    return KeptEntry(entry, unknown_fields(document, _known_of_entry(KeptEntry(entry))))
 
 
 def _known_of_mode(mode: OwnedMode) -> JsonObject:

@@ -7,14 +7,9 @@ import structlog
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import (
     ClaimRefusedError,
-    DeviceBusyError,
-    DeviceLostError,
     DraDriverError,
-    DriverGoneError,
     NotSupportedError,
-    NvmlUnavailableError,
 )
-from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
@@ -51,31 +46,17 @@ class MigSteps:
             ) from error
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Destroy the device with the last claim that uses it. Raises: DeviceBusyError, RetryableError."""
+        """Destroy the device with the last claim that uses it. If it cannot be destroyed now, the ledger says that it
+        is to go, and the collector tries again. Raises: StateError if the ledger cannot be written."""
         if not isinstance(step, CreateMig) or self._users.of(step.device, besides=record.ref.uid) is not None:
             return
         try:
             patience = seconds_for(f"destroy MIG device {step.device}", _BUSY_S)
             with self._operation():
                 self._devices.destroy(step.device, step.gpu, patience_s=patience, besides=record.ref.uid)
-        except DeviceBusyError as error:
-            self._devices.let_go(step.device)
-            raise DeviceBusyError(
-                f"MIG device {step.device} cannot be destroyed yet: {error}; it is tried again in the background"
-            ) from error
         except DraDriverError as error:
-            if not self._is_gone_too(error):
-                self._devices.let_go(step.device)
-                raise
             self._devices.abandon(step.device)
             _log.warning("mig_device_abandoned", device=step.device, reason=str(error))
-
-    def _is_gone_too(self, error: DraDriverError) -> bool:
-        """Whether the device is gone because the driver or the GPU is gone. Whatever comes back is looked at again.
-        While NVML is only being initialised anew, the device is there."""
-        if isinstance(error, DriverGoneError | DeviceLostError):
-            return True
-        return isinstance(error, NvmlUnavailableError) and not driver_fingerprint(self._proc)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether the device was made in this boot and the driver still shows its capability files."""

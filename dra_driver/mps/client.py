@@ -13,6 +13,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps import protocol
 from dra_driver.mps.connection import peer_uid, read_line, short_path
 from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.records import DaemonRecords
 from dra_driver.mps.without_host import leave_stop
 
 _log = structlog.get_logger(__name__)
@@ -24,6 +25,8 @@ _MARGIN_S = 2.0
 
 class NoMpsHostError(RetryableError):
     """No MPS host listens."""
+
+    has_no_effect = True
 
 
 class MpsClient:
@@ -54,16 +57,24 @@ class MpsClient:
         gpu_uuid: str | None = None,
         kind: MpsKind | None = None,
     ) -> None:
-        """No process of the device's daemon runs; also if there was none.
+        """No process of the device's daemon runs, and the GPU has its former compute mode; also if there was none.
 
-        With `gpu_uuid` and `kind` the host puts the compute mode back even if its record is lost. Where no host runs,
-        a daemon that was there is left for the next one to stop. Raises: RetryableError, PermanentError.
+        With `gpu_uuid` and `kind` the host puts the compute mode back even if its record is lost. Raises:
+        NoMpsHostError if no host runs and a daemon was there, which the next host then stops; RetryableError,
+        PermanentError.
         """
         try:
             self._ask(protocol.Stop(device, timeout_s, gpu_uuid, kind), timeout_s)
         except NoMpsHostError as error:
             if leave_stop(self._layout, device, gpu_uuid, kind):
                 _log.warning("mps_stop_left_to_next_host", device=device, reason=str(error))
+                raise
+        else:
+            if DaemonRecords(self._layout).has_any(device):
+                # The host answers when no process is left, also if the compute mode could not be set.
+                raise RetryableError(
+                    f"the MPS host could not put the compute mode of device {device} back yet; it tries again"
+                )
 
     def status(self, timeout_s: float = 5.0) -> tuple[MpsDaemonStatus, ...]:
         """All daemons of the node, by name. Raises: RetryableError."""

@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from dra_driver.journal.rules.debts import Debt, what
 from dra_driver.model.events import (
+    DEBT_OWED,
+    DEBT_PAID,
     DEVICE_NOT_PUBLISHED,
     DRIVER_AVAILABLE,
     DRIVER_UNAVAILABLE,
@@ -99,6 +102,15 @@ class NodeEvents:
             self._report(DRIVER_UNAVAILABLE, text, warning=True)
         elif problem is None and before is not None and had:
             self._report(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
+
+    def owed(self, debt: Debt) -> None:
+        """A claim has ended and owes something to the node. The instance that ended it tells, whoever leads."""
+        self._recorder.node_event(DEBT_OWED, debt.text, warning=True)
+
+    def paid(self, debt: Debt) -> None:
+        """A debt is paid, or void."""
+        owed = ", ".join(map(what, debt.steps)) or "what it owed is void"
+        self._recorder.node_event(DEBT_PAID, f"Paid for ended claim {debt.record.ref}: {owed}", warning=False)
 
     def _report(self, reason: str, text: str, *, warning: bool) -> bool:
         """Whether this instance speaks for the node."""

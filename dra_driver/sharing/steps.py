@@ -26,7 +26,6 @@ from dra_driver.model.steps import RunMps, SetTimeSlice, Step
 _log = structlog.get_logger(__name__)
 
 _TIME_SLICE_S = 20.0
-_TIME_SLICE_UNDO_S = 5.0
 _MPS_START_S = 12.0
 _MPS_STOP_S = 15.0
 
@@ -78,23 +77,19 @@ class TimeSliceSteps:
             ) from error
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Back to the default with the last claim that set it, if that can be done now.
-
-        A failure of nvidia-smi is only logged: a long time slice that stays does no harm, but a claim that cannot be
-        unprepared keeps its pod from ending.
-        """
+        """Back to the default with the last claim that set it. Raises: RetryableError, StateError."""
         assert isinstance(step, SetTimeSlice)  # noqa: S101
         for other in _steps_of_others(self._records, record.ref.uid):
             if isinstance(other, SetTimeSlice) and other.gpu_uuid == step.gpu_uuid:
                 return
         try:
-            timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_UNDO_S)
+            timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
             self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
         except (NotSupportedError, NvmlUnavailableError) as error:
+            if error.has_no_effect:
+                raise
             # Without driver or GPU the setting is gone with them.
             _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
-        except DraDriverError as error:
-            _log.warning("time_slice_left", gpu_uuid=step.gpu_uuid, reason=str(error))
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: only the GPU driver could tell."""
@@ -151,9 +146,13 @@ class MpsSteps:
         return True
 
     def forget(self, claim_uid: str) -> None:
-        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells."""
+        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells. A failure keeps no claim
+        from ending; without a host the next one stops them."""
         for device in self._lost_users().get(claim_uid, ()):
-            self._stop_if_unused(device, claim_uid)
+            try:
+                self._stop_if_unused(device, claim_uid)
+            except DraDriverError as error:
+                _log.error("mps_daemon_left", device=device, claim_uid=claim_uid, reason=str(error))
 
     def _stop_if_unused(self, device: str, claim_uid: str, spec: MpsDaemonSpec | None = None) -> None:
         for other in _steps_of_others(self._records, claim_uid):

@@ -20,13 +20,13 @@ from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.slice_cache import SliceCache
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
 from dra_driver.slices.remembered_drops import RememberedDrops
-from dra_driver.slices.rules.build import Pool, Taints, build_pool
+from dra_driver.slices.rules.build import Pool, Taints, build_pool, none_withheld
 from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes
-from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE
+from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, TAINTS_GATE
 from dra_driver.slices.rules.pacing import WritePacing
 
 _log = structlog.get_logger(__name__)
@@ -77,7 +77,8 @@ class Publisher:
 
     Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
     `partitions` reduces the inventory to what the server can take. `taints` answers how devices are tainted at the
-    moment; its argument says whether taints without an effect may be sent.
+    moment; its argument says whether taints without an effect may be sent. `withheld` answers which devices must not be
+    given out: they are tainted, and where the API server drops taints they are left out.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Publisher:
         partitions: PartitionSupport,
         informational: InformationalTaints,
         taints: Callable[[bool], Taints],
+        withheld: Callable[[], Callable[[OfferedDevice], bool]] = lambda: none_withheld,
         observer: PublishObserver,
     ) -> None:
         self._inventory = inventory
@@ -103,6 +105,8 @@ class Publisher:
         self._partitions = partitions
         self._informational = informational
         self._taints = taints
+        self._withheld = withheld
+        self._are_taints_dropped = False
         self._observer = observer
         self._marked_at: float | None = None
         self._behind_since: float | None = None  # the publisher's thread's own
@@ -187,7 +191,8 @@ class Publisher:
         owner = known or self._owner_source()
         offered = self._partitions.usable(inventory)
         taints = self._taints(self._informational.supported())
-        pool = build_pool(offered, owner.node_name, self._sharing, taints)
+        withheld = self._withheld() if self._are_taints_dropped else none_withheld
+        pool = build_pool(offered, owner.node_name, self._sharing, taints, withheld)
         self._report_faults(pool)
         self._memory.ask_again(self._slices.snapshot())
         changes = self._changes(pool, owner)
@@ -319,6 +324,9 @@ class Publisher:
             self._observer.fields_dropped(", ".join(sorted(new)))
         if PARTITIONS_GATE in gates:
             self._partitions.fields_dropped()
+            self.mark_dirty()
+        if TAINTS_GATE in gates and not self._are_taints_dropped:
+            self._are_taints_dropped = True
             self.mark_dirty()
 
     def _report_failure(self, error: Exception) -> None:

@@ -248,8 +248,9 @@ def test_claim_without_our_devices_has_no_metadata() -> None:
 
 
 def test_first_device_of_each_request_brings_the_file() -> None:
-    ids = [device.cdi_ids for device in answer(WANTED, DRIVER, (STEP, WriteCdiSpec())).devices]
-    bare = [device.cdi_ids for device in answer(WANTED, DRIVER, (WriteCdiSpec(),)).devices]
+    held = plan_claim(WANTED, MIXED, NODE, DRIVER, ()).held_devices()
+    ids = [device.cdi_ids for device in answer(WANTED, DRIVER, (STEP, WriteCdiSpec()), held).devices]
+    bare = [device.cdi_ids for device in answer(WANTED, DRIVER, (WriteCdiSpec(),), held).devices]
     assert bare == [(f"k8s.{DRIVER}/claim={UID}-{name}",) for name in (GPU_0, MIG_1G, GPU_1)]
     assert ids == [
         (*bare[0], f"{DRIVER}/metadata={UID}_gpu"),

@@ -9,7 +9,7 @@ from dra_driver.claims import fetch
 from dra_driver.claims.attempt import KubeletCall
 from dra_driver.claims.consumers import ClaimConsumers
 from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -74,8 +74,10 @@ def fetched(tmp_path: Path, lookup: Answers, call: KubeletCall, *known: ClaimRec
     records.open("boot-1")
     for record in known:
         records.save(record)
-    [attempt] = ClaimFetch(lookup, records, DRIVER).all([claim().ref], call)  # type: ignore[arg-type]
-    return attempt.fetched
+    try:
+        return ClaimFetch(lookup, records, DRIVER).attempt(claim().ref, call).claim  # type: ignore[arg-type]
+    except DraDriverError as error:
+        return error
 
 
 def busy(retry_after_s: float | None) -> ApiUnavailableError:
@@ -88,16 +90,21 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_server_that_says_when_to_come_back_is_asked_again_within_the_call(tmp_path: Path) -> None:
-    lookup = Answers(busy(0.0), busy(0.2), claim(GPU_0))
+    starting = ApiUnavailableError("get claim: connection refused", is_brief=True)
+    lookup = Answers(busy(0.0), starting, busy(0.2), claim(GPU_0))
     began = time.monotonic()
     assert fetched(tmp_path, lookup, KubeletCall.begin(30)) == claim(GPU_0)
-    assert lookup.asked == 3
+    assert lookup.asked == 4
     assert time.monotonic() - began >= 0.2
 
 
 @pytest.mark.parametrize(
     ("error", "deadline_s"),
-    [(busy(60.0), 30), (busy(None), 30), (ApiRejectedError("forbidden", status=403), 30)],
+    [
+        (busy(60.0), 30),
+        (ApiUnavailableError("get claim: broken (HTTP 500)"), 30),
+        (ApiRejectedError("forbidden", status=403), 30),
+    ],
 )
 def test_other_answers_are_told_at_once(tmp_path: Path, error: Exception, deadline_s: float) -> None:
     lookup = Answers(error)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims.attempt import KubeletCall, PrepareAttempt
-from dra_driver.claims.half_done import HalfDonePrepares
+from dra_driver.claims.attempt import HalfDonePrepares, KubeletCall, PrepareAttempt
 from dra_driver.errors import RetryableError
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.records import RecordStore

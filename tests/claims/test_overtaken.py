@@ -104,12 +104,11 @@ def test_prepare_still_gives_way_to_an_unprepare_that_is_newer(node: Node) -> No
     assert node.files() == {}
 
 
-@pytest.mark.parametrize("lock", ["_claim_locks", "_gpu_locks"])
-def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: Node, lock: str) -> None:
+def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: Node) -> None:
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     left = threading.Event()
-    late = Late(node, lock, lambda: unprepare(node, has_left=left.is_set))
+    late = Late(node, "_claim_locks", lambda: unprepare(node, has_left=left.is_set))
     left.set()
     refused = late.answer()
     assert isinstance(refused, Failed)

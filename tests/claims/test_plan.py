@@ -224,7 +224,7 @@ def test_config_is_taken_when_it_fits_or_is_not_for_the_device(wanted: Allocated
 
 def test_answer_names_base_requests_and_shares() -> None:
     wanted = claim(result(GPU_0, "req/sub", share_id=SHARE), result(MIG_1G, "other"))
-    assert answer(wanted, DRIVER, ()) == Prepared(
+    assert answer(wanted, DRIVER, (), plan(wanted).held_devices()) == Prepared(
         (
             PreparedDevice(
                 ("req",), NODE, GPU_0, (f"k8s.gpu.nvidia.com/claim=uid-1-{GPU_0}-{SHARE}",), SHARE

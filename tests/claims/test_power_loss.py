@@ -20,6 +20,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.prepare import Identity
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
@@ -38,7 +39,17 @@ from tests.health.test_store import BAD, PART
 Shape = Mapping[str, bytes | None]
 
 SHARE = "0f9a6a37-30a8-4a9f-8ff0-0d0a4ba10001"
-LASTING = {"claims", "claims/.boot", "cdi", "plugin", "plugin/dra-device-metadata", "plugin/mps", "locks"}
+LASTING = {
+    "claims",
+    "claims/.boot",
+    "debts",
+    "debts/.boot",
+    "cdi",
+    "plugin",
+    "plugin/dra-device-metadata",
+    "plugin/mps",
+    "locks",
+}
 VERSIONS = ("v1beta1", "v1alpha1")
 
 
@@ -133,14 +144,17 @@ class PoweredNode(Node):
         super().__init__(directory, MIXED, boot_id=boot_id, claims=claims, metadata=kind.metadata)
         self.boot = Boot()
         self.mps = MpsHost(directory / "plugin", self.boot, boot_id)
-        steps = StepDispatcher({
+        self.runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
             SetTimeSlice: TimeSliceSteps(self.boot, self.records),
             RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None),
         })  # fmt: skip
-        self.executor = Executor(self.records, steps, boot_id, lambda: "2026-08-07T12:00:00.000+00:00")
+        self.executor = Executor(
+            self.records, self.debts, self.runner, boot_id, lambda: "2026-08-07T12:00:00.000+00:00"
+        )
         self.serve(Identity(DRIVER, NODE, kind.sharing, kind.metadata))
+        assert DebtKeeper(self.debts, self.locks, self.runner, boot_id).pay_all() == []
 
     def shape(self) -> tuple[Shape, dict[str, int], set[str]]:
         """Everything on disk that is not there for good, and what the GPUs know."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -18,7 +18,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, Prepared
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Prepared
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.preparing import Crash, Node, in_threads, reconciler_of
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, claim
@@ -347,7 +347,7 @@ def test_claim_that_is_wanted_again_is_not_asked_about(node: Node) -> None:
     assert (bench.later(), bench.reconciler.stale(), uses) == (None, [], [])
 
 
-def test_record_of_a_newer_release_is_told_and_not_touched(bench: Bench, logs: list[dict[str, str]]) -> None:
+def test_stale_record_of_a_newer_release_becomes_a_debt(bench: Bench) -> None:
     bench.node.prepare(ONE)
     file = bench.node.records.directory / "uid-1.json"
     newer = file.read_bytes().replace(b"write_cdi_spec", b"bind_vfio")
@@ -355,9 +355,10 @@ def test_record_of_a_newer_release_is_told_and_not_touched(bench: Bench, logs: l
     forget(bench, "uid-1")
     for _ in range(3):
         bench.later()
-    assert (file.read_bytes(), bench.node.claims.looks) == (newer, [])
-    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
-    assert told == ["a newer release made its steps bind_vfio; install that release again to take it back"]
+    assert not file.exists()
+    [debt] = bench.node.debts.outstanding()
+    assert debt.kinds == ("newer-step",)
+    assert (bench.node.directory / "debts" / "uid-1.json").read_bytes() == newer
 
 
 def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) -> None:
@@ -674,3 +675,64 @@ def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(no
         done.wait(0.01)
     reconciler.stop()
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
+
+
+# --- somebody waits ------------------------------------------------------------------------------
+
+POD = PodRef("train-0", "11111111-06c0-4d70-8a51-e59b25b2c16c")
+
+
+def waited_for(
+    node: Node, pods_run: bool | None, pods: tuple[PodRef, ...] | None = (POD,), **parts: object
+) -> Bench:
+    """A claim that ended while no driver ran, and an attempt that waits for its device."""
+    asked: list[list[str]] = []
+
+    def run(uids: Collection[str]) -> bool | None:
+        asked.append(list(uids))
+        return pods_run
+
+    bench = Bench(node, pods_run=run, **parts)
+    node.prepare(replace(ONE, pods=pods))
+    forget(bench, "uid-1")
+    bench.reconciler.look_soon(ONE.ref)
+    bench.reconciler._turn()
+    if pods is not None:
+        assert asked == [[POD.uid]]
+    return bench
+
+
+def test_claim_that_is_waited_for_goes_at_once_when_no_process_of_its_pods_runs(node: Node) -> None:
+    bench = waited_for(node, pods_run=False)
+    assert bench.held == []
+    assert bench.told.recovered_claims == [("uid-1", "was deleted")]
+
+
+@pytest.mark.parametrize(
+    ("pods_run", "pods"),
+    [(True, (POD,)), (None, (POD,)), (False, None)],
+    ids=["a process runs", "not known", "pods not known"],
+)
+def test_claim_that_is_waited_for_has_the_grace_time_otherwise(
+    node: Node, pods_run: bool | None, pods: tuple[PodRef, ...] | None
+) -> None:
+    bench = waited_for(node, pods_run, pods)
+    assert bench.held == ["uid-1"]
+    bench.later()
+    assert bench.held == []
+
+
+def test_claim_that_is_waited_for_stays_while_a_process_computes(node: Node) -> None:
+    use = InUse(frozenset({4711}), "process 4711 still computes on gpu-0")
+    bench = waited_for(node, pods_run=False, in_use=lambda record: use)
+    assert bench.held == ["uid-1"]
+    bench.later()
+    assert bench.held == ["uid-1"]
+
+
+def test_claim_that_nobody_waits_for_has_the_grace_time(node: Node) -> None:
+    bench = Bench(node, pods_run=lambda uids: False)
+    node.prepare(replace(ONE, pods=(POD,)))
+    forget(bench, "uid-1")
+    bench.look()
+    assert bench.held == ["uid-1"]

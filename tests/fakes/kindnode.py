@@ -26,6 +26,7 @@ from dra_driver.files.formats import NewerFormatError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.debts import DebtKeeper, Debts
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -306,9 +307,13 @@ class KindNode:
         )
         self.mig = MigDevices(context)
         self.collector = MigCollector(context, self.mig, self.locks, adopt="leave", on_change=lambda: None)
+        self.debts = Debts(plugin / "debts", self.records, boot_id)
+        self.debts.open()
+        self.runner = StepDispatcher(self._runners(context))
         self.executor = Executor(
             self.records,
-            StepDispatcher(self._runners(context)),
+            self.debts,
+            self.runner,
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
@@ -324,6 +329,7 @@ class KindNode:
         )
         node.claims.allocated |= self.claims.allocated
         node.collector.look()
+        assert DebtKeeper(node.debts, node.locks, node.runner, node.boot_id).pay_all() == []
         return node
 
     def prepare(self, wanted: AllocatedClaim) -> Any:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from dra_driver.journal.debts import DebtKeeper, Debts
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -32,6 +33,7 @@ from tests.fakes.samples import result
 
 CHANGES = frozenset({
     "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
+    "move", "end",
 })  # fmt: skip
 
 
@@ -129,9 +131,14 @@ class MigNode:
         self.devices = MigDevices(self.context)
         self.ownership = self.devices.ownership
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
+        self.debts = Debts(directory / "debts", self.countdown.counted(self.records), boot_id)
+        self.debts.open()
+        runner = StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps})
+        self.keeper = DebtKeeper(self.debts, self.locks, runner, boot_id)
         self.executor = Executor(
             self.countdown.counted(self.records),
-            StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}),
+            self.countdown.counted(self.debts),
+            runner,
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
@@ -192,6 +199,11 @@ class MigNode:
             with self.locks.hold({self.gpu_uuid}, 5):
                 self.executor.take_back(record)
 
+    def settle(self) -> None:
+        """What a start does with what an earlier instance has left."""
+        assert self.keeper.pay_all() == []
+        self.collector.look()
+
     # --- what is there -------------------------------------------------------------------------
 
     def on_gpu(self) -> tuple[bool, list[tuple[int, int, int, int]]]:
@@ -205,7 +217,7 @@ class MigNode:
         uuids = {item.uuid for _, item in self.machine.gpu(0).mig_devices}
         entries = {
             (entry.device, entry.phase, entry.gpu_instance_id, entry.compute_instance_id, entry.gpu_minor,
-             self.ledger.is_leaving(entry.device), entry.uuid in uuids)
+             entry.uuid in uuids)
             for entry in self.ledger.all().values()
         }  # fmt: skip
         modes = {(uuid, mode.boot_id) for uuid, mode in self.ledger.owned_modes().items()}

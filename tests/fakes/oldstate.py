@@ -93,7 +93,7 @@ def write_state(site: Site, directory: Path) -> dict[str, Any]:
     answers = {one.ref.uid: node.prepare(one) for one in plain_claims(site)}
     node = node.restarted(metadata=METADATA)
     answers |= {one.ref.uid: node.prepare(one) for one in described_claims(site)}
-    node.mig.let_go(site.possible(7, "2g.20gb", 0))
+    node.mig.abandon(site.possible(7, "2g.20gb", 0))
     lost = claim(site.possible(7, "1g.10gb", 6), uid="lost")
     node.prepare(lost)
     node.mig.abandon(lost.results[0].device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.debts import DebtKeeper, Debts
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -187,9 +188,11 @@ def claims_of(
         claim_locks=node.claim_locks,
         gpu_locks=node.locks,
         executor=node.executor,
+        keeper=DebtKeeper(node.debts, node.locks, node.runner, node.boot_id),
         users=users,
         observer=node.outcomes,
         make_sure=lambda: None,
+        pods_run=lambda _uids: None,
         timeouts=timeouts,
         rhythm=Rhythm(),
     )
@@ -225,9 +228,14 @@ class Node:
         self.metadata_files.create()
         described = MetadataSteps(self.metadata_files, lambda: self.devices.inventory, lambda device: None)
         self.outcomes = Outcomes()
+        self.debts = Debts(directory / "debts", self.records, boot_id)
+        self.debts.open()
+        self.boot_id = boot_id
+        self.runner = StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described})
         self.executor = Executor(
             self.records,
-            StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described}),
+            self.debts,
+            self.runner,
             boot_id,
             # As for steps that change more than the spec, so that the tests see the syncs too.
             must_last=lambda plan: True,
@@ -277,6 +285,7 @@ def reconciler_of(
     *,
     in_use: Callable[[ClaimRecord], InUse | None] = lambda record: None,
     make_sure: Callable[[], object] = lambda: None,
+    pods_run: Callable[[Collection[str]], bool | None] = lambda _uids: None,
     rhythm: Rhythm = Rhythm(between_requests_s=0),  # noqa: B008  frozen
     clock: Callable[[], float] = time.monotonic,
 ) -> Reconciler:
@@ -291,6 +300,7 @@ def reconciler_of(
         DRIVER,
         told,
         make_sure,
+        pods_run,
         rhythm,
         clock,
     )

@@ -97,6 +97,7 @@ def complete_metrics() -> Metrics:
     metrics.show.health(lambda: MIXED, health)
     metrics.show.publishing(lambda: None, lambda: 1)
     metrics.show.stuck_mig(list)
+    metrics.show.debts(list)
     metrics.show.partitions_unsupported(lambda: False)
     metrics.show.readiness(list)
     metrics.show.problem(list)

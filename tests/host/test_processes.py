@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.host.processes import is_of_the_host
+from dra_driver.host.processes import any_runs, is_of_the_host
 
 UID = "0a1b2c3d-06c0-4d70-8a51-e59b25b2c16c"
 SYSTEMD = f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice"
@@ -52,3 +52,35 @@ def test_process_that_cannot_be_looked_at_may_be_a_pods(tmp_path: Path) -> None:
     (tmp_path / "4711").mkdir()
     (tmp_path / "4711/cgroup").write_bytes(b"\xff\x00")
     assert not is_of_the_host(str(tmp_path), 4711)
+
+
+GONE, OTHER = "11111111-06c0-4d70-8a51-e59b25b2c16c", "22222222-06c0-4d70-8a51-e59b25b2c16c"
+
+
+def proc(directory: Path, *cgroups: str, namespace: str = "pid:[4026531836]") -> str:
+    """The processes of a host; their groups in this order."""
+    (directory / "self/ns").mkdir(parents=True)
+    (directory / "self/ns/pid").symlink_to(namespace)
+    for number, text in enumerate(cgroups, 4711):
+        (directory / str(number)).mkdir()
+        (directory / f"{number}/cgroup").write_text(f"{text}\n")
+    (directory / "1").mkdir()  # a process that ended while it was looked at
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    "text", [OTHERS[name] for name in ("systemd", "cgroupfs", "guaranteed", "version 1")]
+)
+def test_process_of_a_pod_is_found_by_its_group(tmp_path: Path, text: str) -> None:
+    host = proc(tmp_path, "0::/init.scope", text)
+    assert any_runs(host, [GONE, UID]) is True
+    assert any_runs(host, [GONE]) is False
+
+
+def test_nothing_is_told_where_not_all_processes_show_their_pods(tmp_path: Path) -> None:
+    assert (
+        any_runs(proc(tmp_path / "no host PIDs", OTHERS["systemd"], namespace="pid:[4026532001]"), [GONE])
+        is None
+    )
+    assert any_runs(proc(tmp_path / "no groups", "0::/k8s.io/0123", "0::/"), [GONE]) is None
+    assert any_runs(str(tmp_path / "no proc"), [GONE]) is None

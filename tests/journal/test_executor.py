@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import DeviceBusyError, NvmlTransientError, NvmlUnknownOutcomeError, StateError
 from dra_driver.journal.executor import Executor, changes_more_than_the_spec
+from dra_driver.journal.rules.debts import Debt
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
@@ -35,6 +37,17 @@ class Journal:
     def delete(self, uid: str) -> None:
         self._note("delete")
         self.kept.pop(uid, None)
+
+    def begin(self, record: ClaimRecord) -> Debt:
+        self._note("begin debt")
+        self.kept.pop(record.ref.uid, None)
+        return Debt(record.ref.uid, record, record.steps, 0)
+
+    def end(self, debt: Debt) -> None:
+        self._note("end debt")
+
+    def keep(self, debt: Debt, steps: Sequence[Step], cause: str) -> None:
+        self._note(f"owe {', '.join(type(step).__name__ for step in steps)}: {cause}")
 
     def do(self, step: Step, plan: Plan) -> None:
         self._note("do")
@@ -64,7 +77,7 @@ def journal() -> Journal:
 
 @pytest.fixture
 def executor(journal: Journal) -> Executor:
-    return Executor(journal, journal, "boot-1", now=lambda: "now", must_last=lambda plan: True)
+    return Executor(journal, journal, journal, "boot-1", now=lambda: "now", must_last=lambda plan: True)
 
 
 def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, journal: Journal) -> None:
@@ -126,7 +139,7 @@ class Crowd(Journal):
 )
 def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -> None:
     crowd = Crowd()
-    executor = Executor(crowd, crowd, "boot-1", must_last=lambda plan: lasts, turn_s=turn_s)
+    executor = Executor(crowd, crowd, crowd, "boot-1", must_last=lambda plan: lasts, turn_s=turn_s)
     plans = [plan_claim(claim(GPU_0, uid=f"uid-{n}"), MIXED, NODE, DRIVER, ()) for n in range(8)]
     with ThreadPoolExecutor(len(plans)) as pool:
         done = [pool.submit(executor.carry_out, plan, None) for plan in plans]
@@ -137,7 +150,7 @@ def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -
 
 
 def test_the_turn_passes_on_when_a_step_fails(journal: Journal) -> None:
-    executor = Executor(journal, journal, "boot-1", turn_s=30.0)
+    executor = Executor(journal, journal, journal, "boot-1", turn_s=30.0)
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
         executor.carry_out(planned(GPU_0), None)
@@ -254,5 +267,5 @@ def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
     assert not changes_more_than_the_spec(plan)
     assert changes_more_than_the_spec(replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps)))
     journal = Journal()
-    Executor(journal, journal, "boot-1", now=lambda: "now").carry_out(plan, None)
+    Executor(journal, journal, journal, "boot-1", now=lambda: "now").carry_out(plan, None)
     assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]

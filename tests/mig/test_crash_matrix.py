@@ -33,7 +33,7 @@ class Case:
 
     @property
     def unprepare(self) -> int:
-        return 4 if self.mode else 6
+        return 5 if self.mode else 7
 
 
 CASES = {
@@ -141,7 +141,7 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     node.countdown.done.clear()
     node.unprepare()
     mode = [] if case.mode else ["set_mode", "disown_mode"]
-    assert node.countdown.done == ["destroy_compute", "destroy", "delete", *mode, "delete"]
+    assert node.countdown.done == ["move", "destroy_compute", "destroy", "delete", *mode, "end"]
     assert len(node.countdown.done) == case.unprepare
     assert node.state() == untouched(case)
 
@@ -194,6 +194,7 @@ def test_unprepare_ends_empty_when_the_one_before_died(fresh, name: str, changes
     case = CASES[name]
     node = dead_unprepare(fresh, case, changes)
     node.unprepare()
+    node.settle()
     assert node.state() == untouched(case)
 
 
@@ -248,7 +249,7 @@ def test_second_prepare_may_die_as_well(fresh, uninterrupted, first: int, second
 def test_repair_of_a_device_without_compute_instance_may_die(fresh, uninterrupted, changes: int) -> None:
     case = CASES["H100"]
     expected = uninterrupted(case)
-    node = dead_unprepare(fresh, case, 1)
+    node = dead_unprepare(fresh, case, 2)
     node = die_in(node, lambda: node.prepare(wanted(node, case)), changes)
     node.prepare(wanted(node, case))
     assert node.state() == expected
@@ -274,7 +275,7 @@ CREATIONS = {
     "GPU": "nvmlDeviceCreateGpuInstanceWithPlacement",
     "compute": "nvmlGpuInstanceCreateComputeInstance",
 }
-REFUSED_CHANGES = {("GPU", False): 8, ("GPU", True): 4, ("compute", False): 11, ("compute", True): 7}
+REFUSED_CHANGES = {("GPU", False): 9, ("GPU", True): 5, ("compute", False): 12, ("compute", True): 8}
 """How many changes a try makes and takes back: with which refusal, on a GPU whose MIG mode was on before or not."""
 
 
@@ -305,7 +306,7 @@ REFUSED_CREATIONS = {"GPU": "create", "compute": "create_compute"}
 FIRST_TRY = {"GPU": 8, "compute": 11}
 """How many changes a try makes until it waits, on a GPU whose MIG mode was on before."""
 NEXT_TRY = 6
-ROLL_BACK = 4
+ROLL_BACK = 5
 
 
 def mode_changes(name: str) -> int:
@@ -438,6 +439,7 @@ def test_death_while_it_gives_up_is_gone_on_with(pair, name: str, changes: int, 
         node.records.delete("uid-1")
         node.collector.look()
     node.unprepare()
+    node.settle()
     assert node.state() == untouched(CASES[name])
 
 
@@ -469,4 +471,5 @@ def test_a_killed_process_holds_no_lock_and_leaves_nothing_half_written(
     killed_after(following, following.unprepare, changes // 2)
     last = following.restarted()
     last.unprepare()
+    last.settle()
     assert last.state() == untouched(case)

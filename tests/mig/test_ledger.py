@@ -91,14 +91,13 @@ def test_other_instance_sees_every_change(ledger: MigLedger, tmp_path: Path) -> 
     assert (second.get(ONE.device), second.all()) == (None, {})
 
 
-def test_leaving_lasts_until_the_entry_is_saved_anew(ledger: MigLedger, tmp_path: Path) -> None:
-    assert not ledger.is_leaving(ONE.device)
-    ledger.save(MADE, leaving=True)
-    assert ledger.is_leaving(ONE.device)
-    assert MigLedger(tmp_path).is_leaving(ONE.device)
-    assert ledger.get(ONE.device) == MADE
+def test_what_an_older_release_marked_as_leaving_is_an_orphan(ledger: MigLedger, tmp_path: Path) -> None:
     ledger.save(MADE)
-    assert not ledger.is_leaving(ONE.device)
+    file = tmp_path / f"{ONE.device}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"leaving": True}))
+    assert ledger.get(ONE.device) == replace(MADE, phase="orphan")
+    ledger.save(MADE)
+    assert ledger.get(ONE.device) == MADE
 
 
 def test_fields_of_a_newer_release_are_kept(ledger: MigLedger, tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_entry_is_not_set_aside_when_the_error_may_pass(
 def test_device_is_refused_when_its_name_could_lead_elsewhere(
     ledger: MigLedger, tmp_path: Path, name: str
 ) -> None:
-    for call in (ledger.get, ledger.delete, ledger.is_leaving):
+    for call in (ledger.get, ledger.delete):
         with pytest.raises(StateError, match="is not usable as a file name; the device is refused"):
             call(name)
     with pytest.raises(StateError, match="is not usable as a file name"):

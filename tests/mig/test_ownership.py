@@ -44,19 +44,18 @@ def test_others_instances_and_orphans_are_withheld() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "users", "is_leaving", "left_over"),
+    ("entry", "users", "left_over"),
     [
-        (ENTRY, {ENTRY.device: "claim a"}, False, False),
-        (ENTRY, {ENTRY.device: "claim a"}, True, True),
-        (ENTRY, {}, False, True),
-        (replace(ENTRY, phase="orphan"), {ENTRY.device: "claim a"}, False, True),
-        (replace(ENTRY, boot_id="boot-0"), {ENTRY.device: "claim a"}, False, True),
+        (ENTRY, {ENTRY.device: "claim a"}, False),
+        (ENTRY, {}, True),
+        (replace(ENTRY, phase="orphan"), {ENTRY.device: "claim a"}, True),
+        (replace(ENTRY, boot_id="boot-0"), {ENTRY.device: "claim a"}, True),
     ],
 )
 def test_instance_is_left_over_when_no_claim_wants_it(
-    entry: OwnedInstance, users: dict[str, str], is_leaving: bool, left_over: bool
+    entry: OwnedInstance, users: dict[str, str], left_over: bool
 ) -> None:
-    assert is_left_over(entry, "boot-1", users, is_leaving=is_leaving) == left_over
+    assert is_left_over(entry, "boot-1", users) == left_over
 
 
 def test_what_claims_hold_is_spared_and_named() -> None:

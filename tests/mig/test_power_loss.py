@@ -113,7 +113,7 @@ def test_unprepare_and_the_collector_leave_nothing(powered: Powered, logs: list[
     for tree in everything(powered):
         node = powered.boot(tree)
         node.unprepare()
-        node.collector.look()
+        node.settle()
         assert (node.state(), node.collector.stuck(), powered.left()) == (powered.clean(), {}, []), tree
     assert [line for line in logs if line["log_level"] in ("warning", "error")] == []
 
@@ -125,7 +125,7 @@ def test_the_record_is_there_once_prepare_answered(powered: Powered) -> None:
 def test_what_unprepare_took_back_stays_away(powered: Powered) -> None:
     for tree in powered.losses["unprepared"]:
         node = powered.boot(tree)
-        node.collector.look()
+        node.settle()
         assert (node.state(), powered.left()) == (powered.clean(), []), tree
 
 

@@ -54,7 +54,8 @@ class Node(MigNode):
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
-        self.executor = Executor(self.countdown.counted(self.records), StepDispatcher(steps), self.boot_id)
+        self.runner = StepDispatcher(steps)
+        self.executor = Executor(self.countdown.counted(self.records), self.debts, self.runner, self.boot_id)
         self.claims = Claims()
         self.node_devices = Devices(self.inventory)
         self.claim_locks = ClaimLocks(directory / "locks")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from dra_driver.claims.attempt import CallsUnderWay
+from dra_driver.claims.attempt import CallsUnderWay, HalfDonePrepares
 from dra_driver.claims.consumers import RecordedPods
 from dra_driver.claims.device_users import DeviceUsers
 from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
-from dra_driver.claims.half_done import HalfDonePrepares
 from dra_driver.claims.outcomes import Observer
 from dra_driver.claims.prepare import Identity, Preparer
 from dra_driver.claims.reconciler import Reconciler, Rhythm
@@ -18,6 +17,7 @@ from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import WaitingLine, WaitTimeouts
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -44,13 +44,16 @@ def claim_parts(
     claim_locks: ClaimLocks,
     gpu_locks: GpuLocks,
     executor: Executor,
+    keeper: DebtKeeper,
     users: DeviceUsers,
     observer: Observer,
     make_sure: Callable[[], object],
+    pods_run: Callable[[Collection[str]], bool | None],
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
 ) -> ClaimParts:
-    """Make the parts; none runs yet. `make_sure` raises a DraDriverError unless the API server knows this node."""
+    """Make the parts; none runs yet. `make_sure` raises a DraDriverError unless the API server knows this node.
+    `pods_run` answers whether a process of one of these pods runs here, None if that is not known."""
     under_way = CallsUnderWay()
     half_done = HalfDonePrepares(records, executor, claim_locks, gpu_locks)
     unpreparer = Unpreparer(records, claim_locks, gpu_locks, executor, half_done, under_way, observer)
@@ -64,6 +67,7 @@ def claim_parts(
         identity.driver,
         observer,
         make_sure,
+        pods_run,
         rhythm,
     )
     line = WaitingLine(under_way, lookup, records, identity.driver, reconciler, users, timeouts)
@@ -76,6 +80,7 @@ def claim_parts(
         claim_locks,
         gpu_locks,
         executor,
+        keeper,
         half_done,
         under_way,
         line,

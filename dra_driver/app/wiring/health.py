@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 
 from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.monitor import Monitor
@@ -13,6 +12,7 @@ from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_tai
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore
+from dra_driver.journal.rules.debts import Debt
 from dra_driver.model.health import HealthChange
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import OwnedInstance
@@ -26,7 +26,7 @@ class HealthParts:
 
     `inventory` answers what is published now, `owned` the ledger of MIG instances by device name. `on_change` is called
     after each change that others see, `on_transition` with each entry of the history. While `may_keep` answers no,
-    another instance of the driver writes the file.
+    another instance of the driver writes the file. `owing` answers which debt keeps a device from being given out.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class HealthParts:
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
         may_keep: Callable[[], bool],
+        owing: Callable[[], Callable[[OfferedDevice], Debt | None]],
     ) -> None:
         self._inventory = inventory
         self._owned = owned
+        self._owing = owing
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))
         self._on_change = on_change
         kept = SharedHealth(HealthStore(settings.plugin_directory / "health.json"), may_keep)
@@ -72,12 +74,9 @@ class HealthParts:
 
     def taints(self, informs: bool) -> Taints:
         """How devices are tainted at the moment; `informs` says whether taints without an effect are wanted."""
-        return partial(
-            device_taints,
-            states=self.monitor.states(),
-            instances=self.instances(),
-            policy=replace(self.taint_policy, informational=informs),
-        )
+        states, instances, owing = self.monitor.states(), self.instances(), self._owing()
+        policy = replace(self.taint_policy, informational=informs)
+        return lambda device: device_taints(device, states, instances, policy, owing(device))
 
     def _changed(self) -> None:
         self.stream.changed()

@@ -9,6 +9,7 @@ from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
+from dra_driver.journal.debts import Debts
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.inventory import Inventory
 from dra_driver.mps.client import MpsClient
@@ -21,6 +22,7 @@ def show_node(
     metrics: Metrics,
     inventory: Callable[[], Inventory | None],
     records: RecordStore,
+    debts: Debts,
     health: HealthParts,
     mig: MigParts,
     reporting: ReportingParts,
@@ -33,6 +35,7 @@ def show_node(
     show.inventory(inventory)
     show.health(inventory, health.monitor)
     show.stuck_mig(mig.collector.stuck)
+    show.debts(debts.outstanding)
     show.reports(reporting.recorder)
     show.readiness(probes.readiness)
     show.problem(lambda: [*probes.readiness(), *probes.notes()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
@@ -13,6 +13,7 @@ from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_health import ClaimHealthReporter
 from dra_driver.reporting.claim_status import ClaimStatusReporter
@@ -36,7 +37,9 @@ class ReportingParts:
         health: HealthParts,
         mig: MigParts,
         may_tell: Callable[[], bool],
+        ended: Callable[[], Sequence[ClaimRecord]],
     ) -> None:
+        """`ended` answers the records of claims that have ended and of which something is still being undone."""
         self.consumers = ClaimConsumers()
         self.recorder = EventRecorder(
             settings.node_name,
@@ -55,7 +58,7 @@ class ReportingParts:
             self.recorder,
             states,
             mig.created_instance,
-            lambda device: claim_using(device, records.all().values()),
+            lambda device: claim_using(device, [*records.all().values(), *ended()]),
             mig.claim_gone,
         )
 

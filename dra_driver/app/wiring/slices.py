@@ -10,7 +10,7 @@ from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.settings import Settings
 from dra_driver.slices.api_support import (
@@ -38,6 +38,7 @@ class PublishingParts:
         leadership: InstanceLeadership,
         inventory: Callable[[], Inventory | None],
         taints: Callable[[bool], Taints],
+        withheld: Callable[[], Callable[[OfferedDevice], bool]],
         partitions_missing: Callable[[str], None],
         scheduler_outdated: Callable[[str], None],
         news: NodeEvents,
@@ -65,6 +66,7 @@ class PublishingParts:
             partitions=self.support,
             informational=InformationalTaints(lambda: takes_effect_none(client)),
             taints=taints,
+            withheld=withheld,
             observer=news,
         )
 

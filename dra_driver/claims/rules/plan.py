@@ -24,7 +24,7 @@ from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
@@ -65,10 +65,13 @@ def plan_claim(
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
     claim's own record, `metadata` are the versions in which the node writes device metadata.
+
+    A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
+    most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
     Raises: ClaimRefusedError that names the claim's request, the device and what to do (DeviceHeldError if other
-    claims hold it); InvalidConfigError for opaque parameters.
+    claims hold it); DeviceLostError; InvalidConfigError for opaque parameters.
     """
-    found = [(result, _as_held(_find(result, pool, inventory, known), known)) for result in claim.results]
+    found = _found(claim, pool, inventory, known)
     _refuse_repeats(found)
     kept = _kept_usages(claim, found, known)
     usages = sharing_modes_of(claim, found, driver, sharing) if kept is None else kept
@@ -76,6 +79,24 @@ def plan_claim(
     if kept is None:
         refuse_held([(device.result.request, device.held()) for device in devices], others)
     return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, metadata)))
+
+
+def _found(
+    claim: AllocatedClaim, pool: str, inventory: Inventory, known: ClaimRecord | None
+) -> list[tuple[DeviceResult, OfferedDevice]]:
+    found: list[tuple[DeviceResult, OfferedDevice]] = []
+    lost: DeviceLostError | None = None
+    for result in claim.results:
+        try:
+            found.append((result, _as_held(_find(result, pool, inventory, known), known)))
+        except DeviceLostError as error:
+            has_it = known is not None and any(held.device == result.device for held in known.devices)
+            if has_it or not result.admin_access:
+                raise
+            lost = error
+    if lost is not None and not found:
+        raise lost
+    return found
 
 
 def _kept_usages(
@@ -229,14 +250,19 @@ def lost_claim(uid: str, devices: Iterable[OfferedDevice]) -> ClaimRecord:
     return ClaimRecord(AllocatedClaim(ClaimRef("?", "?", uid), ()), "prepared", "", held, ())
 
 
-def answer(claim: AllocatedClaim, driver: str, steps: Iterable[Step]) -> Prepared:
+def answer(
+    claim: AllocatedClaim, driver: str, steps: Iterable[Step], devices: Iterable[HeldDevice]
+) -> Prepared:
     """The answer to the kubelet for a prepared claim; the same for the first and for any later Prepare.
 
-    `steps` are those of the claim's record. The first device of each request also mounts the request's metadata file.
+    `steps` and `devices` are those of the claim's record. The first device of each request also mounts the request's
+    metadata file.
     """
     uid = claim.ref.uid
+    prepared = {(held.device, held.share_id) for held in devices}
+    results = [result for result in claim.results if (result.device, result.share_id) in prepared]
     is_described = any(isinstance(step, WriteDeviceMetadata) for step in steps)
-    first = {result.base_request: number for number, result in reversed([*enumerate(claim.results)])}
+    first = {result.base_request: number for number, result in reversed([*enumerate(results)])}
     return Prepared(
         tuple(
             PreparedDevice(
@@ -253,6 +279,6 @@ def answer(claim: AllocatedClaim, driver: str, steps: Iterable[Step]) -> Prepare
                 ),
                 share_id=result.share_id,
             )
-            for number, result in enumerate(claim.results)
+            for number, result in enumerate(results)
         )
     )

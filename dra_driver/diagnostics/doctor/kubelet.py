@@ -146,6 +146,15 @@ class KubeletChecks:
             )
         return ok(f"{len(state.records)} prepared claims")
 
+    def debts(self) -> Finding:
+        """Do claims that have ended owe something to the node?"""
+        found = read_state(self.state).debts
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            owed, _, remedy = found[0].text.rpartition("; ")
+            return warn(owed + more, f"{remedy}; `gpu-dra-driver debts` lists all")
+        return ok("ended claims owe nothing")
+
     def device_plugin(self) -> Finding:
         """Does NVIDIA's device plugin give out the same GPUs a second time?"""
         places = [self.plugins.parent / "device-plugins"]
@@ -186,6 +195,7 @@ class KubeletChecks:
             Check("registration", self.sockets),
             Check("disk space", self.space),
             Check("records", self.records),
+            Check("debts", self.debts),
             Check("device plugin", self.device_plugin),
             Check("MPS host", self.mps_host),
         ]

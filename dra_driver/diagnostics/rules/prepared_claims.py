@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from dra_driver.journal.rules.debts import Debt, DebtKind
 from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -47,11 +48,24 @@ class PreparedClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimDebt:
+    """What a claim that has ended still owes to the node; `since` is in seconds since 1970."""
+
+    namespace: str
+    name: str
+    uid: str
+    kinds: tuple[DebtKind, ...]
+    since: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims, oldest first, and a sentence for each problem."""
+    """All claims, oldest first, a sentence for each problem, and the debts of claims that have ended."""
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
+    debts: tuple[ClaimDebt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,12 @@ def prepared_claims(
         for record in files.records
     )
     return tuple(sorted(claims, key=lambda claim: (claim.prepared_at or "~", claim.namespace, claim.name)))
+
+
+def owed(debt: Debt) -> ClaimDebt:
+    """A debt as people see it."""
+    ref = debt.record.ref
+    return ClaimDebt(ref.namespace, ref.name, ref.uid, debt.kinds, debt.since, debt.text)
 
 
 def contradictions(files: FilesOfClaims, claims: Iterable[PreparedClaim]) -> Iterator[str]:

@@ -84,6 +84,7 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
     reasons = list(_reasons(found.health, found.nvml, names, int(found.now.timestamp())))
     ids = _instance_ids(inventory, found.state.owned)
     cuda = inventory.versions.cuda
+    debts = (debt.text for debt in found.claims.debts)
     unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
     return NodeView(
         node=found.node,
@@ -99,7 +100,7 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
         instances=tuple(_instances(inventory, found.state, on_demand)),
         health=tuple(reason.shown for reason in reasons),
         mps=tuple(_daemon(status, found.now.timestamp()) for status in found.daemons),
-        notes=tuple(dict.fromkeys([*found.problems, *found.claims.problems, *unread])),
+        notes=tuple(dict.fromkeys([*found.problems, *debts, *found.claims.problems, *unread])),
     )
 
 

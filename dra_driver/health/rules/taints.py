@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC, SLOWDOWN
+from dra_driver.journal.rules.debts import Debt
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,
@@ -27,6 +28,7 @@ JsonObject = dict[str, Any]
 Effect = Literal["None", "NoSchedule", "NoExecute"]
 
 PREFIX = "gpu.nvidia.com/"
+DEBT = "debt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,20 @@ def device_taints(
     states: HealthStates,
     instances: Mapping[str, MadeInstance],
     policy: TaintPolicy = DEFAULT_POLICY,
+    debt: Debt | None = None,
 ) -> tuple[JsonObject, ...]:
-    """The taints of a device in the wire shape, one a key, in the order of the keys.
+    """The taints of a device in the wire shape, one a key, in the order of the keys. `debt` is what an ended claim owes
+    on it.
 
     Of several reasons with one key the worst counts, and of equals the first.
     """
-    return taints_of(device_reasons(device, states, instances), policy)
+    reasons = device_reasons(device, states, instances)
+    return taints_of(reasons if debt is None else (*reasons, _reason_of(debt)), policy)
+
+
+def _reason_of(debt: Debt) -> Reason:
+    """A debt as a reason not to use a device; nothing is wrong with its health."""
+    return Reason(DEBT, debt.kinds[0], Severity.UNHEALTHY, debt.since, debt.since, debt.text)
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:

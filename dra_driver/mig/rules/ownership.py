@@ -49,12 +49,12 @@ def instances_to_withhold(
     )
 
 
-def is_left_over(entry: OwnedInstance, boot_id: str, users: Mapping[str, str], *, is_leaving: bool) -> bool:
+def is_left_over(entry: OwnedInstance, boot_id: str, users: Mapping[str, str]) -> bool:
     """Whether the entry's instance, or what remains of it, is to be destroyed because no claim wants it.
 
-    `users` names the claim of each used device; `is_leaving` says that the last claim has let go of the device.
+    `users` names the claim of each used device.
     """
-    return entry.boot_id != boot_id or entry.phase == "orphan" or entry.device not in users or is_leaving
+    return entry.boot_id != boot_id or entry.phase == "orphan" or entry.device not in users
 
 
 def foreign_to_destroy(

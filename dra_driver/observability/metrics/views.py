@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
+from dra_driver.journal.rules.debts import DEBT_KINDS, Debt, kind_of
 from dra_driver.model.claim import Pods
 from dra_driver.model.health import Condition, HealthState, HealthTarget, Severity, condition
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
@@ -153,6 +154,20 @@ class Views:
         """MIG devices that still exist although no claim uses them."""
         text = "MIG devices that no claim uses and that cannot be destroyed."
         self._show_one("mig", "nvidia_dra_mig_devices_stuck", text, lambda: sum(1 for _ in stuck()))
+
+    def debts(self, debts: Callable[[], Iterable[Debt]]) -> None:
+        """What ended claims still owe to the node."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(kind_of(step) for debt in debts() for step in debt.steps)
+            yield _gauge(
+                "nvidia_dra_debts",
+                "What ended claims still owe to the node, because it could not be undone.",
+                ("driver", "kind"),
+                {(self._driver, kind): tally[kind] for kind in DEBT_KINDS},
+            )
+
+        self._add("debts", read)
 
     def partitions_unsupported(self, value: Callable[[], bool]) -> None:
         """Whether the API server cannot count partitions although they are wanted."""

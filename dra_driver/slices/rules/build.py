@@ -33,6 +33,11 @@ def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
     return ()
 
 
+def none_withheld(device: OfferedDevice) -> bool:
+    """Every device is given out."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class SliceContent:
     """What one slice of a pool carries: devices or counter sets, never both (Kubernetes 1.35 and newer)."""
@@ -64,12 +69,13 @@ def build_pool(
     node_name: str,
     sharing: SharingPolicy = NO_SHARING,
     taints: Taints = untainted,
+    withheld: Callable[[OfferedDevice], bool] = none_withheld,
 ) -> Pool:
     """The pool of a node: counter sets, then devices in PCI order, in slices within the API's limits; same
     hardware, same bytes.
 
     Devices under a rule of `sharing` can be allocated several times, the others are as they are without it;
-    `taints` answers the taints of a device in the wire shape.
+    `taints` answers the taints of a device in the wire shape; a device that is `withheld` is left out.
     A device that the API server would refuse is left out and told in `faults`, so that it never costs
     the node its other devices. Devices go with the counters that they consume.
     """
@@ -78,7 +84,7 @@ def build_pool(
     names: set[str] = set()
     groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.every_gpu}
     for offered in inventory.devices():
-        if offered.gpu.uuid in refused:
+        if offered.gpu.uuid in refused or withheld(offered):
             continue
         device = _entry(offered, inventory, sharing, counters)
         tainted = taints(offered)

@@ -9,6 +9,7 @@ from dra_driver.model.units import same_quantity
 
 UNKNOWN_GATE: Final = "unknown"
 PARTITIONS_GATE: Final = "DRAPartitionableDevices"
+TAINTS_GATE: Final = "DRADeviceTaints"
 
 _COMPARED = (
     "devices",
@@ -18,7 +19,7 @@ _COMPARED = (
     "skipNodeOperations",
 )
 _GATES: Final[Mapping[str, str]] = {
-    "taints": "DRADeviceTaints",
+    "taints": TAINTS_GATE,
     "perDeviceNodeSelection": PARTITIONS_GATE,
     "sharedCounters": PARTITIONS_GATE,
     "consumesCounters": PARTITIONS_GATE,

@@ -1,0 +1,35 @@
+"""What the keeper of debts and the publisher ask of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import NO_STAMP, Stamp, stamp_of
+from dra_driver.host.fingerprint import driver_fingerprint
+from dra_driver.journal.debts import Debts
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
+from dra_driver.model.inventory import OfferedDevice
+
+
+def tools_seen(programs: FindPrograms, mps_socket: Path, proc: str) -> Hashable:
+    """A value that changes when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced."""
+    try:
+        found = programs().paths.get(SMI_PROGRAM)
+    except StateError:
+        found = None
+    return (None if found is None else _stamp(Path(found)), _stamp(mps_socket), driver_fingerprint(proc))
+
+
+def is_owing(debts: Debts) -> Callable[[OfferedDevice], bool]:
+    """Whether a debt keeps a device from being given out, as of now."""
+    owing = debts.owing()
+    return lambda device: owing(device) is not None
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        return stamp_of(path.stat())
+    except OSError:
+        return NO_STAMP

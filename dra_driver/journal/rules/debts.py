@@ -1,0 +1,150 @@
+"""Debts: what a claim that has ended still owes to the node. No I/O.
+
+| Owed | The device meanwhile | Is void |
+|---|---|---|
+| a time slice | is offered; the next Prepare tries to reset it, and goes on if that fails | after a reboot |
+| an MPS daemon, with its compute mode | is withheld; a Prepare that wants it fails for now | after a reboot |
+| a step that only a newer release knows | is withheld, and so is its whole GPU | after a reboot |
+
+A MIG device that could not be destroyed is no debt of this kind: the ledger of `mig` has it. A step is also void if a
+newer claim has set the same thing again: then that claim's Unprepare takes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep
+
+DebtKind = Literal["time-slice", "mps", "newer-step"]
+DEBT_KINDS: tuple[DebtKind, ...] = ("time-slice", "mps", "newer-step")
+
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """What one ended claim owes. `name` is the name of its file without suffix. `record` is the claim's last record,
+    and `steps` are those of its steps whose undo is owed. `since` is in seconds since 1970. `cause` says why the last
+    try failed, None if this process has not tried."""
+
+    name: str
+    record: ClaimRecord
+    steps: tuple[Step, ...]
+    since: int
+    cause: str | None = None
+
+    @property
+    def gpu_uuids(self) -> frozenset[str]:
+        """The GPUs whose locks a payment needs."""
+        return frozenset(uuid for step in self.steps for uuid in gpus_of(step, self.record))
+
+    @property
+    def kinds(self) -> tuple[DebtKind, ...]:
+        """What is owed, each kind once."""
+        return tuple(dict.fromkeys(map(kind_of, self.steps)))
+
+    @property
+    def text(self) -> str:
+        """One sentence: what is owed for which claim, why, and what to do."""
+        owed = ", ".join(what(step) for step in self.steps)
+        cause = f": {self.cause}" if self.cause else ""
+        return f"claim {self.record.ref} has ended but owes {owed}{cause}; {remedy(self.steps)}"
+
+
+def can_be_owed(step: Step) -> bool:
+    """Whether the claim may end although the step could not be undone."""
+    return isinstance(step, SetTimeSlice | RunMps | UnknownStep)
+
+
+def kind_of(step: Step) -> DebtKind:
+    """The kind of a step that can be owed."""
+    match step:
+        case SetTimeSlice():
+            return "time-slice"
+        case RunMps():
+            return "mps"
+        case _:
+            return "newer-step"
+
+
+def still_owed(
+    steps: Iterable[Step], record: ClaimRecord, boot_id: str, newer: Iterable[Step]
+) -> tuple[Step, ...]:
+    """Those of an ended claim's steps that neither a reboot nor the steps of `newer` claims have made void."""
+    wanted = {_thing(step) for step in newer if isinstance(step, SetTimeSlice | RunMps)}
+    return tuple(
+        step
+        for step in steps
+        if can_be_owed(step)
+        and (isinstance(step, RunMps) or record.boot_id == boot_id)
+        and (isinstance(step, UnknownStep) or _thing(step) not in wanted)
+    )
+
+
+def gpus_of(step: Step, record: ClaimRecord) -> frozenset[str]:
+    """UUIDs of the GPUs that the step has changed; of a step that nobody here knows, all that the claim held."""
+    match step:
+        case SetTimeSlice(gpu_uuid=uuid):
+            return frozenset({uuid})
+        case RunMps(spec=spec):
+            return frozenset({spec.gpu_uuid})
+        case _:
+            return record.locked_gpus
+
+
+def withholding(debts: Iterable[Debt], device: OfferedDevice, boot_id: str) -> Debt | None:
+    """The first debt that keeps a device from being given out, if there is one."""
+    return next(
+        (debt for debt in debts if any(_withholds(step, debt, device, boot_id) for step in debt.steps)), None
+    )
+
+
+def what(step: Step) -> str:
+    """What is owed, as the object of a sentence."""
+    match step:
+        case SetTimeSlice(gpu_uuid=uuid):
+            return f"the default time slice of GPU {uuid}"
+        case RunMps(spec=spec):
+            return f"the end of the MPS daemon of device {spec.device}"
+        case UnknownStep(kind=kind):
+            return f"the undo of step {kind} of a newer release"
+        case _:
+            return type(step).__name__
+
+
+def remedy(steps: Sequence[Step]) -> str:
+    """What a person can do about the worst of what is owed."""
+    kinds = {kind_of(step) for step in steps}
+    if "newer-step" in kinds:
+        return "install the newer release again, or reboot the node"
+    if "mps" in kinds:
+        return "the driver tries again; see that the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
+    return "the driver tries again; see that nvidia-smi works on the node"
+
+
+def _thing(step: SetTimeSlice | RunMps | Step) -> tuple[str, str]:
+    """What a step sets; two steps of one thing are undone once, by the last claim."""
+    match step:
+        case SetTimeSlice(gpu_uuid=uuid):
+            return ("time-slice", uuid)
+        case RunMps(spec=spec):
+            return ("mps", spec.device)
+        case _:
+            return ("", "")
+
+
+def _withholds(step: Step, debt: Debt, device: OfferedDevice, boot_id: str) -> bool:
+    if debt.record.boot_id != boot_id:
+        return False
+    match step:
+        case RunMps(spec=spec) if spec.kind == "mig":
+            return device.name == spec.device
+        case RunMps(spec=spec):
+            return device.gpu.uuid == spec.gpu_uuid
+        case UnknownStep():
+            return device.gpu.uuid in debt.record.locked_gpus
+        case _:
+            return False

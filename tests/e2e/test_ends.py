@@ -1,0 +1,246 @@
+"""A pod can always end, on a real Kubernetes: whatever is broken on the node, and whatever its neighbours do."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import (
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    SIMULATOR_DIR,
+    Cluster,
+    claim_and_pod,
+    install,
+    uninstall_mps_host,
+    wait_for,
+)
+from tests.e2e.test_health import only
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+SMI = SIMULATOR_DIR / "root/usr/bin/nvidia-smi"
+GRACE_S = 1.0
+ENDS_WITHIN_S = GRACE_S + 15.0
+
+
+def config(sharing: dict[str, Any]) -> str:
+    kind = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
+    return json.dumps(kind | {"sharing": sharing})
+
+
+SLICED = config({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}})
+MPS = config({"strategy": "MPS"})
+
+
+@contextmanager
+def nvidia_smi(text: str) -> Iterator[None]:
+    """Another program in the place of nvidia-smi; `text` begins its script, and the real one goes on from there."""
+    real = SMI.read_text()
+    first, _, rest = real.partition("\n")
+    # In place: a container that starts meanwhile has the file mounted.
+    SMI.write_text(f"{first}\n{text}\n{rest}")
+    try:
+        yield
+    finally:
+        SMI.write_text(real)
+
+
+def drained_within(cluster: Cluster, *names: str) -> float:
+    """Delete the pods as a drain does; seconds until none is left."""
+    started = time.monotonic()
+    cluster.kubectl("delete", *(f"pod/{name}" for name in names), "-n", "default", "--wait=false")
+
+    def left() -> set[str]:
+        found = {pod["metadata"]["name"] for pod in cluster.get("pods", "-n", "default")["items"]}
+        return found & set(names)
+
+    wait_for("the pods to be gone", lambda: not left())
+    return time.monotonic() - started
+
+
+def debts() -> list[str]:
+    return [file.name for file in (PLUGIN_DIR / "debts").glob("*.json")]
+
+
+def prepare_failures(cluster: Cluster, pod: str) -> list[str]:
+    of_pod = f"--field-selector=involvedObject.name={pod}"
+    events = cluster.get("events", "-n", "default", of_pod)["items"]
+    return [event["message"] for event in events if event["reason"] == "PrepareFailed"]
+
+
+def durations(cluster: Cluster, *names: str) -> list[float]:
+    """Seconds that the driver took for each claim's Prepare, by its log."""
+    lines = cluster.kubectl("logs", DAEMONSET, "-n", NAMESPACE, "--tail=2000").splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    return [
+        event["duration_s"]
+        for event in events
+        if event["event"] == "claim_prepared" and event["claim"].removeprefix("default/") in names
+    ]
+
+
+def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_the_gpu(
+    cluster: Cluster,
+) -> None:
+    """The base has no MPS host."""
+    cluster.apply(claim_and_pod("wants-mps", selector=only(7), parameters=MPS))
+    told = wait_for("an event that says why", lambda: prepare_failures(cluster, "wants-mps"))
+    assert "no MPS host answers" in told[0]
+    assert "start the DaemonSet gpu-dra-driver-mps" in told[0]
+    assert drained_within(cluster, "wants-mps") <= ENDS_WITHIN_S
+    cluster.kubectl("delete", "resourceclaim/wants-mps", "-n", "default")
+    assert (cluster.leftovers(), debts()) == ([], []), "nothing was done, so nothing is owed"
+    cluster.apply(claim_and_pod("next", selector=only(7)))
+    cluster.wait_running("next")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+        "exit 255",
+        "exec sleep 600",
+    ],
+    ids=["driver package upgraded", "exit 255", "hangs"],
+)
+def test_drain_ends_while_nvidia_smi_is_broken(cluster: Cluster, broken: str) -> None:
+    names = ["sliced-0", "sliced-1", "plain"]
+    cluster.apply(
+        claim_and_pod(names[0], selector=only(0), parameters=SLICED)
+        + claim_and_pod(names[1], selector=only(1), parameters=SLICED)
+        + claim_and_pod(names[2], selector=only(2))
+    )
+    cluster.wait_running(*names)
+    with nvidia_smi(broken):
+        assert drained_within(cluster, *names) <= ENDS_WITHIN_S
+        assert len(debts()) == 2
+        assert not cluster.leftovers()
+        cluster.kubectl("delete", "resourceclaim", "--all", "-n", "default")
+        cluster.apply(claim_and_pod("next", selector=only(0)))
+        cluster.wait_running("next")  # a long time slice keeps nobody from the GPU
+    wait_for("the time slices to be set back", lambda: not debts(), timeout_s=90)
+    slices = SIMULATOR_DIR / "root/var/lib/nvidia-simulator/timeslice"
+    assert {file.read_text().strip() for file in slices.glob("*")} <= {"0", ""}
+
+
+def test_drain_ends_when_the_mps_host_is_gone_and_the_gpu_is_kept_until_it_is_back(cluster: Cluster) -> None:
+    install(cluster, "e2e-sharing")
+    try:
+        cluster.apply(claim_and_pod("served", selector=only(6), parameters=MPS))
+        cluster.wait_running("served")
+        cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE, "--cascade=orphan")
+        for pod in cluster.staying_pods("mps"):  # its daemons end with it, but their records and modes stay
+            name = pod["metadata"]["name"]
+            cluster.kubectl("delete", f"pod/{name}", "-n", NAMESPACE, "--timeout=300s")
+        assert drained_within(cluster, "served") <= ENDS_WITHIN_S
+        cluster.kubectl("delete", "resourceclaim/served", "-n", "default")
+        assert not cluster.leftovers()
+        assert len(debts()) == 1
+        wait_for("the GPU to be tainted", lambda: tainted(cluster, 6))
+    finally:
+        install(cluster, "e2e-sharing")
+        wait_for("the debt to be paid", lambda: not debts(), timeout_s=90)
+        wait_for("the GPU to be on offer again", lambda: not tainted(cluster, 6))
+        uninstall_mps_host(cluster)
+        install(cluster, "e2e")
+
+
+def tainted(cluster: Cluster, index: int) -> bool:
+    [device] = [one for one in cluster.devices() if one["attributes"]["index"]["int"] == index]
+    return any(one["key"] == "gpu.nvidia.com/debt" for one in device.get("taints", []))
+
+
+def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
+    names = [f"pod-{index}" for index in (2, 3, 4)]
+    cluster.apply("".join(claim_and_pod(name, selector=only(int(name[-1]))) for name in names))
+    cluster.wait_running(*names)
+    cluster.simulate("lose", "4")
+    cluster.simulate("fault", "*", "--delay", "600")
+    try:
+        assert drained_within(cluster, *names) <= ENDS_WITHIN_S
+        assert (cluster.leftovers(), debts()) == ([], [])
+    finally:
+        cluster.simulate("clear-faults")
+        cluster.simulate("restore", "4")
+        # Calls that began before still wait in this instance.
+        cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+        cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+        wait_for("the driver to have settled", cluster.driver_has_settled)
+        cluster.simulate("reset", "4")
+
+
+def test_eight_claims_of_one_pod_wait_for_nvidia_smi_at_the_same_time(cluster: Cluster) -> None:
+    """With steps of three seconds the pod ran after 24 s, and with longer ones never."""
+    claims = [f"part-{index}" for index in range(8)]
+    documents = [
+        claim_and_pod(name, selector=only(index), parameters=SLICED).partition("---")[0]
+        for index, name in enumerate(claims)
+    ]
+    entries = ", ".join(f"{{name: {name}, resourceClaimName: {name}}}" for name in claims)
+    used = ", ".join(f"{{name: {name}}}" for name in claims)
+    pod = f"""apiVersion: v1
+kind: Pod
+metadata: {{name: all-eight, namespace: default}}
+spec:
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: local/workload:e2e
+      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
+      resources: {{claims: [{used}]}}
+  resourceClaims: [{entries}]
+"""
+    with nvidia_smi('case "$*" in *set-timeslice*) sleep 3 ;; esac'):
+        cluster.apply("---\n".join([*documents, pod]))
+        cluster.wait_running("all-eight")
+        took = durations(cluster, *claims)
+        assert len(took) == 8
+        assert max(took) < 12, took
+        assert drained_within(cluster, "all-eight") <= ENDS_WITHIN_S
+    cluster.kubectl("delete", "resourceclaim", "--all", "-n", "default")
+    wait_for("nothing to be owed", lambda: not debts(), timeout_s=90)
+
+
+def test_a_busy_gpu_holds_up_neither_a_monitor_nor_a_claim_on_another_gpu(cluster: Cluster) -> None:
+    [busy] = [one for one in cluster.devices() if one["attributes"]["index"]["int"] == 1]
+    uuid = busy["attributes"]["uuid"]["string"]
+    monitor = f"""apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {{name: monitor, namespace: admin}}
+spec:
+  devices:
+    requests: [{{name: device, exactly: {{deviceClassName: gpu.nvidia.com, allocationMode: All, adminAccess: true}}}}]
+---
+{claim_and_pod("monitor").partition("---")[2].replace("namespace: default", "namespace: admin")}"""
+    cluster.make_namespace("admin", {"resource.kubernetes.io/admin-access": "true"})
+    try:
+        with locked(PLUGIN_DIR / "locks" / f"{uuid}.lock"):
+            cluster.apply(monitor + claim_and_pod("neighbour", selector=only(0)))
+            cluster.wait_running("neighbour")
+            cluster.wait_running("monitor", namespace="admin")
+            assert max(durations(cluster, "neighbour")) < 5
+            assert drained_within(cluster, "neighbour") <= ENDS_WITHIN_S
+            started = time.monotonic()
+            cluster.kubectl("delete", "pod/monitor", "-n", "admin", "--timeout=300s")
+            assert time.monotonic() - started <= ENDS_WITHIN_S
+    finally:
+        cluster.kubectl("delete", "namespace", "admin", "--timeout=300s")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """The lock of a GPU, as a call that hangs in the other instance of the driver has it."""
+    with path.open("r+b") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        yield

@@ -1,0 +1,439 @@
+"""Claims that end although not everything could be undone, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import RetryableError, StateError
+from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.executor import Executor
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.debts import Debt, still_owed, withholding
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
+from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim, hold
+
+BOOT = "boot-1"
+UUID_0, UUID_1 = (MIXED.by_name[name].gpu.uuid for name in (GPU_0, GPU_1))
+SLICE = SetTimeSlice(UUID_0, 3)
+MPS = RunMps(MpsDaemonSpec(GPU_0, UUID_0, "gpu", UUID_0))
+NEWER = UnknownStep("bind_vfio", {"group": 7})
+CDI = WriteCdiSpec()
+
+
+def record(*steps: Step, uid: str = "uid-1", boot_id: str = BOOT) -> ClaimRecord:
+    return ClaimRecord(claim(GPU_0, uid=uid), "prepared", boot_id, (hold(GPU_0),), (*steps, CDI), "now")
+
+
+class Tools:
+    """What undoes steps; those in `broken` fail, those in `hanging` wait for `let_on`."""
+
+    def __init__(self) -> None:
+        self.broken: list[Step] = []
+        self.hanging: list[Step] = []
+        self.undone: list[Step] = []
+        self.done: list[Step] = []
+        self.let_on = threading.Event()
+
+    def do(self, step: Step, plan: Plan) -> None:
+        self.done.append(step)
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        if step in self.hanging:
+            assert self.let_on.wait(30)
+        if isinstance(step, UnknownStep):
+            raise StateError("only the newer release can undo it")
+        if step in self.broken:
+            raise RetryableError(f"nvidia-smi fails for {type(step).__name__}")
+        self.undone.append(step)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        return True
+
+    def forget(self, claim_uid: str) -> None:
+        pass
+
+
+class Told:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def owed(self, debt: Debt) -> None:
+        self.lines.append(f"owed {debt.text}")
+
+    def paid(self, debt: Debt) -> None:
+        self.lines.append(f"paid {debt.name}")
+
+
+class Bench:
+    """One instance of the driver over a directory."""
+
+    def __init__(self, directory: Path, boot_id: str = BOOT) -> None:
+        self.directory, self.boot_id = directory, boot_id
+        self.records = RecordStore(directory / "claims")
+        self.records.open(boot_id)
+        self.told = Told()
+        self.changes = 0
+        self.debts = Debts(directory / "debts", self.records, boot_id, self.told, self._changed)
+        self.debts.open()
+        self.locks = GpuLocks(directory / "locks")
+        self.locks.open()
+        self.tools = Tools()
+        self.executor = Executor(self.records, self.debts, self.tools, boot_id)
+        self.found: object = "as it was"
+        self.keeper = DebtKeeper(
+            self.debts, self.locks, self.tools, boot_id, lambda: True, lambda: self.found
+        )
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def end(self, ended: ClaimRecord, wait_s: float = 5.0) -> None:
+        """As Unprepare does."""
+        self.records.save(ended)
+        self.executor.take_back(ended, lambda gpu: self.locks.hold({gpu}, wait_s))
+
+    def restarted(self, boot_id: str = BOOT) -> Bench:
+        return Bench(self.directory, boot_id)
+
+    def files(self) -> list[str]:
+        return sorted(
+            str(path.relative_to(self.directory))
+            for path in self.directory.rglob("*.json*")
+            if path.is_file()
+        )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_claim_without_a_failure_owes_nothing(bench: Bench) -> None:
+    bench.end(record(SLICE, MPS))
+    assert (bench.files(), bench.told.lines) == ([], [])
+    assert bench.tools.undone == [CDI, MPS, SLICE]
+
+
+@pytest.mark.parametrize("step", [SLICE, MPS], ids=["time slice", "MPS"])
+def test_failed_undo_becomes_a_debt_that_the_keeper_pays(bench: Bench, step: Step) -> None:
+    bench.tools.broken = [step]
+    bench.end(record(SLICE, MPS))
+    assert bench.files() == ["debts/uid-1.json"]
+    [debt] = bench.debts.outstanding()
+    assert debt.steps == (step,), "the other one is undone"
+    assert f"nvidia-smi fails for {type(step).__name__}" in debt.text
+    assert bench.keeper.pay_all() != []
+    bench.tools.broken = []
+    assert bench.keeper.pay_all() == []
+    assert bench.files() == []
+    assert [line.split()[0] for line in bench.told.lines] == ["owed", "paid"]
+    assert bench.changes == 2, "the publisher hears of the beginning and of the end"
+
+
+def test_step_that_writes_files_has_to_be_undone(bench: Bench) -> None:
+    bench.tools.broken = [CDI, MPS]
+    with pytest.raises(RetryableError, match="WriteCdiSpec"):
+        bench.end(record(MPS))
+    assert bench.files() == ["claims/uid-1.json"]
+
+
+def test_step_of_a_newer_release_is_owed_until_a_reboot(bench: Bench) -> None:
+    bench.end(record(NEWER))
+    [debt] = bench.debts.outstanding()
+    assert debt.kinds == ("newer-step",)
+    assert bench.keeper.pay_all() == [replace(debt, cause="only the newer release can undo it")]
+    after = bench.restarted("boot-2")
+    assert after.debts.outstanding() == []
+    assert after.keeper.pay_all() == []
+    assert after.files() == []
+
+
+def test_instance_that_starts_tries_everything_that_could_be_owed(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(SLICE, MPS))
+    after = bench.restarted()
+    [debt] = after.debts.outstanding()
+    assert (debt.steps, debt.cause) == ((SLICE, MPS), None)
+    assert after.keeper.pay_all() == []
+    assert (after.tools.undone, after.files()) == ([MPS, SLICE], [])
+
+
+def test_claim_may_owe_twice(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    other = RunMps(replace(MPS.spec, device=GPU_1, uuid=UUID_1, gpu_uuid=UUID_1))
+    bench.tools.broken = [MPS, other]
+    bench.end(record(other))
+    assert bench.files() == ["debts/uid-1.2.json", "debts/uid-1.json"]
+    bench.tools.broken = []
+    assert bench.keeper.pay_all() == []
+    assert sorted(step.spec.device for step in bench.tools.undone if isinstance(step, RunMps)) == [
+        GPU_0,
+        GPU_1,
+    ]
+
+
+@pytest.mark.parametrize("uid", ["uid-1", "uid-2"], ids=["the same claim again", "another claim"])
+def test_newer_claim_makes_a_debt_void(bench: Bench, uid: str) -> None:
+    bench.tools.broken = [SLICE, MPS]
+    bench.end(record(SLICE, MPS))
+    bench.records.save(record(replace(SLICE, interval=1), MPS, uid=uid))
+    bench.tools.broken, bench.tools.undone = [], []
+    assert bench.keeper.pay_all() == []
+    assert bench.tools.undone == [], "the newer claim's pod uses it"
+    assert bench.files() == [f"claims/{uid}.json"]
+
+
+def test_payment_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.tools.broken = []
+    with bench.restarted().locks.hold({UUID_0}, 1):
+        [debt] = bench.keeper.pay_all()
+    assert "is busy" in str(debt.cause)
+    assert bench.keeper.pay_all() == []
+
+
+def test_claim_ends_though_another_one_keeps_its_gpu_busy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bench.restarted().locks.hold({UUID_0}, 1):
+        bench.end(record(MPS), wait_s=0.2)
+    [debt] = bench.debts.outstanding()
+    assert "is busy with another claim" in debt.text
+    assert bench.tools.undone == [CDI]
+    assert bench.keeper.pay_all() == []
+
+
+def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.3)
+    other = SetTimeSlice(UUID_1, 1)
+    bench.tools.hanging = [MPS]
+    bench.end(record(MPS, other))
+    [debt] = bench.debts.outstanding()
+    assert debt.steps == (MPS,)
+    assert "did not end in time" in debt.text
+    assert bench.tools.undone == [CDI, other], "the other GPU feels nothing"
+    assert "is busy" in str(bench.keeper.pay_all()[0].cause), "nobody else touches the GPU meanwhile"
+    bench.tools.let_on.set()
+    deadline = time.monotonic() + 10
+    while bench.keeper.pay_all():
+        assert time.monotonic() < deadline
+    assert bench.files() == []
+
+
+def test_full_disk_is_no_obstacle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.tools.broken = [MPS]
+    bench.records.save(record(MPS))
+
+    def full(*_args: object, **_options: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    bench.executor.take_back(record(MPS))
+    assert bench.files() == ["debts/uid-1.json"]
+
+
+def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.records.save(record(MPS))
+    shutil.rmtree(bench.directory / "debts")
+    with pytest.raises(
+        StateError, match=r"cannot move .*claims/uid-1.json to .*debts/uid-1.json: the directory"
+    ):
+        bench.executor.take_back(record(MPS))
+    assert bench.files() == ["claims/uid-1.json"]
+    (bench.directory / "debts").mkdir()
+    bench.executor.take_back(record(MPS))
+    assert bench.files() == ["debts/uid-1.json"]
+
+
+def test_unreadable_debt_is_set_aside_and_hides_no_other(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.end(record(MPS, uid="uid-2"))
+    (bench.directory / "debts/uid-1.json").write_text("{")
+    assert [debt.record.ref.uid for debt in bench.debts.outstanding()] == ["uid-2"]
+    assert [name.partition(".json")[2][:11] for name in bench.files()] == [".unreadable", ""]
+
+
+# --- before a Prepare ------------------------------------------------------------------------------
+
+
+def test_prepare_pays_first(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.tools.broken = []
+    bench.keeper.settle(frozenset({UUID_0}), ())
+    assert bench.files() == []
+
+
+def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    with pytest.raises(RetryableError) as caught:
+        bench.keeper.settle(frozenset({UUID_0}), ())
+    assert str(caught.value) == (
+        f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended but owes the end of the MPS "
+        f"daemon of device {GPU_0}: nvidia-smi fails for RunMps; the driver tries again; see that the MPS host "
+        "(DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
+    )
+    bench.keeper.settle(frozenset({UUID_1}), ())
+    bench.keeper.settle(frozenset({UUID_0}), [MPS])  # who wants the daemon starts it anew
+
+
+def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
+    bench.tools.broken = [SLICE]
+    bench.end(record(SLICE))
+    bench.keeper.settle(frozenset({UUID_0}), ())
+    assert bench.files() == ["debts/uid-1.json"]
+
+
+# --- what others see -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "boot_id", "names"),
+    [
+        (SLICE, BOOT, set()),
+        (MPS, BOOT, {GPU_0}),
+        (MPS, "boot-0", set()),
+        (NEWER, BOOT, {GPU_0}),
+        (RunMps(replace(MPS.spec, device="gpu-0-mig-1g-0", kind="mig")), BOOT, set()),
+    ],
+    ids=["time slice", "MPS", "MPS of another boot", "newer", "MPS of a MIG device"],
+)
+def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
+    step: Step, boot_id: str, names: set[str]
+) -> None:
+    debt = Debt("uid-1", record(step, boot_id=boot_id), (step,), 1)
+    assert {name for name in (GPU_0, GPU_1) if withholding([debt], MIXED.by_name[name], BOOT)} == names
+
+
+def test_what_a_reboot_takes_away_is_owed_no_more() -> None:
+    assert still_owed((SLICE, MPS, NEWER, CDI), record(boot_id="boot-0"), BOOT, ()) == (MPS,)
+    assert still_owed((SLICE, MPS, NEWER, CDI), record(), BOOT, ()) == (SLICE, MPS, NEWER)
+
+
+def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    after = bench.restarted("boot-2")
+    after.tools.broken = [MPS]
+    assert after.keeper.pay_all() == []
+    assert after.files() == []
+
+
+# --- the keeper's thread ---------------------------------------------------------------------------
+
+
+@contextmanager
+def running(keeper: DebtKeeper) -> Iterator[None]:
+    keeper.start()
+    try:
+        yield
+    finally:
+        keeper.stop()
+
+
+def eventually(check: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.keeper._due = float("inf")
+    bench.keeper._seen_tools = bench.found
+    with running(bench.keeper):
+        time.sleep(0.2)
+        assert bench.files() == ["debts/uid-1.json"], "not before its time"
+        bench.tools.broken = []
+        bench.found = "nvidia-smi is back"
+        eventually(lambda: not bench.files())
+
+
+def test_keeper_tries_again_by_itself(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    with running(bench.keeper):
+        eventually(lambda: bench.keeper._due > 0)
+        bench.tools.broken = []
+        eventually(lambda: not bench.files())
+
+
+def test_keeper_of_an_instance_that_does_not_lead_leaves_debts_alone(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.tools.broken, bench.tools.undone = [], []
+    follower = DebtKeeper(bench.debts, bench.locks, bench.tools, BOOT, lambda: False)
+    assert follower._turn() == 60.0
+    assert bench.files() == ["debts/uid-1.json"]
+
+
+# --- crashes ---------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+@pytest.mark.parametrize("moment", ["before the link", "after the link", "after the unlink"])
+def test_process_that_dies_in_the_move(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    bench.tools.broken = [MPS]
+    bench.records.save(record(MPS))
+    name = "unlink" if moment == "after the unlink" else "hardlink_to"
+    real = getattr(Path, name)
+
+    def dying(*arguments: object, **options: object) -> None:
+        if moment.startswith("after"):
+            real(*arguments, **options)
+        raise Crash
+
+    monkeypatch.setattr(Path, name, dying)
+    with pytest.raises(Crash):
+        bench.executor.take_back(record(MPS))
+    monkeypatch.undo()
+    following = bench.restarted()
+    known = following.records.get("uid-1")
+    assert (known is None) == (moment == "after the unlink")
+    if known is not None:
+        following.executor.take_back(known)
+    assert following.keeper.pay_all() == []
+    assert following.files() == []
+
+
+@pytest.mark.parametrize("point", ["undo", "unlink"])
+def test_process_that_dies_while_it_pays(bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.tools.broken = []
+
+    def die(*_args: object, **_options: object) -> None:
+        raise Crash
+
+    monkeypatch.setattr(*((bench.tools, "undo") if point == "undo" else (Path, "unlink")), die)  # type: ignore[arg-type]
+    with pytest.raises(Crash):
+        bench.keeper.pay_all()
+    monkeypatch.undo()
+    following = bench.restarted()
+    assert following.keeper.pay_all() == []
+    assert following.files() == []
