@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dra_driver.files.atomic import (
     sync_removals,
     write_atomically,
 )
+from dra_driver.files.directory_watch import DirectoryWatch
 
 _SUFFIX = ".json"
 # Earlier drivers of this name wrote YAML. This one finds and removes both.
@@ -39,6 +42,11 @@ class CdiDirectory:
         # The driver's part of the last spec, after its checks, and its bytes. This part is most of a spec, and equal in
         # # all specs.
         self._good: tuple[Any, bytes] | None = None
+        self._watch = DirectoryWatch(self._path)
+        self._names: dict[str, tuple[str, tuple[str, ...]]] = {}  # UID and devices by file
+        self._by_uid: dict[str, tuple[str, ...]] = {}
+        self._pending: set[str] = set()
+        self._index_lock = threading.Lock()
 
     def create(self) -> None:
         """Create the directory if it is missing, and remove what killed writers left.
@@ -93,25 +101,43 @@ class CdiDirectory:
 
         Raises: StateError.
         """
-        found: dict[str, tuple[str, ...]] = {}
-        for file in self._files():
-            if file.name.startswith(self._prefix) and file.suffix in _SUFFIXES:
-                uid = file.stem.removeprefix(self._prefix)
-                content = read_or_none(file)
-                found[uid] = (*found.get(uid, ()), *_device_names(uid, content, file.suffix))
-        return found
+        with self._index_lock:
+            pending = self._to_look_at()
+            for file in pending:
+                path = self._path / file
+                if os.path.lexists(path):
+                    uid = path.stem.removeprefix(self._prefix)
+                    self._names[file] = (uid, _device_names(uid, read_or_none(path), path.suffix))
+                else:
+                    self._names.pop(file, None)
+                self._pending.discard(file)
+            if pending or not self._names:
+                self._by_uid = {}
+                for _, (uid, names) in sorted(self._names.items()):
+                    self._by_uid[uid] = (*self._by_uid.get(uid, ()), *names)
+            return self._by_uid.copy()
 
     @property
     def _prefix(self) -> str:
         return file_stem(self._driver_name, "0").removesuffix("0")
 
-    def _files(self) -> Iterator[Path]:
+    def _to_look_at(self) -> Sequence[str]:
+        """The specs of ours that may have changed since `list` last read them. Raises: StateError."""
         try:
-            yield from sorted(self._path.iterdir())
+            changed = self._watch.changed()
+            if changed is None:
+                self._names.clear()
+                changed = set(os.listdir(self._path))  # noqa: PTH208  no Path objects wanted
         except FileNotFoundError:
-            return
+            self._names.clear()
+            self._pending.clear()
+            return []
         except OSError as error:
             raise state_error("list", self._path, error) from error
+        self._pending |= {
+            file for file in changed if file.startswith(self._prefix) and file.endswith(_SUFFIXES)
+        }
+        return sorted(self._pending)
 
 
 def check_spec(file: Path, spec: dict[str, Any]) -> None:

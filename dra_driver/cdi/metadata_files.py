@@ -13,6 +13,7 @@ missing. It is moved away when the claim is prepared, and removed with the claim
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -163,10 +164,8 @@ class MetadataFiles:
         prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
         found = [
             path
-            for path in _entries(self._cdi)
-            if path.name.startswith(prefix)
-            and path.suffix == _SPEC_SUFFIX
-            and path.stem.rpartition("_")[0] == prefix
+            for path in _entries(self._cdi, prefix)
+            if path.suffix == _SPEC_SUFFIX and path.stem.rpartition("_")[0] == prefix
         ]
         for path in found:
             remove_file(path)
@@ -178,9 +177,11 @@ class MetadataFiles:
             yield from _readable_entries(claim)
 
 
-def _entries(directory: Path) -> list[Path]:
+def _entries(directory: Path, prefix: str = "") -> list[Path]:
+    """The entries whose names begin with `prefix`, by name. Raises: StateError."""
     try:
-        return sorted(directory.iterdir())
+        names = os.listdir(directory)  # noqa: PTH208  a thousand Path objects cost milliseconds
+        return [directory / name for name in sorted(names) if name.startswith(prefix)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -27,6 +27,7 @@ from dra_driver.files.atomic import (
     write_atomically,
 )
 from dra_driver.files.boots import begin_boot
+from dra_driver.files.directory_watch import DirectoryWatch
 from dra_driver.files.formats import NewerFormatError
 
 T = TypeVar("T")
@@ -79,6 +80,11 @@ class JsonStore(Generic[T]):
         self._cache: dict[str, tuple[Stamp, T]] = {}
         self._left: dict[str, Stamp] = {}
         self._lock = threading.Lock()
+        self._watch = DirectoryWatch(directory)
+        self._aside: set[str] = set()  # this and the next two are of `all`, under the lock of the index
+        self._values: dict[str, T] = {}
+        self._pending: set[str] = set()
+        self._index_lock = threading.Lock()
 
     def path(self, name: str) -> Path:
         """Where the value lies. The caller has checked the name."""
@@ -93,32 +99,61 @@ class JsonStore(Generic[T]):
 
     def all(self) -> dict[str, T]:
         """Every readable value by name. Raises: StateError if the directory cannot be listed."""
+        with self._index_lock:
+            is_new = False
+            for name in self._to_look_at():
+                value, may_pass = None, True
+                try:
+                    value = self.get(name)
+                except NewerFormatError:
+                    may_pass = False
+                if value is None:
+                    self._values.pop(name, None)
+                    with self._lock:
+                        self._cache.pop(name, None)
+                        if name in self._left and not os.path.lexists(self.path(name)):
+                            del self._left[name]
+                else:
+                    is_new |= name not in self._values
+                    self._values[name] = value
+                if not (may_pass and name in self._left):  # no event tells that a disk is well again
+                    self._pending.discard(name)
+            if is_new:
+                self._values = dict(sorted(self._values.items()))
+            return self._values.copy()
+
+    def _to_look_at(self) -> set[str]:
+        """The values whose files may have changed since `all` last read them. Raises: StateError."""
         try:
-            with os.scandir(self._directory) as entries:
-                found = {
-                    entry.name.removesuffix(_SUFFIX): entry
-                    for entry in entries
-                    if entry.name.endswith(_SUFFIX)
-                }
+            changed = self._watch.changed()
+            if changed is None:
+                changed = set(os.listdir(self._directory))  # noqa: PTH208  no Path objects wanted
+                self._aside.clear()
+                self._values.clear()
+                with self._lock:
+                    self._left = {
+                        name: stamp for name, stamp in self._left.items() if f"{name}{_SUFFIX}" in changed
+                    }
         except OSError as error:
             raise state_error(f"list the {self._what}s in", self._directory, error) from error
-        values: dict[str, T] = {}
-        for name in sorted(filter(self._is_name, found)):
-            with suppress(NewerFormatError):
-                value = self._seen(name, found[name].stat)
-                if value is not None:
-                    values[name] = value
-        with self._lock:
-            self._cache = {name: kept for name, kept in self._cache.items() if name in values}
-            unread = found.keys() - values.keys()
-            self._left = {name: stamp for name, stamp in self._left.items() if name in unread}
-        return values
+        for file in changed:
+            name = file.removesuffix(_SUFFIX)
+            if f"{_SUFFIX}{QUARANTINE}" in file:
+                is_there = os.path.lexists(self._directory / file)
+                (self._aside.add if is_there else self._aside.discard)(file)
+            elif name != file and self._is_name(name):
+                self._pending.add(name)
+        return set(self._pending)
 
     def quarantined(self) -> list[Path]:
         """Files that could not be read: those that were set aside, and those that are still in their place."""
+        with self._index_lock:
+            with suppress(StateError):
+                self._to_look_at()
+            aside = [self._directory / file for file in self._aside]
         with self._lock:
             left = [self.path(name) for name in self._left]
-        return sorted([*self._directory.glob(f"*{_SUFFIX}{QUARANTINE}*"), *left])
+        return sorted([*aside, *left])
 
     def save(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, as `write_atomically`. Raises: StateError."""
@@ -173,6 +208,7 @@ class JsonStore(Generic[T]):
         else:
             with self._lock:
                 self._cache[name] = (stamp, value)
+                self._left.pop(name, None)
             return value
         self._set_aside(name, path, stamp, reason)
         return None

@@ -37,7 +37,13 @@ class DeviceHeldError(ClaimRefusedError):
 
 def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
     """Raises: DeviceHeldError if another claim holds one of the devices, or shares it in another mode."""
-    conflicts = [conflict for record in others for conflict in _conflicts(wanted, record)]
+    gpus = {device.gpu_uuid for _, device in wanted}
+    conflicts = [
+        conflict
+        for record in others
+        if any(held.gpu_uuid in gpus and not held.admin_access for held in record.devices)
+        for conflict in _conflicts(wanted, record)
+    ]
     if conflicts:
         raise DeviceHeldError(conflicts, [device for _, device in wanted])
 
