@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, assert_never
 
 import structlog
@@ -70,11 +71,12 @@ class CdiSteps:
         """The spec as it would be written now."""
         files = self._installation.files(self._driver_version())
         self._tell(files.notes)
+        used = {device.cdi_device for device in plan.devices if not device.result.admin_access}
         return claim_spec(
             plan.claim.ref.uid,
             self._driver_name,
             files,
-            [self._device(device) for device in plan.devices],
+            [replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices],
             self._common_edits(files),
         )
 

@@ -300,11 +300,10 @@ class Preparer:
         yield from (record for uid, record in records.items() if uid != claim.ref.uid)
         if not self._records.quarantined():
             return
-        offered = inventory.by_name
         for uid, devices in self._without_record.lost(records).items():
-            held = [offered[name] for name in sorted(devices) if name in offered]
-            if uid != claim.ref.uid and held:
-                yield lost_claim(uid, held)
+            lost = lost_claim(uid, devices, inventory)
+            if uid != claim.ref.uid and lost is not None:
+                yield lost
 
 
 def _refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:

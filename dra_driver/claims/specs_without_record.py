@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.mps_edits import uses_mps
+from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.plan import device_of_cdi_name
 from dra_driver.model.record import ClaimRecord
@@ -19,13 +20,17 @@ class SpecsWithoutRecord:
         self._records = records
         self._specs = specs
 
-    def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, frozenset[str]]:
-        """Device names by the UID of each claim whose record was lost; empty while no record is set aside."""
-        return self._devices(records) if self._records.quarantined() else {}
+    def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, Sequence[SpecDevice]]:
+        """What the spec tells of the devices of each claim whose record was lost, by its UID; empty while no record is
+        set aside."""
+        if not self._records.quarantined():
+            return {}
+        return {uid: devices_of(uid, self._specs.read(uid)) for uid, _ in self._without_record(records)}
 
     def lost_devices(self) -> set[str]:
-        """Names of all devices of claims whose record was lost."""
-        return {device for devices in self.lost(self._records.all()).values() for device in devices}
+        """Names of the devices that claims hold whose record was lost."""
+        lost = self.lost(self._records.all()).values()
+        return {device.device for devices in lost for device in devices if not device.admin_access}
 
     def mps_users(self) -> Mapping[str, frozenset[str]]:
         """Names of the devices with MPS, by the UID of each claim without a record."""

@@ -79,7 +79,7 @@ class CdiDevice:
     """One device of a claim as its containers get it.
 
     `nodes` are necessary, `drm` nodes serve graphics; `links` are (path, target) pairs; `env` entries
-    have the form `NAME=value`.
+    have the form `NAME=value`. With `admin_access` the claim only looks at the device.
     """
 
     name: str
@@ -88,3 +88,4 @@ class CdiDevice:
     links: tuple[tuple[str, str], ...] = ()
     env: tuple[str, ...] = ()
     mounts: tuple[CdiMount, ...] = ()
+    admin_access: bool = False

@@ -72,3 +72,9 @@ def cdi_device(result: DeviceResult) -> str:
 def device_of_cdi_name(name: str) -> str:
     """The device's name in a name that `cdi_device` made."""
     return _SHARE_SUFFIX.sub("", name)
+
+
+def share_of_cdi_name(name: str) -> str | None:
+    """The ID of the share in a name that `cdi_device` made; None for a device that is not shared."""
+    found = _SHARE_SUFFIX.search(name)
+    return None if found is None else found[0][1:]

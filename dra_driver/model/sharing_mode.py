@@ -41,6 +41,8 @@ class UnknownSharingMode:
 
 
 SharingMode = TimeSliced | MpsShared | UnknownSharingMode | None
+LOST_MPS = UnknownSharingMode("MPS")
+"""MPS with a daemon of which nobody knows the settings, because the claim's record was lost."""
 
 
 def usage_kind(usage: SharingMode) -> str:

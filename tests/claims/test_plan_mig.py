@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.plan import lost_claim, plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.mig.rules.counters import partitioned
@@ -145,7 +146,8 @@ def test_two_claims_never_share_silicon(first: str, second: str) -> None:
 
 
 def test_claim_with_a_lost_record_keeps_its_silicon() -> None:
-    lost = lost_claim("uid-lost", [NODE_.by_name[TWO_0]])
+    lost = lost_claim("uid-lost", [SpecDevice(TWO_0)], NODE_)
+    assert lost is not None
     with pytest.raises(ClaimRefusedError, match="UID uid-lost"):
         plan(claim(ONE_0), lost)
 

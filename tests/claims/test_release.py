@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.plan import lost_claim
 from dra_driver.claims.rules.release import ReleaseReason, release_reason, staleness
 from dra_driver.model.claim import AllocatedClaim, ClaimNow
@@ -46,7 +47,7 @@ OTHERS = ReleaseReason("is allocated to other devices now")
         (HELD, now(GPU_0), None, None),
         (HELD, now(GPU_0, GPU_1), None, None),
         (replace(HELD, phase="preparing"), None, GONE, GONE),
-        (lost_claim("uid-1", [MIXED.by_name[GPU_0]]), None, None, None),
+        (lost_claim("uid-1", [SpecDevice(GPU_0)], MIXED), None, None, None),
         (ClaimRecord(AllocatedClaim(ref(), ()), "prepared", "", (hold(GPU_0),), ()), now(), None, None),
     ],
 )

@@ -22,6 +22,10 @@ _COMMON_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 _WORLD_RW = 0o006
 _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
+ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
+"""The environment of a container whose claim looks at a device with adminAccess, as Kubernetes' example driver has
+it."""
+
 # Without it the NVIDIA container runtime, if it is installed, would inject all GPUs as well.
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
 
@@ -188,8 +192,9 @@ def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
 
 def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
     edits = _node_edits((*device.nodes, *device.drm))
-    if device.env:
-        edits["env"] = list(device.env)
+    env = [*device.env, *((ADMIN_ACCESS,) if device.admin_access else ())]
+    if env:
+        edits["env"] = env
     if device.mounts:
         edits["mounts"] = [_cdi_mount(mount) for mount in device.mounts]
     if device.links and hook is not None:

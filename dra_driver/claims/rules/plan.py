@@ -19,6 +19,7 @@ from dataclasses import replace
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
+from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.conflicts import refuse_held
 from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
@@ -26,7 +27,7 @@ from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevic
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
-from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
+from dra_driver.model.sharing_mode import LOST_MPS, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
     CreateMig,
     LeaveMigMode,
@@ -244,9 +245,21 @@ def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
     return isinstance(one, WholeGpu) or isinstance(other, WholeGpu)
 
 
-def lost_claim(uid: str, devices: Iterable[OfferedDevice]) -> ClaimRecord:
-    """A record for a claim whose own record was lost: it holds the devices that the claim's CDI spec names."""
-    held = tuple(held_silicon(device) for device in devices)
+def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) -> ClaimRecord | None:
+    """A record for a claim whose own record was lost: it holds what the claim's CDI spec names of the devices on offer,
+    and as the spec says. None if it holds nothing."""
+    held = tuple(
+        replace(
+            held_silicon(inventory.by_name[one.device]),
+            admin_access=one.admin_access,
+            share_id=one.share_id,
+            usage=LOST_MPS if one.uses_mps else None,
+        )
+        for one in sorted(devices, key=lambda one: one.device)
+        if one.device in inventory.by_name
+    )
+    if not held:
+        return None
     return ClaimRecord(AllocatedClaim(ClaimRef("?", "?", uid), ()), "prepared", "", held, ())
 
 

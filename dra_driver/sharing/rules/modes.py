@@ -13,6 +13,7 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.sharing import SharingPolicy, kind_of
 from dra_driver.model.sharing_mode import (
     INTERVALS,
+    LOST_MPS,
     MpsShared,
     SharingMode,
     TimeSliced,
@@ -273,6 +274,8 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
         case MpsShared(spec=mine), MpsShared(spec=theirs):
             differences = theirs.differences(mine)
             return f"one MPS daemon serves both, but {'; '.join(differences)}" if differences else None
+        case UnknownSharingMode(kind=LOST_MPS.kind), MpsShared():
+            return None  # the MPS host knows the daemon's settings, and refuses others
         case (MpsShared(), _) | (_, MpsShared()):
             return (
                 f"it uses {usage_kind(held)} and this one {usage_kind(wanted)}; MPS has the device to itself"

@@ -1,0 +1,74 @@
+"""A record that cannot be read: its claim's CDI spec tells what the claim held, and nothing else is blocked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
+from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from tests.fakes.kindnode import KindNode, Site, share
+from tests.fakes.samples import claim, result
+
+
+@pytest.fixture(scope="module")
+def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
+    one = Site(make_memory_path() / "machine")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def node(site: Site, memory_path: Path) -> KindNode:
+    site.reset()
+    return KindNode(site, memory_path / "node")
+
+
+def lost(node: KindNode, wanted: AllocatedClaim) -> None:
+    assert isinstance(node.prepare(wanted), Prepared)
+    (node.records.directory / f"{wanted.ref.uid}.json").write_text("{")
+
+
+def test_monitor_blocks_none_of_the_gpus_that_it_looks_at(node: KindNode, site: Site) -> None:
+    names = [site.whole(index) for index in (2, 3)]
+    monitor = claim(*(result(name, admin_access=True) for name in names), uid="monitor")
+    lost(node, monitor)
+    for number, name in enumerate(names):
+        assert isinstance(node.prepare(claim(name, uid=f"user-{number}")), Prepared)
+    assert isinstance(node.prepare(monitor), Prepared)
+
+
+def test_claim_that_uses_a_gpu_and_looks_at_it_too_keeps_it(node: KindNode, site: Site) -> None:
+    name = site.whole(2)
+    lost(node, claim(result(name, "use"), result(name, "look", admin_access=True), uid="both"))
+    answer = node.prepare(claim(name, uid="user"))
+    assert isinstance(answer, Failed)
+    assert "is held by claim ?/? (UID both)" in answer.error
+
+
+def test_share_blocks_no_other_share_of_its_device(node: KindNode, site: Site) -> None:
+    lost(node, claim(share(site, 0), uid="share-0"))
+    assert isinstance(node.prepare(claim(share(site, 1), uid="share-1")), Prepared)
+    same = node.prepare(claim(share(site, 0), uid="same-share"))
+    assert isinstance(same, Failed)
+    assert "is held by claim ?/? (UID share-0)" in same.error
+    whole = node.prepare(claim(site.whole(5), uid="whole"))
+    assert isinstance(whole, Failed)
+    assert "is held by claim" in whole.error
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        {},
+        {"devices": None},
+        {"devices": 1},
+        {"devices": [1, {}, {"name": "u-gpu-0", "containerEdits": 1}]},
+    ],
+)
+def test_spec_that_says_less_than_it_should_is_read_as_far_as_it_goes(spec: Any) -> None:
+    assert devices_of("u", spec) in ((), (SpecDevice("gpu-0"),))
