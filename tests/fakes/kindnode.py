@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -324,12 +324,17 @@ class KindNode:
 
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
-        node = KindNode(
+        node = self.again(**options)
+        node.collector.look()
+        assert DebtKeeper(node.debts, node.locks, node.runner, node.boot_id).pay_all() == []
+        return node
+
+    def again(self, **options: Any) -> Self:
+        """The next instance, before it has looked at anything."""
+        node = type(self)(
             self.site, self.directory, **{"boot_id": self.boot_id, "metadata": self.metadata, **options}
         )
         node.claims.allocated |= self.claims.allocated
-        node.collector.look()
-        assert DebtKeeper(node.debts, node.locks, node.runner, node.boot_id).pay_all() == []
         return node
 
     def prepare(self, wanted: AllocatedClaim) -> Any:
@@ -348,7 +353,11 @@ class KindNode:
         """All that a claim may leave: files and directories without locks and what killed writers left, and the
         GPUs. What is only called otherwise each time has the same name here."""
         names = {str(self.directory): "", **self.site.made_uuids()}
-        kept = [path for path in self.directory.rglob("*") if not {"locks", ".boot"} & set(path.parts)]
+        kept = [
+            path
+            for path in self.directory.rglob("*")
+            if not {"locks", ".boot"} & set(path.parts) and (path.is_file() or path.is_dir())
+        ]
         files = {
             str(path.relative_to(self.directory)): _renamed(path, names)
             for path in sorted(kept)
