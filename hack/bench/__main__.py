@@ -22,7 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from measurements import Node, growth_over_cycles, idle, parallel_prepares, shares, single_prepares, wipes
+from measurements import (
+    Node,
+    crowded,
+    growth_over_cycles,
+    idle,
+    parallel_prepares,
+    shares,
+    single_prepares,
+    wipes,
+)
 from migshare import own_shares
 
 SHARED = "sharing: [{mode: shares, shares: 50, enforce: mps}]"
@@ -63,12 +72,16 @@ def measure(runs: int, cycles: int) -> list[Row]:
         wiped = wipes(node, runs)
         memory = [node.resident_mib()]
         cpu, writes = idle(node, 10.0)
+        crowd, crowd_unprepared, spoiled = crowded(node, 10, 1000, 10 * runs)
         rows = [
             Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.7),
             Row("start -> slices published", [two for _, two in started], "s", 1.0),
             Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
             Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 25),
             Row("NodeUnprepareResources, alone", unprepared, "ms", None),
+            Row("Prepare beside 1,000 claims, times beside 10", crowd, "", 1.5),
+            Row("the same with an unreadable record", spoiled, "", 1.5),
+            Row("Unprepare beside 1,000 claims, times beside 10", crowd_unprepared, "", 1.5),
             Row("slices back after a wipe", wiped, "s", 1.0),
             Row("resident memory, idle, 8 GPUs", memory, "MiB", 73),
             Row("idle: CPU of one core", [cpu], "%", 0.5),

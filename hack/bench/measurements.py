@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 import threading
 import time
 import uuid
@@ -80,11 +81,13 @@ class Node(PlaygroundNode):
         wait_for(lambda: len(self.devices()) == GPUS)
         self.published_s = time.monotonic() - started
 
-    def add_claim(self, device: str, *, share: bool = False) -> ClaimRef:
-        """A claim that is allocated one device, or a share of it."""
+    def add_claim(self, device: str, *, share: bool = False, looks: bool = False) -> ClaimRef:
+        """A claim that is allocated one device, a share of it, or a look at it with admin access."""
         self._claims += 1
         name = f"claim-{self._claims}"
         result: JsonObject = {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device}
+        if looks:
+            result |= {"adminAccess": True}
         if share:
             result |= {"shareID": str(uuid.uuid4()), "consumedCapacity": {"shares": "1"}}
         stored = self.server.add(
@@ -141,7 +144,7 @@ class Node(PlaygroundNode):
 
     def files(self) -> set[str]:
         """Files of claims on disk."""
-        places = (self.cdi, self.plugin_dir / "claims")
+        places = (self.cdi, self.plugin_dir / "claims", self.plugin_dir / "debts")
         return {str(path) for place in places for path in place.glob("*")}
 
 
@@ -164,6 +167,34 @@ def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
         prepared.append(node.prepare(ref))
         unprepared.append(node.unprepare(ref))
     return prepared[1:], unprepared[1:]
+
+
+def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], list[float], list[float]]:
+    """How many times as long a Prepare takes beside `many` prepared claims as beside `few`, the same for an Unprepare,
+    and for a Prepare while a record is unreadable. Each beside the median with few."""
+    name = node.devices()[0]["name"]
+    others: list[ClaimRef] = []
+
+    def fill(total: int) -> None:
+        while len(others) < total:
+            others.append(node.add_claim(name, looks=True))
+            node.prepare(others[-1])
+
+    fill(few)
+    prepared, unprepared = (statistics.median(values) for values in single_prepares(node, count))
+    fill(many)
+    more_prepared, more_unprepared = single_prepares(node, count)
+    (node.plugin_dir / "claims" / f"{others[0].uid}.json").write_text("{")
+    spoiled, _ = single_prepares(node, count)
+    for ref in others:
+        node.unprepare(ref)
+    for aside in (node.plugin_dir / "claims").glob("*.unreadable-*"):
+        aside.unlink()
+    return (
+        [value / prepared for value in more_prepared],
+        [value / unprepared for value in more_unprepared],
+        [value / prepared for value in spoiled],
+    )
 
 
 def parallel_prepares(node: Node, count: int) -> list[float]:

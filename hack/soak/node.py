@@ -119,6 +119,7 @@ class SoakNode(PlaygroundNode):
         gpus = [self.machine.gpu(index) for index in range(8)]
         return {
             "records": sorted(path.name for path in claims.glob("*")),
+            "debts": sorted(path.name for path in (self.plugin_dir / "debts").glob("*.json*")),
             "CDI files": sorted(path.name for path in cdi.glob("*")) if cdi.exists() else [],
             "MIG ledger": sorted(path.name for path in ledger.rglob("*.json")) if ledger.exists() else [],
             "MIG instances": [len(gpu.instances) for gpu in gpus],
