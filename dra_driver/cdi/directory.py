@@ -43,6 +43,7 @@ class CdiDirectory:
         # # all specs.
         self._good: tuple[Any, bytes] | None = None
         self._watch = DirectoryWatch(self._path)
+        self._must_list = True
         self._names: dict[str, tuple[str, tuple[str, ...]]] = {}  # UID and devices by file
         self._by_uid: dict[str, tuple[str, ...]] = {}
         self._pending: set[str] = set()
@@ -105,12 +106,14 @@ class CdiDirectory:
             pending = self._to_look_at()
             for file in pending:
                 path = self._path / file
-                if os.path.lexists(path):
+                content = read_or_none(path)
+                if content is not None or os.path.lexists(path):
                     uid = path.stem.removeprefix(self._prefix)
-                    self._names[file] = (uid, _device_names(uid, read_or_none(path), path.suffix))
+                    self._names[file] = (uid, _device_names(uid, content, path.suffix))
                 else:
                     self._names.pop(file, None)
-                self._pending.discard(file)
+                if content is not None or file not in self._names:  # no event tells that a disk is well again
+                    self._pending.discard(file)
             if pending or not self._names:
                 self._by_uid = {}
                 for _, (uid, names) in sorted(self._names.items()):
@@ -125,9 +128,11 @@ class CdiDirectory:
         """The specs of ours that may have changed since `list` last read them. Raises: StateError."""
         try:
             changed = self._watch.changed()
-            if changed is None:
-                self._names.clear()
+            if changed is None or self._must_list:
+                self._must_list = True  # until the listing succeeds
                 changed = set(os.listdir(self._path))  # noqa: PTH208  no Path objects wanted
+                self._must_list = False
+                self._names.clear()
         except FileNotFoundError:
             self._names.clear()
             self._pending.clear()

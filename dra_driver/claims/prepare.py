@@ -223,7 +223,7 @@ class Preparer:
                     if not plan.locked_gpus <= gpus:
                         continue
                     attempt.wanted = plan.held_devices()
-                    self._keeper.settle(plan.locked_gpus, plan.steps)
+                    self._settle(plan)
                     call.left()
                     prepared = answer(claim, self._identity.driver, plan.steps, plan.held_devices())
                     record = self._execute(attempt, plan, known)
@@ -244,12 +244,18 @@ class Preparer:
         if known is not None and known.devices != plan.held_devices():
             refuse_newer(known)
             self._executor.take_back(known)
+            self._settle(plan)  # of what could not be taken back
             known = None
         try:
             return self._executor.carry_out(plan, known, tries_again=True) if plan.devices else None
         except NvmlTransientError:
             self._half_done.begin(attempt)
             raise
+
+    def _settle(self, plan: Plan) -> None:
+        """Have what ended claims owe on the plan's devices paid."""
+        used = [device.offered for device in plan.devices if not device.result.admin_access]
+        self._keeper.settle(used, plan.steps)
 
     def _give_back(self, known: ClaimRecord, claim: AllocatedClaim) -> None:
         """A waiting claim keeps no devices of an earlier allocation: two claims that swap devices would wait for each

@@ -316,7 +316,7 @@ class Reconciler:
         if self._clock() - entry.since >= self._rhythm.grace_s:
             return True
         record = entry.subject.record
-        if record is None or record.claim.pods is None or entry.subject.ref.uid not in self._awaited:
+        if record is None or not record.claim.pods or entry.subject.ref.uid not in self._awaited:
             return False
         return self._pods_run([pod.uid for pod in record.claim.pods]) is False
 

@@ -8,12 +8,10 @@ be had, every look says that anything may have changed.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import struct
 import threading
 import weakref
-from contextlib import suppress
 from pathlib import Path
 
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
@@ -31,7 +29,7 @@ _DELETE_SELF, _MOVE_SELF, _UNMOUNT, _OVERFLOW, _IGNORED = 0x400, 0x800, 0x2000, 
 _WATCHED = (
     _MODIFY | _ATTRIB | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
 )
-_LOST = _DELETE_SELF | _MOVE_SELF | _UNMOUNT | _OVERFLOW | _IGNORED
+_LOST = _DELETE_SELF | _MOVE_SELF | _UNMOUNT | _IGNORED
 _ONLYDIR = 0x1000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,57 +40,97 @@ class DirectoryWatch:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._descriptor: int | None = None
-        self._close: weakref.finalize[..., DirectoryWatch] | None = None
-        self._watched: tuple[int, int] | None = None
-        self._lock = threading.Lock()
+        self._identity: tuple[int, int] | None = None
+        self._names: set[str] | None = None
 
     def changed(self) -> set[str] | None:
         """Names of the files that came, went or changed since the last call; None if that may be any. Raises: OSError
         if there is no such directory."""
-        with self._lock:
-            status = self._directory.stat()
-            identity = (status.st_dev, status.st_ino)
-            if self._descriptor is not None and self._watched == identity:
-                names = self._names(self._descriptor)
-                if names is not None:
-                    return names
-            self._watch(identity)
+        status = self._directory.stat()
+        identity = (status.st_dev, status.st_ino)
+        with _events.lock:
+            _events.read()
+            names = self._names
+            if names is not None and self._identity == identity:
+                self._names = set()
+                return names
+            # What happens from now on is seen; the caller looks at everything after this.
+            self._identity, self._names = identity, set() if _events.watch(self._directory, self) else None
             return None
 
-    def _watch(self, identity: tuple[int, int]) -> None:
-        """Begin anew: what happens from now on is seen."""
-        if self._close is not None:
-            self._close()
-        self._descriptor = self._close = self._watched = None
-        descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if descriptor < 0:
-            return  # too many watches on this machine
-        path = os.fsencode(self._directory)
-        if _libc.inotify_add_watch(descriptor, path, _WATCHED | _ONLYDIR) < 0:
-            os.close(descriptor)
-            return
-        self._descriptor, self._watched = descriptor, identity
-        self._close = weakref.finalize(self, os.close, descriptor)
+    def note(self, name: str) -> None:
+        """An event: the file of this name came, went or changed."""
+        if self._names is not None:
+            self._names.add(name)
 
-    def _names(self, descriptor: int) -> set[str] | None:
-        """The names in the events that are queued; None if some are lost."""
-        names: set[str] = set()
-        while True:
+    def lose(self) -> None:
+        """Events were lost, or will be: look at everything."""
+        self._names = None
+
+
+class _Events:
+    """The kernel's queue of this process: one for all directories, because a machine has few. The caller holds
+    `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._descriptor: int | None = None
+        self._watches: dict[int, weakref.WeakSet[DirectoryWatch]] = {}  # by the kernel's number
+
+    def watch(self, directory: Path, whom: DirectoryWatch) -> bool:
+        """Tell `whom` of the directory's events from now on; whether that can be done."""
+        if self._descriptor is None:
+            descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            if descriptor < 0:
+                return False  # too many queues on this machine
+            self._descriptor = descriptor
+        for number, watching in list(self._watches.items()):
+            watching.discard(whom)
+            if not watching:
+                del self._watches[number]
+                _libc.inotify_rm_watch(self._descriptor, number)
+        number = _libc.inotify_add_watch(self._descriptor, os.fsencode(directory), _WATCHED | _ONLYDIR)
+        if number < 0:
+            return False
+        self._watches.setdefault(number, weakref.WeakSet()).add(whom)
+        return True
+
+    def read(self) -> None:
+        """Pass all events on that are queued."""
+        while self._descriptor is not None:
             try:
-                data = os.read(descriptor, _READ_BYTES)
+                data = os.read(self._descriptor, _READ_BYTES)
             except BlockingIOError:
-                return names
-            except OSError as error:
-                if error.errno == errno.EINTR:
-                    continue
-                return None
+                return
             at = 0
             while at < len(data):
-                _, mask, _, length = _EVENT.unpack_from(data, at)
+                number, mask, _, length = _EVENT.unpack_from(data, at)
                 at += _EVENT.size
-                if mask & _LOST:
-                    return None
-                with suppress(UnicodeDecodeError):
-                    names.add(data[at : at + length].rstrip(b"\0").decode())
+                self._pass_on(number, mask, data[at : at + length].rstrip(b"\0"))
                 at += length
+
+    def forget(self) -> None:
+        """In a process that was forked: the queue is its parent's."""
+        self.lock = threading.Lock()
+        self._descriptor = None
+        for watching in self._watches.values():
+            for whom in watching:
+                whom.lose()
+        self._watches = {}
+
+    def _pass_on(self, number: int, mask: int, name: bytes) -> None:
+        if mask & _OVERFLOW:
+            for watching in self._watches.values():
+                for whom in watching:
+                    whom.lose()
+        for whom in self._watches.get(number, ()):
+            if mask & _LOST:
+                whom.lose()
+            else:
+                whom.note(os.fsdecode(name))
+        if mask & _IGNORED:
+            self._watches.pop(number, None)
+
+
+_events = _Events()
+os.register_at_fork(after_in_child=_events.forget)

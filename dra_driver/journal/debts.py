@@ -39,21 +39,22 @@ from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.deadline import at_most
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError, RetryableError, StateError
+from dra_driver.files.atomic import make_directory
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.record_codec import decode
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.debts import Debt, can_be_owed, gpus_of, still_owed, withholding
+from dra_driver.journal.rules.debts import Debt, gpus_of, still_owed, withholding, without
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+from dra_driver.model.steps import RunMps, Step
 
 _log = structlog.get_logger(__name__)
 
 UNDO_S = 5.0
 """How long one undo may take whose failure does not keep the claim from ending."""
 _LOCK_S = 1.0
-_LOOK_EVERY_S = 60.0
+_LOOK_EVERY_S = 5.0
 """How often the keeper looks for debts that the other instance of a rolling update left."""
 _TOOLS_EVERY_S = 1.0
 _RETRY_FIRST_S = 1.0
@@ -119,12 +120,13 @@ class Debts:
     def begin(self, record: ClaimRecord) -> Debt:
         """Make a record on disk the debt of all its steps; its claim has ended then. Raises: StateError; then the
         record stays."""
+        make_directory(self._directory, 0o700)
         name = next(name for name in _names(record.ref.uid) if not self._store.path(name).exists())
         self._records.move(record.ref.uid, self._store.path(name))
         return Debt(name, record, record.steps, int(time.time()))
 
     def end(self, debt: Debt) -> None:
-        """Everything is undone. Raises: StateError."""
+        """Nothing of it is owed any more. Raises: StateError."""
         # Not synced: a debt that came back after a power cut is void, since the boot has ended.
         self._store.delete(debt.name, durable=False)
         with self._guard:
@@ -133,14 +135,15 @@ class Debts:
     def keep(self, debt: Debt, steps: Sequence[Step], cause: str) -> None:
         """These steps of a debt that has just begun are still owed, for this cause. With none that can be owed,
         whatever is left to do stands in the ledger of another room. Raises: StateError."""
-        steps = still_owed(steps, debt.record, self._boot_id or "", ())
+        steps = still_owed(steps, debt.record, self._boot_id or "")
         if steps:
+            debt = replace(debt, steps=steps, cause=cause)
             with self._guard:
                 self._left[debt.name] = (steps, cause)
-            debt = replace(debt, steps=steps, cause=cause)
+            is_news = not self._took_over(debt)
             ref = debt.record.ref
             _log.warning("claim_owes", claim=str(ref), claim_uid=ref.uid, debt=debt.name, reason=debt.text)
-            if self._observer is not None:
+            if self._observer is not None and is_news:
                 self._observer.owed(debt)
         else:
             self.end(debt)
@@ -151,12 +154,7 @@ class Debts:
         found = self._store.all()
         with self._guard:
             self._left = {name: known for name, known in self._left.items() if name in found}
-        if not found:
-            return []
-        newer = [step for record in self._records.all().values() for step in record.steps]
-        return [
-            debt for name, record in found.items() if (debt := self._debt(name, record, newer)) is not None
-        ]
+        return [debt for name, record in found.items() if (debt := self._debt(name, record)) is not None]
 
     def ended(self) -> list[ClaimRecord]:
         """The records of claims that have ended and of which something is still being undone. Raises: StateError."""
@@ -164,7 +162,17 @@ class Debts:
 
     def outstanding(self) -> list[Debt]:
         """The debts that are not void. Raises: StateError."""
-        return [debt for debt in self.all() if debt.steps]
+        debts = self.all()
+        if debts:
+            newer = self.set_again()
+            debts = [replace(debt, steps=without(debt.steps, newer)) for debt in debts]
+        return [debt for debt in debts if debt.steps]
+
+    def set_again(self) -> list[Step]:
+        """The steps of all claims that are prepared now. A claim that is only being prepared may have done nothing yet,
+        and then undoes nothing. Raises: StateError."""
+        records = self._records.all().values()
+        return [step for record in records if record.phase == "prepared" for step in record.steps]
 
     def owing(self) -> Callable[[OfferedDevice], Debt | None]:
         """The debt that keeps a device from being given out, as of now. Debts that cannot be listed count as none."""
@@ -174,7 +182,7 @@ class Debts:
         return lambda device: withholding(debts, device, self._boot_id or "")
 
     def get(self, name: str) -> Debt | None:
-        """A debt as it is now, without the steps that have become void. Raises: StateError."""
+        """A debt as it is now. Raises: StateError."""
         return next((debt for debt in self.all() if debt.name == name), None)
 
     def lessen(self, debt: Debt, steps: Sequence[Step], cause: str) -> None:
@@ -190,15 +198,34 @@ class Debts:
         if tuple(steps) != debt.steps:
             self._changed()
 
-    def _debt(self, name: str, record: ClaimRecord, newer: Iterable[Step]) -> Debt | None:
+    def tell(self) -> None:
+        """Debts have come or gone, whoever did it."""
+        self._changed()
+
+    def _took_over(self, newest: Debt) -> bool:
+        """Of two debts of one thing only the newest stays, or a Prepare that fails again and again would leave one each
+        time. Whether all that it owes was owed before. Raises: StateError."""
+        known: list[Step] = []
+        for debt in self.all():
+            rest = without(debt.steps, newest.steps)
+            if debt.name != newest.name and rest != debt.steps:
+                known += debt.steps
+                if rest:
+                    with self._guard:
+                        self._left[debt.name] = (rest, debt.cause or "")
+                else:
+                    self.end(debt)
+        return not without(newest.steps, known)
+
+    def _debt(self, name: str, record: ClaimRecord) -> Debt | None:
         with self._guard:
-            steps, cause = self._left.get(name, (tuple(filter(can_be_owed, record.steps)), None))
+            steps, cause = self._left.get(name, (record.steps, None))
         try:
             since = int(self._store.path(name).stat().st_ctime)
         except OSError:  # paid by the other instance just now
             return None
         boot_id = record.boot_id if self._boot_id is None else self._boot_id
-        return Debt(name, record, still_owed(steps, record, boot_id, newer), since, cause)
+        return Debt(name, record, still_owed(steps, record, boot_id), since, cause)
 
 
 class DebtKeeper:
@@ -228,6 +255,8 @@ class DebtKeeper:
         self._seen_tools: Hashable = None
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._due = 0.0
+        self._is_asked = threading.Event()
+        self._seen_names: set[str] = set()
         self._worker = BackgroundWorker(
             "debt-keeper", self._turn, crash_event="debt_keeper_failed", on_crash=lambda _error: _LOOK_EVERY_S
         )
@@ -242,7 +271,7 @@ class DebtKeeper:
 
     def look_soon(self) -> None:
         """Debts were made, or something has changed on the node."""
-        self._due = 0.0
+        self._is_asked.set()
         self._worker.wake()
 
     def pay_all(self) -> list[Debt]:
@@ -254,50 +283,62 @@ class DebtKeeper:
                 with self._locks.hold(debt.gpu_uuids, _LOCK_S):
                     now = self._debts.get(debt.name)
                     if now is not None:
-                        self._pay(now, now.steps)
+                        due = without(now.steps, self._debts.set_again())
+                        self._lessen(now, due, without(now.steps, due))
             except DraDriverError as error:
                 self._debts.lessen(debt, debt.steps, str(error))
         return self._debts.outstanding()
 
-    def settle(self, gpu_uuids: frozenset[str], wanted: Sequence[Step]) -> None:
-        """Pay what is owed on GPUs that a claim is about to get, but for what its own steps set anyway. The caller
-        holds the locks of the GPUs.
+    def settle(self, devices: Sequence[OfferedDevice], wanted: Sequence[Step]) -> None:
+        """Pay what is owed on the GPUs of devices that a claim is about to get, but for what its own steps set anyway.
+        The caller holds the locks of the GPUs.
 
-        Raises: RetryableError that tells the debt, if one keeps the devices from being used; StateError.
+        Raises: RetryableError that tells the debt, if one keeps a device from being used; StateError.
         """
-        for debt in self._debts.outstanding():
+        gpu_uuids = {device.gpu.uuid for device in devices}
+        for debt in self._debts.all():
             here = [step for step in debt.steps if gpus_of(step, debt.record) & gpu_uuids]
-            due = still_owed(here, debt.record, self._boot_id, wanted)
+            due = without(here, wanted)
+            due = without(due, self._debts.set_again()) if due else ()
             if not due:
                 continue
-            left = self._pay(debt, due)
-            if any(not isinstance(step, SetTimeSlice) for step in left):
-                owing = self._debts.get(debt.name) or debt
-                raise RetryableError(f"the device cannot be used yet: {owing.text}")
+            left = self._lessen(debt, due)
+            owing = replace(debt, steps=tuple(left))
+            if any(withholding([owing], device, self._boot_id) for device in devices):
+                told = self._debts.get(debt.name) or owing
+                raise RetryableError(f"the device cannot be used yet: {told.text}")
 
-    def _pay(self, debt: Debt, due: Sequence[Step]) -> list[Step]:
-        """Undo these steps of a debt; those that could not be undone."""
+    def _lessen(self, debt: Debt, due: Sequence[Step], void: Sequence[Step] = ()) -> list[Step]:
+        """Undo these steps of a debt, and forget those that are void; those that could not be undone."""
         left: list[Step] = []
         causes: list[str] = []
         for step in reversed(due):
             try:
                 with at_most(UNDO_S):
                     self._runner.undo(step, debt.record)
-            except DraDriverError as error:
+            except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the others from being tried
+                tell_crash(error, debt.record)
                 if isinstance(step, RunMps) and debt.record.boot_id != self._boot_id:
                     continue  # the reboot ended the daemon; a directory may be left
                 left.insert(0, step)
                 causes.append(str(error))
-        rest = [step for step in debt.steps if step in left or step not in due]
+        rest = [step for step in debt.steps if step in left or (step not in due and step not in void)]
         self._debts.lessen(debt, rest, "; ".join(dict.fromkeys(causes)) or debt.cause or "")
         return left
 
     def _turn(self) -> float:
+        is_asked = self._is_asked.is_set()
+        self._is_asked.clear()
         try:
-            if not self._debts.all() or not self._leads():
+            debts = self._debts.all()
+            names = {debt.name for debt in debts}
+            if names != self._seen_names:  # the other instance of a rolling update makes debts too
+                self._seen_names = names
+                self._debts.tell()
+            if not debts or not self._leads():
                 return _LOOK_EVERY_S
             tools = self._tools()
-            if tools != self._seen_tools:
+            if tools != self._seen_tools or is_asked:
                 self._seen_tools = tools
                 self._backoff.reset()
             elif self._clock() < self._due:
@@ -309,6 +350,12 @@ class DebtKeeper:
             _log.warning("debts_not_paid", reason=str(error))
         self._due = self._clock() + self._backoff.next()
         return _TOOLS_EVERY_S
+
+
+def tell_crash(error: Exception, record: ClaimRecord) -> None:
+    """Log an error of an undo that is a bug, with its traceback; called while the error is handled."""
+    if not isinstance(error, DraDriverError):
+        _log.exception("undo_crashed", claim_uid=record.ref.uid)
 
 
 def _names(uid: str) -> Iterable[str]:

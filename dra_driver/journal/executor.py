@@ -20,8 +20,8 @@ import structlog
 
 from dra_driver.concurrency.deadline import at_most, time_left
 from dra_driver.concurrency.side_by_side import side_by_side
-from dra_driver.errors import DraDriverError, NvmlTransientError, StateError
-from dra_driver.journal.debts import UNDO_S, Debts
+from dra_driver.errors import DraDriverError, NvmlTransientError, PermanentError, RetryableError, StateError
+from dra_driver.journal.debts import UNDO_S, Debts, tell_crash
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -238,7 +238,7 @@ class Executor:
         undone: list[Step] = []
 
         def undo(gpu_uuid: str, steps: Sequence[Step]) -> None:
-            errors: list[DraDriverError] = []
+            errors: list[Exception] = []
             with hold(gpu_uuid) if hold is not None and gpu_uuid else nullcontext():
                 for step in reversed(steps):
                     if given_up.is_set():  # it is the keeper's business by now
@@ -247,7 +247,8 @@ class Executor:
                         with at_most(UNDO_S):
                             self._runner.undo(step, record)
                         undone.append(step)
-                    except DraDriverError as error:
+                    except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the claim from ending
+                        tell_crash(error, record)
                         errors.append(error)
             if errors:
                 raise errors[0]
@@ -261,7 +262,7 @@ class Executor:
             if future.cancelled() or not future.done():
                 causes.append("it did not end in time")
             elif (error := future.exception()) is not None:
-                if not isinstance(error, DraDriverError):
+                if not isinstance(error, Exception):
                     raise error
                 causes.append(str(error))
         left = [step for steps in groups.values() for step in steps if step not in undone]
@@ -275,8 +276,16 @@ class Executor:
             tell_incomplete(record.ref.uid, error)
 
     def forget(self, claim_uid: str) -> None:
-        """Remove whatever a claim without a record may have left. Raises: StateError."""
-        self._runner.forget(claim_uid)
+        """Remove whatever a claim without a record may have left. Raises: StateError.
+
+        If an MPS daemon cannot be stopped, the claim's CDI spec stays, because nothing else tells of the daemon.
+        """
+        try:
+            self._runner.forget(claim_uid)
+        except (RetryableError, PermanentError) as error:
+            if isinstance(error, StateError):
+                raise
+            _log.error("claim_not_forgotten", claim_uid=claim_uid, reason=str(error))
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result is still there."""

@@ -90,7 +90,7 @@ class MpsClient:
             try:
                 connection.settimeout(timeout_s + _MARGIN_S)
                 connection.sendall(message)
-                line = read_line(connection, bytearray())
+                line = read_line(connection, bytearray(), time.monotonic() + timeout_s + _MARGIN_S)
             except TimeoutError as error:
                 raise RetryableError(f"the MPS host did not answer within {timeout_s:g} s") from error
             except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +15,20 @@ from dra_driver.mps.protocol import LARGEST_MESSAGE, ProtocolError
 _CHUNK = 65536
 
 
-def read_line(connection: socket.socket, buffer: bytearray) -> bytes | None:
-    """The next line without its end; None at the end of the stream. `buffer` keeps what was read too far.
+def read_line(connection: socket.socket, buffer: bytearray, deadline: float | None = None) -> bytes | None:
+    """The next line without its end; None at the end of the stream. `buffer` keeps what was read too far. With
+    `deadline` (time.monotonic()) the whole line has to come by then.
 
-    Raises: ProtocolError for a line that is too long or breaks off, OSError.
+    Raises: ProtocolError for a line that is too long or breaks off, OSError; TimeoutError.
     """
     while (end := buffer.find(b"\n")) < 0:
         if len(buffer) > LARGEST_MESSAGE:
             raise ProtocolError(f"a message is longer than {LARGEST_MESSAGE} bytes")
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
         chunk = connection.recv(_CHUNK)
         if not chunk:
             if buffer:

@@ -11,7 +11,6 @@ import structlog
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import (
     ClaimRefusedError,
-    DraDriverError,
     NotSupportedError,
     NvmlUnavailableError,
     StateError,
@@ -146,13 +145,10 @@ class MpsSteps:
         return True
 
     def forget(self, claim_uid: str) -> None:
-        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells. A failure keeps no claim
-        from ending; without a host the next one stops them."""
+        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells. Raises: RetryableError,
+        PermanentError."""
         for device in self._lost_users().get(claim_uid, ()):
-            try:
-                self._stop_if_unused(device, claim_uid)
-            except DraDriverError as error:
-                _log.error("mps_daemon_left", device=device, claim_uid=claim_uid, reason=str(error))
+            self._stop_if_unused(device, claim_uid)
 
     def _stop_if_unused(self, device: str, claim_uid: str, spec: MpsDaemonSpec | None = None) -> None:
         for other in _steps_of_others(self._records, claim_uid):

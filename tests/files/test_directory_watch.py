@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dra_driver.errors import StateError
 from dra_driver.files import directory_watch
 from dra_driver.files.directory_watch import DirectoryWatch
 from dra_driver.files.json_store import JsonStore
@@ -86,6 +89,7 @@ def test_machine_without_watches_is_looked_at_each_time(place: Path, monkeypatch
             return -1
 
     monkeypatch.setattr(directory_watch, "_libc", NoWatches())
+    monkeypatch.setattr(directory_watch, "_events", directory_watch._Events())
     watch = DirectoryWatch(place)
     assert [watch.changed(), watch.changed()] == [None, None]
     store = JsonStore(place, "value", lambda _name, content: int(content), print, is_name=str.isalpha)
@@ -94,11 +98,33 @@ def test_machine_without_watches_is_looked_at_each_time(place: Path, monkeypatch
     assert store.all() == {"new": 2, "old": 1}
 
 
-def test_watch_that_is_not_used_any_more_is_closed(place: Path) -> None:
+def test_all_watches_of_a_process_need_one_descriptor_and_go_with_their_owners(tmp_path: Path) -> None:
+    places = [tmp_path / str(number) for number in range(50)]
+    for place in places:
+        place.mkdir()
+    DirectoryWatch(tmp_path).changed()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(50):
-        DirectoryWatch(place).changed()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+    watches = [DirectoryWatch(place) for place in places for _ in range(2)]
+    for watch in watches:
+        assert watch.changed() is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    (places[7] / "a").touch()
+    assert [watch.changed() for watch in watches[12:18]] == [set(), set(), {"a"}, {"a"}, set(), set()]
+    watched = len(directory_watch._events._watches)
+    del watches, watch
+    DirectoryWatch(tmp_path).changed()
+    assert len(directory_watch._events._watches) <= watched - 49  # and one for the last look
+
+
+def test_child_that_was_forked_takes_no_events_away(place: Path) -> None:
+    watch = DirectoryWatch(place)
+    watch.changed()
+    (place / "a").touch()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if watch.changed() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert watch.changed() == {"a"}
 
 
 def test_store_reads_only_what_has_changed(place: Path) -> None:
@@ -117,6 +143,21 @@ def test_store_reads_only_what_has_changed(place: Path) -> None:
     assert (store.all(), read) == ({"new": 2}, ["old", "new"])
     assert store.get("new") == 2
     assert read == ["old", "new"]
+
+
+def test_listing_that_failed_is_made_up_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every value would be gone for good: no event tells of files that were there before."""
+    store = JsonStore(place, "value", lambda _name, content: int(content), print, is_name=str.isalpha)
+
+    def too_many(_path: object) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", too_many)
+        assert store.quarantined() == []
+        with pytest.raises(StateError, match="cannot list the values"):
+            store.all()
+    assert store.all() == {"old": 1}
 
 
 def test_answer_of_a_store_is_its_callers_own(place: Path) -> None:

@@ -23,10 +23,11 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
-from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim, hold
+from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
 
 BOOT = "boot-1"
 UUID_0, UUID_1 = (MIXED.by_name[name].gpu.uuid for name in (GPU_0, GPU_1))
+DEVICE_0, DEVICE_1 = MIXED.by_name[GPU_0], MIXED.by_name[GPU_1]
 SLICE = SetTimeSlice(UUID_0, 3)
 MPS = RunMps(MpsDaemonSpec(GPU_0, UUID_0, "gpu", UUID_0))
 NEWER = UnknownStep("bind_vfio", {"group": 7})
@@ -253,12 +254,11 @@ def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -
     bench.tools.broken = [MPS]
     bench.records.save(record(MPS))
     shutil.rmtree(bench.directory / "debts")
-    with pytest.raises(
-        StateError, match=r"cannot move .*claims/uid-1.json to .*debts/uid-1.json: the directory"
-    ):
+    (bench.directory / "debts").touch()
+    with pytest.raises(StateError, match="cannot create the directory .*debts: a file is in its place"):
         bench.executor.take_back(record(MPS))
     assert bench.files() == ["claims/uid-1.json"]
-    (bench.directory / "debts").mkdir()
+    (bench.directory / "debts").unlink()
     bench.executor.take_back(record(MPS))
     assert bench.files() == ["debts/uid-1.json"]
 
@@ -279,7 +279,7 @@ def test_prepare_pays_first(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(MPS))
     bench.tools.broken = []
-    bench.keeper.settle(frozenset({UUID_0}), ())
+    bench.keeper.settle([DEVICE_0], ())
     assert bench.files() == []
 
 
@@ -287,21 +287,99 @@ def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(MPS))
     with pytest.raises(RetryableError) as caught:
-        bench.keeper.settle(frozenset({UUID_0}), ())
+        bench.keeper.settle([DEVICE_0], ())
     assert str(caught.value) == (
         f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended but owes the end of the MPS "
         f"daemon of device {GPU_0}: nvidia-smi fails for RunMps; the driver tries again; see that the MPS host "
         "(DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
     )
-    bench.keeper.settle(frozenset({UUID_1}), ())
-    bench.keeper.settle(frozenset({UUID_0}), [MPS])  # who wants the daemon starts it anew
+    bench.keeper.settle([DEVICE_1], ())
+    bench.keeper.settle([DEVICE_0], [MPS])  # who wants the daemon starts it anew
 
 
 def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
     bench.tools.broken = [SLICE]
     bench.end(record(SLICE))
-    bench.keeper.settle(frozenset({UUID_0}), ())
+    bench.keeper.settle([DEVICE_0], ())
     assert bench.files() == ["debts/uid-1.json"]
+
+
+def test_claim_that_is_only_being_prepared_makes_no_debt_void(bench: Bench) -> None:
+    """It may fail before it has done anything, and then undoes nothing."""
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    bench.records.save(replace(record(MPS, uid="uid-2"), phase="preparing"))
+    with bench.restarted().locks.hold({UUID_0}, 1):  # as its Prepare holds it
+        assert len(bench.keeper.pay_all()) == 1
+    bench.records.delete("uid-2")
+    bench.tools.broken, bench.tools.undone = [], []
+    assert bench.keeper.pay_all() == []
+    assert bench.tools.undone == [MPS]
+
+
+def test_claim_for_another_gpu_forgets_nothing_of_the_first(bench: Bench) -> None:
+    other = SetTimeSlice(UUID_1, 1)
+    bench.tools.broken = [MPS, other]
+    bench.end(record(MPS, other))
+    bench.records.save(record(MPS, uid="uid-2"))
+    bench.tools.broken = []
+    bench.keeper.settle([DEVICE_1], ())
+    [debt] = bench.debts.all()
+    assert debt.steps == (MPS,), "whether it is void is for him to say who holds the lock of that GPU"
+
+
+def test_prepare_that_fails_again_and_again_owes_once(bench: Bench) -> None:
+    bench.tools.broken = [SLICE, MPS]
+    for number in range(5):
+        bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
+    [debt] = bench.debts.outstanding()
+    assert (debt.name, debt.steps) == ("uid-4", (SLICE, MPS))
+    assert len(bench.told.lines) == 1
+    bench.end(record(SLICE))
+    assert [(one.name, one.steps) for one in bench.debts.outstanding()] == [
+        ("uid-1", (SLICE,)),
+        ("uid-4", (MPS,)),
+    ]
+
+
+def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Bench) -> None:
+    part = RunMps(MpsDaemonSpec(MIG_1G, MIXED.by_name[MIG_1G].uuid, "mig", MIXED.by_name[MIG_1G].gpu.uuid))
+    bench.tools.broken = [part]
+    bench.end(record(part))
+    bench.keeper.settle([MIXED.by_name[MIG_3G]], ())
+    with pytest.raises(RetryableError, match="the end of the MPS daemon"):
+        bench.keeper.settle([MIXED.by_name[MIG_1G]], ())
+
+
+def test_bug_in_one_undo_keeps_no_other_from_being_paid(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SetTimeSlice(UUID_1, 1)
+    undo = bench.tools.undo
+
+    def buggy(step: Step, record: ClaimRecord) -> None:
+        if step == MPS:
+            raise ZeroDivisionError("a bug")
+        undo(step, record)
+
+    monkeypatch.setattr(bench.tools, "undo", buggy)
+    bench.tools.broken = [other]
+    bench.end(record(MPS))
+    bench.end(record(other, uid="uid-2"))
+    bench.tools.broken = []
+    [debt] = bench.keeper.pay_all()
+    assert (debt.steps, debt.cause) == ((MPS,), "a bug")
+
+
+def test_leading_instance_hears_of_the_debts_that_the_other_one_makes(bench: Bench) -> None:
+    assert bench.keeper._turn() == 5.0
+    older = bench.restarted()
+    older.tools.broken = [MPS]
+    older.end(record(MPS))
+    bench.tools.broken = [MPS]
+    before = bench.changes
+    bench.keeper._turn()
+    assert bench.changes > before
 
 
 # --- what others see -------------------------------------------------------------------------------
@@ -326,8 +404,8 @@ def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
 
 
 def test_what_a_reboot_takes_away_is_owed_no_more() -> None:
-    assert still_owed((SLICE, MPS, NEWER, CDI), record(boot_id="boot-0"), BOOT, ()) == (MPS,)
-    assert still_owed((SLICE, MPS, NEWER, CDI), record(), BOOT, ()) == (SLICE, MPS, NEWER)
+    assert still_owed((SLICE, MPS, NEWER, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
+    assert still_owed((SLICE, MPS, NEWER, CDI), record(), BOOT) == (SLICE, MPS, NEWER)
 
 
 def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:
@@ -361,8 +439,8 @@ def eventually(check: Callable[[], object]) -> None:
 def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(MPS))
+    bench.keeper._turn()
     bench.keeper._due = float("inf")
-    bench.keeper._seen_tools = bench.found
     with running(bench.keeper):
         time.sleep(0.2)
         assert bench.files() == ["debts/uid-1.json"], "not before its time"
@@ -385,7 +463,7 @@ def test_keeper_of_an_instance_that_does_not_lead_leaves_debts_alone(bench: Benc
     bench.end(record(MPS))
     bench.tools.broken, bench.tools.undone = [], []
     follower = DebtKeeper(bench.debts, bench.locks, bench.tools, BOOT, lambda: False)
-    assert follower._turn() == 60.0
+    assert follower._turn() == 5.0
     assert bench.files() == ["debts/uid-1.json"]
 
 

@@ -7,7 +7,7 @@
 | a step that only a newer release knows | is withheld, and so is its whole GPU | after a reboot |
 
 A MIG device that could not be destroyed is no debt of this kind: the ledger of `mig` has it. A step is also void if a
-newer claim has set the same thing again: then that claim's Unprepare takes it back.
+newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it back.
 """
 
 from __future__ import annotations
@@ -70,18 +70,20 @@ def kind_of(step: Step) -> DebtKind:
             return "newer-step"
 
 
-def still_owed(
-    steps: Iterable[Step], record: ClaimRecord, boot_id: str, newer: Iterable[Step]
-) -> tuple[Step, ...]:
-    """Those of an ended claim's steps that neither a reboot nor the steps of `newer` claims have made void."""
-    wanted = {_thing(step) for step in newer if isinstance(step, SetTimeSlice | RunMps)}
+def still_owed(steps: Iterable[Step], record: ClaimRecord, boot_id: str) -> tuple[Step, ...]:
+    """Those of an ended claim's steps that can be owed and that no reboot has made void."""
     return tuple(
         step
         for step in steps
-        if can_be_owed(step)
-        and (isinstance(step, RunMps) or record.boot_id == boot_id)
-        and (isinstance(step, UnknownStep) or _thing(step) not in wanted)
+        if can_be_owed(step) and (isinstance(step, RunMps) or record.boot_id == boot_id)
     )
+
+
+def without(steps: Iterable[Step], others: Iterable[Step]) -> tuple[Step, ...]:
+    """The steps that set something which none of the others sets: two of one thing are undone once. Nobody knows what a
+    step of a newer release sets."""
+    things = {_thing(step) for step in others} - {None}
+    return tuple(step for step in steps if _thing(step) not in things)
 
 
 def gpus_of(step: Step, record: ClaimRecord) -> frozenset[str]:
@@ -125,15 +127,15 @@ def remedy(steps: Sequence[Step]) -> str:
     return "the driver tries again; see that nvidia-smi works on the node"
 
 
-def _thing(step: SetTimeSlice | RunMps | Step) -> tuple[str, str]:
-    """What a step sets; two steps of one thing are undone once, by the last claim."""
+def _thing(step: Step) -> tuple[str, str] | None:
+    """What a step sets; None if that is not known."""
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
             return ("time-slice", uuid)
         case RunMps(spec=spec):
             return ("mps", spec.device)
         case _:
-            return ("", "")
+            return None
 
 
 def _withholds(step: Step, debt: Debt, device: OfferedDevice, boot_id: str) -> bool:
