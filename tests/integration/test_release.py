@@ -339,7 +339,7 @@ def test_stale_claim_stays_while_a_process_computes_on_its_device(
     eventually(lambda: node.records() == [])
     assert (node.specs(), len(events(node, "ClaimStillInUse"))) == ([], 1)
     if kind == "mig on demand":
-        assert not node.machine.gpu(gpu.uuid).instances
+        eventually(lambda: not node.machine.gpu(gpu.uuid).instances)
 
 
 def test_who_waits_for_a_stale_claim_hears_of_the_process(

@@ -255,7 +255,7 @@ def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -
     bench.records.save(record(MPS))
     shutil.rmtree(bench.directory / "debts")
     (bench.directory / "debts").touch()
-    with pytest.raises(StateError, match="cannot create the directory .*debts: a file is in its place"):
+    with pytest.raises(StateError, match=r"cannot create the directory .*debts: a file is in its place"):
         bench.executor.take_back(record(MPS))
     assert bench.files() == ["claims/uid-1.json"]
     (bench.directory / "debts").unlink()
