@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import (
+    CDI_DIR,
     DAEMONSET,
     NAMESPACE,
     PLUGIN_DIR,
@@ -25,12 +26,24 @@ from tests.e2e.conftest import (
     wait_for,
 )
 from tests.e2e.test_health import only
+from tests.e2e.test_stopped_driver import start, stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 SMI = SIMULATOR_DIR / "root/usr/bin/nvidia-smi"
 GRACE_S = 1.0
 ENDS_WITHIN_S = GRACE_S + 15.0
+
+
+BYSTANDER = """apiVersion: v1
+kind: Pod
+metadata: {name: bystander, namespace: default}
+spec:
+  terminationGracePeriodSeconds: 1
+  containers: [{name: main, image: local/workload:e2e, command: [sleep, "3600"]}]
+---
+"""
+"""A pod without claims, as every node has some: by it the driver sees that processes show their pods."""
 
 
 def config(sharing: dict[str, Any]) -> str:
@@ -236,6 +249,27 @@ spec:
             assert time.monotonic() - started <= ENDS_WITHIN_S
     finally:
         cluster.kubectl("delete", "namespace", "admin", "--timeout=300s")
+
+
+def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Cluster) -> None:
+    """Its record is all that is left; the next pod waited for 75 s."""
+    cluster.apply(claim_and_pod("ended", selector=only(3)) + BYSTANDER)
+    cluster.wait_running("ended", "bystander")
+    kept = {
+        file: file.read_bytes() for place in (PLUGIN_DIR / "claims", CDI_DIR) for file in place.glob("*.json")
+    }
+    cluster.kubectl("delete", "pod/ended", "resourceclaim/ended", "-n", "default", "--timeout=300s")
+    wait_for("the node to be clean", lambda: not cluster.leftovers())
+    stop(cluster)
+    try:
+        for file, content in kept.items():
+            file.write_bytes(content)
+        cluster.apply(claim_and_pod("next", selector=only(3)))
+    finally:
+        start(cluster)
+    cluster.wait_running("next")
+    assert max(durations(cluster, "next")) < 10
+    assert len(cluster.leftovers()) == 2, "the record and the CDI spec of the next one"
 
 
 @contextmanager
