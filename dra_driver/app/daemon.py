@@ -226,7 +226,7 @@ class Driver:
             ),
             observer=self.reporting.reporter,
             make_sure=partial(node_uid, self._client, settings.node_name),
-            pods_run=partial(any_runs, "/proc"),
+            pods_run=lambda record: any_runs("/proc", self.reporting.consumers.known_pods(record)),
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
         )

@@ -2,8 +2,8 @@
 
 The kubelet calls Prepare once, for the first pod of a claim. Other pods that share the claim come and go without a
 call. So the reconciler writes the pods into the claim's record again where they have changed since Prepare. The pods
-are information for people only: the driver decides nothing by them, and two records that differ in their pods only are
-equal.
+are information for people, and two records that differ in their pods only are equal. The driver decides one thing by
+them: whether a stale claim that another one waits for needs a grace time.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class ClaimConsumers:
         with self._lock:
             noted = self._noted.get(record.ref.uid)
         return record.claim.pods if noted is None else noted
+
+    def known_pods(self, record: ClaimRecord) -> frozenset[str]:
+        """UIDs of all pods that the claim is known to have been for."""
+        return frozenset(pod.uid for pods in (record.claim.pods, self.of(record)) for pod in pods or ())
 
 
 class RecordedPods:

@@ -23,7 +23,8 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   node: then it is the API server of another cluster or has lost its data.
 - The grace time is for the kubelet, which may still be ending the claim's containers. If an attempt waits for a stale
   claim's devices, and no process of the claim's pods runs on this node, there is nothing to wait for: the claim is
-  taken back at once. That needs the pods' names in the record and the host's process IDs.
+  taken back at once. That needs the host's process IDs, and pods that are known: those of the record, and those of the
+  last answers of the API server.
 - A claim that is prepared meanwhile, here or by the other instance of a rolling update, keeps its devices: `reclaim`
   checks that under the claim's lock. The kubelet's own Unprepare may come before, after or meanwhile.
 - While a process computes on a claim's devices (`claims.device_users`), or NVML does not tell, no other claim gets
@@ -122,12 +123,12 @@ class Reconciler:
         driver: str,
         observer: Observer,
         make_sure: Callable[[], object],
-        pods_run: Callable[[Collection[str]], bool | None] = lambda _uids: None,
+        pods_run: Callable[[ClaimRecord], bool | None] = lambda _record: None,
         rhythm: Rhythm = Rhythm(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`make_sure` raises a DraDriverError unless the API server knows this node. `pods_run` answers whether a
-        process of the pods with these UIDs runs on this node, None if that is not known."""
+        process of the claim's pods runs on this node, None if that is not known."""
         self._records = records
         self._lookup = lookup
         self._unpreparer = unpreparer
@@ -316,9 +317,8 @@ class Reconciler:
         if self._clock() - entry.since >= self._rhythm.grace_s:
             return True
         record = entry.subject.record
-        if record is None or not record.claim.pods or entry.subject.ref.uid not in self._awaited:
-            return False
-        return self._pods_run([pod.uid for pod in record.claim.pods]) is False
+        is_awaited = record is not None and entry.subject.ref.uid in self._awaited
+        return is_awaited and record is not None and self._pods_run(record) is False
 
     def _taken_back(self, subject: _Subject, verdict: _Verdict) -> bool:
         """Take the claim back; False if the reconciler must try again."""

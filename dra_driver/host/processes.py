@@ -19,7 +19,9 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     """Whether a process of one of these pods runs on this host; None if that cannot be told: this process does not see
-    all processes, or no process shows its pod."""
+    all processes, no process shows its pod, or there are no such pods."""
+    if not pod_uids:
+        return None
     try:
         if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115  no Path objects wanted
             return None

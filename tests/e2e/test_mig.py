@@ -213,23 +213,30 @@ def test_creation_that_stays_refused_is_told_and_leaves_nothing_and_succeeds_lat
     assert len(instances()) == 1
 
 
-def test_a_device_in_use_is_destroyed_when_its_process_ends(mig: Cluster) -> None:
-    mig.apply(claim_and_pod("held", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
-    mig.wait_running("held")
+def test_a_device_in_use_is_destroyed_when_its_process_ends(clean: Cluster) -> None:
+    """The pod ends all the same, and nobody gets the place meanwhile."""
+    wait_for("all slices to be written", clean.pool_is_whole)
+    offered = len(clean.devices())
+    clean.apply(claim_and_pod("held", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
+    clean.wait_running("held")
     [(uuid, _, _)] = instances()
     [index] = [number for number, gpu in enumerate(machine()) if gpu["uuid"] == uuid]
     [one] = machine()[index]["instances"]
-    mig.simulate("hold", str(index), "--pid", "4242", "--name", "monitor", "--gi", str(one["id"]))
+    clean.simulate("hold", str(index), "--pid", "4242", "--name", "monitor", "--gi", str(one["id"]))
     try:
-        mig.kubectl("delete", "pod/held", "--wait=false")
+        clean.kubectl("delete", "pod/held", "--timeout=60s")
         wait_for(
             "an event that names the process",
-            lambda: any("4242" in text for _, text in events_of(mig, "held")),
+            lambda: any("4242" in text for _, text in events_of(clean, "held")),
         )
         assert instances()
+        wait_for("its place not to be on offer", lambda: len(clean.devices()) < offered)
     finally:
-        mig.simulate("release", str(index))
+        clean.simulate("release", str(index))
     wait_for("the instance to be destroyed", lambda: not instances())
+    wait_for(
+        "its place to be on offer again", lambda: len(clean.devices()) == offered and clean.pool_is_whole()
+    )
 
 
 def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:

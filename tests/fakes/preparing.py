@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,7 +192,7 @@ def claims_of(
         users=users,
         observer=node.outcomes,
         make_sure=lambda: None,
-        pods_run=lambda _uids: None,
+        pods_run=lambda _record: None,
         timeouts=timeouts,
         rhythm=Rhythm(),
     )
@@ -285,7 +285,7 @@ def reconciler_of(
     *,
     in_use: Callable[[ClaimRecord], InUse | None] = lambda record: None,
     make_sure: Callable[[], object] = lambda: None,
-    pods_run: Callable[[Collection[str]], bool | None] = lambda _uids: None,
+    pods_run: Callable[[ClaimRecord], bool | None] = lambda _record: None,
     rhythm: Rhythm = Rhythm(between_requests_s=0),  # noqa: B008  frozen
     clock: Callable[[], float] = time.monotonic,
 ) -> Reconciler:

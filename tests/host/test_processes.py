@@ -84,3 +84,4 @@ def test_nothing_is_told_where_not_all_processes_show_their_pods(tmp_path: Path)
     )
     assert any_runs(proc(tmp_path / "no groups", "0::/k8s.io/0123", "0::/"), [GONE]) is None
     assert any_runs(str(tmp_path / "no proc"), [GONE]) is None
+    assert any_runs(proc(tmp_path / "no pods", OTHERS["systemd"]), []) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dra_driver.claims.attempt import CallsUnderWay, HalfDonePrepares
@@ -21,6 +21,7 @@ from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.model.record import ClaimRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ def claim_parts(
     users: DeviceUsers,
     observer: Observer,
     make_sure: Callable[[], object],
-    pods_run: Callable[[Collection[str]], bool | None],
+    pods_run: Callable[[ClaimRecord], bool | None],
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
 ) -> ClaimParts:
     """Make the parts; none runs yet. `make_sure` raises a DraDriverError unless the API server knows this node.
-    `pods_run` answers whether a process of one of these pods runs here, None if that is not known."""
+    `pods_run` answers whether a process of a claim's pods runs here, None if that is not known."""
     under_way = CallsUnderWay()
     half_done = HalfDonePrepares(records, executor, claim_locks, gpu_locks)
     unpreparer = Unpreparer(records, claim_locks, gpu_locks, executor, half_done, under_way, observer)
