@@ -14,6 +14,7 @@ from dra_driver.claims.outcomes import Observer, failed
 from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
+from dra_driver.files.formats import NewerFormatError
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
 from dra_driver.journal.debts import UNDO_S
 from dra_driver.journal.executor import Executor
@@ -99,7 +100,13 @@ class Unpreparer:
             raise RetryableError(
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
             )
-        record = self._records.get(ref.uid)
+        try:
+            record = self._records.get(ref.uid)
+        except NewerFormatError as error:
+            # Its record and its CDI spec stay and keep its devices; the newer release takes them back as stale.
+            _log.warning("claim_left_to_newer_release", claim_uid=ref.uid, reason=str(error))
+            guard.note_unprepared(call.began_ns)
+            return None
         self._half_done.end(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
         if record is None:
