@@ -83,6 +83,12 @@ COMMANDS = (
         (*_DIRECTORIES, "--cdi-root"),
     ),
     Recorded(
+        "What do claims that have ended still owe to this node, because it could not be undone? `--pay` tries again at "
+        "once. The exit code is 1 if something is owed.",
+        "debts",
+        ("--simulate", *_DIRECTORIES, "--cdi-root"),
+    ),
+    Recorded(
         "Which devices does this node publish, or would it publish? `-o yaml` prints the ResourceSlices themselves.",
         "inspect",
         _MACHINE,
