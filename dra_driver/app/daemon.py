@@ -182,8 +182,10 @@ class Driver:
         steps = StepDispatcher(
             self.mig.runners()
             | {
-                SetTimeSlice: TimeSliceSteps(smi, self.records),
-                RunMps: MpsSteps(self._mps, self.records, without_record.mps_users, self.mig.uuid_of),
+                SetTimeSlice: TimeSliceSteps(smi, self.records, self._boot_id),
+                RunMps: MpsSteps(
+                    self._mps, self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+                ),
                 WriteDeviceMetadata: MetadataSteps(
                     self._metadata_files, self.discovery.latest, self.mig.created_instance
                 ),

@@ -146,6 +146,7 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     directory = settings.plugin_directory
     platform = platform_of(settings)
     boot_id = _boot_id(platform)
+    boot = boot_id or "unknown"
     state = read_state(directory, boot_id)
     if not pay or not state.debts:
         return state.debts, state.faults
@@ -154,16 +155,16 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     runner = StepDispatcher(
         {
-            SetTimeSlice: TimeSliceSteps(smi, records),
+            SetTimeSlice: TimeSliceSteps(smi, records, boot),
             # An owed step names its device with the UUID that it had.
             RunMps: MpsSteps(
-                MpsClient(mps_layout(directory)), records, without_record.mps_users, lambda _: None
+                MpsClient(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
             ),
         }
     )
     locks = GpuLocks(directory / "locks")
-    debts = Debts(directory / "debts", records, boot_id or "unknown")
-    return DebtKeeper(debts, locks, runner, boot_id or "unknown").pay_all(), state.faults
+    debts = Debts(directory / "debts", records, boot)
+    return DebtKeeper(debts, locks, runner, boot).pay_all(), state.faults
 
 
 def doctor_checks(settings: Settings) -> list[Check]:

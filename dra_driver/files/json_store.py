@@ -161,6 +161,7 @@ class JsonStore(Generic[T]):
     def save(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, as `write_atomically`. Raises: StateError."""
         write_atomically(self.path(name), content, durable=durable, whole=whole)
+        self._pending.add(name)
         # Two writes of one size within a tick of the clock may end with the same stamp.
         self.forget(name)
 
@@ -168,7 +169,9 @@ class JsonStore(Generic[T]):
         """Remove the value's file, if there is one; `durable` has it stay removed after a power cut. Raises:
         StateError."""
         self.forget(name)
-        if remove_file(self.path(name)) and durable:
+        was_there = remove_file(self.path(name))
+        self._pending.add(name)  # some kernels tell of a removal a moment before it shows
+        if was_there and durable:
             sync_removals(self._directory)
 
     def forget(self, name: str) -> None:

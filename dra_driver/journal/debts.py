@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.debts import Debt, gpus_of, still_owed, withholding, without
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, Step
+from dra_driver.model.steps import CreateMig, RunMps, Step
 
 _log = structlog.get_logger(__name__)
 
@@ -133,20 +133,19 @@ class Debts:
             self._left.pop(debt.name, None)
 
     def keep(self, debt: Debt, steps: Sequence[Step], cause: str) -> None:
-        """These steps of a debt that has just begun are still owed, for this cause. With none that can be owed,
-        whatever is left to do stands in the ledger of another room. Raises: StateError."""
+        """These steps of a debt that has just begun are still owed, for this cause. Raises: StateError."""
         steps = still_owed(steps, debt.record, self._boot_id or "")
-        if steps:
+        if not steps:
+            self.end(debt)
+        elif self._store.path(debt.name).exists():  # the keeper may have been quicker
             debt = replace(debt, steps=steps, cause=cause)
             with self._guard:
+                known = [step for left, _ in self._left.values() for step in left]
                 self._left[debt.name] = (steps, cause)
-            is_news = not self._took_over(debt)
             ref = debt.record.ref
             _log.warning("claim_owes", claim=str(ref), claim_uid=ref.uid, debt=debt.name, reason=debt.text)
-            if self._observer is not None and is_news:
+            if self._observer is not None and without(steps, known):
                 self._observer.owed(debt)
-        else:
-            self.end(debt)
         self._changed()
 
     def all(self) -> list[Debt]:
@@ -171,8 +170,12 @@ class Debts:
     def set_again(self) -> list[Step]:
         """The steps of all claims that are prepared now. A claim that is only being prepared may have done nothing yet,
         and then undoes nothing. Raises: StateError."""
-        records = self._records.all().values()
-        return [step for record in records if record.phase == "prepared" for step in record.steps]
+        return [
+            step
+            for record in self._records.all().values()
+            if record.phase == "prepared" and self._boot_id in (None, record.boot_id)
+            for step in record.steps
+        ]
 
     def owing(self) -> Callable[[OfferedDevice], Debt | None]:
         """The debt that keeps a device from being given out, as of now. Debts that cannot be listed count as none."""
@@ -201,21 +204,6 @@ class Debts:
     def tell(self) -> None:
         """Debts have come or gone, whoever did it."""
         self._changed()
-
-    def _took_over(self, newest: Debt) -> bool:
-        """Of two debts of one thing only the newest stays, or a Prepare that fails again and again would leave one each
-        time. Whether all that it owes was owed before. Raises: StateError."""
-        known: list[Step] = []
-        for debt in self.all():
-            rest = without(debt.steps, newest.steps)
-            if debt.name != newest.name and rest != debt.steps:
-                known += debt.steps
-                if rest:
-                    with self._guard:
-                        self._left[debt.name] = (rest, debt.cause or "")
-                else:
-                    self.end(debt)
-        return not without(newest.steps, known)
 
     def _debt(self, name: str, record: ClaimRecord) -> Debt | None:
         with self._guard:
@@ -276,33 +264,51 @@ class DebtKeeper:
 
     def pay_all(self) -> list[Debt]:
         """Try to pay every debt now; those that are left. Raises: StateError if the debts cannot be listed."""
+        tried: set[str] = set()
         for debt in self._debts.all():
             if self._worker.is_stopping:
                 break
             try:
                 with self._locks.hold(debt.gpu_uuids, _LOCK_S):
-                    now = self._debts.get(debt.name)
-                    if now is not None:
-                        due = without(now.steps, self._debts.set_again())
-                        self._lessen(now, due, without(now.steps, due))
+                    self._pay(debt.name, tried)
             except DraDriverError as error:
                 self._debts.lessen(debt, debt.steps, str(error))
+            tried.add(debt.name)
         return self._debts.outstanding()
+
+    def _pay(self, name: str, tried: Collection[str]) -> None:
+        """Try to pay one debt. The caller holds the locks of its GPUs.
+
+        What one of the debts `tried` before still owes is owed by that one alone: a Prepare that fails again and again
+        would else leave a debt each time.
+        """
+        now = self._debts.get(name)
+        if now is None:
+            return
+        others = [
+            one for one in self._debts.all() if one.name in tried and one.record.boot_id == now.record.boot_id
+        ]
+        due = without(now.steps, [*self._debts.set_again(), *(step for one in others for step in one.steps)])
+        self._lessen(now, due, without(now.steps, due))
 
     def settle(self, devices: Sequence[OfferedDevice], wanted: Sequence[Step]) -> None:
         """Pay what is owed on the GPUs of devices that a claim is about to get, but for what its own steps set anyway.
-        The caller holds the locks of the GPUs.
+        A MIG device of an ended claim is destroyed all the same: nobody knows what is still in it. The caller holds the
+        locks of the GPUs.
 
         Raises: RetryableError that tells the debt, if one keeps a device from being used; StateError.
         """
         gpu_uuids = {device.gpu.uuid for device in devices}
+        settings = [step for step in wanted if not isinstance(step, CreateMig)]
+        failed: list[Step] = []
         for debt in self._debts.all():
             here = [step for step in debt.steps if gpus_of(step, debt.record) & gpu_uuids]
-            due = without(here, wanted)
+            due = without(without(here, settings), failed) if here else ()
             due = without(due, self._debts.set_again()) if due else ()
             if not due:
                 continue
             left = self._lessen(debt, due)
+            failed += left
             owing = replace(debt, steps=tuple(left))
             if any(withholding([owing], device, self._boot_id) for device in devices):
                 told = self._debts.get(debt.name) or owing

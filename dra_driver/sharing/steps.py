@@ -48,18 +48,20 @@ class MpsHost(Protocol):
         The host also gives the GPU its former compute mode back, as soon as that can be done."""
 
 
-def _steps_of_others(records: RecordStore, claim_uid: str) -> Iterator[Step]:
+def _steps_of_others(records: RecordStore, claim_uid: str, boot_id: str) -> Iterator[Step]:
+    """What the records of other claims name. A step of an older boot is gone until its claim is prepared again."""
     for uid, record in records.all().items():
-        if uid != claim_uid:
+        if uid != claim_uid and record.boot_id == boot_id:
             yield from record.steps
 
 
 class TimeSliceSteps:
     """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing."""
 
-    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
+    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, boot_id: str) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
+        self._boot_id = boot_id
 
     def do(self, step: Step, plan: Plan) -> None:
         """Set it again, whatever it is now: a reboot or a driver reload forgets it.
@@ -78,7 +80,7 @@ class TimeSliceSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Back to the default with the last claim that set it. Raises: RetryableError, StateError."""
         assert isinstance(step, SetTimeSlice)  # noqa: S101
-        for other in _steps_of_others(self._records, record.ref.uid):
+        for other in _steps_of_others(self._records, record.ref.uid, self._boot_id):
             if isinstance(other, SetTimeSlice) and other.gpu_uuid == step.gpu_uuid:
                 return
         try:
@@ -107,6 +109,7 @@ class MpsSteps:
         records: RecordStore,
         lost_users: Callable[[], Mapping[str, Collection[str]]],
         made_uuid: Callable[[str], str | None],
+        boot_id: str,
     ) -> None:
         """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
         `made_uuid` the UUID that a MIG device made on demand has now."""
@@ -114,6 +117,7 @@ class MpsSteps:
         self._records = records
         self._lost_users = lost_users
         self._made_uuid = made_uuid
+        self._boot_id = boot_id
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
@@ -151,7 +155,7 @@ class MpsSteps:
             self._stop_if_unused(device, claim_uid)
 
     def _stop_if_unused(self, device: str, claim_uid: str, spec: MpsDaemonSpec | None = None) -> None:
-        for other in _steps_of_others(self._records, claim_uid):
+        for other in _steps_of_others(self._records, claim_uid, self._boot_id):
             if isinstance(other, RunMps) and other.spec.device == device:
                 return
         if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):

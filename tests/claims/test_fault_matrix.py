@@ -129,8 +129,8 @@ class FaultyNode(KindNode):
         client = MpsClient(layout, connect_s=0.0)
         known = runners[RunMps]
         return runners | {
-            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records),
-            RunMps: MpsSteps(client, self.records, known._lost_users, self._uuid_of),
+            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.boot_id),
+            RunMps: MpsSteps(client, self.records, known._lost_users, self._uuid_of, self.boot_id),
         }
 
     def state(self) -> dict[str, object]:

@@ -147,8 +147,8 @@ class PoweredNode(Node):
         self.runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
-            SetTimeSlice: TimeSliceSteps(self.boot, self.records),
-            RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None),
+            SetTimeSlice: TimeSliceSteps(self.boot, self.records, boot_id),
+            RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
         })  # fmt: skip
         self.executor = Executor(
             self.records, self.debts, self.runner, boot_id, lambda: "2026-08-07T12:00:00.000+00:00"

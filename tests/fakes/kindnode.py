@@ -373,9 +373,13 @@ class KindNode:
         return {
             CreateMig: mig,
             LeaveMigMode: mig,
-            SetTimeSlice: TimeSliceSteps(settings, self.records),
+            SetTimeSlice: TimeSliceSteps(settings, self.records, self.boot_id),
             RunMps: MpsSteps(
-                mps, self.records, SpecsWithoutRecord(self.records, self.specs).mps_users, self._uuid_of
+                mps,
+                self.records,
+                SpecsWithoutRecord(self.records, self.specs).mps_users,
+                self._uuid_of,
+                self.boot_id,
             ),
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, lambda: site.inventory, self.created_instance

@@ -19,10 +19,11 @@ from dra_driver.journal.executor import Executor
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.debts import Debt, still_owed, withholding
+from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
 
 BOOT = "boot-1"
@@ -332,14 +333,60 @@ def test_prepare_that_fails_again_and_again_owes_once(bench: Bench) -> None:
     bench.tools.broken = [SLICE, MPS]
     for number in range(5):
         bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
+    assert len(bench.told.lines) == 1, "one event for one thing"
+    [debt] = bench.keeper.pay_all()
+    assert (debt.name, debt.steps) == ("uid-0", (SLICE, MPS))
+    assert bench.files() == ["debts/uid-0.json"]
+    bench.tools.broken, bench.tools.undone = [], []
+    assert bench.keeper.pay_all() == []
+    assert bench.tools.undone == [MPS, SLICE]
+
+
+def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    both = [record(MPS, uid=f"uid-{number}") for number in range(2)]
+    for one in both:
+        bench.records.save(one)
+    begun = [bench.debts.begin(one) for one in both]
+    for debt in begun:
+        bench.debts.keep(debt, [MPS], "nvidia-smi fails")
+    assert len(bench.debts.outstanding()) == 2
+    assert len(bench.keeper.pay_all()) == 1
+    bench.tools.broken = []
+    assert bench.keeper.pay_all() == []
+    assert bench.tools.undone == [MPS]
+
+
+def test_debt_that_the_keeper_has_paid_meanwhile_is_not_told(bench: Bench) -> None:
+    bench.records.save(record(MPS))
+    begun = bench.debts.begin(record(MPS))
+    assert bench.keeper.pay_all() == []
+    bench.debts.keep(begun, [MPS], "the GPU was busy")
+    assert [line.split()[0] for line in bench.told.lines] == ["paid"]
+    assert bench.debts.outstanding() == []
+
+
+def test_claim_of_an_older_boot_makes_no_debt_void(bench: Bench) -> None:
+    """Its own step is gone with that boot, so its Unprepare undoes nothing."""
+    bench.records.save(record(MPS, uid="old", boot_id="boot-0"))
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    assert len(bench.keeper.pay_all()) == 1
+    bench.tools.broken = []
+    assert bench.keeper.pay_all() == []
+    assert bench.tools.undone == [CDI, MPS]
+
+
+def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its_place(bench: Bench) -> None:
+    """Its GPU was busy when the claim ended. Nobody knows what is still in the device."""
+    made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
+    with bench.restarted().locks.hold({UUID_0}, 1):
+        bench.end(record(made), wait_s=0.1)
     [debt] = bench.debts.outstanding()
-    assert (debt.name, debt.steps) == ("uid-4", (SLICE, MPS))
-    assert len(bench.told.lines) == 1
-    bench.end(record(SLICE))
-    assert [(one.name, one.steps) for one in bench.debts.outstanding()] == [
-        ("uid-1", (SLICE,)),
-        ("uid-4", (MPS,)),
-    ]
+    assert debt.kinds == ("mig-device",)
+    bench.keeper.settle([DEVICE_0], [made])
+    assert bench.tools.undone == [CDI, made]
+    assert bench.debts.outstanding() == []
 
 
 def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Bench) -> None:

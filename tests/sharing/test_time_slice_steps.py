@@ -26,7 +26,7 @@ def hanging(tmp_path: Path) -> TimeSliceSteps:
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
-    return TimeSliceSteps(NvidiaSmi(lambda: found), records)
+    return TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1")
 
 
 def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(

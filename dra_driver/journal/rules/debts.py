@@ -4,10 +4,11 @@
 |---|---|---|
 | a time slice | is offered; the next Prepare tries to reset it, and goes on if that fails | after a reboot |
 | an MPS daemon, with its compute mode | is withheld; a Prepare that wants it fails for now | after a reboot |
+| a MIG device, while the GPU is busy | is withheld; a Prepare that gets the GPU destroys it | after a reboot |
 | a step that only a newer release knows | is withheld, and so is its whole GPU | after a reboot |
 
-A MIG device that could not be destroyed is no debt of this kind: the ledger of `mig` has it. A step is also void if a
-newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it back.
+A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no debt. A step is
+also void if a newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it back.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Literal
 
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step, UnknownStep
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, UnknownStep
 
-DebtKind = Literal["time-slice", "mps", "newer-step"]
-DEBT_KINDS: tuple[DebtKind, ...] = ("time-slice", "mps", "newer-step")
+DebtKind = Literal["time-slice", "mps", "mig-device", "newer-step"]
+DEBT_KINDS: tuple[DebtKind, ...] = ("time-slice", "mps", "mig-device", "newer-step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Debt:
 
 def can_be_owed(step: Step) -> bool:
     """Whether the claim may end although the step could not be undone."""
-    return isinstance(step, SetTimeSlice | RunMps | UnknownStep)
+    return isinstance(step, SetTimeSlice | RunMps | CreateMig | UnknownStep)
 
 
 def kind_of(step: Step) -> DebtKind:
@@ -66,6 +67,8 @@ def kind_of(step: Step) -> DebtKind:
             return "time-slice"
         case RunMps():
             return "mps"
+        case CreateMig():
+            return "mig-device"
         case _:
             return "newer-step"
 
@@ -93,6 +96,8 @@ def gpus_of(step: Step, record: ClaimRecord) -> frozenset[str]:
             return frozenset({uuid})
         case RunMps(spec=spec):
             return frozenset({spec.gpu_uuid})
+        case CreateMig(gpu_uuid=uuid):
+            return frozenset({uuid})
         case _:
             return record.locked_gpus
 
@@ -111,6 +116,8 @@ def what(step: Step) -> str:
             return f"the default time slice of GPU {uuid}"
         case RunMps(spec=spec):
             return f"the end of the MPS daemon of device {spec.device}"
+        case CreateMig(device=device):
+            return f"the end of MIG device {device}"
         case UnknownStep(kind=kind):
             return f"the undo of step {kind} of a newer release"
         case _:
@@ -124,6 +131,8 @@ def remedy(steps: Sequence[Step]) -> str:
         return "install the newer release again, or reboot the node"
     if "mps" in kinds:
         return "the driver tries again; see that the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
+    if "mig-device" in kinds:
+        return "the driver tries again as soon as nobody else works on the GPU"
     return "the driver tries again; see that nvidia-smi works on the node"
 
 
@@ -134,6 +143,8 @@ def _thing(step: Step) -> tuple[str, str] | None:
             return ("time-slice", uuid)
         case RunMps(spec=spec):
             return ("mps", spec.device)
+        case CreateMig(device=device):
+            return ("mig-device", device)
         case _:
             return None
 
@@ -144,6 +155,8 @@ def _withholds(step: Step, debt: Debt, device: OfferedDevice, boot_id: str) -> b
     match step:
         case RunMps(spec=spec) if spec.kind == "mig":
             return device.name == spec.device
+        case CreateMig(device=name):
+            return device.name == name
         case RunMps(spec=spec):
             return device.gpu.uuid == spec.gpu_uuid
         case UnknownStep():
