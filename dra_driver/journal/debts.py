@@ -109,6 +109,9 @@ class Debts:
         self._left: dict[
             str, tuple[tuple[Step, ...], str]
         ] = {}  # by name: what this process knows to be owed, and why
+        self._under_way: set[str] = set()
+        self.shown: set[str] = set()
+        """Names of the debts that counted when `owing` was asked last, for what is published."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
@@ -122,8 +125,19 @@ class Debts:
         record stays."""
         make_directory(self._directory, 0o700)
         name = next(name for name in _names(record.ref.uid) if not self._store.path(name).exists())
-        self._records.move(record.ref.uid, self._store.path(name))
+        with self._guard:
+            self._under_way.add(name)
+        try:
+            self._records.move(record.ref.uid, self._store.path(name))
+        except BaseException:
+            self.let_go(name)
+            raise
         return Debt(name, record, record.steps, int(time.time()))
+
+    def let_go(self, name: str) -> None:
+        """The undos of a debt that has begun are not under way any more."""
+        with self._guard:
+            self._under_way.discard(name)
 
     def end(self, debt: Debt) -> None:
         """Nothing of it is owed any more. Raises: StateError."""
@@ -159,9 +173,15 @@ class Debts:
         """The records of claims that have ended and of which something is still being undone. Raises: StateError."""
         return list(self._store.all().values())
 
+    def left(self) -> list[Debt]:
+        """The debts whose undos are not under way in this process. Raises: StateError."""
+        with self._guard:
+            under_way = self._under_way.copy()
+        return [debt for debt in self.all() if debt.name not in under_way]
+
     def outstanding(self) -> list[Debt]:
-        """The debts that are not void. Raises: StateError."""
-        debts = self.all()
+        """The debts that are left and not void. Raises: StateError."""
+        debts = self.left()
         if debts:
             newer = self.set_again()
             debts = [replace(debt, steps=without(debt.steps, newer)) for debt in debts]
@@ -182,6 +202,7 @@ class Debts:
         debts: list[Debt] = []
         with suppress(StateError):
             debts = self.outstanding()
+        self.shown = {debt.name for debt in debts}
         return lambda device: withholding(debts, device, self._boot_id or "")
 
     def get(self, name: str) -> Debt | None:
@@ -244,7 +265,7 @@ class DebtKeeper:
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._due = 0.0
         self._is_asked = threading.Event()
-        self._seen_names: set[str] = set()
+        self._told: tuple[set[str], set[str]] | None = None
         self._worker = BackgroundWorker(
             "debt-keeper", self._turn, crash_event="debt_keeper_failed", on_crash=lambda _error: _LOOK_EVERY_S
         )
@@ -265,7 +286,7 @@ class DebtKeeper:
     def pay_all(self) -> list[Debt]:
         """Try to pay every debt now; those that are left. Raises: StateError if the debts cannot be listed."""
         tried: set[str] = set()
-        for debt in self._debts.all():
+        for debt in self._debts.left():
             if self._worker.is_stopping:
                 break
             try:
@@ -332,15 +353,20 @@ class DebtKeeper:
         self._debts.lessen(debt, rest, "; ".join(dict.fromkeys(causes)) or debt.cause or "")
         return left
 
+    def _tell_what_is_not_shown(self, names: set[str]) -> None:
+        """The other instance of a rolling update makes and pays debts too. Once for each difference: an instance that
+        does not publish never shows what it is told."""
+        differs = None if names == self._debts.shown else (names, self._debts.shown)
+        is_news, self._told = differs is not None and differs != self._told, differs
+        if is_news:
+            self._debts.tell()
+
     def _turn(self) -> float:
         is_asked = self._is_asked.is_set()
         self._is_asked.clear()
         try:
-            debts = self._debts.all()
-            names = {debt.name for debt in debts}
-            if names != self._seen_names:  # the other instance of a rolling update makes debts too
-                self._seen_names = names
-                self._debts.tell()
+            debts = self._debts.left()
+            self._tell_what_is_not_shown({debt.name for debt in self._debts.outstanding()})
             if not debts or not self._leads():
                 return _LOOK_EVERY_S
             tools = self._tools()

@@ -224,7 +224,10 @@ class Executor:
             self._records.delete(record.ref.uid)
             return
         debt = self._debts.begin(record)
-        left, cause = self._undo_on_gpus(record, hold)
+        try:
+            left, cause = self._undo_on_gpus(record, hold)
+        finally:
+            self._debts.let_go(debt.name)
         if left:
             self._debts.keep(debt, left, cause)
         else:

@@ -348,7 +348,9 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
     for one in both:
         bench.records.save(one)
     begun = [bench.debts.begin(one) for one in both]
+    assert bench.debts.outstanding() == [], "the undos are under way"
     for debt in begun:
+        bench.debts.let_go(debt.name)
         bench.debts.keep(debt, [MPS], "nvidia-smi fails")
     assert len(bench.debts.outstanding()) == 2
     assert len(bench.keeper.pay_all()) == 1
@@ -360,10 +362,38 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
 def test_debt_that_the_keeper_has_paid_meanwhile_is_not_told(bench: Bench) -> None:
     bench.records.save(record(MPS))
     begun = bench.debts.begin(record(MPS))
-    assert bench.keeper.pay_all() == []
+    assert bench.restarted().keeper.pay_all() == [], "the other instance takes over"
+    bench.debts.let_go(begun.name)
     bench.debts.keep(begun, [MPS], "the GPU was busy")
-    assert [line.split()[0] for line in bench.told.lines] == ["paid"]
+    assert bench.told.lines == []
     assert bench.debts.outstanding() == []
+
+
+def test_what_is_published_shows_no_debt_that_is_just_being_undone(bench: Bench) -> None:
+    bench.tools.hanging = [MPS]
+    bench.records.save(record(MPS))
+    ends = threading.Thread(target=lambda: bench.executor.take_back(record(MPS)))
+    ends.start()
+    eventually(lambda: bench.files() == ["debts/uid-1.json"])
+    assert bench.debts.owing()(DEVICE_0) is None
+    other = bench.restarted()
+    assert other.debts.owing()(DEVICE_0) is not None, "the other instance cannot know"
+    bench.tools.let_on.set()
+    ends.join()
+    other.keeper._turn()
+    assert other.changes == 1, "but it hears when the debt is gone"
+    assert other.debts.owing()(DEVICE_0) is None
+    other.keeper._turn()
+    assert other.changes == 1
+
+
+def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
+    bench.end(record(MPS))
+    before = bench.changes
+    for _ in range(5):
+        bench.keeper._turn()
+    assert bench.changes == before + 1
 
 
 def test_claim_of_an_older_boot_makes_no_debt_void(bench: Bench) -> None:

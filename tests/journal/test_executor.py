@@ -43,6 +43,9 @@ class Journal:
         self.kept.pop(record.ref.uid, None)
         return Debt(record.ref.uid, record, record.steps, 0)
 
+    def let_go(self, name: str) -> None:
+        self._note("let go")
+
     def end(self, debt: Debt) -> None:
         self._note("end debt")
 
