@@ -169,7 +169,7 @@ class Reconciler:
 
     def look_soon(self, ref: ClaimRef) -> None:
         """Look at the claim soon: an attempt waits for what it holds."""
-        if ref.uid not in self._stale or ref.uid in self._kept:
+        if ref.uid not in self._stale or ref.uid in self._kept or ref.uid not in self._awaited:
             with self._guard:
                 self._asked.add(ref.uid)
             self._worker.wake()

@@ -714,6 +714,17 @@ def test_claim_that_is_waited_for_stays_while_a_process_computes(node: Node) -> 
     assert bench.held == ["uid-1"]
 
 
+def test_claim_that_was_found_stale_before_goes_at_once_when_somebody_begins_to_wait(node: Node) -> None:
+    bench = Bench(node, pods_run=lambda record: False)
+    node.prepare(replace(ONE, pods=(POD,)))
+    forget(bench, "uid-1")
+    bench.look()
+    assert bench.held == ["uid-1"]
+    bench.reconciler.look_soon(ONE.ref)
+    bench.reconciler._turn()
+    assert bench.held == []
+
+
 def test_claim_that_nobody_waits_for_has_the_grace_time(node: Node) -> None:
     bench = Bench(node, pods_run=lambda record: False)
     node.prepare(replace(ONE, pods=(POD,)))

@@ -264,9 +264,9 @@ def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Clus
     try:
         for file, content in kept.items():
             file.write_bytes(content)
-        cluster.apply(claim_and_pod("next", selector=only(3)))
     finally:
         start(cluster)
+    cluster.apply(claim_and_pod("next", selector=only(3)))
     cluster.wait_running("next")
     assert max(durations(cluster, "next")) < 10
     assert len(cluster.leftovers()) == 2, "the record and the CDI spec of the next one"
