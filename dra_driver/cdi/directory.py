@@ -43,7 +43,6 @@ class CdiDirectory:
         # # all specs.
         self._good: tuple[Any, bytes] | None = None
         self._watch = DirectoryWatch(self._path)
-        self._must_list = True
         self._names: dict[str, tuple[str, tuple[str, ...]]] = {}  # UID and devices by file
         self._by_uid: dict[str, tuple[str, ...]] = {}
         self._pending: set[str] = set()
@@ -127,11 +126,8 @@ class CdiDirectory:
     def _to_look_at(self) -> Sequence[str]:
         """The specs of ours that may have changed since `list` last read them. Raises: StateError."""
         try:
-            changed = self._watch.changed()
-            if changed is None or self._must_list:
-                self._must_list = True  # until the listing succeeds
-                changed = set(os.listdir(self._path))  # noqa: PTH208  no Path objects wanted
-                self._must_list = False
+            changed, are_all = self._watch.look()
+            if are_all:
                 self._names.clear()
         except FileNotFoundError:
             self._names.clear()

@@ -42,6 +42,18 @@ class DirectoryWatch:
         self._directory = directory
         self._identity: tuple[int, int] | None = None
         self._names: set[str] | None = None
+        self._must_list = True
+
+    def look(self) -> tuple[set[str], bool]:
+        """Names of the files to look at: those that have changed since the last call, or all that are there, which the
+        second value says. Raises: OSError; then the next call answers all."""
+        changed = self.changed()
+        if changed is not None and not self._must_list:
+            return changed, False
+        self._must_list = True  # until the listing succeeds: no event tells of files that were there before
+        names = set(os.listdir(self._directory))  # noqa: PTH208  a thousand Path objects cost milliseconds
+        self._must_list = False
+        return names, True
 
     def changed(self) -> set[str] | None:
         """Names of the files that came, went or changed since the last call; None if that may be any. Raises: OSError

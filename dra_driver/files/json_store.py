@@ -81,7 +81,6 @@ class JsonStore(Generic[T]):
         self._left: dict[str, Stamp] = {}
         self._lock = threading.Lock()
         self._watch = DirectoryWatch(directory)
-        self._must_list = True
         self._aside: set[str] = set()  # this and the next two are of `all`, under the lock of the index
         self._values: dict[str, T] = {}
         self._pending: set[str] = set()
@@ -126,11 +125,8 @@ class JsonStore(Generic[T]):
     def _to_look_at(self) -> set[str]:
         """The values whose files may have changed since `all` last read them. Raises: StateError."""
         try:
-            changed = self._watch.changed()
-            if changed is None or self._must_list:
-                self._must_list = True  # until the listing succeeds
-                changed = set(os.listdir(self._directory))  # noqa: PTH208  no Path objects wanted
-                self._must_list = False
+            changed, are_all = self._watch.look()
+            if are_all:
                 self._aside.clear()
                 self._values.clear()
                 with self._lock:
