@@ -24,7 +24,8 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
 - The grace time is for the kubelet, which may still be ending the claim's containers. If an attempt waits for a stale
   claim's devices, and no process of the claim's pods runs on this node, there is nothing to wait for: the claim is
   taken back at once. That needs the host's process IDs, and pods that are known: those of the record, and those of the
-  last answers of the API server.
+  last answers of the API server. The kubelet's pod-resources would add nothing: the kubelet lists the pods that the
+  API server has. A pod that was deleted by force is missing there at once, while its containers may still run.
 - A claim that is prepared meanwhile, here or by the other instance of a rolling update, keeps its devices: `reclaim`
   checks that under the claim's lock. The kubelet's own Unprepare may come before, after or meanwhile.
 - While a process computes on a claim's devices (`claims.device_users`), or NVML does not tell, no other claim gets

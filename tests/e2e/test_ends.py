@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import ssl
 import struct
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +194,70 @@ def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
         cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
         wait_for("the driver to have settled", cluster.driver_has_settled)
         cluster.simulate("reset", "4")
+
+
+def test_drain_ends_while_the_api_server_answers_503_to_all_but_the_kubelet(cluster: Cluster) -> None:
+    names = ["plain", "sliced", "second"]
+    cluster.apply(
+        claim_and_pod(names[0], selector=only(0))
+        + claim_and_pod(names[1], selector=only(1), parameters=SLICED)
+        + claim_and_pod(names[2], selector=only(2))
+    )
+    cluster.wait_running(*names)
+    with overloaded_for_pods() as asked:
+        wait_for("the driver to meet a 503", lambda: asked)
+        assert drained_within(cluster, *names) <= ENDS_WITHIN_S
+        assert (cluster.leftovers(), debts()) == ([], [])
+    assert any("resourceslices" in path for path in asked), asked
+    wait_for("the driver to have settled", cluster.driver_has_settled)
+
+
+@contextmanager
+def overloaded_for_pods() -> Iterator[list[str]]:
+    """An API server that answers 503 to what comes from pods, and works for the kubelet, which is on the host; the
+    paths that it was asked for."""
+    asked: list[str] = []
+
+    class Overloaded(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def refuse(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = json.dumps(
+                {"kind": "Status", "status": "Failure", "reason": "ServiceUnavailable", "code": 503}
+            )
+            self.send_response(503)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = refuse  # noqa: N815  names of http.server
+
+        def log_message(self, *_arguments: object) -> None:
+            """Nothing: the test's output is for the test."""
+
+    from localcluster.layout import API_PORT, BRIDGE, SERVICE_IP, Layout
+
+    layout = Layout.from_environment()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(layout.certificate("apiserver"), layout.key("apiserver"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server, ExitStack() as undo:
+        server.daemon_threads = True
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        undo.callback(server.shutdown)
+        # New connections come here; those that there are were translated once and for all, and are reset.
+        to_us = ["-d", SERVICE_IP, "-p", "tcp", "--dport", "443"]
+        to_us += ["-j", "DNAT", "--to-destination", f"127.0.0.1:{server.server_port}"]
+        reset = ["-p", "tcp", "--dport", str(API_PORT), "-j", "REJECT", "--reject-with", "tcp-reset"]
+        for table, chain, rule in (("nat", "PREROUTING", to_us), ("filter", "INPUT", reset)):
+            command = ["iptables", "--wait", "-t", table]
+            rule = [chain, "-i", BRIDGE, *rule]  # noqa: PLW2901
+            subprocess.run([*command, "-I", *rule], check=True)
+            undo.callback(subprocess.run, [*command, "-D", *rule], check=True)
+        yield asked
 
 
 def test_eight_claims_of_one_pod_wait_for_nvidia_smi_at_the_same_time(cluster: Cluster) -> None:
