@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -17,7 +17,7 @@ from dra_driver.health import monitor
 from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.rules.state import DEFAULT_POLICY, observe
 from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
-from dra_driver.health.rules.xids import APPLICATION_XIDS, KNOWN_XIDS
+from dra_driver.health.rules.xids import CATALOG, is_decided
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
 from dra_driver.model.health import (
     TAINTED_KEYS,
@@ -48,6 +48,7 @@ NOW = 1_800_000_000
 GPU = HealthState(HealthTarget(uuid(0)))
 ACTIONS = [value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")]
 HEADER = "| Taint | Value | Effect | Pods | Meaning |\n|---|---|---|---|---|\n"
+XID_HEADER = "| Taint | Value | Effect | Pods | Meaning | NVIDIA's catalog |\n|---|---|---|---|---|---|\n"
 
 
 def section(name: str) -> tuple[str, str, str]:
@@ -71,7 +72,8 @@ def table(heading: str) -> Mapping[str, Sequence[str]]:
 @pytest.mark.parametrize("name", ["signals", "xids"])
 def test_manual_says_what_the_model_makes_of_each_observation(name: str, update_golden: bool) -> None:
     before, within, after = section(name)
-    made = HEADER + "".join(MAKERS[name]())
+    header = HEADER if name == "signals" else XID_HEADER
+    made = header + "".join(MAKERS[name]())
     if update_golden:
         MANUAL.write_text(before + made + after)
     else:
@@ -108,17 +110,22 @@ def signal_rows() -> Iterator[str]:
 
 
 def xid_rows() -> Iterator[str]:
-    """Numbers of one meaning in one row, the worst first, and those that mean nothing at the end."""
-    by_meaning = sorted(
-        KNOWN_XIDS, key=lambda number: (-KNOWN_XIDS[number][0], KNOWN_XIDS[number][1], number)
-    )
-    for (_, text), numbers in groupby(by_meaning, key=KNOWN_XIDS.__getitem__):
-        known = list(numbers)
-        [reason] = told(Xid(known[0]))
-        yield row(reason, ", ".join(f"`{number}`" for number in known), text)
-    for number, text in sorted(APPLICATION_XIDS.items()):
-        assert told(Xid(number)) == ()
-        yield f"| none | `{number}` | none | Healthy | {text} |\n"
+    """Numbers of one meaning and action in one row, the worst first, and those that mean nothing at the end."""
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    for number, entry in CATALOG.items():
+        reasons = told(Xid(number))
+        severity = reasons[0].severity if reasons else 0
+        rows.setdefault((f"{9 - severity}", entry.text, entry.bucket.value), []).append(number)
+    for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
+        [number, *_] = numbers
+        reasons = told(Xid(number))
+        shown = ", ".join(f"`{one}`" for one in numbers)
+        action = f"`{bucket}`" if bucket else "none yet"
+        unsure = "" if is_decided(number) else "; the recovery action decides"
+        if reasons:
+            yield row(reasons[0], shown, f"{text}{unsure} | {action}")
+        else:
+            yield f"| none | {shown} | none | Healthy | {text} | {action} |\n"
 
 
 MAKERS: Mapping[str, Callable[[], Iterator[str]]] = {"signals": signal_rows, "xids": xid_rows}

@@ -87,6 +87,7 @@ class Monitor:
         self._history = HealthHistory(on_transition)
         self._registered: frozenset[str] | None = None
         self._heard: frozenset[str] = frozenset()
+        self._tell_action: set[str] = set()  # GPUs whose driver tells a recovery action
         self._told = ""
         self._is_new_boot = False
         self._driver_loads = 0
@@ -270,19 +271,21 @@ class Monitor:
     def _take_event(self, event: HealthEvent, gpu_uuid: str) -> bool:
         """Whether the event calls for a poll of the GPU."""
         target = HealthTarget(gpu_uuid, event.gpu_instance_id, event.compute_instance_id)
-        if event.observation is None:
+        observation = event.observation
+        if observation is None:
             return True
-        if isinstance(event.observation, Xid):
-            number = event.observation.number
+        if isinstance(observation, Xid):
+            number, is_told = observation.number, gpu_uuid in self._tell_action
+            observation = Xid(number, is_told)
             self._history.count_xid(gpu_uuid, number)
-            if severity_of_xid(number, self._policy.xids) is None:
+            if severity_of_xid(number, self._policy.xids, action_is_told=is_told) is None:
                 severity = self.state(target).severity
                 self._history.note(HealthChange(target, self._now(), severity, severity, xid_text(number)))
                 return number == RECOVERY_ACTION_CHANGED
         # The instance is identified now: later another one may have the same IDs.
         identities = self._identities(gpu_uuid) if target.is_instance else None
         seen = () if identities is None else (InstanceSeen(identity_of(target, identities)),)
-        self._take({target: (*seen, event.observation)})
+        self._take({target: (*seen, observation)})
         return True
 
     def _poll(self, gpu_uuids: Collection[str]) -> None:
@@ -306,6 +309,7 @@ class Monitor:
 
     def _take_poll(self, uuid: str, polled: PolledHealth) -> None:
         gpu = HealthTarget(uuid)
+        (self._tell_action.discard if polled.recovery_action is None else self._tell_action.add)(uuid)
         was_reset = shows_reset(self.state(gpu), polled)
         observed: dict[HealthTarget, tuple[Observation, ...]] = {gpu: (PollResult(polled),)}
         instances = [item for item in self._states if item.is_instance and item.gpu_uuid == uuid]

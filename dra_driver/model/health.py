@@ -143,9 +143,10 @@ class PolledHealth:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The driver reported an Xid."""
+    """The driver reported an Xid. `action_is_told` says whether the driver tells a recovery action for this GPU."""
 
     number: int
+    action_is_told: bool = True
 
 
 @dataclass(frozen=True, slots=True)

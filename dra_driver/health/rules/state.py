@@ -71,8 +71,8 @@ def observe(
     For an instance, what is seen of its whole GPU only clears: the GPU's own state carries the rest.
     """
     match observation:
-        case Xid(number):
-            severity = severity_of_xid(number, policy.xids)
+        case Xid(number, action_is_told):
+            severity = severity_of_xid(number, policy.xids, action_is_told=action_is_told)
             if severity is None:
                 return state
             after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number)))

@@ -1,46 +1,173 @@
 """What an Xid number means for new and for running work, as data.
 
-An Xid that is neither an application's fault nor known to be fatal is kept as information: it is told,
-but keeps nobody away, because most of the numbers that new drivers bring are harmless and NVML's own
-recovery action, which is read after each Xid, tells those that are not.
+`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, what NVIDIA says to do
+first, and on which of its reference parts the Xid exists. Below it stands our policy, which is not NVIDIA's.
+
+NVML's recovery action, which the driver reads after each Xid, decides where the number alone does not: a number that is
+not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog links it
+from R565 on); then such an Xid keeps new work away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from dra_driver.model.health import Severity
 
-APPLICATION_XIDS: Mapping[int, str] = {
-    13: "a program caused a graphics engine exception",
-    31: "a program accessed GPU memory that it does not have",
-    43: "a program's channel was stopped",
-    45: "a program's channel was removed, mostly because the program ended",
-    68: "the video processor raised an exception for a program",
-    109: "a context switch of a program took too long",
+
+class Bucket(Enum):
+    """The catalog's immediate action; the value is its name there."""
+
+    IGNORE = "IGNORE"
+    RESTART_APP = "RESTART_APP"
+    RESET_GPU = "RESET_GPU"
+    RESTART_BM = "RESTART_BM"
+    RESTART_VM = "RESTART_VM"
+    CHECK_MECHANICALS = "CHECK_MECHANICALS"
+    CHECK_UVM = "CHECK_UVM"
+    UPDATE_SWFW = "UPDATE_SWFW"
+    CONTACT_SUPPORT = "CONTACT_SUPPORT"
+    XID_45 = "WORKFLOW_XID_45"
+    XID_48 = "WORKFLOW_XID_48"
+    NVLINK = "WORKFLOW_NVLINK_ERR"
+    NVLINK_5 = "WORKFLOW_NVLINK5_ERR"
+    XID_154 = "XID_154"
+    NONE = ""
+    """The catalog has the number, and names no action yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One number of the catalog. `parts`: first letters of those of A100, H100, B100 and GB200 that report it."""
+
+    bucket: Bucket
+    parts: str
+    text: str
+
+
+_ALL, _HOPPER, _BLACKWELL = "AHBG", "HBG", "BG"
+_ROWS: tuple[tuple[tuple[int, ...], Bucket, str, str], ...] = (
+    ((8,), Bucket.RESTART_APP, _ALL, "a program's channel was idle for too long"),
+    ((11, 25, 32), Bucket.RESTART_APP, _ALL, "a program sent commands that are not valid"),
+    ((13,), Bucket.RESTART_APP, _ALL, "a program caused a graphics engine exception"),
+    ((14,), Bucket.IGNORE, _ALL, "an error that somebody injected"),
+    ((31,), Bucket.RESTART_APP, _ALL, "a program accessed GPU memory that it does not have"),
+    ((37, 38), Bucket.IGNORE, _ALL, "an error of the driver's firmware"),
+    (
+        (39, 40, 41, 70, 71, 72, 75, 76, 77, 85),
+        Bucket.RESTART_APP,
+        _ALL,
+        "a copy engine raised an exception for a program",
+    ),
+    (
+        tuple(range(126, 136)),
+        Bucket.RESTART_APP,
+        _BLACKWELL,
+        "a copy engine raised an exception for a program",
+    ),
+    ((43,), Bucket.IGNORE, _ALL, "a program's channel was stopped"),
+    ((44,), Bucket.IGNORE, _ALL, "a graphics engine fault during a context switch"),
+    ((45,), Bucket.XID_45, _ALL, "a program's channel was removed, mostly because the program ended"),
+    ((46,), Bucket.RESET_GPU, _ALL, "the GPU stopped processing"),
+    ((48,), Bucket.XID_48, _ALL, "uncorrectable memory error"),
+    ((54,), Bucket.CHECK_MECHANICALS, "AHB", "the GPU's auxiliary power is not connected"),
+    ((62,), Bucket.RESET_GPU, _ALL, "the GPU's internal microcontroller stopped"),
+    ((63,), Bucket.IGNORE, _ALL, "a memory row or page was set aside"),
+    ((64,), Bucket.RESET_GPU, _ALL, "a memory row or page could not be set aside"),
+    ((66, 67), Bucket.IGNORE, _ALL, "the driver made an access that is not allowed"),
+    (
+        (60, 68, 83, 84, 88, 89),
+        Bucket.RESTART_APP,
+        _ALL,
+        "the video processor raised an exception for a program",
+    ),
+    ((96, 97, 98), Bucket.RESTART_APP, _HOPPER, "the video processor raised an exception for a program"),
+    ((69,), Bucket.RESTART_APP, _ALL, "a program used a graphics engine class wrongly"),
+    ((74,), Bucket.NVLINK, "AH", "NVLink error"),
+    ((78,), Bucket.UPDATE_SWFW, _ALL, "a virtual GPU could not be started"),
+    ((79,), Bucket.RESTART_BM, _ALL, "the GPU fell off the bus"),
+    ((80,), Bucket.RESTART_APP, "AH", "the GPU received damaged commands"),
+    ((82,), Bucket.RESTART_APP, _ALL, "the JPEG engine raised an exception for a program"),
+    (tuple(range(99, 106)), Bucket.RESTART_APP, _HOPPER, "the JPEG engine raised an exception for a program"),
+    ((86,), Bucket.RESTART_APP, _ALL, "the optical flow engine raised an exception for a program"),
+    ((139,), Bucket.RESTART_APP, _BLACKWELL, "the optical flow engine raised an exception for a program"),
+    ((92,), Bucket.IGNORE, _ALL, "very many correctable memory errors"),
+    ((93,), Bucket.IGNORE, "A", "the wear limit of the InfoROM was reached"),
+    ((94,), Bucket.RESTART_APP, _ALL, "uncorrectable memory error, contained to one program"),
+    ((95,), Bucket.RESET_GPU, _ALL, "uncorrectable memory error that was not contained"),
+    ((106, 107), Bucket.IGNORE, _ALL, "a test message of the board's management interface"),
+    ((108,), Bucket.IGNORE, _ALL, "an NVLink address could not be translated at the other end"),
+    ((109,), Bucket.RESET_GPU, _ALL, "a context switch took too long"),
+    ((110,), Bucket.RESET_GPU, _HOPPER, "security fault"),
+    ((119,), Bucket.RESET_GPU, _ALL, "the GPU's system processor does not answer"),
+    ((120,), Bucket.RESET_GPU, _ALL, "the GPU's system processor failed"),
+    ((121,), Bucket.IGNORE, "G", "corrected errors on the link to the CPU"),
+    ((136,), Bucket.RESET_GPU, "H", "an NVLink could not be trained"),
+    ((137,), Bucket.IGNORE, _ALL, "a program made an NVLink access that is not allowed"),
+    ((140,), Bucket.RESET_GPU, _ALL, "uncorrectable memory error that was not recovered"),
+    ((141,), Bucket.IGNORE, _HOPPER, "an error of CUDA's fast path"),
+    ((142,), Bucket.CONTACT_SUPPORT, "G", "the video encoder raised an exception"),
+    ((143,), Bucket.RESET_GPU, _HOPPER, "the GPU could not be initialised"),
+    (tuple(range(144, 151)), Bucket.NVLINK_5, _BLACKWELL, "NVLink error"),
+    ((151,), Bucket.RESTART_VM, _HOPPER, "a key of confidential computing could not be changed"),
+    ((154,), Bucket.XID_154, _ALL, "the driver asks for another recovery action"),
+    ((155,), Bucket.RESET_GPU, _BLACKWELL, "an NVLink was taken down by software"),
+    ((156,), Bucket.RESET_GPU, _HOPPER, "a damaged part of the GPU was retired"),
+    ((157,), Bucket.IGNORE, _HOPPER, "a damaged part of the GPU could not be retired"),
+    ((158,), Bucket.RESET_GPU, _ALL, "the GPU timed out"),
+    ((159,), Bucket.CHECK_UVM, _BLACKWELL, "an error on the link to the CPU"),
+    ((160,), Bucket.IGNORE, _BLACKWELL, "a memory channel was retired"),
+    ((161,), Bucket.IGNORE, _BLACKWELL, "a memory channel could not be retired"),
+    ((162,), Bucket.NONE, _BLACKWELL, "power smoothing works again"),
+    ((163,), Bucket.NONE, _BLACKWELL, "power smoothing stopped"),
+    ((164,), Bucket.NONE, _BLACKWELL, "the circuit of power smoothing is nearly worn out"),
+    ((165,), Bucket.NONE, _BLACKWELL, "the circuit of power smoothing is worn out"),
+    ((166,), Bucket.NONE, _BLACKWELL, "traffic on an NVLink before its encryption was set up"),
+    ((167,), Bucket.NONE, _HOPPER, "a fatal timeout on the PCI bus"),
+    ((168,), Bucket.NONE, _ALL, "errors in the protected memory region; the GPU has less memory"),
+    ((169,), Bucket.NONE, _HOPPER, "the GPU's security processor stopped"),
+    ((170,), Bucket.NONE, _BLACKWELL, "an NVLink interrupt in confidential computing"),
+    ((171,), Bucket.NONE, _ALL, "uncorrectable error of the GPU's DRAM; comes with 48"),
+    ((172,), Bucket.NONE, _ALL, "uncorrectable error of the GPU's SRAM; comes with 48"),
+)
+CATALOG: Mapping[int, CatalogEntry] = {
+    number: CatalogEntry(bucket, parts, text) for numbers, bucket, parts, text in _ROWS for number in numbers
 }
-"""Faults of the program that runs, not of the GPU."""
 
 RECOVERY_ACTION_CHANGED = 154
 """Says only that NVML's recovery action is another one, which is read anyway."""
 
-KNOWN_XIDS: Mapping[int, tuple[Severity, str]] = {
-    48: (Severity.UNHEALTHY, "uncorrectable memory error"),
-    62: (Severity.UNHEALTHY, "the GPU's internal microcontroller stopped"),
-    63: (Severity.INFORMATION, "a memory row or page was set aside"),
-    64: (Severity.UNHEALTHY, "a memory row or page could not be set aside"),
-    74: (Severity.UNHEALTHY, "NVLink error"),
-    79: (Severity.UNHEALTHY, "the GPU fell off the bus"),
-    92: (Severity.DEGRADED, "very many correctable memory errors"),
-    94: (Severity.DEGRADED, "uncorrectable memory error, contained to one program"),
-    95: (Severity.UNHEALTHY, "uncorrectable memory error that was not contained"),
-    119: (Severity.UNHEALTHY, "the GPU's system processor does not answer"),
-    120: (Severity.UNHEALTHY, "the GPU's system processor failed"),
-    140: (Severity.UNHEALTHY, "uncorrectable memory error that was not recovered"),
-    143: (Severity.UNHEALTHY, "the GPU could not be initialised"),
-    **dict.fromkeys(range(145, 151), (Severity.UNHEALTHY, "NVLink error")),
+# --- our policy ----------------------------------------------------------------------------------
+
+_BY_BUCKET: Mapping[Bucket, Severity | None] = {
+    Bucket.IGNORE: Severity.INFORMATION,
+    Bucket.RESTART_APP: None,
+    Bucket.RESET_GPU: Severity.UNHEALTHY,
+    Bucket.RESTART_BM: Severity.UNHEALTHY,
+    Bucket.RESTART_VM: Severity.UNHEALTHY,
+    Bucket.CHECK_MECHANICALS: Severity.DEGRADED,
+    Bucket.UPDATE_SWFW: Severity.INFORMATION,
+    Bucket.XID_45: None,
+    Bucket.XID_48: Severity.UNHEALTHY,
+    Bucket.NVLINK: Severity.UNHEALTHY,
+    Bucket.XID_154: None,
 }
+"""None: the fault of a program, which says nothing about the GPU. A bucket that is missing leaves it to the recovery
+action."""
+_BY_NUMBER: Mapping[int, Severity | None] = {
+    14: None,
+    43: None,
+    92: Severity.DEGRADED,
+    94: Severity.DEGRADED,
+    106: None,
+    107: None,
+    137: None,
+    **dict.fromkeys((162, 163, 164, 165), Severity.INFORMATION),
+}
+"""Where we differ from the bucket: 92 and 94 are signs of memory that fails, and the GPU needs a reset soon; the others
+are tests, a program's faults, or no fault at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +178,26 @@ class XidPolicy:
     fatal: frozenset[int] = frozenset()
 
 
-def severity_of_xid(number: int, policy: XidPolicy) -> Severity | None:
-    """How bad an Xid is; None for one that says nothing about the GPU."""
+def is_decided(number: int) -> bool:
+    """Whether the number alone says how bad the Xid is."""
+    entry = CATALOG.get(number)
+    return entry is not None and (number in _BY_NUMBER or entry.bucket in _BY_BUCKET)
+
+
+def severity_of_xid(number: int, policy: XidPolicy, *, action_is_told: bool) -> Severity | None:
+    """How bad an Xid is; None for one that says nothing about the GPU. `action_is_told` says whether the NVIDIA driver
+    tells a recovery action for this GPU."""
+    entry = CATALOG.get(number)
     if number in policy.fatal:
-        return max(Severity.UNHEALTHY, KNOWN_XIDS.get(number, (Severity.OK, ""))[0])
-    if number in policy.ignored or number in APPLICATION_XIDS or number == RECOVERY_ACTION_CHANGED:
+        return Severity.UNHEALTHY
+    if number in policy.ignored:
         return None
-    return KNOWN_XIDS.get(number, (Severity.INFORMATION, ""))[0]
+    if entry is None or not is_decided(number):
+        return Severity.INFORMATION if action_is_told else Severity.DEGRADED
+    return _BY_NUMBER[number] if number in _BY_NUMBER else _BY_BUCKET[entry.bucket]
 
 
 def xid_text(number: int) -> str:
     """`Xid 79: the GPU fell off the bus`; the number alone where the meaning is unknown."""
-    meaning = APPLICATION_XIDS.get(number) or KNOWN_XIDS.get(number, (None, ""))[1]
-    if number == RECOVERY_ACTION_CHANGED:
-        meaning = "the driver asks for another recovery action"
-    return f"Xid {number}: {meaning}" if meaning else f"Xid {number}"
+    entry = CATALOG.get(number)
+    return f"Xid {number}: {entry.text}" if entry else f"Xid {number}"
