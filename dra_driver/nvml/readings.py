@@ -35,6 +35,7 @@ _CORES_PER_MULTIPROCESSOR = {
 _ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
 _FABRIC_COMPLETED = 3
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
+_NO_MORE_LINKS = -1
 
 
 @dataclass(slots=True)
@@ -132,28 +133,29 @@ def _addressing_mode(log: FaultLog, handle: Handle) -> str | None:
 
 
 def link_states(log: FaultLog, handle: Handle) -> list[bool]:
-    """For each NVLink that the GPU has: is it up? An empty list where it has none, or where a link does
-    not tell, since a part of the links would look like a GPU with fewer.
+    """For each number of an NVLink: is the link up? A board may lack a link in the middle. An empty list where the GPU
+    has no NVLink, or where a link does not tell, since a part of the links would look like a GPU with fewer.
 
     Raises: DeviceLostError, NvmlUnavailableError.
     """
-    states: list[bool] = []
+    states: list[int | None] = []
     for link in range(_MAX_LINKS):
         known_faults = len(log.faults)
         state = log.read(f"NVLink {link}", _link_state, handle, link)
         if len(log.faults) > known_faults:
             return []
-        if state is None:
+        if state == _NO_MORE_LINKS:
             break
-        states.append(state == pynvml.NVML_FEATURE_ENABLED)
-    return states
+        states.append(state)
+    has_links = any(state is not None for state in states)
+    return [state == pynvml.NVML_FEATURE_ENABLED for state in states] if has_links else []
 
 
-def _link_state(handle: Handle, link: int) -> int | None:
+def _link_state(handle: Handle, link: int) -> int:
     try:
         return int(pynvml.nvmlDeviceGetNvLinkState(handle, link))
     except pynvml.NVMLError_InvalidArgument:
-        return None  # past the last link
+        return _NO_MORE_LINKS
 
 
 def _active_links(log: FaultLog, handle: Handle) -> int | None:

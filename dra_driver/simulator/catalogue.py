@@ -43,7 +43,7 @@ _TOP_KEYS = {
 }  # fmt: skip
 _GPU_KEYS = {
     "bus", "model", "module", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
-    "memory_numa", "virtualization", "platform", "persistence", "fabric", "links_down",
+    "memory_numa", "virtualization", "platform", "persistence", "fabric", "links_down", "links_unsupported",
 }  # fmt: skip
 _SYSTEM = {
     "arch": "x86_64",
@@ -215,6 +215,7 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
         persistence=int(item.get("persistence", 1)),
         fabric=_fabric(item.get("fabric", {})),
         links_down=[int(link) for link in item.get("links_down", [])],
+        links_unsupported=[int(link) for link in item.get("links_unsupported", [])],
     )
 
 

@@ -89,6 +89,11 @@ class Health(MachineBase):
         with self._change() as state:
             self._find(state, selector).links_down = list(links)
 
+    def set_links_unsupported(self, selector: Selector, links: list[int]) -> None:
+        """Links that this board does not have, among those that it has."""
+        with self._change() as state:
+            self._find(state, selector).links_unsupported = list(links)
+
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
         """Fields of the fabric (state, status, cluster, clique, health_mask, health_summary), of one GPU or all."""
         with self._change() as state:

@@ -124,6 +124,7 @@ class Gpu:
     drm: int | None = None
     links: list[list[Any]] = field(default_factory=list)
     links_down: list[int] = field(default_factory=list)
+    links_unsupported: list[int] = field(default_factory=list)
     fabric: dict[str, Any] = field(default_factory=dict)
     platform: dict[str, Any] = field(default_factory=dict)
     present: bool = True

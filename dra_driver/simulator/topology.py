@@ -45,7 +45,7 @@ def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
     return [
         (number, kind, remote)
         for number, (kind, remote) in enumerate(gpu.links)
-        if kind is not None and number not in gpu.links_down
+        if kind is not None and number not in (*gpu.links_down, *gpu.links_unsupported)
     ]
 
 

@@ -155,6 +155,15 @@ def test_links_that_are_down_are_not_counted(machine: Make) -> None:
     assert [gpu.nvlink_links for gpu in node.read().gpus] == [16] + [18] * 7
 
 
+@pytest.mark.parametrize("lacking", [[0], [3, 4], [17]])
+def test_a_link_that_the_board_lacks_hides_no_link_behind_it(machine: Make, lacking: list[int]) -> None:
+    node = machine("dgx-h100")
+    node.machine.set_links_unsupported(0, lacking)
+    found = node.read()
+    assert [gpu.nvlink_links for gpu in found.gpus] == [18 - len(lacking)] + [18] * 7
+    assert found.faults == ()
+
+
 @pytest.mark.parametrize("function", ["nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion"])
 def test_version_that_cannot_be_read_hides_no_gpu(dgx: SimulatedNode, function: str) -> None:
     node = dgx

@@ -29,6 +29,8 @@ class Links(Core):
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if not 0 <= number(link) < model.nvlinks:
             raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if number(link) in gpu.links_unsupported:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
