@@ -9,6 +9,7 @@ from pathlib import Path
 from dra_driver.model.fingerprint import HostFingerprint
 
 _NVIDIA = "0x10de"
+_VIRTUAL = "virtual"
 _GPU = "gpu"
 
 
@@ -37,7 +38,9 @@ class HostFingerprintReader:
     def _vendor(self, function: str) -> str:
         known = self._vendors.get(function)
         if known is None:
-            known = _text(self._functions / function / "vendor").strip()
+            # Virtual functions (SR-IOV) come and go without any change of what NVML shows.
+            is_virtual = (self._functions / function / "physfn").is_symlink()
+            known = _VIRTUAL if is_virtual else _text(self._functions / function / "vendor").strip()
             if known:
                 self._vendors[function] = known
         return known

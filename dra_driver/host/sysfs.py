@@ -83,7 +83,10 @@ class Sysfs:
         class_code = _number(self._text(bus_id, "class"), 16)
         if device is None or class_code is None:
             return None
-        return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, self.bound_driver(bus_id))
+        is_virtual = (self._devices / bus_id / "physfn").is_symlink()
+        return PciFunction(
+            bus_id, int(_NVIDIA, 16), device, class_code, self.bound_driver(bus_id), is_virtual
+        )
 
     def bound_driver(self, bus_id: str) -> str | None:
         """The kernel driver of a PCI function, such as `nvidia` or `vfio-pci`; None if it has none."""

@@ -44,15 +44,17 @@ class HostPaths:
 @dataclass(frozen=True, slots=True)
 class PciFunction:
     """A PCI function; `bus_id` in sysfs form, `class_code` has 24 bits, `driver` is the kernel driver that is bound to
-    it."""
+    it. `is_virtual` says that it is a virtual function (SR-IOV) of another one."""
 
     bus_id: str
     vendor_id: int
     device_id: int
     class_code: int
     driver: str | None = None
+    is_virtual: bool = False
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a VGA or 3D controller; NVSwitches, audio and USB functions are not."""
-        return self.class_code >> 8 in {0x0300, 0x0302}
+        """Whether it is a VGA or 3D controller. NVSwitches, audio and USB functions are not, nor are the virtual
+        functions (SR-IOV) of a GPU, which NVML does not show."""
+        return self.class_code >> 8 in {0x0300, 0x0302} and not self.is_virtual

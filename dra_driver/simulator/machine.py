@@ -13,7 +13,7 @@ from dra_driver.simulator.base import Selector
 from dra_driver.simulator.faults import error_text, make_fault
 from dra_driver.simulator.health import Health
 from dra_driver.simulator.hostroot.entries import can_make_nodes
-from dra_driver.simulator.state import Fault, Gpu, State
+from dra_driver.simulator.state import Fault, Function, Gpu, State
 
 XID_OFF_THE_BUS = 79
 
@@ -94,6 +94,26 @@ class Machine(Health):
                     state.faults = [other for other in state.faults if other.remaining != 0]
                     return True
         return False
+
+    def set_virtual_functions(self, selector: Selector, count: int) -> None:
+        """Give a GPU so many virtual functions (SR-IOV), as `sriov-manage` does; 0 takes them away."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            model = state.model_of(gpu)
+            place = gpu.bus_id.partition(".")[0]
+            others = [item for item in state.functions if item.physical != gpu.bus_id]
+            state.functions = others + [
+                Function(
+                    f"{place}.{4 + number}",
+                    gpu.pcie,
+                    model.pci_id >> 16,
+                    model.pci_class,
+                    gpu.numa,
+                    "",
+                    gpu.bus_id,
+                )
+                for number in range(count)
+            ]
 
     # --- driver and boot -----------------------------------------------------------------------
 

@@ -175,7 +175,8 @@ class Event:
 
 @dataclass(slots=True)
 class Function:
-    """Another PCI function of the vendor, such as an NVSwitch or an audio function."""
+    """Another PCI function of the vendor, such as an NVSwitch, an audio function, or a virtual function of a GPU, whose
+    bus ID is `physical` then."""
 
     bus_id: str
     pcie: str
@@ -183,6 +184,7 @@ class Function:
     pci_class: int
     numa: int = -1
     driver: str = ""
+    physical: str = ""
 
 
 @dataclass

@@ -4,16 +4,19 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dra_driver.errors import DriverGoneError, NvmlInUseError, NvmlUnavailableError, RetryableError
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import Discovery, NvmlState
+from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
+from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G, VERSIONS, h100, inventory, mig
 
 NOT_LOADED = NvmlUnavailableError(
@@ -556,3 +559,17 @@ def test_gpu_that_could_not_be_read_is_tried_again_sooner(
     reads = cut_bench.nvml.reads
     cut_bench.discovery.start()
     eventually(lambda: cut_bench.nvml.reads >= reads + 3)
+
+
+def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
+    """SR-IOV: NVML shows the physical functions alone; that virtual ones come is no reason to open NVML anew."""
+    node = SimulatedNode("l40s-8", tmp_path)
+    try:
+        before = HostView(node.paths).fingerprint()
+        node.machine.set_virtual_functions(0, 4)
+        found = node.discover()
+        assert (len(found.gpus), found.faults) == (8, ())
+        assert HostView(node.paths).fingerprint() == before
+        assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
+    finally:
+        node.close()

@@ -176,5 +176,7 @@ def _bind(entries: Entries, device: str, bus_id: str, driver: str) -> None:
 def _other_function(entries: Entries, state: State, function: Function) -> None:
     device = _pci_device(entries, function.bus_id, function.pcie, function.numa)
     _identity(entries, device, 0x10DE, function.device, function.pci_class, function.device << 16 | 0x10DE)
+    if function.physical:
+        entries[f"{device}/physfn"] = Link(f"../{function.physical}")
     if function.driver and (state.driver_loaded or not function.driver.startswith("nvidia")):
         _bind(entries, device, function.bus_id, function.driver)
