@@ -28,7 +28,8 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
-from dra_driver.nvml.health import find_gpu, read_health
+from dra_driver.nvml.health import read_health
+from dra_driver.nvml.instance_handles import gpu_handle
 from dra_driver.nvml.load import read_load
 from dra_driver.nvml.partitions import PartitionReader
 from dra_driver.nvml.reader import NvmlReader
@@ -128,8 +129,9 @@ class NodeSnapshot:
         lost: set[str] = set()
         for gpu in inventory.gpus:
             try:
-                loads[gpu.uuid] = read_load(gpu.uuid)
-                polled[gpu.uuid] = read_health(gpu.uuid)
+                handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+                loads[gpu.uuid] = read_load(gpu.uuid, handle)
+                polled[gpu.uuid] = read_health(gpu.uuid, handle)
             except DeviceLostError:
                 lost.add(gpu.uuid)
             except NvmlUnavailableError:
@@ -147,7 +149,9 @@ class NodeSnapshot:
         if not gpu.mig_enabled or gpu.partitioning is not None:
             return gpu
         try:
-            table, _ = self._partitions.read(find_gpu(gpu.uuid), gpu, inventory.versions.driver)
+            table, _ = self._partitions.read(
+                gpu_handle(gpu.uuid, gpu.pci_bus_id), gpu, inventory.versions.driver
+            )
         except NvmlUnavailableError:
             raise
         except DraDriverError:

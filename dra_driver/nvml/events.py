@@ -12,7 +12,8 @@ import pynvml
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.health import DoubleBitError, HealthEvent, PolledHealth, Xid
 from dra_driver.nvml.failures import nvml_errors, supported
-from dra_driver.nvml.health import find_gpu, read_health, read_instances
+from dra_driver.nvml.health import read_health, read_instances
+from dra_driver.nvml.instance_handles import gpu_handle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,7 @@ class HealthSource:
         self._session = session
         self._set: Any = None
         self._opening = -1
+        self._handles: dict[str, Any] = {}
         self._uuids: dict[int, str] = {}
         self._driver_gone = False
         self._driver_loads = 0
@@ -72,16 +74,17 @@ class HealthSource:
         with self._using() as opening:
             with nvml_errors("create an event set"):
                 fresh = pynvml.nvmlEventSetCreate()
-            known: dict[int, str] = {}
+            handles: dict[str, Any] = {}
             for uuid in uuids:
                 try:
-                    known[_register(uuid, fresh)] = uuid
+                    handles[uuid] = _register(uuid, fresh)
                 except NvmlUnavailableError:
                     raise
                 except DraDriverError as error:
                     unheard[uuid] = str(error)
             old, old_opening = self._set, self._opening
-            self._set, self._opening, self._uuids = fresh, opening, known
+            self._set, self._opening, self._handles = fresh, opening, handles
+            self._uuids = {_address(handle): uuid for uuid, handle in handles.items()}
             if old is not None and old_opening == opening:
                 with suppress(pynvml.NVMLError):
                     pynvml.nvmlEventSetFree(old)
@@ -106,13 +109,13 @@ class HealthSource:
 
     def read(self, gpu_uuid: str) -> PolledHealth:
         """As `read_health`."""
-        with self._using():
-            return read_health(gpu_uuid)
+        with self._using() as opening:
+            return read_health(gpu_uuid, self._handle(gpu_uuid, opening))
 
     def instances(self, gpu_uuid: str) -> Mapping[tuple[int, int], str]:
         """As `read_instances`."""
-        with self._using():
-            return read_instances(gpu_uuid)
+        with self._using() as opening:
+            return read_instances(gpu_uuid, self._handle(gpu_uuid, opening))
 
     def close(self) -> None:
         """Free the event set. Not while a wait is going on."""
@@ -132,6 +135,10 @@ class HealthSource:
             if self._driver_gone:
                 self._driver_gone = False
                 self._driver_loads += 1
+
+    def _handle(self, uuid: str, opening: int) -> Any | None:
+        """The handle from the registration: a search by UUID waits for every GPU that is busy."""
+        return self._handles.get(uuid) if opening == self._opening else None
 
     def _event(self, data: Any) -> HealthEvent:
         whole = data.gpuInstanceId == _WHOLE_GPU
@@ -160,15 +167,15 @@ class HealthSource:
             return None
 
 
-def _register(uuid: str, event_set: Any) -> int:
-    """Register one GPU; returns the value of its handle. Raises: DraDriverError."""
-    handle = find_gpu(uuid)
+def _register(uuid: str, event_set: Any) -> Any:
+    """Register one GPU; returns its handle. Raises: DraDriverError."""
+    handle = gpu_handle(uuid, None)
     with nvml_errors(f"register events of GPU {uuid}"):
         types = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & _WANTED
         if not types & _XID:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         pynvml.nvmlDeviceRegisterEvents(handle, types, event_set)
-    return _address(handle)
+    return handle
 
 
 def _address(handle: Any) -> int:

@@ -10,6 +10,7 @@ import pynvml
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.health import FabricState, PolledHealth
 from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.instance_handles import gpu_handle
 
 T = TypeVar("T")
 Handle = Any
@@ -37,24 +38,14 @@ _CONFIGURATIONS = {
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
-def find_gpu(uuid: str) -> Handle:
-    """The handle of a GPU. Raises: DeviceLostError also for one that this session does not have."""
-    try:
-        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except pynvml.NVMLError as error:
-        if error.value == pynvml.NVML_ERROR_NOT_FOUND:
-            raise DeviceLostError(f"GPU {uuid} is not among the GPUs that NVML shows") from error
-        with nvml_errors(f"find GPU {uuid}"):
-            raise
-
-
-def read_health(uuid: str) -> PolledHealth:
-    """All signals of one GPU. What it does not tell, or fails to tell, is None.
+def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
+    """All signals of one GPU, by its handle if the caller has one of this session. What the GPU does not tell, or fails
+    to tell, is None.
 
     Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot even
     be found for another reason.
     """
-    handle = find_gpu(uuid)
+    handle = gpu_handle(uuid, None) if handle is None else handle
     wants_reset: list[int] = []
 
     def ask(call: Callable[..., T], *args: object) -> T | None:
@@ -92,12 +83,12 @@ def read_health(uuid: str) -> PolledHealth:
     )
 
 
-def read_instances(uuid: str) -> Mapping[tuple[int, int], str]:
-    """UUIDs of the MIG devices of a GPU by GPU instance and compute instance.
+def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int, int], str]:
+    """UUIDs of the MIG devices of a GPU by GPU instance and compute instance; `handle` as for `read_health`.
 
     Raises: DeviceLostError, NvmlUnavailableError, RetryableError if they cannot all be read.
     """
-    handle = find_gpu(uuid)
+    handle = gpu_handle(uuid, None) if handle is None else handle
     count = supported(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
     found: dict[tuple[int, int], str] = {}
     for index in range(count):

@@ -10,19 +10,20 @@ import pynvml
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.nvml.failures import supported
-from dra_driver.nvml.health import find_gpu
+from dra_driver.nvml.instance_handles import gpu_handle
 
 T = TypeVar("T")
 Handle = Any
 
 
-def read_load(uuid: str) -> GpuLoad:
-    """What the GPU tells; what it does not tell, or fails to tell, is None.
+def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
+    """What the GPU tells; what it does not tell, or fails to tell, is None. The caller may have a handle of this
+    session.
 
     Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be found
     for another reason.
     """
-    handle = find_gpu(uuid)
+    handle = gpu_handle(uuid, None) if handle is None else handle
     memory = _ask(_memory, handle)
     rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
     power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)

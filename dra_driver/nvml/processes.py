@@ -10,7 +10,7 @@ import pynvml
 
 from dra_driver.errors import NotSupportedError, RetryableError
 from dra_driver.nvml.failures import nvml_errors
-from dra_driver.nvml.health import find_gpu
+from dra_driver.nvml.instance_handles import gpu_handle
 
 Handle = Any
 
@@ -34,7 +34,7 @@ def read_processes(uuid: str) -> Mapping[int, str]:
     Raises: DeviceLostError if the device does not answer or is not there; NvmlUnavailableError; RetryableError if a
     list fails for another reason.
     """
-    handle = find_gpu(uuid)
+    handle = gpu_handle(uuid, None)
     pids = {int(process.pid) for versions in PROCESS_LISTS for process in _listed(handle, uuid, versions)}
     names = {pid: process_name(pid) for pid in sorted(pids)}
     return {

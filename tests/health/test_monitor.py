@@ -130,6 +130,26 @@ def test_an_xid_of_each_class_on_a_whole_gpu(bench, xid, tainted):
     assert [f"Xid {xid}" in change.text for change in bench.monitor.history(bench.uuids[0])] == [True]
 
 
+@pytest.mark.parametrize(("driver", "effect"), [("560.35.03", "NoSchedule"), ("580.95.05", "None")])
+def test_where_the_driver_tells_no_recovery_action_an_unknown_xid_keeps_work_away(bench, driver, effect):
+    bench.machine.unload_driver()
+    bench.machine.load_driver(driver)
+    bench.node.session.reopen()
+    bench.turn()
+    bench.machine.raise_xid(0, 777)
+    bench.machine.raise_xid(1, 147)
+    bench.turn()
+    assert bench.tainted() == {"0": [f"xid=777:{effect}"], "1": [f"xid=147:{effect}"]}
+
+
+def test_polls_search_no_gpu_by_its_uuid(bench):
+    """The search asks every GPU before, and waits for one that is busy."""
+    bench.machine.set_fault("nvmlDeviceGetHandleByUUID", code="unknown")
+    bench.machine.create_mig(MIG_GPU, "1g.10gb", 1)
+    bench.turn(60)
+    assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
+
+
 def test_an_xid_of_a_mig_gpu_hits_all_of_it_and_one_of_an_instance_only_that(bench):
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=bench.first[0], compute_instance=bench.first[1])
     bench.turn()
