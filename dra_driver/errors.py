@@ -58,6 +58,10 @@ class DriverGoneError(NvmlUnavailableError):
     """The NVIDIA driver is not loaded or its library is not there: no GPU instance is left that could be used."""
 
 
+class NvmlLibraryError(NvmlUnavailableError):
+    """The NVML library is there, but this process cannot load it: another architecture, or a damaged installation."""
+
+
 class NvmlInUseError(RetryableError):
     """NVML cannot be initialised again yet, because a change of a GPU is under way."""
 

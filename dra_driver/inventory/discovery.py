@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 import structlog
 
 from dra_driver.concurrency.worker import BackgroundWorker
-from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlUnavailableError, StateError
+from dra_driver.errors import (
+    DraDriverError,
+    NvmlInUseError,
+    NvmlLibraryError,
+    NvmlUnavailableError,
+    StateError,
+)
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.assemble import assembled, unanswering
 from dra_driver.inventory.rules.changes import (
@@ -331,11 +337,12 @@ class Discovery:
             self._state = NvmlState(False, str(error))
 
     def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
-        """A node that has no GPU needs no driver either: it is known to have no devices."""
+        """A node that has no GPU needs no driver either: it is known to have no devices. A driver that is there and
+        cannot be used is trouble on any node: its GPUs may not be on the bus yet, or hidden from this container."""
         self._has_nvml = False
         if not host.driver:
             self._driver = None  # whatever comes is loaded anew
-        if self._host.gpu_functions():
+        if self._host.gpu_functions() or isinstance(error, NvmlLibraryError):
             self._became_unavailable(error)
             return
         self._fingerprint = HardwareFingerprint(host)

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pynvml
 import structlog
 
-from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlUnavailableError
+from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.nvml.failures import nvml_errors
 
 _log = structlog.get_logger(__name__)
@@ -23,11 +24,17 @@ _HUNG_AFTER_S = 60.0
 
 
 def load_library(path: str) -> object:
-    """The NVML library at `path`, or NvmlUnavailableError with the dynamic linker's reason."""
+    """The NVML library at `path`. Raises: NvmlLibraryError with the dynamic linker's reason; NvmlUnavailableError if
+    there is no such file any more."""
     try:
         return ctypes.CDLL(path)
     except OSError as error:
-        raise NvmlUnavailableError(f"cannot load the NVML library {path}: {error}") from error
+        if not Path(path).exists():
+            raise NvmlUnavailableError(f"cannot load the NVML library {path}: {error}") from error
+        raise NvmlLibraryError(
+            f"cannot load the NVML library {path}: {error}; install the NVIDIA driver of this machine's architecture "
+            "anew, or if this node has no GPU, remove it"
+        ) from error
 
 
 class NvmlSession:

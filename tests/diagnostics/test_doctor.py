@@ -26,7 +26,7 @@ from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, ok
-from dra_driver.errors import ApiRejectedError, NvmlUnavailableError
+from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -190,6 +190,13 @@ def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
     says(found.pop("GPUs"), "WARN", "no NVIDIA GPU on the PCI bus", "lspci -d 10de:")
     assert {finding.status for finding in found.values()} == {"SKIP"}
     says(found["driver root"], "SKIP", "a node without GPU does not need it")
+
+
+def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(host: Host, tmp_path: Path) -> None:
+    nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
+    checks = host.checks(NvmlLibraryError("cannot load the NVML library; x"), paths=nothing)
+    found = {check.name: check.look() for check in checks.all()}
+    says(found["NVML"], "FAIL", "cannot load the NVML library")
 
 
 @pytest.mark.parametrize(

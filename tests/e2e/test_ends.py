@@ -230,6 +230,7 @@ def overloaded_for_pods() -> Iterator[list[str]]:
             self.send_response(503)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")  # a connection that is open stays translated
             self.end_headers()
             self.wfile.write(body.encode())
 

@@ -223,3 +223,19 @@ def test_help_of_every_command() -> None:
         done = call(*command, "--help")
         assert done.returncode == 0
         assert "Usage:" in done.stdout
+
+
+def test_inspect_fails_where_the_library_cannot_be_loaded(tmp_path: Path) -> None:
+    """Whether or not sysfs shows a GPU: an empty list would say that the node has none."""
+    library = tmp_path / "usr/lib64/libnvidia-ml.so.580.95.05"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\x7fELF damaged")
+    library.with_name("libnvidia-ml.so.1").symlink_to(library.name)
+    where = ("--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path))
+    done = call("inspect", *where)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"cannot load the NVML library {tmp_path}" in done.stderr
+    checks = {
+        check["check"]: check for check in json.loads(call("doctor", "-o", "json", *where).stdout)["checks"]
+    }
+    assert checks["NVML"]["status"] == "FAIL"

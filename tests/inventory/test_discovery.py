@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.errors import DriverGoneError, NvmlInUseError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import (
+    DriverGoneError,
+    NvmlInUseError,
+    NvmlLibraryError,
+    NvmlUnavailableError,
+    RetryableError,
+)
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import Discovery, NvmlState
 from dra_driver.inventory.host_facts import HostView
@@ -328,6 +334,13 @@ def test_node_without_gpus_and_without_a_driver_is_known_to_be_empty(bench: Benc
     bench.nvml.error, bench.host.functions = NOT_LOADED, set()
     assert bench.scan() == Inventory()
     assert (bench.discovery.unavailable(), bench.changes) == (None, [Inventory()])
+
+
+def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gpu(bench: Bench) -> None:
+    bench.nvml.error, bench.host.functions = NvmlLibraryError("cannot load the NVML library"), set()
+    bench.scan()
+    assert bench.discovery.state == NvmlState(False, "cannot load the NVML library")
+    assert bench.discovery.problem() == "cannot load the NVML library"
 
 
 def test_everything_is_read_again_when_asked_and_from_time_to_time(

@@ -7,7 +7,13 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from dra_driver.errors import DriverGoneError, NvmlInUseError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import (
+    DriverGoneError,
+    NvmlInUseError,
+    NvmlLibraryError,
+    NvmlUnavailableError,
+    RetryableError,
+)
 from dra_driver.nvml import session as module
 from dra_driver.nvml.session import NvmlSession, load_library
 from tests.fakes.machines import SimulatedNode
@@ -63,8 +69,12 @@ def test_close_does_not_mind_a_driver_that_is_gone(machine: Callable[[str], Simu
 def test_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     path = tmp_path / "libnvidia-ml.so.1"
     path.write_bytes(b"no library")
-    with pytest.raises(NvmlUnavailableError, match=f"cannot load the NVML library {path}: "):
+    with pytest.raises(NvmlLibraryError, match=f"cannot load the NVML library {path}: "):
         load_library(str(path))
+    path.unlink()
+    with pytest.raises(NvmlUnavailableError) as gone:
+        load_library(str(path))
+    assert not isinstance(gone.value, NvmlLibraryError)
 
 
 def test_error_of_the_loader_leaves_the_session_closed() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
-from dra_driver.errors import DraDriverError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import DraDriverError, NvmlLibraryError, NvmlUnavailableError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.hook import HookFinder
@@ -245,9 +245,20 @@ class DriverChecks:
             finding = look()
             if finding.status in ("OK", "SKIP") or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
                 return finding
+            if look == self.nvml and self._has_unusable_library():
+                return finding
             return skip(f"{finding.seen}; a node without GPU does not need it")
 
         return looked
+
+    def _has_unusable_library(self) -> bool:
+        try:
+            self.inventory.get()
+        except NvmlLibraryError:
+            return True
+        except DraDriverError:
+            return False
+        return False
 
     def _loaded_version(self) -> str | None:
         try:
