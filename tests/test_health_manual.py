@@ -193,6 +193,7 @@ def test_manual_lists_the_events_that_are_written() -> None:
     )
     for before, after in product(Severity, Severity):
         news.health_changed(HealthChange(GPU.target, NOW, before, after, "text"))
+    news.health_changed(HealthChange(GPU.target, NOW, Severity.LOST, Severity.OK, "text", is_gone=True))
     assert set(table("## Events").keys()) == written
 
 

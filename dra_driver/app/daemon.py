@@ -118,6 +118,7 @@ class Driver:
         api = ResourceApi(self._client)
 
         # The node's GPUs.
+        host = HostView(paths)
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
         smi = NvidiaSmi(programs)
         nvml = NvmlReader(platform.load_nvml, settings.on_demand, self._foreign_instances)
@@ -134,7 +135,7 @@ class Driver:
         )
         self.discovery = Discovery(
             nvml,
-            HostView(paths),
+            host,
             partial(changes.tell, InventoryChanged()),
             partial(changes.tell, DriverReloaded()),
             self.mig,
@@ -144,6 +145,8 @@ class Driver:
             settings,
             nvml.health_source(),
             self.discovery.latest,
+            self.discovery.unavailable,
+            host.is_bound,
             self.mig.ledger.all,
             self._boot_id,
             partial(changes.tell, HealthShown()),

@@ -36,6 +36,13 @@ class HealthHistory:
         """One more."""
         self._xids[gpu_uuid, number] += 1
 
+    def forget(self, gone: HealthChange) -> None:
+        """A GPU was taken out: tell, and drop what was kept of it."""
+        self._changes.pop(gone.target.gpu_uuid, None)
+        for key in [key for key in self._xids if key[0] == gone.target.gpu_uuid]:
+            del self._xids[key]
+        self._spread(gone)
+
     def add(self, change: HealthChange) -> None:
         """Keep, log and tell a change of a state. A slowdown that comes and goes fills neither log nor history; what
         happens to a device that is bad, or goes bad or well, is told each time."""

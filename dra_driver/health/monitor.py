@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -50,6 +51,7 @@ _WAIT_S = 1.0
 """Also how long discovery waits at most before it can open NVML anew."""
 _POLL_EVERY_S = 10.0
 _FRESH_S = 30.0
+_FORGET_AFTER_S = 600.0
 _EVENTS_AT_ONCE = 64
 _JOIN_S = 5.0
 
@@ -57,15 +59,22 @@ _JOIN_S = 5.0
 class Monitor:
     """Owns the health states.
 
-    `gpus` answers the UUIDs of the GPUs to watch, None while they are not known. `on_change` is called after each
-    change that others can see, `on_transition` with each entry of the history; both from the monitor's thread, and they
-    must not block.
+    `gpus` answers the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
+    whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see,
+    `on_transition` with each entry of the history; both from the monitor's thread, and they must not block.
+
+    A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
+
+        watched ──not among `gpus`──▶ missing ──its place is empty or another's, for ten minutes──▶ forgotten
+           ▲                             │
+           └────────it is back───────────┘     a lost GPU that is still on the bus stays lost
     """
 
     def __init__(
         self,
         source: HealthSource,
-        gpus: Callable[[], Collection[str] | None],
+        gpus: Callable[[], Mapping[str, str | None] | None],
+        is_on_bus: Callable[[str], bool],
         store: SharedHealth,
         boot_id: str,
         *,
@@ -77,6 +86,7 @@ class Monitor:
     ) -> None:
         self._source = source
         self._gpus = gpus
+        self._is_on_bus = is_on_bus
         self._store = store
         self._boot_id = boot_id
         self._on_change = on_change
@@ -85,6 +95,8 @@ class Monitor:
         self._states: HealthStates = {}
         self._polls: dict[str, tuple[int, float]] = {}  # when each GPU was polled last, on both clocks
         self._history = HealthHistory(on_transition)
+        self._places: dict[str, str] = {}  # PCI bus IDs by UUID, of all GPUs that were watched
+        self._missing: dict[str, float] = {}  # since when a GPU is not on the bus, by the monotonic clock
         self._registered: frozenset[str] | None = None
         self._heard: frozenset[str] = frozenset()
         self._tell_action: set[str] = set()  # GPUs whose driver tells a recovery action
@@ -185,6 +197,10 @@ class Monitor:
             self.restore()
             self._on_change()
         gpus = self._gpus()
+        if gpus is None:
+            self._missing = {}
+        else:
+            self._forget_gone(gpus)
         if not gpus:
             self._registered = None
             return wait_s
@@ -209,6 +225,35 @@ class Monitor:
         lost = {target.gpu_uuid for target, state in self._states.items() if state.severity == Severity.LOST}
         return sorted({*gpus, *lost})
 
+    def _forget_gone(self, gpus: Mapping[str, str | None]) -> None:
+        self._places.update((uuid, place) for uuid, place in gpus.items() if place is not None)
+        known = {target.gpu_uuid for target in self._states}
+        gone = {uuid for uuid in known - gpus.keys() if self._is_place_empty(uuid, gpus)}
+        now = self._monotonic()
+        self._missing = {uuid: self._missing.get(uuid, now) for uuid in gone}
+        self._forget([uuid for uuid, since in self._missing.items() if now - since >= _FORGET_AFTER_S])
+
+    def _is_place_empty(self, uuid: str, gpus: Mapping[str, str | None]) -> bool:
+        place = self.state(HealthTarget(uuid)).pci_bus_id
+        return place is None or place in gpus.values() or not self._is_on_bus(place)
+
+    def _forget(self, gpu_uuids: Collection[str]) -> None:
+        """Drop all that is known of GPUs that were taken out, and tell."""
+        if not gpu_uuids:
+            return
+        gone = [self.state(HealthTarget(uuid)) for uuid in sorted(gpu_uuids)]
+        self._keep({key: state for key, state in self._states.items() if key.gpu_uuid not in gpu_uuids})
+        for state in gone:
+            uuid = state.target.gpu_uuid
+            self._polls.pop(uuid, None)
+            self._missing.pop(uuid, None)
+            self._places.pop(uuid, None)
+            at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
+            text = f"the GPU is no longer on the PCI bus{at}; its health is forgotten"
+            change = HealthChange(state.target, self._now(), state.severity, Severity.OK, text, is_gone=True)
+            self._history.forget(change)
+        self._on_change()
+
     def _register(self, gpus: Collection[str]) -> None:
         """Raises: NvmlUnavailableError."""
         wanted = frozenset(gpus)
@@ -229,7 +274,7 @@ class Monitor:
         if self._is_new_boot:
             # GPUs that were taken out while the node was down.
             self._is_new_boot = False
-            self._states = {key: state for key, state in self._states.items() if key.gpu_uuid in wanted}
+            self._forget({key.gpu_uuid for key in self._states} - wanted)
         if self._source.driver_loads != self._driver_loads or self._driver_version not in (None, version):
             self._take({target: (Reset(),) for target in self._states})
         self._driver_loads, self._driver_version = self._source.driver_loads, version
@@ -337,6 +382,8 @@ class Monitor:
             before = after = self.state(target)
             for observation in observations:
                 after = observe(after, observation, now, self._policy)
+            if not target.is_instance:
+                after = replace(after, pci_bus_id=self._places.get(target.gpu_uuid, after.pci_bus_id))
             states[target] = after
             if target.is_instance and not (after.reasons or after.setbacks):
                 del states[target]
@@ -344,16 +391,19 @@ class Monitor:
                 changes.append(change_between(before, after, now))
         if states == self._states:
             return
-        self._states = states
         # Kept before anybody is told: after a crash in between nothing is forgotten that others saw already.
-        try:
-            self._store.save(KeptHealth(self._boot_id, self._driver_version, tuple(states.values())))
-        except StateError as error:
-            _log.error("health_not_kept", reason=str(error))
+        self._keep(states)
         for change in changes:
             self._history.add(change)
         if changes:
             self._on_change()
+
+    def _keep(self, states: HealthStates) -> None:
+        self._states = states
+        try:
+            self._store.save(KeptHealth(self._boot_id, self._driver_version, tuple(states.values())))
+        except StateError as error:
+            _log.error("health_not_kept", reason=str(error))
 
     def _now(self) -> int:
         return int(self._clock())

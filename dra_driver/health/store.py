@@ -125,8 +125,12 @@ def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
         replace(state, reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)))
         for state in states
     ]
-    kept = [state for state in lasting if state != HealthState(state.target, identity=state.identity)]
+    kept = [state for state in lasting if state != _without_memory(state)]
     return sorted(kept, key=lambda state: state.target.order)
+
+
+def _without_memory(state: HealthState) -> HealthState:
+    return HealthState(state.target, identity=state.identity, pci_bus_id=state.pci_bus_id)
 
 
 def _encode_state(state: HealthState) -> JsonObject:
@@ -140,6 +144,7 @@ def _encode_state(state: HealthState) -> JsonObject:
         "identity": state.identity,
         "setbacks": list(state.setbacks),
         "heldUntil": state.held_until,
+        "pciBusID": state.pci_bus_id,
     }
     return {key: value for key, value in entry.items() if value not in (None, [])}
 
@@ -173,6 +178,7 @@ def _decode_state(entry: JsonObject) -> HealthState:
         identity=optional_text(entry, "identity"),
         setbacks=tuple(number({"setbacks": at}, "setbacks") for at in entry.get("setbacks", [])),
         held_until=optional_number(entry, "heldUntil"),
+        pci_bus_id=optional_text(entry, "pciBusID"),
     )
 
 

@@ -99,7 +99,8 @@ class HealthState:
 
     `ecc_uncorrected` is the driver's volatile count at the last poll. `identity` is the UUID (several
     joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are the times
-    at which the device became bad lately; because of them it is not offered until `held_until`.
+    at which the device became bad lately; because of them it is not offered until `held_until`. `pci_bus_id` is where a
+    GPU was last seen: a lost one is watched as long as it is on the bus.
     """
 
     target: HealthTarget
@@ -108,6 +109,7 @@ class HealthState:
     identity: str | None = None
     setbacks: tuple[int, ...] = ()
     held_until: int | None = None
+    pci_bus_id: str | None = None
 
     @property
     def severity(self) -> Severity:
@@ -201,7 +203,8 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class HealthChange:
-    """An entry of a device's history; `times` counts how often the same happened, `at` is the last time."""
+    """An entry of a device's history; `times` counts how often the same happened, `at` is the last time. `is_gone` says
+    that the GPU was taken out, and what was known of it is forgotten."""
 
     target: HealthTarget
     at: int
@@ -209,6 +212,7 @@ class HealthChange:
     after: Severity
     text: str
     times: int = 1
+    is_gone: bool = False
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -44,6 +45,8 @@ class Bench:
         self.inventory = self.node.read()
         self.uuids = [gpu.uuid for gpu in self.machine.current().present]
         self.shown: Collection[str] | None = self.uuids
+        self.places = {gpu.uuid: gpu.bus_id for gpu in self.machine.current().present}
+        self.on_bus = set(self.places.values())
         self.now = 1_800_000_000.0
         self.changes = 0
         self.transitions: list[HealthChange] = []
@@ -56,7 +59,8 @@ class Bench:
         self.store = CountingStore(self.directory / "health.json")
         self.monitor = Monitor(
             self.source,
-            lambda: self.shown,
+            lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
+            lambda place: place in self.on_bus,
             SharedHealth(self.store, lambda: True),
             boot_id,
             on_change=self._changed,
@@ -303,6 +307,97 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     assert (bench.condition(0), bench.reasons(0)) == ("ok", [])
 
 
+def lose_and_hide(bench: Bench) -> str:
+    """A GPU that fell off the bus, and that discovery does not show any more; its UUID."""
+    bench.machine.lose_gpu(0)
+    bench.turn()
+    bench.node.session.reopen()
+    bench.shown = bench.uuids[1:]
+    bench.turn(10)
+    return bench.uuids[0]
+
+
+def kept(bench: Bench) -> set[str]:
+    """The GPUs in the file."""
+    document = json.loads((bench.directory / "health.json").read_text())
+    return {state["gpuUUID"] for state in document["states"]}
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_gpu_that_was_pulled_is_forgotten_after_ten_minutes(bench, is_replaced):
+    gone = lose_and_hide(bench)
+    if is_replaced:
+        bench.places[bench.uuids[1]] = bench.places[gone]
+    else:
+        bench.on_bus.remove(bench.places[gone])
+    bench.turn(10)
+    bench.transitions.clear()
+    for passed in (300, 290):
+        bench.turn(passed)
+        assert (bench.condition(0), gone in kept(bench)) == ("lost", True)
+    changes = bench.changes
+    bench.turn(10)
+    assert (gone in kept(bench), bench.reasons(0), bench.monitor.polled_at(gone)) == (False, [], None)
+    assert (bench.monitor.xid_counts(), bench.monitor.history(gone)) == ({}, ())
+    assert bench.changes == changes + 1
+    [change] = bench.transitions
+    assert (change.is_gone, change.target) == (True, HealthTarget(gone))
+    assert (
+        change.text == f"the GPU is no longer on the PCI bus at {bench.places[gone]}; its health is forgotten"
+    )
+    bench.turn(10)
+    assert (bench.condition(0), len(bench.transitions)) == ("unknown", 1), "it is not watched any more"
+
+
+def test_a_lost_gpu_stays_lost_while_it_is_on_the_bus_also_over_restarts(bench):
+    gone = lose_and_hide(bench)
+    bench.turn(3600)
+    bench.restarted()
+    for _ in range(3):
+        bench.turn(3600)
+    assert (bench.condition(0), gone in kept(bench)) == ("lost", True)
+    bench.on_bus.remove(bench.places[gone])
+    bench.turn(10)
+    bench.turn(600)
+    assert gone not in kept(bench)
+
+
+def test_a_gpu_is_not_forgotten_while_nvml_tells_nothing(bench):
+    """A driver that is reloaded for an hour; then the ten minutes begin anew."""
+    gone = lose_and_hide(bench)
+    bench.on_bus.remove(bench.places[gone])
+    bench.turn(10)
+    bench.shown = None
+    bench.turn(3600)
+    assert gone in kept(bench)
+    bench.shown = bench.uuids[1:]
+    bench.turn(10)
+    assert gone in kept(bench)
+
+
+def test_a_gpu_that_comes_back_within_ten_minutes_keeps_its_health(bench):
+    gone = lose_and_hide(bench)
+    bench.on_bus.remove(bench.places[gone])
+    bench.turn(599)
+    bench.machine.restore_gpu(0)
+    bench.node.session.reopen()
+    bench.shown = bench.uuids
+    bench.turn(10)
+    bench.shown = bench.uuids[1:]
+    bench.turn(10)
+    bench.turn(599)
+    assert gone in kept(bench)
+
+
+def test_the_last_gpu_of_a_node_is_forgotten_too(bench):
+    lose_and_hide(bench)
+    bench.on_bus.clear()
+    bench.shown = []
+    bench.turn(10)
+    bench.turn(600)
+    assert bench.monitor.states() == {}
+
+
 def test_a_lost_gpu_that_nobody_named_is_found(bench):
     with bench.machine._change() as state:
         state.present[2].lost = True
@@ -314,7 +409,7 @@ def test_together_with_discovery(bench):
     discovery = bench.node.discovery()
     discovery.scan_now(5)
     # What is published: what is there, and a lost GPU as it was known last.
-    bench.monitor._gpus = lambda: bench.uuids if discovery.inventory.gpus else ()
+    bench.monitor._gpus = lambda: dict.fromkeys(bench.uuids) if discovery.inventory.gpus else None
     bench.turn()
     bench.machine.lose_gpu(0)
     discovery.scan_now(5)
@@ -351,7 +446,7 @@ def test_a_driver_reload_clears_what_it_mends(bench):
         bench.turn(10)
     assert (bench.condition(0), bench.condition(1)) == ("unknown", "unknown")
     assert "has not told the health" in (bench.monitor.problem() or "")
-    bench.shown = ()
+    bench.shown = None
     bench.turn(10)
     assert bench.monitor.problem() is None
     bench.machine.load_driver()
@@ -517,7 +612,7 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def start(source: HangingSource, **more: object) -> Monitor:
         store = SharedHealth(HealthStore(tmp_path / "health.json"), lambda: True)
         heard = {"on_change": lambda: None, "on_transition": lambda change: None}
-        monitor = Monitor(source, lambda: ["GPU-a"], store, "boot", **heard | more)
+        monitor = Monitor(source, lambda: {"GPU-a": None}, lambda _: True, store, "boot", **heard | more)
         started.append((monitor, source))
         monitor.start()
         return monitor

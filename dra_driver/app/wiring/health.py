@@ -24,7 +24,8 @@ from dra_driver.slices.rules.build import Taints
 class HealthParts:
     """Monitor, stream and taints.
 
-    `inventory` answers what is published now, `owned` the ledger of MIG instances by device name. `on_change` is called
+    `inventory` answers what is published now, `unavailable` why NVML does not tell the devices, `is_on_bus` whether the
+    NVIDIA driver is bound to a PCI bus ID, `owned` the ledger of MIG instances by device name. `on_change` is called
     after each change that others see, `on_transition` with each entry of the history. While `may_keep` answers no,
     another instance of the driver writes the file. `owing` answers which debt keeps a device from being given out.
     """
@@ -34,6 +35,8 @@ class HealthParts:
         settings: Settings,
         source: HealthSource,
         inventory: Callable[[], Inventory | None],
+        unavailable: Callable[[], str | None],
+        is_on_bus: Callable[[str], bool],
         owned: Callable[[], Mapping[str, OwnedInstance]],
         boot_id: str,
         on_change: Callable[[], None],
@@ -42,6 +45,7 @@ class HealthParts:
         owing: Callable[[], Callable[[OfferedDevice], Debt | None]],
     ) -> None:
         self._inventory = inventory
+        self._unavailable = unavailable
         self._owned = owned
         self._owing = owing
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))
@@ -50,6 +54,7 @@ class HealthParts:
         self.monitor = Monitor(
             source,
             self._gpus,
+            is_on_bus,
             kept,
             boot_id,
             on_change=self._changed,
@@ -82,9 +87,12 @@ class HealthParts:
         self.stream.changed()
         self._on_change()
 
-    def _gpus(self) -> Collection[str] | None:
+    def _gpus(self) -> Mapping[str, str | None] | None:
+        """While NVML is away the inventory is empty, and says nothing about the GPUs."""
         inventory = self._inventory()
-        return None if inventory is None else [gpu.uuid for gpu in inventory.every_gpu]
+        if inventory is None or (not inventory.every_gpu and self._unavailable() is not None):
+            return None
+        return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu}
 
     def _devices(self) -> Collection[OfferedDevice]:
         inventory = self._inventory()

@@ -32,4 +32,5 @@ def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
         setbacks=tuple(sorted({*own.setbacks, *other.setbacks})),
         held_until=max(held, default=None),
         identity=own.identity or other.identity,
+        pci_bus_id=own.pci_bus_id or other.pci_bus_id,
     )

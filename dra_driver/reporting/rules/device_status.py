@@ -12,7 +12,7 @@ from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.taints import MadeInstance, device_reasons, device_targets, instances_by_device
 from dra_driver.model.claim import DeviceResult
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
-from dra_driver.model.events import GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
+from dra_driver.model.events import GPU_GONE, GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
 from dra_driver.model.health import HealthChange, HealthStates, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.mig import OwnedInstance
@@ -70,6 +70,8 @@ class HealthEventKind(NamedTuple):
 
 def event_of(change: HealthChange) -> HealthEventKind | None:
     """The event that tells of a change of health; None for one that keeps no work away, before and after."""
+    if change.is_gone:
+        return HealthEventKind(GPU_GONE, warning=False)
     if change.after > change.before and change.after >= Severity.DEGRADED:
         return HealthEventKind(GPU_LOST if change.after == Severity.LOST else GPU_UNHEALTHY, warning=True)
     if change.before >= Severity.DEGRADED > change.after:
