@@ -294,10 +294,7 @@ class Driver:
                 HardwareChanged: (restore.driver_changed, self.keeper.look_soon, self.mig.look_soon),
                 HealthShown: (self.publishing.publisher.mark_dirty,),
                 HealthChanged: (self.reporting.claims.health_changed,),
-                MigDeviceChanged: (
-                    lambda *_: self.health.instances_changed(),
-                    self.reporting.reporter.mig_changed,
-                ),
+                MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 MigSpaceFreed: (self.discovery.request_rescan,),
                 DebtsChanged: (
                     self.publishing.publisher.mark_dirty,

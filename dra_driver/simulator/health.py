@@ -84,6 +84,7 @@ class Health(MachineBase):
             gpu = self._find(state, selector)
             gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
             gpu.remapped_rows[2] = 0
+            gpu.resets += 1
 
     def set_links_down(self, selector: Selector, links: list[int]) -> None:
         with self._change() as state:

@@ -168,6 +168,7 @@ class Machine(Health):
             before = gpu.mig_mode
             status = mig.set_mode(gpu, state.model_of(gpu), on)
             if gpu.mig_mode != before:
+                gpu.resets += 1
                 state.add_event(gpu, pynvml.nvmlEventMigConfigChange, gpu.mig_mode)
                 if state.system.get("minors_move"):
                     taken = {other.minor for other in state.gpus}

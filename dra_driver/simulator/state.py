@@ -135,6 +135,7 @@ class Gpu:
     instances: list[GpuInstance] = field(default_factory=list)
     persistence: int = 1
     recovery_action: int = 0
+    resets: int = 0
     ecc_uncorrected: int = 0
     ecc_corrected: int = 0
     remapped_rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])

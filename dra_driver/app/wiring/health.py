@@ -13,6 +13,7 @@ from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore
 from dra_driver.journal.rules.debts import Debt
+from dra_driver.mig.context import MigAction
 from dra_driver.model.health import HealthChange
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import OwnedInstance
@@ -68,8 +69,11 @@ class HealthParts:
         self.monitor.devices_changed()
         self.stream.changed()
 
-    def instances_changed(self) -> None:
-        """A MIG device was made or destroyed on demand, so the known health may be that of an instance that is gone."""
+    def mig_changed(self, action: MigAction, *_: object) -> None:
+        """A MIG device was made or destroyed on demand, so the known health may be that of an instance that is gone; or
+        a MIG mode was switched, which ends NVML's registrations of the GPU's events."""
+        if action in ("mode-on", "mode-off"):
+            self.monitor.devices_changed()
         if any(target.is_instance for target in self.monitor.states()):
             self._changed()
 

@@ -20,9 +20,10 @@ _POLL_S = 0.2
 
 @dataclass(slots=True)
 class _EventSet:
-    """`masks` holds, for each GPU, the event types and the last event before its registration."""
+    """`masks` holds, for each GPU, the event types, the last event before its registration, and how often the GPU had
+    been reset then."""
 
-    masks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seen: int = 0
     reported_lost: set[str] = field(default_factory=set)
 
@@ -30,7 +31,8 @@ class _EventSet:
 class Waiting(Core):
     """nvmlEventSet*, nvmlDeviceRegisterEvents.
 
-    A lost GPU makes the wait answer GPU_IS_LOST once for each set and GPU, after the events before it.
+    A reset of a GPU, and a change of its MIG mode, which resets it, ends its registrations without a word. A lost GPU
+    makes the wait answer GPU_IS_LOST once for each set and GPU, after the events before it.
     """
 
     def __init__(self, machine: Any) -> None:
@@ -66,8 +68,10 @@ class Waiting(Core):
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
         events = self._set(event_set)
         with self._sets_lock:
-            before, since = events.masks.get(gpu.uuid, (0, state.event_seq))
-            events.masks[gpu.uuid] = (before | wanted, since)
+            before, since, resets = events.masks.get(gpu.uuid, (0, state.event_seq, gpu.resets))
+            if resets != gpu.resets:
+                before, since = 0, state.event_seq
+            events.masks[gpu.uuid] = (before | wanted, since, gpu.resets)
 
     def nvmlEventSetWait_v2(self, handle: Any, out: Any, timeout: Any) -> int:  # noqa: N802
         deadline = time.monotonic() + number(timeout) / 1000
@@ -92,7 +96,10 @@ class Waiting(Core):
             for event in state.events:
                 if event.seq <= events.seen:
                     continue
-                mask, since = events.masks.get(event.gpu, (0, 0))
+                mask, since, resets = events.masks.get(event.gpu, (0, 0, 0))
+                gpu = state.by_uuid.get(event.gpu)
+                if gpu is None or gpu.resets != resets:
+                    continue
                 if event.seq > since and event.type & mask:
                     events.seen = event.seq
                     return event
