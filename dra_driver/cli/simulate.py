@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -24,6 +25,8 @@ Directory = Annotated[
     typer.Option("--simulator-dir", envvar="SIMULATOR_DIR", help="Directory of the simulated machine."),
 ]
 GpuArgument = Annotated[str, typer.Argument(metavar="GPU", help="Index, UUID or PCI bus id of the GPU.")]
+Force = Annotated[bool, typer.Option("--force", help="Also while programs have NVML open.")]
+_LONGEST_S = 365 * 86400.0
 DEFAULT_DIRECTORY = Path("/var/lib/gpu-dra-simulator")
 
 Result = TypeVar("Result")
@@ -154,12 +157,35 @@ def clear_faults(directory: Directory = DEFAULT_DIRECTORY) -> None:
     _say(lambda: commands.clear_faults(directory))
 
 
+@app.command()
+def client(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the program, such as dcgm.")],
+    seconds: Annotated[
+        float | None, typer.Option("--for", min=0, help="Seconds after which it ends. [default: never]")
+    ] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Be a program that keeps NVML open, such as a monitoring agent, until Ctrl-C.
+
+    While it runs, the driver cannot be unloaded, no GPU be reset, and no MIG mode be switched.
+    """
+    import signal
+
+    from dra_driver.simulator import commands
+
+    stopped = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stopped)
+    with ExitStack() as session:
+        typer.echo(_run(lambda: session.enter_context(commands.client(directory, name))))
+        signal.sigtimedwait(stopped, _LONGEST_S if seconds is None else seconds)
+
+
 @app.command("unload-driver")
-def unload_driver(directory: Directory = DEFAULT_DIRECTORY) -> None:
+def unload_driver(force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Unload the NVIDIA driver: its /proc files go, calls answer DRIVER_NOT_LOADED."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.unload_driver(directory))
+    _say(lambda: commands.unload_driver(directory, force=force))
 
 
 @app.command("load-driver")
@@ -227,11 +253,11 @@ def release(
 
 
 @app.command()
-def reset(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+def reset(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Reset a GPU: pending repairs are done, volatile error counters start anew."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.reset(directory, gpu))
+    _say(lambda: commands.reset(directory, gpu, force=force))
 
 
 @app.command()
@@ -275,19 +301,19 @@ def recovery_action(
 
 
 @mig_app.command("enable")
-def mig_enable(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+def mig_enable(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Switch MIG mode on."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.mig_mode(directory, gpu, True))
+    _say(lambda: commands.mig_mode(directory, gpu, True, force=force))
 
 
 @mig_app.command("disable")
-def mig_disable(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
+def mig_disable(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Switch MIG mode off."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.mig_mode(directory, gpu, False))
+    _say(lambda: commands.mig_mode(directory, gpu, False, force=force))
 
 
 @mig_app.command("create")

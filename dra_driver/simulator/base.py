@@ -10,6 +10,7 @@ from typing import Any
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import mig, policy
 from dra_driver.simulator.hostroot import HostRoot
+from dra_driver.simulator.sessions import Session, Sessions
 from dra_driver.simulator.state import Gpu, Model, State
 from dra_driver.simulator.store import Store
 from dra_driver.simulator.topology import sysfs_bus_id
@@ -24,6 +25,7 @@ class MachineBase:
         self._store = Store(directory)
         self._host = HostRoot(directory)
         self._policies = policy.Policies(self._host.root)
+        self._sessions = Sessions(directory / "sessions")
         self.current: Callable[[], State] = self._store.current
 
     # --- what it is ----------------------------------------------------------------------------
@@ -95,6 +97,23 @@ class MachineBase:
                 }
             )
         return rows
+
+    # --- who has it open -----------------------------------------------------------------------
+
+    def open_session(self, name: str) -> Session:
+        """A process initialises NVML, and is a client of every GPU from now on."""
+        with self._store.locked():
+            return self._sessions.open(name)
+
+    def close_session(self, session: Session) -> None:
+        """It shuts NVML down."""
+        with self._store.locked():
+            session.end()
+
+    def clients(self) -> list[str]:
+        """The open sessions of other processes, such as `dcgm (process 4711)`."""
+        with self._store.locked():
+            return self._sessions.of_others()
 
     # --- changing it ---------------------------------------------------------------------------
 

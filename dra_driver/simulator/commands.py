@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from dra_driver.errors import InvalidConfigError
+from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import catalogue
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.machine import Machine, create, open_existing
@@ -71,9 +73,31 @@ def clear_faults(directory: Path) -> str:
     return "no faults any more"
 
 
-def unload_driver(directory: Path) -> str:
-    open_existing(directory).unload_driver()
+def unload_driver(directory: Path, *, force: bool) -> str:
+    machine = open_existing(directory)
+    _refuse_while_open(machine, "unload the driver: the module nvidia", force)
+    machine.unload_driver()
     return "driver unloaded"
+
+
+def _refuse_while_open(machine: Machine, what: str, force: bool) -> None:
+    clients = [] if force else machine.clients()
+    if clients:
+        raise StateError(
+            f"cannot {what} is in use by {', '.join(clients)}; end that, or make it let go "
+            "(`gpu-dra-driver detach`); --force does what no real machine does"
+        )
+
+
+@contextmanager
+def client(directory: Path, name: str) -> Iterator[str]:
+    """An NVML session of another program, open within; yields what to say."""
+    machine = open_existing(directory)
+    session = machine.open_session(name)
+    try:
+        yield f"{name} has NVML open on {machine.name}"
+    finally:
+        machine.close_session(session)
 
 
 def load_driver(directory: Path, version: str | None) -> str:
@@ -107,8 +131,9 @@ def release(directory: Path, gpu: str, pid: int | None) -> str:
     return f"GPU {gpu} is released"
 
 
-def reset(directory: Path, gpu: str) -> str:
+def reset(directory: Path, gpu: str, *, force: bool) -> str:
     machine = open_existing(directory)
+    _refuse_while_open(machine, f"reset GPU {gpu}: it", force)
     machine.reset_gpu(gpu)
     return f"GPU {gpu} was reset"
 
@@ -130,8 +155,10 @@ def recovery_action(directory: Path, gpu: str, action: int) -> str:
     return f"GPU {gpu} asks for recovery action {action}"
 
 
-def mig_mode(directory: Path, gpu: str, on: bool) -> str:
-    status = open_existing(directory).set_mig_mode(gpu, on)
+def mig_mode(directory: Path, gpu: str, on: bool, *, force: bool) -> str:
+    machine = open_existing(directory)
+    _refuse_while_open(machine, f"switch the MIG mode of GPU {gpu}: it", force)
+    status = machine.set_mig_mode(gpu, on)
     if status:
         raise InvalidConfigError(
             f"MIG mode of GPU {gpu} did not change: {error_text(status)}; free the GPU or reboot the machine"

@@ -155,18 +155,19 @@ class Machine(Health):
     # --- MIG and settings ----------------------------------------------------------------------
 
     def set_mig_mode(self, selector: Selector, on: bool) -> int:
-        """Switch MIG mode; the result is NVML's activation status (0: in effect)."""
+        """Switch MIG mode, whoever has NVML open; the result is NVML's activation status (0: in effect)."""
         gpu = self.gpu(selector)
         try:
             return self.change_mig_mode(gpu.uuid, int(on))
         except mig.Refusal as refusal:
             raise _refused("switch MIG mode", gpu, refusal) from refusal
 
-    def change_mig_mode(self, gpu_uuid: str, on: int) -> int:
+    def change_mig_mode(self, gpu_uuid: str, on: int, *, has_clients: bool = False) -> int:
+        """As `nvmlDeviceSetMigMode`; `has_clients` says that others have NVML open, which makes the GPU busy."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             before = gpu.mig_mode
-            status = mig.set_mode(gpu, state.model_of(gpu), on)
+            status = mig.set_mode(gpu, state.model_of(gpu), on, has_clients=has_clients)
             if gpu.mig_mode != before:
                 gpu.resets += 1
                 state.add_event(gpu, pynvml.nvmlEventMigConfigChange, gpu.mig_mode)

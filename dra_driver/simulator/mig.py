@@ -202,13 +202,13 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
     instance.compute.remove(found)
 
 
-def set_mode(gpu: Gpu, model: Model, on: int) -> int:
+def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> int:
     """Change the mode; the result is the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
         raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-    busy = bool(gpu.holders) or bool(gpu.instances)
+    busy = has_clients or bool(gpu.holders) or bool(gpu.instances)
     if gpu.mig_mode == on:
         gpu.mig_pending = on
         return int(pynvml.NVML_SUCCESS)

@@ -193,7 +193,7 @@ def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
         cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
         cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
         wait_for("the driver to have settled", cluster.driver_has_settled)
-        cluster.simulate("reset", "4")
+        cluster.simulate("reset", "4", "--force")
 
 
 def test_drain_ends_while_the_api_server_answers_503_to_all_but_the_kubelet(cluster: Cluster) -> None:

@@ -123,7 +123,7 @@ def healthy(cluster: Cluster) -> Iterator[Cluster]:
     """The GPU is well before and after."""
     wait_for("an untainted GPU", lambda: not taints(cluster, XID))
     yield cluster
-    cluster.simulate("reset", str(XID))
+    cluster.simulate("reset", str(XID), "--force")
     wait_for("the GPU to be well again", lambda: not taints(cluster, XID))
 
 
@@ -146,7 +146,7 @@ def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
     for index in SPARE:
         if min(took) > TAINTED_WITHIN_S:  # the machine may have been busy with something else
             took.append(taint_by_xid_79(healthy, index))
-            healthy.simulate("reset", str(index))
+            healthy.simulate("reset", str(index), "--force")
             wait_for("no taint", lambda index=index: not taints(healthy, index))
     print("tainted after " + ", ".join(f"{seconds:.2f}" for seconds in took) + " s")
     assert min(took) <= TAINTED_WITHIN_S, took
@@ -164,7 +164,7 @@ def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
         ),
     )
 
-    healthy.simulate("reset", str(XID))
+    healthy.simulate("reset", str(XID), "--force")
     wait_for("no taint", lambda: not taints(healthy, XID))
     wait_for("the pod's device to be healthy again", lambda: pod_health(healthy, "victim") == {"Healthy"})
     wait_for("the metric of severity to fall", lambda: severity(healthy) == 0)
@@ -233,5 +233,5 @@ def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:
     cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
     wait_for("the driver to have settled", cluster.driver_has_settled)
     assert device(cluster, RESTART)["taints"] == before
-    cluster.simulate("reset", str(RESTART))
+    cluster.simulate("reset", str(RESTART), "--force")
     wait_for("no taint", lambda: not taints(cluster, RESTART))

@@ -241,7 +241,7 @@ def test_a_device_in_use_is_destroyed_when_its_process_ends(clean: Cluster) -> N
 
 def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:
     devices = len(clean.devices())
-    clean.simulate("mig", "enable", "2")
+    clean.simulate("mig", "enable", "2", "--force")
     made = clean.simulate("mig", "create", "2", "3g.40gb", "0")
     number = made.split("GPU instance ")[1].split(",")[0]
 
@@ -254,7 +254,7 @@ def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:
         assert len(clean.devices()) < devices
     finally:
         clean.simulate("mig", "destroy", "2", number)
-        clean.simulate("mig", "disable", "2")
+        clean.simulate("mig", "disable", "2", "--force")
     wait_for("all devices again", lambda: len(clean.devices()) == devices and clean.pool_is_whole())
 
 

@@ -141,7 +141,7 @@ def test_cel_refuses_what_does_not_fit(cluster: Cluster, expression: str) -> Non
 
 def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example: Example) -> None:
     whole = len(cluster.devices())
-    cluster.simulate("mig", "enable", "7")
+    cluster.simulate("mig", "enable", "7", "--force")
     try:
         made = cluster.simulate("mig", "create", "7", "1g.10gb", "0")
         gpu_instance = re.search(r"GPU instance (\d+)", made)
@@ -160,7 +160,7 @@ def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example:
         wait_for("the claim to be unprepared", lambda: not cluster.leftovers())
         cluster.simulate("mig", "destroy", "7", gpu_instance[1])
     finally:
-        cluster.simulate("mig", "disable", "7")
+        cluster.simulate("mig", "disable", "7", "--force")
     wait_for("the whole GPU to be offered again", lambda: len(cluster.devices()) == whole)
 
 

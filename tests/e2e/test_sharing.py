@@ -204,7 +204,7 @@ def test_example_of_independent_claims(
 
 
 def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) -> None:
-    sharing.simulate("mig", "enable", "7")
+    sharing.simulate("mig", "enable", "7", "--force")
     made = sharing.simulate("mig", "create", "7", "3g.40gb", "0")
     try:
         wait_for("the MIG device", lambda: [d for d in shared_devices(sharing) if "mig" in d["name"]])
@@ -218,7 +218,7 @@ def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) 
         wait_for("the claims to be unprepared", lambda: not sharing.leftovers())
         sharing.simulate("mig", "destroy", "7", made.split("GPU instance ")[1].split(",")[0])
     finally:
-        sharing.simulate("mig", "disable", "7")
+        sharing.simulate("mig", "disable", "7", "--force")
     wait_for("the whole GPU", lambda: len(sharing.devices()) == 8)
 
 

@@ -82,5 +82,5 @@ def test_a_gpu_that_goes_bad_while_no_driver_runs_is_found_by_the_next_one(stopp
         start(stoppable)
         wait_for("it to be unhealthy", lambda: pod_health(stoppable, "unlucky") == {"Unhealthy"}, SHOWN_S)
     finally:
-        stoppable.simulate("reset", str(index))
+        stoppable.simulate("reset", str(index), "--force")
     wait_for("it to be healthy", lambda: pod_health(stoppable, "unlucky") == {"Healthy"}, SHOWN_S)

@@ -254,3 +254,52 @@ def test_a_refused_change_leaves_no_trace(make):
 def test_fresh_machine_directory_has_no_leftovers(make):
     machine = make("dgx-h100")
     assert not list(Path(machine.directory).rglob("*new*"))
+
+
+def test_an_open_session_of_another_program_refuses_what_the_driver_refuses(nvml, handles, refused):
+    """MIG mode by NVML, and reset, unload and MIG mode by the commands; a program that is killed lets go."""
+    machine = nvml("dgx-h100")
+    command = [sys.executable, "-m", "dra_driver.cli.main", "simulate"]
+    where = ["--simulator-dir", str(machine.directory)]
+    assert machine.clients() == [], "our own session does not count"
+    agent = subprocess.Popen([*command, "client", "dcgm", *where], stdout=subprocess.PIPE, text=True)
+    try:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "dcgm has NVML open on dgx-h100\n"
+        assert machine.clients() == [f"dcgm (process {agent.pid})"]
+        assert pynvml.nvmlDeviceSetMigMode(handles()[0], 1) == pynvml.NVML_ERROR_IN_USE
+        assert pynvml.nvmlDeviceGetMigMode(handles()[0]) == [0, 0]
+        for words in (["reset", "0"], ["unload-driver"], ["mig", "enable", "0"]):
+            done = subprocess.run([*command, *words, *where], capture_output=True, text=True, check=False)
+            assert done.returncode == 1
+            assert f"dcgm (process {agent.pid})" in done.stderr
+    finally:
+        agent.kill()
+        agent.communicate()
+    assert machine.clients() == []
+    assert pynvml.nvmlDeviceSetMigMode(handles()[0], 1) == pynvml.NVML_SUCCESS
+
+
+def test_a_session_of_the_driver_keeps_the_driver_loaded(nvml):
+    machine = nvml("t4-4")
+    command = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "unload-driver"]
+    where = ["--simulator-dir", str(machine.directory)]
+    done = subprocess.run([*command, *where], capture_output=True, text=True, check=False)
+    assert (done.returncode, "gpu-dra-driver detach" in done.stderr) == (1, True)
+    assert subprocess.run([*command, *where, "--force"], check=False).returncode == 0
+    assert not machine.driver_loaded
+
+
+def test_a_reset_ends_the_registration_of_events(nvml, handles, refused):
+    machine = nvml("dgx-h100")
+    events = pynvml.nvmlEventSetCreate()
+    for gpu in handles()[:2]:
+        pynvml.nvmlDeviceRegisterEvents(gpu, pynvml.nvmlEventTypeXidCriticalError, events)
+    machine.set_mig_mode(0, True)
+    machine.reset_gpu(1)
+    machine.raise_xid(0, 79)
+    machine.raise_xid(1, 79)
+    assert refused(pynvml.nvmlEventSetWait_v2, events, 0) == pynvml.NVML_ERROR_TIMEOUT
+    pynvml.nvmlDeviceRegisterEvents(handles()[0], pynvml.nvmlEventTypeXidCriticalError, events)
+    machine.raise_xid(0, 48)
+    assert pynvml.nvmlEventSetWait_v2(events, 0).eventData == 48

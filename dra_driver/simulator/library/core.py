@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -14,6 +16,7 @@ import pynvml
 from dra_driver.errors import StateError
 from dra_driver.simulator.library.refs import Return, address, number, text
 from dra_driver.simulator.mig import Refusal
+from dra_driver.simulator.sessions import Session
 from dra_driver.simulator.state import ComputeInstance, Fault, Gpu, GpuInstance, State
 from dra_driver.simulator.topology import sysfs_bus_id
 
@@ -27,6 +30,11 @@ SINCE = {
     "nvmlDeviceGetRepairStatus": 580,
     "nvmlDeviceGetUnrepairableMemoryFlag_v1": 600,
 }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "python" if not name or name.startswith("-") else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class Core:
         self._order: list[str] = []
         self._slots: list[str] = []
         self._session_lock = threading.Lock()
+        self.session: Session | None = None
 
     # --- session -------------------------------------------------------------------------------
 
@@ -67,6 +76,7 @@ class Core:
             if state.driver_version != self._loaded_version:
                 return int(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
             if self._references == 0:
+                self.session = self.machine.open_session(_program())
                 self._order = [gpu.uuid for gpu in state.present if not gpu.lost]
                 self._driver_load = state.driver_loads
                 for uuid in self._order:
@@ -80,6 +90,9 @@ class Core:
             if self._references == 0:
                 return int(pynvml.NVML_ERROR_UNINITIALIZED)
             self._references -= 1
+            if self._references == 0 and self.session is not None:
+                self.machine.close_session(self.session)
+                self.session = None
         return int(pynvml.NVML_SUCCESS)
 
     def state(self) -> State:

@@ -56,7 +56,8 @@ class Instances(Core):
 
     def nvmlDeviceSetMigMode(self, handle: Any, mode: Any, status: Any) -> None:  # noqa: N802
         _, gpu, _ = self._mig_capable(handle)
-        put(status, self.machine.change_mig_mode(gpu.uuid, number(mode)))
+        has_clients = bool(self.machine.clients())
+        put(status, self.machine.change_mig_mode(gpu.uuid, number(mode), has_clients=has_clients))
 
     # --- profiles ------------------------------------------------------------------------------
 
