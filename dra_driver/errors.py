@@ -62,6 +62,10 @@ class NvmlLibraryError(NvmlUnavailableError):
     """The NVML library is there, but this process cannot load it: another architecture, or a damaged installation."""
 
 
+class NvmlDetachedError(NvmlUnavailableError):
+    """NVML is kept closed on purpose for a while."""
+
+
 class NvmlInUseError(RetryableError):
     """NVML cannot be initialised again yet, because a change of a GPU is under way."""
 
@@ -84,6 +88,10 @@ class NvmlUnknownOutcomeError(NvmlTransientError):
 
 class PermanentError(DraDriverError):
     """The call does not succeed until a person changes something."""
+
+
+class ClaimsInTheWayError(PermanentError):
+    """GPUs cannot be let go of, because claims use them."""
 
 
 class ClaimRefusedError(PermanentError):

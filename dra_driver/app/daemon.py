@@ -45,6 +45,7 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError
+from dra_driver.files.file_lock import UseMark
 from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import driver_fingerprint
@@ -52,6 +53,7 @@ from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.processes import any_runs, is_of_the_host
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.journal.claim_locks import ClaimLocks
@@ -121,7 +123,8 @@ class Driver:
         host = HostView(paths)
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
         smi = NvidiaSmi(programs)
-        nvml = NvmlReader(platform.load_nvml, settings.on_demand, self._foreign_instances)
+        mark = UseMark(plugin_dir / LOCK_FILE)
+        nvml = NvmlReader(platform.load_nvml, settings.on_demand, self._foreign_instances, mark)
         self.mig = MigParts(
             settings,
             paths,
@@ -140,6 +143,7 @@ class Driver:
             partial(changes.tell, DriverReloaded()),
             self.mig,
             partial(changes.tell, HardwareChanged()),
+            Detachments(plugin_dir, self._boot_id).now,
         )
         self.health = HealthParts(
             settings,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dra_driver.app.platforms import Platform, platform_of
-from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
+from dra_driver.errors import InvalidConfigError, NvmlDetachedError, NvmlUnavailableError, StateError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
@@ -44,7 +45,7 @@ def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
     from dra_driver.slices.rules.build import build_pool
     from dra_driver.slices.rules.diff import Owner, slice_changes
 
-    platform = platform_of(settings)
+    platform = _platform(settings)
     with closing(NvmlReader(platform.load_nvml, settings.on_demand)) as reader:
         inventory = discover_once(
             reader,
@@ -68,7 +69,7 @@ def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
     from dra_driver.nvml.profiles import read_machine_profiles
 
     with ExitStack() as session:
-        _open_nvml(platform_of(settings), session)
+        _open_nvml(_platform(settings), session)
         profiles, faults = read_machine_profiles()
     return profiles, [f"{fault.subject}: {fault.text}" for fault in faults]
 
@@ -82,7 +83,7 @@ def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list
     from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps, waiting_for_mig_mode
     from dra_driver.diagnostics.state_on_disk import read_state
 
-    platform = platform_of(settings)
+    platform = _platform(settings)
     reader = _open_nvml(platform, session, lambda gpu: gpu.mig_enabled or _is_on_demand(settings, gpu))
     inventory = reader.read_inventory()
     notes = [*_unread(inventory), *waiting_for_mig_mode(inventory, lambda gpu: _is_on_demand(settings, gpu))]
@@ -99,7 +100,7 @@ def node_snapshot(settings: Settings) -> NodeSnapshot:
     def on_demand(gpu: Gpu) -> bool:
         return _is_on_demand(settings, gpu)
 
-    platform = platform_of(settings)
+    platform = _platform(settings)
     paths = NodePaths(
         node=settings.node_name,
         driver=settings.driver_name,
@@ -144,7 +145,7 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
     directory = settings.plugin_directory
-    platform = platform_of(settings)
+    platform = _platform(settings)
     boot_id = _boot_id(platform)
     boot = boot_id or "unknown"
     state = read_state(directory, boot_id)
@@ -167,6 +168,48 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     return DebtKeeper(debts, locks, runner, boot).pay_all(), state.faults
 
 
+def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
+    """Have every instance of the driver on this node close NVML for `seconds`; what to tell the user. `gpus` are those
+    whose claims count, all if empty.
+
+    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError if there is no such GPU; NvmlInUseError if the
+    driver does not let go; StateError.
+    """
+    from dra_driver.diagnostics.state_on_disk import read_state
+    from dra_driver.inventory.detachment import Detachments, detach
+    from dra_driver.inventory.rules.gpu_names import named_gpus
+
+    platform = _platform(settings)
+    chosen = named_gpus(gpus, _inventory_once(platform)) if gpus else None
+
+    def claims() -> list[str]:
+        state = read_state(settings.plugin_directory)
+        if state.faults:
+            raise StateError(f"not all claims are known: {state.faults[0]}")
+        return [
+            f"{record.ref.namespace}/{record.ref.name}"
+            for record in state.records
+            if chosen is None or not record.gpu_uuids.isdisjoint(chosen)
+        ]
+
+    boot_id = _boot_id(platform) or "unknown"
+    made = detach(Detachments(settings.plugin_directory, boot_id), seconds, None if force else claims)
+    return (
+        f"no instance of the driver has NVML open; none opens it before {made.until}\n"
+        "no device of this node is offered meanwhile; `gpu-dra-driver detach --end` ends that"
+    )
+
+
+def attach_node(settings: Settings) -> str:
+    """End what `detach_node` began. Raises: StateError."""
+    from dra_driver.inventory.detachment import Detachments
+
+    detachments = Detachments(settings.plugin_directory, _boot_id(_platform(settings)) or "unknown")
+    was = detachments.now()
+    detachments.end()
+    return "the driver was not detached" if was is None else "the driver opens NVML again"
+
+
 def doctor_checks(settings: Settings) -> list[Check]:
     """All checks of `doctor`, in the order in which it prints them."""
     from dra_driver.diagnostics.doctor.checks import Shared
@@ -174,8 +217,9 @@ def doctor_checks(settings: Settings) -> list[Check]:
     from dra_driver.diagnostics.doctor.driver import DriverChecks
     from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
     from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
+    from dra_driver.host.processes import gpu_users
 
-    platform = platform_of(settings)
+    platform = _platform(settings)
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(platform.paths, simulated=settings.simulate is not None, in_pod=in_pod)
     driver = DriverChecks(
@@ -184,6 +228,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         Shared(lambda: _inventory_once(platform)),
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
+        lambda: gpu_users("/proc", _pods_of_claims(settings)),
     )
     kubelet = KubeletChecks(
         settings.driver_name,
@@ -241,8 +286,32 @@ def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping
     return values, faults
 
 
+def _platform(settings: Settings) -> Platform:
+    """The machine; its NVML stays closed while the driver is detached."""
+    from dra_driver.inventory.detachment import Detachments
+
+    platform = platform_of(settings)
+    detachments = Detachments(settings.plugin_directory, _boot_id(platform) or "unknown")
+
+    def load() -> object:
+        detached = detachments.now()
+        if detached is not None:
+            raise NvmlDetachedError(detached.problem)
+        return platform.load_nvml()
+
+    return replace(platform, load_nvml=load)
+
+
 def _is_on_demand(settings: Settings, gpu: Gpu) -> bool:
     return settings.on_demand is not None and settings.on_demand(gpu)
+
+
+def _pods_of_claims(settings: Settings) -> set[str]:
+    """UIDs of the pods for which claims are prepared on this node."""
+    from dra_driver.diagnostics.state_on_disk import read_state
+
+    records = read_state(settings.plugin_directory).records
+    return {pod.uid for record in records for pod in record.claim.pods or ()}
 
 
 def _boot_id(platform: Platform) -> str | None:

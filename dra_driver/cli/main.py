@@ -59,7 +59,7 @@ def root(
 def _add_late_commands(first: list[str]) -> None:
     """Commands that the daemon does not need: imported only when they are called or listed."""
     listed = not first or first[0] in ("-h", "--help")
-    for name in ("doctor", "claims", "debts", "top", "validate"):
+    for name in ("doctor", "claims", "debts", "detach", "top", "validate"):
         if listed or first == [name]:
             module = importlib.import_module(f"dra_driver.cli.{name}")
             app.command(name)(getattr(module, name))

@@ -119,3 +119,45 @@ def _lock(
 
 def _busy(what: str) -> LockBusyError:
     return LockBusyError(f"{what} is busy with another claim's prepare or unprepare; it will be retried")
+
+
+class UseMark:
+    """A lock file that all who use a thing hold at the same time, so that others see whether somebody does. For one
+    thread at a time; a crash lets go."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def hold(self) -> None:
+        """Begin to hold it; nothing happens if this object does. Raises: StateError."""
+        if self._descriptor is not None:
+            return
+        descriptor = _open(self._path)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, byte_lock(0, fcntl.F_RDLCK))
+        except OSError as error:
+            os.close(descriptor)
+            raise state_error("lock", self._path, error) from error
+        self._descriptor = descriptor
+
+    def let_go(self) -> None:
+        """Hold it no more."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def is_held(self) -> bool:
+        """Whether anybody holds it. Raises: StateError."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise state_error("open the lock file", self._path, error) from error
+        try:
+            found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, byte_lock(0))
+        finally:
+            os.close(descriptor)
+        kind: int = struct.unpack(LOCK_LAYOUT, found)[0]
+        return kind != fcntl.F_UNLCK

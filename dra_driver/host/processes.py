@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 # `…/kubepods-burstable-pod0a1b2c3d_….slice/…` or `…/burstable/pod0a1b2c3d-…/…`
@@ -13,6 +14,9 @@ _POD = re.compile(r"[/-]pod[0-9a-f]{8}([-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12}(?=[
 _HOST = re.compile(r"(/\.\.)*/(system\.slice|user\.slice|init\.scope)(/|$)")
 
 
+_GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
+_ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage"})
+"""nvidia-persistenced and nv-fabricmanager, as the kernel cuts their names: the NVIDIA driver makes way for them."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel's own number for the host's namespace, always the same."""
 
@@ -28,18 +32,70 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
         pids = [name for name in os.listdir(proc) if name.isdecimal()]  # noqa: PTH208
     except OSError:
         return None
-    # The systemd driver of a runtime writes `_` for `-`.
-    wanted = {f"pod{name}" for uid in pod_uids for name in (uid, uid.replace("-", "_"))}
     shows_pods = False
     for pid in pids:
         try:
             text = Path(proc, pid, "cgroup").read_text("utf-8", errors="replace")
         except OSError:  # it ended
             continue
-        if any(name in text for name in wanted):
+        if _is_of_pods(text, pod_uids):
             return True
         shows_pods = shows_pods or _POD.search(text) is not None
     return False if shows_pods else None
+
+
+def gpu_users(proc: str, pod_uids: Collection[str]) -> list[str] | None:
+    """Name and process of each program that has a GPU's device file open, such as `nv-hostengine (process 812)`, in the
+    order of their IDs; None if that cannot be told, because this process does not see all processes.
+
+    This driver, what must run beside it on every node, and processes of the given pods are left out.
+    """
+    try:
+        if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115
+            return None
+        pids = sorted(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208
+    except OSError:
+        return None
+    found = []
+    for pid in pids:
+        name = _text(proc, pid, "comm").strip()
+        if name in _ALWAYS_THERE or not _has_gpu_open(proc, pid):
+            continue
+        if _is_of_this_driver(proc, pid) or _is_of_pods(_text(proc, pid, "cgroup"), pod_uids):
+            continue
+        found.append(f"{name or 'a program'} (process {pid})")
+    return found
+
+
+def _has_gpu_open(proc: str, pid: int) -> bool:
+    directory = f"{proc}/{pid}/fd"
+    try:
+        names = os.listdir(directory)  # noqa: PTH208
+    except OSError:
+        return False
+    for name in names:
+        with suppress(OSError):
+            if _GPU_NODE.search(os.readlink(f"{directory}/{name}")):  # noqa: PTH115
+                return True
+    return False
+
+
+def _is_of_this_driver(proc: str, pid: int) -> bool:
+    words = _text(proc, pid, "cmdline").split("\0")[:4]
+    return any("gpu-dra-driver" in word or "dra_driver" in word for word in words)
+
+
+def _text(proc: str, pid: int, name: str) -> str:
+    try:
+        return Path(proc, str(pid), name).read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
+    """Whether the text of a process's cgroups names one of the pods. The systemd driver of a runtime writes `_` for
+    `-`."""
+    return any(f"pod{name}" in cgroup for uid in pod_uids for name in (uid, uid.replace("-", "_")))
 
 
 def is_of_the_host(proc: str, pid: int) -> bool:

@@ -23,6 +23,7 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     StateError,
 )
+from dra_driver.inventory.detachment import Detachment
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.assemble import assembled, unanswering
 from dra_driver.inventory.rules.changes import (
@@ -72,8 +73,11 @@ class Discovery:
         on_reload: Callable[[], None],
         ownership: MigOwnership | None,
         on_hardware: Callable[[], None],
+        detached: Callable[[], Detachment | None] = lambda: None,
     ) -> None:
-        """Without an `ownership` every MIG device is somebody else's."""
+        """Without an `ownership` every MIG device is somebody else's. While `detached` answers something, NVML is kept
+        closed."""
+        self._detached = detached
         self._nvml = nvml
         self._host = host
         self._offer = MigOffer(ownership)
@@ -178,7 +182,7 @@ class Discovery:
         return self._pause_s()
 
     def _pause_s(self) -> float:
-        if self._state.ready:
+        if self._state.ready or self._detached() is not None:
             self._retry_s = _RETRY_FIRST_S
             return _LOOK_EVERY_S
         pause, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MOST_S)
@@ -197,7 +201,7 @@ class Discovery:
     def _has_changed(self) -> bool:
         """Whether anything changed but MIG devices that we made or destroyed."""
         before, now = self._fingerprint, HardwareFingerprint(self._host.fingerprint())
-        if before is None or self._reopening_is_due:
+        if before is None or self._reopening_is_due or self._detached() is not None:
             return True
         try:
             if self._has_nvml:
@@ -238,6 +242,10 @@ class Discovery:
                 self._turn.notify_all()
 
     def _read_everything(self) -> None:
+        detached = self._detached()
+        if detached is not None:
+            self._let_go(detached)
+            return
         host, before = self._host.fingerprint(), self._fingerprint
         try:
             if self._wants_new_session(host) and not self._reopen():
@@ -264,6 +272,18 @@ class Discovery:
             self._on_reload()
         elif is_other:
             self._on_hardware()
+
+    def _let_go(self, detached: Detachment) -> None:
+        """Close NVML and withdraw the devices. Whoever resets a GPU or changes its MIG mode may make other devices of
+        it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
+        set again afterwards, as after a reload of the driver."""
+        try:
+            self._nvml.let_go(detached.problem)
+        except NvmlInUseError as error:
+            _log.info("nvml_in_use", reason=str(error))
+            return
+        self._has_nvml, self._driver = False, None
+        self._became_unavailable(NvmlUnavailableError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
         """NVML stays open otherwise: when its last client closes it, the driver lets go of the GPUs, which takes

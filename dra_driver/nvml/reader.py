@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from dra_driver.files.file_lock import UseMark
 from dra_driver.model.fingerprint import NvmlFingerprint
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
@@ -30,11 +31,12 @@ class NvmlReader:
         loader: Callable[[], object],
         on_demand: Callable[[Gpu], bool] | None = None,
         foreign_instances: Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]] | None = None,
+        mark: UseMark | None = None,
     ) -> None:
-        """`loader` returns the NVML library, and is asked anew at each `reopen`."""
+        """`loader` returns the NVML library, and is asked anew at each `reopen`. `mark` is held while NVML is open."""
         from dra_driver.nvml.session import NvmlSession
 
-        self.session = NvmlSession(loader)
+        self.session = NvmlSession(loader, mark=mark)
         self._on_demand = on_demand
         self._foreign_instances = foreign_instances
         self._memory: ScanMemory | None = None
@@ -45,6 +47,10 @@ class NvmlReader:
         self.session.reopen()
         if self._memory is not None:
             self._memory.reopened()
+
+    def let_go(self, why: str) -> None:
+        """As `NvmlSession.let_go`."""
+        self.session.let_go(why)
 
     def operation(self, patience: Callable[[], float]) -> AbstractContextManager[None]:
         """As `NvmlSession.operation`."""

@@ -6,13 +6,20 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pynvml
 import structlog
 
-from dra_driver.errors import DraDriverError, NvmlInUseError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.errors import (
+    DraDriverError,
+    NvmlInUseError,
+    NvmlLibraryError,
+    NvmlUnavailableError,
+    StateError,
+)
+from dra_driver.files.file_lock import UseMark
 from dra_driver.nvml.failures import nvml_errors
 
 _log = structlog.get_logger(__name__)
@@ -46,8 +53,15 @@ class NvmlSession:
     or inside `operation`, if a GPU would be left half changed.
     """
 
-    def __init__(self, loader: LibraryLoader, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        loader: LibraryLoader,
+        clock: Callable[[], float] = time.monotonic,
+        mark: UseMark | None = None,
+    ) -> None:
+        """`mark` is held while NVML is initialised, so that other processes see that."""
         self._loader = loader
+        self._mark = mark
         self._clock = clock
         self._lock = threading.Lock()
         self._is_open = False
@@ -137,7 +151,16 @@ class NvmlSession:
                     _log.warning("nvml_left_open", reason="a change of a GPU is still under way")
                     return
             if was_open:
-                _shut_down()
+                self._shut_down()
+
+    def let_go(self, why: str) -> None:
+        """Shut NVML down until the next `reopen`; `why` is what everybody hears meanwhile. Raises: NvmlInUseError, with
+        NVML as it was, while a change of a GPU is under way."""
+        with self._lock, self._changing():
+            if self._is_open:
+                self._end_uses()
+                self._shut_down()
+            self._failure = NvmlUnavailableError(why)
 
     def reopen(self) -> None:
         """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
@@ -148,13 +171,17 @@ class NvmlSession:
         """
         with self._lock, self._changing():
             if self._is_open:
-                with self._turn:
-                    self._turn.wait_for(lambda: not self._begun, _PATIENCE_S)
-                    self._give_way_to_operations()
-                    self._is_open = False
-                    self._turn.wait_for(lambda: not self._users, _PATIENCE_S)
-                _shut_down()
+                self._end_uses()
+                self._shut_down()
             self._open_counted()
+
+    def _end_uses(self) -> None:
+        """Raises: NvmlInUseError."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._begun, _PATIENCE_S)
+            self._give_way_to_operations()
+            self._is_open = False
+            self._turn.wait_for(lambda: not self._users, _PATIENCE_S)
 
     def _give_way_to_operations(self) -> None:
         """Raises: NvmlInUseError if operations are under way and none of them hangs."""
@@ -162,9 +189,7 @@ class NvmlSession:
             return
         longest = self._clock() - min(self._begun.values())
         if longest < _HUNG_AFTER_S:
-            raise NvmlInUseError(
-                "initialise NVML anew: a change of a GPU is under way; it is tried again soon"
-            )
+            raise NvmlInUseError("shut NVML down: a change of a GPU is under way; it is tried again soon")
         _log.error(
             "nvml_operation_hangs",
             seconds=round(longest),
@@ -198,9 +223,29 @@ class NvmlSession:
     def _open(self) -> None:
         pynvml.nvmlLib = self._loader()
         pynvml._nvmlGetFunctionPointer_cache.clear()
-        with nvml_errors("initialise NVML"):
+        with nvml_errors("initialise NVML"), self._marked():
             # Without this flag a node whose GPUs are not bound yet fails here, and later ones never show.
             pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Hold the mark from before the initialisation on, unless that fails. A disk that does not take the lock keeps
+        nobody from NVML."""
+        if self._mark is not None:
+            with suppress(StateError):
+                self._mark.hold()
+        try:
+            yield
+        except BaseException:
+            if self._mark is not None:
+                self._mark.let_go()
+            raise
+
+    def _shut_down(self) -> None:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+        if self._mark is not None:
+            self._mark.let_go()
 
     def _why_closed(self) -> NvmlUnavailableError:
         """The error of the last opening as a new object, since a traceback belongs to one thread."""
@@ -212,10 +257,3 @@ class NvmlSession:
             type(self._failure) if isinstance(self._failure, NvmlUnavailableError) else NvmlUnavailableError
         )
         return kind(str(self._failure))
-
-
-def _shut_down() -> None:
-    try:
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return

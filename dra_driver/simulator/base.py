@@ -106,9 +106,15 @@ class MachineBase:
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """It shuts NVML down."""
+        """It shuts NVML down. When the last client of a GPU goes, the driver lets go of a GPU without persistence mode,
+        and forgets its settings."""
         with self._store.locked():
             session.end()
+            if self._sessions.is_any_open():
+                return
+            for gpu in self.current().present:
+                if not gpu.persistence and not gpu.holders:
+                    self._policies.forget(gpu.uuid)
 
     def clients(self) -> list[str]:
         """The open sessions of other processes, such as `dcgm (process 4711)`."""

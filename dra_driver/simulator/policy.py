@@ -38,6 +38,11 @@ class Policies:
         temporary.write_text(f"{value}\n")
         temporary.replace(path)
 
+    def forget(self, uuid: str) -> None:
+        """Set the defaults of one GPU again."""
+        for setting in (COMPUTE_MODE, TIMESLICE):
+            self.set(setting, uuid, 0)
+
     def reset(self) -> None:
         """Set the defaults again, as a driver reload or a reboot does."""
         for setting in (COMPUTE_MODE, TIMESLICE):

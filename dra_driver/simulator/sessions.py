@@ -59,6 +59,13 @@ class Sessions:
     def of_others(self) -> list[str]:
         """Name and process of every open session of other processes, such as `dcgm (process 4711)`: NVML opens the
         device files once in a process."""
+        return [text for mark, text in self._all() if mark != _PROCESS]
+
+    def is_any_open(self) -> bool:
+        """Whether anybody has NVML open, this process too."""
+        return bool(self._all())
+
+    def _all(self) -> list[tuple[str, str]]:
         try:
             paths = sorted(self._directory.iterdir())
         except OSError:
@@ -66,8 +73,8 @@ class Sessions:
         found = []
         for path in paths:
             mark, pid, _, name = path.name.split(".", 3)
-            if mark != _PROCESS and _is_open(path):
-                found.append(f"{name} (process {pid})")
+            if _is_open(path):
+                found.append((mark, f"{name} (process {pid})"))
         return found
 
 

@@ -192,6 +192,22 @@ def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
     says(found["driver root"], "SKIP", "a node without GPU does not need it")
 
 
+@pytest.mark.parametrize(
+    ("users", "on_demand", "status", "parts"),
+    [
+        (["nv-hostengine (process 812)"], True, "WARN", ("nv-hostengine (process 812)", "docs/mig.md")),
+        ([], True, "OK", ("no other program",)),
+        (None, True, "SKIP", ("hostPID",)),
+        (["nv-hostengine (process 812)"], False, "SKIP", ("not made on demand",)),
+    ],
+)
+def test_agents_that_keep_gpus_from_mig_mode(
+    host: Host, users: list[str] | None, on_demand: bool, status: str, parts: tuple[str, ...]
+) -> None:
+    checks = host.checks(dynamic_mig=on_demand, gpu_users=lambda: users)
+    says(checks.gpu_agents(), status, *parts)
+
+
 def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(host: Host, tmp_path: Path) -> None:
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     checks = host.checks(NvmlLibraryError("cannot load the NVML library; x"), paths=nothing)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.host.processes import any_runs, is_of_the_host
+from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host
 
 UID = "0a1b2c3d-06c0-4d70-8a51-e59b25b2c16c"
 SYSTEMD = f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice"
@@ -85,3 +85,28 @@ def test_nothing_is_told_where_not_all_processes_show_their_pods(tmp_path: Path)
     assert any_runs(proc(tmp_path / "no groups", "0::/k8s.io/0123", "0::/"), [GONE]) is None
     assert any_runs(str(tmp_path / "no proc"), [GONE]) is None
     assert any_runs(proc(tmp_path / "no pods", OTHERS["systemd"]), []) is None
+
+
+def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:
+    """Monitoring agents count. Workloads of claims, this driver, and what runs on every node do not."""
+    host = proc(tmp_path, *["0::/system.slice/x.service"] * 6, OTHERS["cgroupfs"], OTHERS["cgroupfs"])
+    rows = [
+        (4711, "nv-hostengine", "nv-hostengine\0-n", ["/dev/nvidiactl", "/dev/nvidia0"]),
+        (4712, "nvidia-persiste", "nvidia-persistenced", ["/dev/nvidiactl"]),
+        (4713, "python3", "/usr/bin/python3\0/usr/local/bin/gpu-dra-driver\0run", ["/dev/nvidiactl"]),
+        (4714, "python3", "python3\0-m\0dra_driver.cli.main\0run", ["/dev/nvidia7"]),
+        (4715, "bash", "bash", ["/dev/null", "/dev/nvidia-uvm", "/home/nvidia0"]),
+        (4716, "", "", ["/dev/nvidia3"]),
+        (4717, "train", "train", ["/dev/nvidia0"]),
+    ]
+    for pid, name, command, files in rows:
+        (tmp_path / f"{pid}/comm").write_text(f"{name}\n")
+        (tmp_path / f"{pid}/cmdline").write_text(command)
+        (tmp_path / f"{pid}/fd").mkdir()
+        for number, file in enumerate(files):
+            (tmp_path / f"{pid}/fd/{number}").symlink_to(file)
+    agents = ["nv-hostengine (process 4711)", "a program (process 4716)"]
+    assert gpu_users(host, [UID]) == agents
+    assert gpu_users(host, [GONE]) == [*agents, "train (process 4717)"]
+    assert gpu_users(proc(tmp_path / "no host PIDs", namespace="pid:[4026532001]"), []) is None
+    assert gpu_users(str(tmp_path / "no proc"), []) is None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
-from dra_driver.errors import DraDriverError, NvmlLibraryError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import (
+    DraDriverError,
+    NvmlDetachedError,
+    NvmlLibraryError,
+    NvmlUnavailableError,
+    RetryableError,
+)
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.hook import HookFinder
@@ -33,6 +39,8 @@ class DriverChecks:
     inventory: Shared[Inventory]
     hook: str | None = None
     dynamic_mig: bool = False
+    gpu_users: Callable[[], Sequence[str] | None] = lambda: None
+    """Programs besides this driver and the pods of claims that have a GPU open; None if that is not known."""
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
@@ -109,6 +117,10 @@ class DriverChecks:
         """Does NVML answer, and for every GPU?"""
         try:
             inventory = self.inventory.get()
+        except NvmlDetachedError as error:
+            return warn(
+                str(error).partition("; ")[0], "`gpu-dra-driver detach --end` if that is not wanted any more"
+            )
         except DraDriverError as error:
             seen = str(error).partition("; ")[0]
             return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` tells why it fails")
@@ -197,6 +209,20 @@ class DriverChecks:
             )
         return ok(f"{len(on)} of {len(inventory.gpus)} GPUs in MIG mode")
 
+    def gpu_agents(self) -> Finding:
+        """Do other programs keep GPUs open, so that MIG mode cannot be switched?"""
+        if not self.dynamic_mig:
+            return skip("MIG devices are not made on demand")
+        users = self.gpu_users()
+        if users is None:
+            return skip("not known without the processes of the host (hostPID)")
+        if users:
+            return warn(
+                f"they keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
+                "switch MIG mode on at boot, before they start, or have them let go of the GPUs (docs/mig.md)",
+            )
+        return ok("no other program keeps a GPU open")
+
     def cdi_hook(self) -> Finding:
         """Is nvidia-cdi-hook there, which makes the links to libraries in containers?"""
         try:
@@ -235,6 +261,7 @@ class DriverChecks:
             Check("NVML", self._if_needed(self.nvml)),
             Check("device nodes", self._if_needed(self.device_nodes)),
             Check("MIG mode", self._if_needed(self.mig_mode)),
+            Check("GPU agents", self._if_needed(self.gpu_agents)),
             Check("MIG capabilities", self._if_needed(self.mig_capabilities)),
             Check("nvidia-cdi-hook", self._if_needed(self.cdi_hook)),
             Check("persistence", self._if_needed(self.persistence)),

@@ -1,0 +1,162 @@
+"""Letting go of NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
+
+The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
+writes a file that names an end. Every instance of this driver on the node closes NVML when it sees the file, and opens
+NVML again when the end has come or the file is gone. A lock that each instance holds while it has NVML open shows when
+all have let go.
+
+    attached ──file──▶ letting go ──no change of a GPU under way──▶ detached ──its end, or `--end`──▶ attached
+                          └── a change is under way: a second later again
+
+| A crash … | leaves | and then |
+|---|---|---|
+| of the command, before the file | nothing | |
+| of the command, after it | the file | the driver comes back by itself when the time is over |
+| of the driver | the file, no lock | the next instance opens NVML only when the time is over |
+| of the node | the file of an older boot | it counts no more |
+
+A file and not a socket of one daemon: of two instances in a rolling update both let go, and a restart changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from dra_driver.errors import ClaimsInTheWayError, NvmlInUseError, StateError
+from dra_driver.files.atomic import state_error, write_atomically
+from dra_driver.files.file_lock import UseMark
+from dra_driver.files.formats import JsonObject, parse
+
+FORMAT_VERSION = 1
+LOCK_FILE = "nvml.lock"
+_FILE = "detach.json"
+_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_MOST_NAMED = 8
+
+
+def _seconds_of_boot() -> float:
+    """Unlike the time of day, nobody sets this clock; it goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Detachment:
+    """NVML is to stay closed until `until_s` of the boot clock. `until` is the same for people, with the time zone."""
+
+    boot_id: str
+    until_s: float
+    until: str
+
+    @property
+    def problem(self) -> str:
+        """Why GPUs cannot be used now."""
+        return (
+            f"NVML is closed until {self.until}, so that others can reset GPUs or change the NVIDIA driver; "
+            "`gpu-dra-driver detach --end` ends that"
+        )
+
+
+class Detachments:
+    """The file in the plugin directory. `boot_id` is that of this boot."""
+
+    def __init__(
+        self, plugin_directory: Path, boot_id: str, clock: Callable[[], float] = _seconds_of_boot
+    ) -> None:
+        self._path = plugin_directory / _FILE
+        self._boot_id = boot_id
+        self._clock = clock
+
+    def now(self) -> Detachment | None:
+        """The detachment that lasts; None if there is none. A file that cannot be read counts as none: a node without
+        GPUs for ever would be worse."""
+        try:
+            content = self._path.read_bytes()
+        except OSError:
+            return None
+        try:
+            found = parse(content, "detach file", _decode, known=FORMAT_VERSION)
+        except StateError:
+            return None
+        return found if found.boot_id == self._boot_id and self._clock() < found.until_s else None
+
+    def begin(self, seconds: float) -> Detachment:
+        """Have NVML closed for so long from now on, whatever was asked before. Raises: StateError."""
+        until = datetime.now().astimezone() + timedelta(seconds=seconds)
+        made = Detachment(
+            self._boot_id, self._clock() + seconds, until.isoformat(sep=" ", timespec="seconds")
+        )
+        document = {
+            "version": FORMAT_VERSION,
+            "bootID": made.boot_id,
+            "untilBootSeconds": made.until_s,
+            "until": made.until,
+        }
+        write_atomically(self._path, json.dumps(document).encode(), durable=False)
+        return made
+
+    def is_nvml_open(self) -> bool:
+        """Whether an instance of the driver has NVML open. Raises: StateError."""
+        return UseMark(self._path.with_name(LOCK_FILE)).is_held()
+
+    def end(self) -> None:
+        """Have NVML opened again. Raises: StateError."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise state_error("remove", self._path, error) from error
+
+
+def detach(
+    detachments: Detachments,
+    seconds: float,
+    claims: Callable[[], Sequence[str]] | None,
+    timeout_s: float = _TIMEOUT_S,
+) -> Detachment:
+    """Have NVML closed for `seconds`, and wait until every instance has let go. `claims` answers the claims that use
+    the GPUs; None if they do not matter.
+
+    If it fails, nothing stays detached that was not before. Raises: ClaimsInTheWayError; NvmlInUseError if an instance
+    does not let go in time; StateError.
+    """
+    _refuse(claims)
+    was_detached = detachments.now() is not None
+    made = detachments.begin(seconds)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while detachments.is_nvml_open():
+            if time.monotonic() >= deadline:
+                raise NvmlInUseError(
+                    f"the driver has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
+                    "NVML hangs: see the driver's log, and try again"
+                )
+            time.sleep(_POLL_S)
+        _refuse(claims)  # of what was prepared meanwhile
+    except BaseException:
+        if not was_detached:
+            detachments.end()
+        raise
+    return made
+
+
+def _refuse(claims: Callable[[], Sequence[str]] | None) -> None:
+    found = [] if claims is None else sorted(claims())
+    if not found:
+        return
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    raise ClaimsInTheWayError(
+        f"claims use the GPUs: {', '.join(found[:_MOST_NAMED])}{more}; end their pods first (kubectl drain), name only "
+        "the GPUs that will be changed, or use --force"
+    )
+
+
+def _decode(document: JsonObject) -> Detachment:
+    boot_id, until_s, until = document["bootID"], document["untilBootSeconds"], document["until"]
+    if not isinstance(boot_id, str) or not isinstance(until, str) or not isinstance(until_s, int | float):
+        raise StateError("a field has the wrong type")
+    return Detachment(boot_id, float(until_s), until)

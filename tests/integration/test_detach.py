@@ -1,0 +1,85 @@
+"""`gpu-dra-driver detach` as a process, against a driver at work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Node, eventually
+from tests.integration.test_process import call
+from tests.integration.test_sharing import parameters
+
+
+@pytest.fixture
+def detach(node: Node) -> Callable[..., subprocess.CompletedProcess[str]]:
+    settings = node.settings
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return call(
+            "detach", *words, "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
+            "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
+        )  # fmt: skip
+
+    return run
+
+
+def reset(node: Node, gpu: str) -> subprocess.CompletedProcess[str]:
+    return call("simulate", "reset", gpu, "--simulator-dir", str(node.settings.simulator_dir))
+
+
+def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callable[..., Any]) -> None:
+    late = node.claim("late")
+    assert "in use by" in reset(node, "3").stderr
+    done = detach("--for", "1h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("no instance of the driver has NVML open; none opens it before 2")
+    assert reset(node, "3").returncode == 0
+    where = ["--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir)]
+    where += ["--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path]
+    shown = call("inspect", *where)
+    assert (shown.returncode, "NVML is closed until" in shown.stderr) == (1, True), (
+        "it must not open NVML now"
+    )
+    checks = {one["check"]: one for one in json.loads(call("doctor", "-o", "json", *where).stdout)["checks"]}
+    assert checks["NVML"]["status"] == "WARN"
+    assert "detach --end" in checks["NVML"]["remedy"]
+    eventually(lambda: node.devices() == [])
+    assert "NVML is closed until" in str(node.prepare(late))
+    assert detach("--end").stdout == "the driver opens NVML again\n"
+    node.wait_devices(8)
+    assert detach("--end").stdout == "the driver was not detached\n"
+
+
+def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Callable[..., Any]) -> None:
+    """And claims are in the way, unless the GPUs are others or it is forced."""
+    node.machine.update_gpu(node.machine.gpu(1).uuid, lambda gpu: setattr(gpu, "persistence", 0))
+    config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Long"})
+    name = node.devices()[1]["name"]
+    ref = node.allocated_by_hand("sliced", name, config=config)
+    node.prepare(ref)
+    assert node.machine.timeslice(1) == 3
+    for words in ([], [name], ["0", node.machine.gpu(1).bus_id]):
+        done = detach(*words)
+        assert done.returncode == 1
+        assert "claims use the GPUs: default/sliced; end their pods first" in done.stderr
+    assert len(node.devices()) == 8
+    assert detach("0", "gpu-none").returncode == 2
+    assert detach("0", "7").returncode == 0
+    eventually(lambda: node.devices() == [])
+    assert node.machine.timeslice(1) == 0, "the driver let go of the GPU"
+    assert detach("--end").returncode == 0
+    node.wait_devices(8)
+    eventually(lambda: node.machine.timeslice(1) == 3)
+    assert detach("--force").returncode == 0
+    assert node.unprepare(ref) == {ref.uid: None}, "a claim ends without NVML"
+    detach("--end")
+
+
+@pytest.mark.parametrize("time", ["5", "9s", "25h", "-5m", "", "1m30s", "5 m"])
+def test_a_time_of_another_form_is_refused(detach: Callable[..., Any], time: str) -> None:
+    done = detach(f"--for={time}")
+    assert (done.returncode, "give a time from 10s to 24h" in done.stderr) == (2, True)

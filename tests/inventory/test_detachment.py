@@ -1,0 +1,185 @@
+"""Letting go of NVML for a while: the file, the lock, the command's part, and what a node does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import (
+    ClaimsInTheWayError,
+    InvalidConfigError,
+    NvmlInUseError,
+    NvmlUnavailableError,
+    StateError,
+)
+from dra_driver.files.file_lock import UseMark
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.inventory.host_facts import HostView
+from dra_driver.inventory.rules.gpu_names import named_gpus
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.simulator import nvml_library
+from tests.fakes.machines import SimulatedNode
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def detachments(tmp_path: Path, clock: Clock) -> Detachments:
+    return Detachments(tmp_path, "boot-1", clock)
+
+
+def test_it_lasts_as_long_as_was_asked_for(detachments: Detachments, clock: Clock, tmp_path: Path) -> None:
+    assert detachments.now() is None
+    made = detachments.begin(300)
+    assert detachments.now() == made
+    assert made.problem.startswith(f"NVML is closed until {made.until}")
+    assert Detachments(tmp_path, "boot-2", clock).now() is None, "a reboot ends it"
+    clock.now += 299
+    assert detachments.now() == made
+    clock.now += 1
+    assert detachments.now() is None
+    detachments.begin(60)
+    detachments.end()
+    detachments.end()
+    assert detachments.now() is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "bootID": "boot-1"}', "\0"]
+)
+def test_a_file_that_cannot_be_read_detaches_nobody(
+    detachments: Detachments, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "detach.json").write_text(content)
+    assert detachments.now() is None
+    detachments.begin(60)
+    assert detachments.now() is not None
+
+
+def test_a_field_of_another_type_detaches_nobody(detachments: Detachments, tmp_path: Path) -> None:
+    detachments.begin(60)
+    path = tmp_path / "detach.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"untilBootSeconds": "later"}))
+    assert detachments.now() is None
+
+
+def test_the_command_waits_until_everybody_has_let_go(detachments: Detachments, tmp_path: Path) -> None:
+    marks = [UseMark(tmp_path / LOCK_FILE) for _ in range(2)]
+    for mark in marks:
+        mark.hold()
+    done = threading.Event()
+    waiting = threading.Thread(target=lambda: (detach(detachments, 60, None), done.set()))
+    waiting.start()
+    marks[0].let_go()
+    assert not done.wait(0.3)
+    marks[1].let_go()
+    assert done.wait(10)
+    waiting.join()
+    assert detachments.now() is not None
+
+
+def test_an_instance_that_does_not_let_go_leaves_nothing_detached(
+    detachments: Detachments, tmp_path: Path
+) -> None:
+    mark = UseMark(tmp_path / LOCK_FILE)
+    mark.hold()
+    with pytest.raises(NvmlInUseError, match="has not closed NVML"):
+        detach(detachments, 60, None, timeout_s=0.2)
+    assert detachments.now() is None
+    mark.let_go()
+
+
+def test_claims_are_in_the_way_also_those_that_come_meanwhile(detachments: Detachments) -> None:
+    answers = [["team/b", "team/a"]]
+    with pytest.raises(ClaimsInTheWayError, match="claims use the GPUs: team/a, team/b; end their pods"):
+        detach(detachments, 60, lambda: answers[0])
+    assert detachments.now() is None
+    came = iter([[], ["team/late"]])
+    with pytest.raises(ClaimsInTheWayError, match="team/late"):
+        detach(detachments, 60, lambda: next(came))
+    assert detachments.now() is None
+    detach(detachments, 60, None)
+    assert detachments.now() is not None
+
+
+def test_a_failure_ends_no_detachment_of_before(detachments: Detachments) -> None:
+    detach(detachments, 60, list)
+    came = iter([[], [f"team/{number}" for number in range(12)]])
+    with pytest.raises(ClaimsInTheWayError, match="and 4 more"):
+        detach(detachments, 60, lambda: next(came))
+    assert detachments.now() is not None
+
+
+def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"detach\.json"):
+        detach(Detachments(tmp_path / "away", "boot-1"), 60, None)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[SimulatedNode]:
+    made = SimulatedNode("dgx-h100", tmp_path / "machine")
+    yield made
+    made.close()
+
+
+def test_gpus_are_named_as_people_name_them(node: SimulatedNode) -> None:
+    inventory = node.discover()
+    gpu = inventory.gpus[2]
+    [name] = [device.name for device in inventory.by_name.values() if device.uuid == gpu.uuid]
+    for given in ("2", gpu.uuid, gpu.uuid.upper(), gpu.pci_bus_id or "", name):
+        assert named_gpus([given, "0"], inventory) == {gpu.uuid, inventory.gpus[0].uuid}
+    with pytest.raises(InvalidConfigError, match="there is no GPU '8'; give a device name"):
+        named_gpus(["2", "8"], inventory)
+
+
+def test_discovery_lets_go_and_comes_back(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments, clock: Clock
+) -> None:
+    heard: list[str] = []
+
+    def hear(what: str) -> Callable[[], None]:
+        return lambda: heard.append(what)
+
+    mark = UseMark(tmp_path / LOCK_FILE)
+    reader = NvmlReader(lambda: nvml_library(node.machine), mark=mark)
+    discovery = Discovery(
+        reader, HostView(node.paths), hear("change"), hear("reload"), None, hear("hardware"), detachments.now
+    )
+    discovery.scan_now(5)
+    assert (detachments.is_nvml_open(), heard) == (True, ["change", "reload"])
+    made = detachments.begin(60)
+    with reader.operation(lambda: 0.0):
+        discovery.scan_now(5)
+        assert (detachments.is_nvml_open(), discovery.unavailable()) == (True, None), (
+            "a change of a GPU goes first"
+        )
+    heard.clear()
+    discovery.scan_now(5)
+    assert (detachments.is_nvml_open(), discovery.unavailable()) == (False, made.problem)
+    assert discovery.inventory is not None
+    assert (list(discovery.inventory.every_gpu), heard) == ([], ["change"])
+    with pytest.raises(NvmlUnavailableError, match="NVML is closed until"), reader.session.kept_open():
+        pass
+    discovery.scan_now(5)
+    assert heard == ["change"], "told once"
+    clock.now += 60
+    discovery.scan_now(5)
+    assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (8, True)
+    assert heard == ["change", "change", "reload"], "what the closing lost is set again"
+    reader.close()
+    assert not detachments.is_nvml_open()
