@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+LIBCS := $(VENV)/.libcs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 MACHINE ?= dgx-h100
@@ -15,7 +16,7 @@ MACHINE ?= dgx-h100
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
 
-setup: $(STAMP) ## Create the environment from the locked dependencies
+setup: $(STAMP) $(LIBCS) ## Create the environment from the locked dependencies; fetch what the tests need
 
 $(RUNTIME): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -43,7 +44,11 @@ playground: $(STAMP) ## The driver on a simulated machine, with an API server fo
 docs: $(STAMP) ## Write docs/commands.md with what the commands print now; a test compares it
 	@$(BIN)/python hack/record/commands_page.py
 
-test: $(STAMP) ## All tests that need neither root nor a cluster
+# Where it fails it says why, and so do the tests that need it; the others run.
+$(LIBCS): hack/libcs.py $(RUNTIME)
+	@$(PYTHON) hack/libcs.py && touch $@ || true
+
+test: $(STAMP) $(LIBCS) ## All tests that need neither root nor a cluster
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not cluster" $(ARGS)
 
 coverage: $(STAMP) ## The same with the lines that no test runs; half as long again

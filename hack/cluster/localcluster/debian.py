@@ -1,9 +1,10 @@
-"""The Debian packages that the cluster and the image build stand on."""
+"""The Debian packages that the cluster, the image build and the tests of ELF programs stand on."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,20 +41,74 @@ def install_missing(packages: Mapping[str, str]) -> None:
         _apt_get("install", "--yes", "--no-install-recommends", *missing)
 
 
+def own_release() -> str:
+    """The code name of this machine's own release, whose keys apt has."""
+    return _of_system("VERSION_CODENAME")
+
+
+def mirror(release: str) -> str:
+    """The package source this machine's apt uses for its own release."""
+    listed = shell.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(RELEASE) $(SITE)"])
+    for line in listed.splitlines():
+        kind, found, site = line.split()
+        if kind == "Packages" and found == release:
+            return site
+    raise ClusterError(f"apt has no package source for {release}.")
+
+
+def unpack(package: str, release: str, folder: Path) -> None:
+    """Unpack a package of any release that this machine's mirror has below ``folder``, which is new.
+
+    Nothing is installed, root is not needed, and apt's own lists stay as they are. Raises: ClusterError if the mirror
+    has no such release, or if no key of this machine has signed it.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        for directory in ("state/lists/partial", "cache/archives/partial"):
+            (top / directory).mkdir(parents=True)
+        (top / "status").touch()
+        keys = f"/usr/share/keyrings/{_of_system('ID')}-archive-keyring.gpg"
+        (top / "sources.list").write_text(f"deb [signed-by={keys}] {mirror(own_release())} {release} main\n")
+        options = [
+            f"--option=Dir::State={top}/state",
+            f"--option=Dir::State::status={top}/status",
+            f"--option=Dir::Cache={top}/cache",
+            f"--option=Dir::Etc::sourcelist={top}/sources.list",
+            "--option=Dir::Etc::sourceparts=-",
+            "--option=Acquire::Languages=none",
+            "--option=Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
+            "--option=APT::Sandbox::User=root",
+        ]
+        _apt_get(*options, "update", "--error-on=any")
+        _apt_get(*options, "download", package, folder=top)
+        folder.mkdir(parents=True)
+        shell.run(["dpkg-deb", "--extract", next(top.glob("*.deb")), folder])
+
+
+def _of_system(wanted: str) -> str:
+    for line in Path("/etc/os-release").read_text().splitlines():
+        name, _, value = line.partition("=")
+        if name == wanted:
+            return value.strip('"')
+    raise ClusterError(f"/etc/os-release names no {wanted}: this needs Debian or its like.")
+
+
 def _present(sign: str) -> bool:
     if sign.startswith("/"):
         return Path(sign).exists()
     return shell.find_program(sign) is not None
 
 
-def _apt_get(*arguments: str) -> None:
+def _apt_get(*arguments: str, folder: Path | None = None) -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     done = subprocess.run(
         ["apt-get", "--quiet", "--option=Acquire::Retries=5", *arguments],
         env=environment,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise ClusterError(f"apt-get {arguments[0]} failed: {done.stderr.strip()[-1500:]}")
+        verb = next(argument for argument in arguments if not argument.startswith("-"))
+        raise ClusterError(f"apt-get {verb} failed: {done.stderr.strip()[-1500:]}")

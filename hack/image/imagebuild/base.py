@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from localcluster import debian, progress, shell
-from localcluster.errors import ClusterError
 
 from imagebuild import places
 from imagebuild.builder import Builder
@@ -27,7 +26,7 @@ _NOT_NEEDED = (
 
 def ensure(builder: Builder) -> str:
     """Make the base image unless the builder has it; its name."""
-    release = _release()
+    release = debian.own_release()
     recipe = places.digest([_RECIPE], more=[release])
     name = f"localhost/gpu-dra-driver-base:{recipe}"
     if not builder.has(name):
@@ -58,28 +57,9 @@ def _make_tree(tree: Path, release: str) -> None:
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     options = ["--variant=minbase", "--include=python3"]
-    shell.run(["unshare", "--mount", "debootstrap", *options, release, tree, _mirror(release)])
+    shell.run(["unshare", "--mount", "debootstrap", *options, release, tree, debian.mirror(release)])
     for name in _NOT_NEEDED:
         folder = tree / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     shell.run(["find", tree, "-xdev", "-type", "f", "-perm", "/6000", "-exec", "chmod", "a-s", "{}", "+"])
-
-
-def _release() -> str:
-    """The code name of this machine's own release, whose keys apt has."""
-    for line in Path("/etc/os-release").read_text().splitlines():
-        name, _, value = line.partition("=")
-        if name == "VERSION_CODENAME":
-            return value.strip('"')
-    raise ClusterError("/etc/os-release names no VERSION_CODENAME: the base image needs Debian or its like.")
-
-
-def _mirror(release: str) -> str:
-    """The package source this machine's apt uses for its own release."""
-    listed = shell.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(RELEASE) $(SITE)"])
-    for line in listed.splitlines():
-        kind, found, site = line.split()
-        if kind == "Packages" and found == release:
-            return site
-    raise ClusterError(f"apt has no package source for {release}.")
