@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dra_driver.concurrency.bounded_program import run_program
-from dra_driver.errors import DraDriverError, NotSupportedError, NvmlUnavailableError, RetryableError
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
+from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
 
 _TIMEOUT_S = 20.0
 _ABSENT_CODES = (6, 9, 15)
 """No such GPU, driver not loaded, GPU is lost."""
-_NOT_STARTED_CODES = (126, 127)
-"""Exit codes of a shell and of the loader: the program is not executable, or libraries do not fit."""
-_NOT_STARTED = ("error while loading shared libraries", "symbol lookup error", "(required by ")
-"""Messages of the loader, which ends with code 1 if only a version of a symbol is missing."""
 _ABSENT = (
     "gpu is lost",
     "unable to determine the device handle",
@@ -37,11 +33,11 @@ class NvidiaSmi:
         programs = self._find()
         program = programs.paths.get(SMI_PROGRAM)
         if program is None:
-            raise _without_effect(
-                NvmlUnavailableError(
-                    f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
-                )
+            absent = NvmlUnavailableError(
+                f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
             )
+            absent.has_no_effect = True
+            raise absent
         try:
             code, output = run_program(
                 [program, *arguments],
@@ -52,17 +48,10 @@ class NvidiaSmi:
         except TimeoutError as error:
             raise RetryableError(f"{action}: nvidia-smi does not answer: {error}") from error
         except OSError as error:
-            failed = RetryableError(f"{action}: cannot run {program}: {error.strerror}")
-            raise _without_effect(failed) from error
+            raise not_run(action, program, error) from error
+        check_started(action, program, code, output)
         said = " ".join(output.split())
         lowered = said.lower()
-        if code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _NOT_STARTED)):
-            raise _without_effect(
-                RetryableError(
-                    f"{action}: {program} cannot be started (exit code {code}): {said}; try to start it on the "
-                    "host; if it starts there, report this as a fault of the gpu-dra-driver"
-                )
-            )
         if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
             raise NvmlUnavailableError(f"{action}: {said}")
         if "not supported" in lowered:
@@ -71,8 +60,3 @@ class NvidiaSmi:
             raise NvmlUnavailableError(f"{action}: {said}")
         if code:
             raise RetryableError(f"{action}: nvidia-smi failed with exit code {code}: {said}")
-
-
-def _without_effect(error: DraDriverError) -> DraDriverError:
-    error.has_no_effect = True
-    return error

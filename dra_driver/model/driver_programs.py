@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,19 @@ from dra_driver.errors import RetryableError
 CONTROL_PROGRAM = "nvidia-cuda-mps-control"
 SERVER_PROGRAM = "nvidia-cuda-mps-server"
 SMI_PROGRAM = "nvidia-smi"
+
+_NOT_STARTED_CODES = (126, 127)
+"""Exit codes of a shell and of the loader: the program is not executable, or libraries do not fit."""
+_NO_NVML_CODE = 12
+"""Exit code of nvidia-smi: the loader finds no libnvidia-ml.so.1, or none that fits."""
+_LOADER_SAYS = ("error while loading shared libraries", "symbol lookup error", "(required by ")
+"""Messages of the loader, which ends with code 1 if only a version of a symbol is missing."""
+_WHY_NOT_RUN = {
+    errno.ENOEXEC: "it is no program for this machine's architecture; install the driver that is made for it",
+    errno.EACCES: "nobody may execute it; look at its mode, and whether the driver root is mounted with noexec",
+    errno.ENOENT: "it is not there, or the loader that it names is not there; "
+    "programs that name another loader than the distributions' usual one are not supported",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +60,27 @@ class DriverPrograms:
 
 FindPrograms = Callable[[], DriverPrograms]
 """Looks for the installed driver again at each call, since it may come or be replaced later. Raises: StateError."""
+
+
+def not_run(action: str, program: str, error: OSError) -> RetryableError:
+    """What to raise where the kernel refuses to execute a program."""
+    why = _WHY_NOT_RUN.get(error.errno or 0)
+    told = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
+    return _without_effect(f"{action}: {program} cannot be started: {told}")
+
+
+def check_started(action: str, program: str, code: int, output: str) -> None:
+    """Look at a program's end. Raises: RetryableError if it ended before it could do anything, without effect."""
+    lowered = output.lower()
+    no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
+    if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
+        raise _without_effect(
+            f"{action}: {program} cannot be started (exit code {code}): {' '.join(output.split())}; try to start "
+            "it on the host; if it starts there, report this as a fault of the gpu-dra-driver"
+        )
+
+
+def _without_effect(text: str) -> RetryableError:
+    error = RetryableError(text)
+    error.has_no_effect = True
+    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, RetryableError
-from dra_driver.model.driver_programs import FindPrograms
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
 
 DEFAULT = 0
 EXCLUSIVE_PROCESS = 3
@@ -35,29 +35,29 @@ class ComputeMode:
 
         Raises: RetryableError.
         """
-        code, text = self._run(gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
+        action = f"cannot read the compute mode of {gpu_uuid}"
+        code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
         name = text.splitlines()[-1].strip().upper() if text else ""
         if code == 0:
             return _BY_NAME.get(name)
         if _is_absent(code, text):
             return None
-        raise RetryableError(f"cannot read the compute mode of {gpu_uuid}: {text or f'exit code {code}'}")
+        raise RetryableError(f"{action}: {text or f'exit code {code}'}")
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
-        code, text = self._run(gpu_uuid, "-c", _NAMES[mode])
+        action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
+        code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
         if code == 0:
             return
-        message = (
-            f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}: {text or f'exit code {code}'}"
-        )
+        message = f"{action}: {text or f'exit code {code}'}"
         if "not supported" in text.lower():
             raise NotSupportedError(message)
         raise RetryableError(message)
 
-    def _run(self, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
+    def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
         programs = self._find()
-        program = programs.path("nvidia-smi")
+        program = programs.path(SMI_PROGRAM)
         try:
             code, text = run_program(
                 [program, "-i", gpu_uuid, *arguments],
@@ -65,8 +65,11 @@ class ComputeMode:
                 timeout_s=_TIMEOUT_S,
                 lane=f"nvidia-smi {gpu_uuid}",
             )
+        except TimeoutError as error:
+            raise RetryableError(f"{action}: nvidia-smi does not answer: {error}") from error
         except OSError as error:
-            raise RetryableError(f"cannot run {program} for {gpu_uuid}: {error.strerror or error}") from error
+            raise not_run(action, program, error) from error
+        check_started(action, program, code, text)
         return code, text.strip()
 
 

@@ -10,7 +10,13 @@ import structlog
 
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import RetryableError
-from dra_driver.model.driver_programs import CONTROL_PROGRAM, DriverPrograms, FindPrograms
+from dra_driver.model.driver_programs import (
+    CONTROL_PROGRAM,
+    DriverPrograms,
+    FindPrograms,
+    check_started,
+    not_run,
+)
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
@@ -41,12 +47,13 @@ class ControlProgram:
         try:
             return spawn(arguments, environment, Path(directories.log, OUTPUT))
         except OSError as error:
-            raise RetryableError(f"cannot start {arguments[0]}: {error.strerror or error}") from error
+            raise not_run(f"start the MPS daemon of {spec.device}", arguments[0], error) from error
 
     def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
         """The lines that the daemon answers. Raises: RetryableError if there is none or it does not answer."""
         programs = self._find()
         program = programs.path(CONTROL_PROGRAM)
+        action = f"ask the MPS daemon {questions[0]!r}"
         try:
             code, output = run_program(
                 [program],
@@ -60,7 +67,8 @@ class ControlProgram:
                 f"the MPS daemon did not answer {questions[0]!r} within {timeout_s:g} s"
             ) from error
         except OSError as error:
-            raise RetryableError(f"cannot run {program}: {error.strerror or error}") from error
+            raise not_run(action, program, error) from error
+        check_started(action, program, code, output)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
             reason = lines[-1] if lines else f"exit code {code}"

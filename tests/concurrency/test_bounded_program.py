@@ -83,7 +83,7 @@ def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
     began = time.monotonic()
     mode = ComputeMode(lambda: programs)
     for gpu, text in (("GPU-1", "did not end"), ("GPU-1", "still hangs"), ("GPU-2", "did not end")):
-        with pytest.raises(RetryableError, match=f"for {gpu}: .*{text}"):
+        with pytest.raises(RetryableError, match=f"of {gpu}: .*{text}"):
             mode.get(gpu)
     directories = MpsLayout(tmp_path).directories("gpu-1")
     with pytest.raises(RetryableError, match="did not answer 'quit' within"):
