@@ -13,11 +13,14 @@ from dra_driver.errors import DriverGoneError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
+    MACHINE,
     UNUSUAL_DIRS,
     USUAL_DIRS,
     Libraries,
+    is_foreign,
     library_directories,
     linker_directories,
+    note_of_left_out,
     scan_libraries,
     versioned_nvml_libraries,
 )
@@ -60,7 +63,12 @@ _VULKAN = (
 )
 _XORG_DIRS = tuple(
     f"{top}/{tail}"
-    for top in ("/usr/lib/xorg/modules", "/usr/lib64/xorg/modules", "/usr/lib/x86_64-linux-gnu/nvidia/xorg")
+    for top in (
+        "/usr/lib/xorg/modules",
+        "/usr/lib64/xorg/modules",
+        "/usr/lib/x86_64-linux-gnu/nvidia/xorg",
+        "/usr/lib/aarch64-linux-gnu/nvidia/xorg",
+    )
     for tail in ("", "drivers", "extensions")
 )
 _XORG_CONF_DIR = "/usr/share/X11/xorg.conf.d"
@@ -95,10 +103,19 @@ class DriverRoot:
     """Finds the driver's files. Each call of `scan` reads everything again."""
 
     def __init__(
-        self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None, hook: str | None = None
+        self,
+        paths: HostPaths,
+        *,
+        nodes: DeviceNodeReader | None = None,
+        hook: str | None = None,
+        machine: str = MACHINE,
     ) -> None:
-        """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place."""
+        """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place.
+
+        `machine` is the architecture of the libraries that are wanted, as `uname -m` has it.
+        """
         self._paths = paths
+        self._machine = machine
         self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
         self._hook = HookFinder(paths, hook)
         self._lock = threading.Lock()
@@ -143,25 +160,29 @@ class DriverRoot:
         have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.
         """
         tree = RootedTree(self._paths.driver_root)
-        libraries = scan_libraries(tree, nvml_version)
+        libraries = scan_libraries(tree, nvml_version, self._machine)
         version = self._checked_version(libraries, nvml_version)
         found = [self._file(path, path) for path in libraries.files]
         self._check_libraries(found, version)
         nodes, notes = self._common_nodes()
         hook = self._hook.find()
         notes += (_NO_HOOK,) if hook is None else hook.notes
+        modules, foreign_modules = self._xorg_modules(tree, version)
+        left_out = (*libraries.left_out, *foreign_modules)
+        if left_out:
+            notes += (note_of_left_out(self._paths.host_driver_root, left_out, self._machine),)
         return DriverFiles(
             version=version,
             libraries=tuple(found),
             links=libraries.driver_links({file.container_path: file.host_path for file in found}),
             library_dirs=libraries.directories,
             libcuda_dirs=libraries.libcuda_directories,
-            linker_dirs=linker_directories(tree, libraries.files),
+            linker_dirs=linker_directories(libraries.files, self._machine),
             nodes=nodes,
             binaries=self._binaries(tree),
             firmware=self._firmware(tree, version),
             sockets=self._sockets(tree),
-            configs=self._configs(tree, version),
+            configs=self._configs(tree, modules),
             hook=hook.host_path if hook is not None else None,
             hook_verbs=hook.verbs if hook is not None else (),
             ldconfig=self._first_host_path(tree, _LDCONFIGS),
@@ -182,6 +203,11 @@ class DriverRoot:
 
     def _checked_version(self, libraries: Libraries, nvml_version: str | None) -> str:
         root = self._paths.host_driver_root
+        if not libraries.versions and libraries.left_out:
+            raise RetryableError(
+                f"{note_of_left_out(root, libraries.left_out, self._machine)}; "
+                "install the NVIDIA driver that is, or set the driver root to where it is installed"
+            )
         if not libraries.versions:
             raise RetryableError(
                 f"libcuda.so.<version> is not below the driver root {root}: "
@@ -241,12 +267,18 @@ class DriverRoot:
                 found.setdefault(resolved, path)
         return tuple(self._file(resolved, path) for resolved, path in found.items())
 
-    def _configs(self, tree: RootedTree, version: str) -> tuple[DriverFile, ...]:
-        xorg_modules = [
-            f"{directory.rstrip('/')}/{name}"
+    def _xorg_modules(self, tree: RootedTree, version: str) -> tuple[list[str], list[str]]:
+        """(those for this machine, those for other ones)"""
+        found = [
+            path
             for directory in _XORG_DIRS
             for name in ("nvidia_drv.so", f"libglxserver_nvidia.so.{version}")
+            if tree.file(path := f"{directory.rstrip('/')}/{name}") is not None
         ]
+        foreign = [path for path in found if is_foreign(tree, tree.file(path) or path, self._machine)]
+        return [path for path in found if path not in foreign], foreign
+
+    def _configs(self, tree: RootedTree, xorg_modules: Iterable[str]) -> tuple[DriverFile, ...]:
         conf_dir = tree.directory(_XORG_CONF_DIR)
         names = [entry.name for entry in tree.entries(conf_dir)] if conf_dir is not None else []
         xorg_confs = [f"{_XORG_CONF_DIR}/{name}" for name in sorted(names) if "nvidia" in name]
@@ -268,20 +300,25 @@ class DriverRoot:
         return next((file.host_path for file in self._found(tree, paths)), None)
 
 
-def find_nvml_library(driver_root: str) -> str:
-    """The path, for this process, of the NVML library below a driver root.
+def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
+    """The path, for this process, of the NVML library for `machine` below a driver root.
 
     Raises: DriverGoneError naming the directories that were searched.
     """
     tree = RootedTree(driver_root)
-    directories = library_directories(tree)
-    for directory in directories:
-        library = tree.file(f"{directory.rstrip('/')}/libnvidia-ml.so.1")
-        if library is not None:
+    directories = library_directories(tree, machine)
+    linked = (tree.file(f"{directory.rstrip('/')}/libnvidia-ml.so.1") for directory in directories)
+    found = [*filter(None, linked), *versioned_nvml_libraries(tree, directories)]
+    foreign = []
+    for library in found:
+        if not is_foreign(tree, library, machine):
             return tree.local(library)
-    unlinked = next(iter(versioned_nvml_libraries(tree, directories)), None)
-    if unlinked is not None:
-        return tree.local(unlinked)
+        foreign.append(library)
+    if foreign:
+        raise DriverGoneError(
+            f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver that is, or set the "
+            "driver root"
+        )
     searched = ", ".join(tree.local(directory) for directory in (*USUAL_DIRS, *UNUSUAL_DIRS))
     raise DriverGoneError(
         f"libnvidia-ml.so.1 is not below the driver root {driver_root}; looked in {searched} and in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,13 @@ _LIBCUDA = re.compile(r"^libcuda\.so\.(\d+\.\d+(?:\.\d+)*)\Z")
 _OWN_VERSION = re.compile(
     r"^(?:libnvidia-nvvm70\.so\..+|libnvidia-egl-(?:gbm|wayland|wayland2|xcb|xlib)\.so\.\d+\..+)\Z"
 )
-_ELF = b"\x7fELF"
-_ELF32 = _ELF + b"\x01"
-_ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
-_ELF_MACHINE_OFFSET = 18
+MACHINE = os.uname().machine
+"""This machine's architecture, as the kernel names it."""
+
+_ELF64 = b"\x7fELF\x02"
+_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+_ELF_MACHINE = slice(18, 20)
+"""Where in its header an ELF file names the architecture."""
 
 # The name under which programs load a library, where it is not `<library>.so.1`; None: its full name.
 _LOADED_AS: dict[str, str | None] = {
@@ -72,6 +75,8 @@ class Libraries:
     """(path, target, the file it leads to)"""
     directories: tuple[str, ...] = ()
     libcuda_directories: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What is made for another architecture than this machine's."""
 
     def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
         """The links, with the host path of the file that each leads to."""
@@ -85,12 +90,9 @@ class _Listing:
     symlinks: list[str]
 
 
-def library_directories(tree: RootedTree) -> list[str]:
-    """Resolved directories that may hold 64-bit driver libraries, each once, in search order."""
-    found = _with_libcuda(tree, USUAL_DIRS)
-    if any(_has_libcuda(listing) for listing in found):
-        return [listing.directory for listing in found]
-    return [listing.directory for listing in _with_libcuda(tree, _all_directories(tree))]
+def library_directories(tree: RootedTree, machine: str = MACHINE) -> list[str]:
+    """Resolved directories that may hold the driver libraries for `machine`, each once, in search order."""
+    return [listing.directory for listing in _search(tree, machine, {})]
 
 
 def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> list[str]:
@@ -103,30 +105,56 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
     ]
 
 
-def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
-    """The libraries of one driver version.
+def is_foreign(tree: RootedTree, path: str, machine: str = MACHINE) -> bool:
+    """Whether a file is made for another architecture than `machine`, or for its 32-bit programs.
+
+    False for what is no ELF file, such as the files of a simulated machine, and for one that is still being written.
+    """
+    try:
+        with Path(tree.local(path)).open("rb", buffering=0) as file:
+            header = file.read(_ELF_MACHINE.stop)
+    except OSError:
+        return False
+    if len(header) < _ELF_MACHINE.stop or not header.startswith(_ELF64[:-1]):
+        return False
+    number = int.from_bytes(header[_ELF_MACHINE], "little")
+    return not header.startswith(_ELF64) or number != _ELF_MACHINES.get(machine, number)
+
+
+def note_of_left_out(root: str, paths: Collection[str], machine: str = MACHINE) -> str:
+    """One sentence about the files below `root` that are foreign."""
+    what, are = ("1 library", "is") if len(paths) == 1 else (f"{len(paths)} libraries", "are")
+    return (
+        f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}); "
+        f"the first is {min(paths)}"
+    )
+
+
+def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE) -> Libraries:
+    """The libraries of one driver version that are made for `machine`.
 
     `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else the
     first found. The files are empty if that version is not installed.
     """
-    listings = _with_libcuda(tree, USUAL_DIRS)
-    if not any(_has_libcuda(listing) for listing in listings):
-        listings = _with_libcuda(tree, _all_directories(tree))
+    left_out: dict[str, None] = {}
+    listings = _search(tree, machine, left_out)
     versions = tuple(dict.fromkeys(found for listing in listings for found in _libcuda_versions(listing)))
-    chosen = version or _linked_version(tree, listings) or next(iter(versions), None)
+    chosen = version or _linked_version(tree, listings, left_out) or next(iter(versions), None)
     if chosen not in versions:
-        return Libraries(versions=versions)
+        return Libraries(versions=versions, left_out=tuple(left_out))
     files: dict[str, None] = {}
     libcuda_directories = []
     suffix = f".so.{chosen}"
     for listing in listings:
-        own = [name for name in listing.files if name.endswith(suffix) and name.startswith("lib")]
-        if not own:
+        names = [name for name in listing.files if name.endswith(suffix) and name.startswith("lib")]
+        if not names:
             continue
-        own.extend(name for name in listing.files if _OWN_VERSION.match(name))
-        files.update(dict.fromkeys(_join(listing.directory, name) for name in own))
-        files.update(dict.fromkeys(_vdpau(tree, listing.directory, suffix)))
-        if f"libcuda{suffix}" in own:
+        names.extend(name for name in listing.files if _OWN_VERSION.match(name))
+        found = [_join(listing.directory, name) for name in names] + _vdpau(tree, listing.directory, suffix)
+        left_out.update(dict.fromkeys(path for path in found if is_foreign(tree, path, machine)))
+        own = [path for path in found if path not in left_out]
+        files.update(dict.fromkeys(own))
+        if _join(listing.directory, f"libcuda{suffix}") in own:
             libcuda_directories.append(listing.directory)
     return Libraries(
         versions=(chosen, *(other for other in versions if other != chosen)),
@@ -134,34 +162,37 @@ def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
         links=tuple(sorted(_links(tree, listings, files, chosen))),
         directories=tuple(dict.fromkeys(file.rpartition("/")[0] for file in files)),
         libcuda_directories=tuple(libcuda_directories),
+        left_out=tuple(left_out),
     )
 
 
-def linker_directories(tree: RootedTree, files: Iterable[str]) -> tuple[str, ...]:
+def linker_directories(files: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
     """Where the dynamic linkers of images look by default: Debian's directory and that of the other distributions."""
-    return f"/usr/lib/{_architecture(tree, files)}-linux-gnu", "/usr/lib64"
-
-
-def _architecture(tree: RootedTree, files: Iterable[str]) -> str:
-    """The machine type: from the directory of the libraries, else from libcuda itself, else from this machine."""
     libcuda = next((file for file in files if _LIBCUDA.match(file.rpartition("/")[2])), "")
-    for arch in _ARCHES:
-        if f"/{arch}/" in libcuda:
-            return arch.partition("-")[0]
-    try:
-        with Path(tree.local(libcuda)).open("rb") as file:
-            header = file.read(_ELF_MACHINE_OFFSET + 2)
-    except OSError:
-        header = b""
-    machine = int.from_bytes(header[_ELF_MACHINE_OFFSET:], "little") if header.startswith(_ELF) else 0
-    return _ELF_MACHINES.get(machine) or os.uname().machine
+    arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{machine}-linux-gnu")
+    return f"/usr/lib/{arch}", "/usr/lib64"
 
 
-def _with_libcuda(tree: RootedTree, directories: Iterable[str]) -> list[_Listing]:
-    """Listings of the driver's files in each directory; directories with a 32-bit libcuda are left out."""
-    resolved = (tree.directory(directory) for directory in directories)
-    listings = [_list(tree, directory) for directory in dict.fromkeys(resolved) if directory is not None]
-    return [listing for listing in listings if not _is_32_bit(tree, listing)]
+def _search(tree: RootedTree, machine: str, left_out: dict[str, None]) -> list[_Listing]:
+    """Listings of the driver's files in each directory; a libcuda of another architecture goes to `left_out`."""
+    for directories in (USUAL_DIRS, _all_directories(tree)):
+        resolved = dict.fromkeys(tree.directory(directory) for directory in directories)
+        listings = [_list(tree, directory) for directory in resolved if directory is not None]
+        for listing in listings:
+            _drop_foreign_libcuda(tree, listing, machine, left_out)
+        if any(_has_libcuda(listing) for listing in listings):
+            break
+    return listings
+
+
+def _drop_foreign_libcuda(
+    tree: RootedTree, listing: _Listing, machine: str, left_out: dict[str, None]
+) -> None:
+    for name in filter(_LIBCUDA.match, tuple(listing.files)):
+        path = _join(listing.directory, name)
+        if is_foreign(tree, path, machine):
+            left_out[path] = None
+            listing.files.remove(name)
 
 
 def _list(tree: RootedTree, directory: str) -> _Listing:
@@ -188,24 +219,13 @@ def _libcuda_versions(listing: _Listing) -> Iterator[str]:
             yield match[1]
 
 
-def _is_32_bit(tree: RootedTree, listing: _Listing) -> bool:
-    version = next(_libcuda_versions(listing), None)
-    if version is None:
-        return False
-    try:
-        with Path(tree.local(_join(listing.directory, f"libcuda.so.{version}"))).open("rb") as file:
-            return file.read(len(_ELF32)) == _ELF32
-    except OSError:
-        return False
-
-
-def _linked_version(tree: RootedTree, listings: Iterable[_Listing]) -> str | None:
+def _linked_version(tree: RootedTree, listings: Iterable[_Listing], left_out: Collection[str]) -> str | None:
     """The version that `libcuda.so.1` leads to: what programs on the host use."""
     for listing in listings:
         if "libcuda.so.1" in listing.symlinks:
             target = tree.resolve(_join(listing.directory, "libcuda.so.1")) or ""
             match = _LIBCUDA.match(target.rpartition("/")[2])
-            if match is not None:
+            if match is not None and target not in left_out:
                 return match[1]
     return None
 

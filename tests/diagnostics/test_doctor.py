@@ -250,6 +250,15 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     says(at(tmp_path), "FAIL", "580.95.05 is loaded, but the libraries below", "570.1.1", "reboot")
     (library / "libcuda.so.580.95.05").write_bytes(cuda.read_bytes())
     says(at(tmp_path), "WARN", "several versions", "all but 580.95.05")
+    (library / "libcuda.so.570.1.1").unlink()
+    of_another_machine = b"\x7fELF\x02\x01\x01" + bytes(11) + b"\x16\x00"
+    (library / "libnvidia-ml.so.580.95.05").write_bytes(of_another_machine)
+    says(
+        at(tmp_path), "OK", "580.95.05, 1 libraries", "1 library below", "left out, not made for this machine"
+    )
+    for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
+        (library / name).write_bytes(of_another_machine)
+    says(at(tmp_path), "FAIL", "left out, not made for this machine", "install the NVIDIA driver that is")
 
 
 def test_nvml(host: Host, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from tests.host.trees import (
     FakeNodes,
     age,
     driver_root,
+    elf,
     link,
     put,
+    put_elf_libraries,
     put_hook,
     put_libraries,
 )
@@ -29,9 +31,15 @@ def nodes(tmp_path: Path) -> FakeNodes:
     return driver_root(tmp_path)
 
 
-def root_at(path: Path, nodes: FakeNodes, hook: str | None = None, host_root: str = HOST_ROOT) -> DriverRoot:
+def root_at(
+    path: Path,
+    nodes: FakeNodes,
+    hook: str | None = None,
+    host_root: str = HOST_ROOT,
+    machine: str = os.uname().machine,
+) -> DriverRoot:
     paths = HostPaths(str(path), host_root, proc=str(path / "proc"), sys=str(path / "sys"))
-    return DriverRoot(paths, nodes=nodes, hook=hook)
+    return DriverRoot(paths, nodes=nodes, hook=hook, machine=machine)
 
 
 def scan(path: Path, nodes: FakeNodes, version: str | None = VERSION) -> DriverFiles:
@@ -132,9 +140,86 @@ def test_a_loop_of_links_is_nothing(tmp_path: Path) -> None:
 
 def test_32_bit_libraries_are_left_out(tmp_path: Path, nodes: FakeNodes) -> None:
     put_libraries(tmp_path, "/usr/lib64")
-    for file in (tmp_path / "usr/lib64").glob("libcuda.so.5*"):
-        file.write_bytes(b"\x7fELF\x01 rest")
+    for file in (tmp_path / "usr/lib64").glob("lib*.so.5*"):
+        file.write_bytes(elf("i386", bits=32))
     assert scan(tmp_path, nodes).library_dirs == ("/usr/lib/x86_64-linux-gnu",)
+
+
+MACHINES = pytest.mark.parametrize(("machine", "other"), [("x86_64", "aarch64"), ("aarch64", "x86_64")])
+
+
+@MACHINES
+def test_libraries_of_another_architecture_are_left_out_with_one_note(
+    tmp_path: Path, machine: str, other: str
+) -> None:
+    own, foreign = f"/usr/lib/{machine}-linux-gnu", f"/usr/lib/{other}-linux-gnu"
+    nodes = driver_root(tmp_path, directory=own)
+    put_elf_libraries(tmp_path, own, machine)
+    put_elf_libraries(tmp_path, foreign, other)
+    for directory, made_for in ((own, machine), (foreign, other)):
+        put(tmp_path, f"{directory}/nvidia/xorg/nvidia_drv.so").write_bytes(elf(made_for))
+        put(tmp_path, f"{directory}/vdpau/libvdpau_nvidia.so.{VERSION}").write_bytes(elf(made_for))
+    files = root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    assert files.version == VERSION
+    assert files.library_dirs == (own, f"{own}/vdpau")
+    assert f"{own}/nvidia/xorg/nvidia_drv.so" in containers(files.configs)
+    assert [path for path in containers(files.libraries + files.configs) if foreign in path] == []
+    assert [link.path for link in files.links if foreign in link.path] == []
+    assert files.linker_dirs == (own, "/usr/lib64")
+    count = len(LIBRARIES) + 2
+    assert files.notes == (
+        f"{count} libraries below the driver root {HOST_ROOT} are left out, not made for this machine "
+        f"({machine}); the first is {foreign}/libEGL_nvidia.so.{VERSION}",
+    )
+
+
+@MACHINES
+def test_one_library_of_another_architecture_among_ours_is_left_out(
+    tmp_path: Path, machine: str, other: str
+) -> None:
+    nodes = driver_root(tmp_path, directory="/usr/lib64")
+    put_elf_libraries(tmp_path, "/usr/lib64", machine)
+    put(tmp_path, f"/usr/lib64/libcudadebugger.so.{VERSION}").write_bytes(elf(other))
+    files = root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    left_out = set(LIBRARIES) - {
+        path.rpartition("/")[2].partition(".")[0] for path in containers(files.libraries)
+    }
+    assert left_out == {"libcudadebugger"}
+    assert "1 library below" in files.notes[0]
+
+
+@MACHINES
+def test_an_older_driver_of_another_architecture_does_not_decide_the_version(
+    tmp_path: Path, machine: str, other: str
+) -> None:
+    nodes = driver_root(tmp_path, directory=f"/usr/lib/{machine}-linux-gnu")
+    put_elf_libraries(tmp_path, f"/usr/lib/{machine}-linux-gnu", machine)
+    put_elf_libraries(tmp_path, "/usr/lib64", other, "550.54.15")
+    assert root_at(tmp_path, nodes, machine=machine).scan(None).version == VERSION
+    found = find_nvml_library(str(tmp_path), machine)
+    assert found == f"{tmp_path}/usr/lib/{machine}-linux-gnu/libnvidia-ml.so.{VERSION}"
+
+
+@MACHINES
+def test_a_driver_of_another_architecture_alone_is_an_error_that_says_so(
+    tmp_path: Path, machine: str, other: str
+) -> None:
+    directory = f"/usr/lib/{other}-linux-gnu"
+    nodes = driver_root(tmp_path, directory=directory)
+    put_elf_libraries(tmp_path, directory, other)
+    told = rf"not made for this machine \({machine}\).*{directory}/lib.*install the NVIDIA driver"
+    with pytest.raises(RetryableError, match=told):
+        root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    with pytest.raises(NvmlUnavailableError, match=told):
+        find_nvml_library(str(tmp_path), machine)
+
+
+def test_a_library_that_is_no_elf_file_is_of_every_architecture(tmp_path: Path) -> None:
+    """So are those of a simulated machine; and one that is still being written."""
+    nodes = driver_root(tmp_path, directory="/usr/lib/aarch64-linux-gnu")
+    put(tmp_path, f"/usr/lib/aarch64-linux-gnu/libnvcuvid.so.{VERSION}").write_bytes(elf("x86_64")[:12])
+    files = root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
+    assert (len(files.libraries), files.notes) == (len(LIBRARIES), ())
 
 
 def test_the_linkers_cache_is_asked_when_no_usual_directory_has_the_driver(tmp_path: Path) -> None:
@@ -211,16 +296,15 @@ def test_a_missing_modeset_node_is_only_noted(tmp_path: Path, nodes: FakeNodes) 
 
 
 @pytest.mark.parametrize("directory", ["/usr/lib64", "/opt/vendor/lib", "/usr/lib/x86_64-linux-gnu"])
-@pytest.mark.parametrize(("machine", "arch"), [(62, "x86_64"), (183, "aarch64")])
-def test_linkers_look_where_the_librarys_architecture_says(
-    tmp_path: Path, directory: str, machine: int, arch: str
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_linkers_look_where_the_directory_or_else_the_machine_says(
+    tmp_path: Path, directory: str, machine: str
 ) -> None:
     nodes = driver_root(tmp_path, directory=directory)
     put(tmp_path, "/etc/ld.so.cache", f"{directory}/libcuda.so.1\0")
-    libcuda = tmp_path / directory.lstrip("/") / f"libcuda.so.{VERSION}"
-    libcuda.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(11) + machine.to_bytes(2, "little") + bytes(40))
-    named = "x86_64" if "x86_64" in directory else arch
-    assert scan(tmp_path, nodes).linker_dirs == (f"/usr/lib/{named}-linux-gnu", "/usr/lib64")
+    named = "x86_64" if "x86_64" in directory else machine
+    files = root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    assert files.linker_dirs == (f"/usr/lib/{named}-linux-gnu", "/usr/lib64")
 
 
 def test_linkers_look_where_this_machine_does_when_the_library_says_nothing(tmp_path: Path) -> None:

@@ -60,6 +60,20 @@ def put_hook(
     return put_program(root, path, f"""[ "$*" = "{words}" ] || exit 1\nprintf '{text}'""")
 
 
+def elf(machine: str, *, bits: int = 64) -> bytes:
+    """The header of an ELF file, as far as its architecture."""
+    number = {"x86_64": 62, "aarch64": 183, "i386": 3}[machine]
+    return b"\x7fELF" + bytes([bits // 32, 1, 1]) + bytes(11) + number.to_bytes(2, "little") + bytes(44)
+
+
+def put_elf_libraries(root: Path, directory: str, machine: str, version: str = VERSION) -> None:
+    """As `put_libraries`, but each file says what architecture it is made for. Files of `put_libraries` become such."""
+    if not (root / directory.lstrip("/")).exists():
+        put_libraries(root, directory, version)
+    for file in (root / directory.lstrip("/")).glob(f"lib*.so.{version}"):
+        file.write_bytes(elf(machine))
+
+
 def link(root: Path, path: str, target: str) -> None:
     file = root / path.lstrip("/")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from dra_driver.errors import (
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.hook import HookFinder
-from dra_driver.host.libraries import scan_libraries
+from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
@@ -91,12 +91,17 @@ class DriverChecks:
         where = "set --nvidia-driver-root (and --container-driver-root) to where the driver is installed"
         if not Path(root).is_dir():
             return fail(f"{root} is not a directory", where)
+        loaded = self._loaded_version()
+        libraries = scan_libraries(RootedTree(root), loaded)
         try:
             find_nvml_library(root)
         except NvmlUnavailableError:
+            if libraries.left_out:
+                return fail(
+                    note_of_left_out(root, libraries.left_out),
+                    f"install the NVIDIA driver that is, or {where}",
+                )
             return fail(f"libnvidia-ml.so.1 is not below {root}", f"install the NVIDIA driver, or {where}")
-        loaded = self._loaded_version()
-        libraries = scan_libraries(RootedTree(root), loaded)
         if not libraries.versions:
             return fail(
                 f"libcuda.so is not below {root}", f"install the compute libraries of the driver, or {where}"
@@ -111,7 +116,10 @@ class DriverChecks:
                 f"libraries of several versions below {root}: {', '.join(libraries.versions)}",
                 f"remove the packages of all but {loaded or libraries.versions[0]}",
             )
-        return ok(f"{libraries.versions[0]}, {len(libraries.files)} libraries below {root}")
+        found = f"{libraries.versions[0]}, {len(libraries.files)} libraries below {root}"
+        if libraries.left_out:
+            return ok(f"{found}; {note_of_left_out(root, libraries.left_out)}")
+        return ok(found)
 
     def nvml(self) -> Finding:
         """Does NVML answer, and for every GPU?"""
