@@ -65,6 +65,7 @@ class InstalledPrograms:
         self._links_mode = links_mode
         self._search_path = search_path
         self._linked_for: object = None
+        self._linked_from: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self) -> DriverPrograms:
@@ -77,8 +78,11 @@ class InstalledPrograms:
         return DriverPrograms(self._root, paths, self._search_path, str(self._links) if elsewhere else None)
 
     def _link(self, paths: Mapping[str, str]) -> None:
-        """Make the links; only once for the same programs, since a driver's libraries and programs come together."""
-        mark = tuple((path, _changed_at(path)) for path in paths.values())
+        """Make the links; again when programs are replaced, or anything in the directories of their libraries.
+
+        A new directory is looked through twice: what changed while it was looked through the first time is seen then.
+        """
+        mark = tuple((path, _changed_at(path)) for path in (*paths.values(), *self._linked_from))
         if mark == self._linked_for and self._links.is_dir():
             return
         wanted = self._libraries()
@@ -94,7 +98,8 @@ class InstalledPrograms:
             raise StateError(
                 f"cannot link the driver's libraries in {self._links}: {error.strerror}"
             ) from error
-        self._linked_for = mark
+        self._linked_from = tuple(dict.fromkeys(target.rpartition("/")[0] for target in wanted.values()))
+        self._linked_for = mark if wanted else None
 
 
 def _point(link: Path, target: str) -> None:

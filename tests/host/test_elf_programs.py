@@ -134,6 +134,37 @@ def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_libra
     assert supervisor.status() == ()
 
 
+@pytest.mark.parametrize("late", ["libnvidia-ml", "lib"])
+def test_nvidia_smi_finds_libraries_that_come_after_it(driver: ElfDriver, tmp_path: Path, late: str) -> None:
+    """A package manager unpacks one package after the other, and a claim may come in between."""
+    root = driver.install(tmp_path, LAYOUTS["a driver container"], driver.libc)
+    smi = NvidiaSmi(installed_programs(str(root), tmp_path / "links"))
+    libraries = root / LAYOUTS["a driver container"].libraries
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    for file in [*libraries.glob(f"{late}*.so.{VERSION}"), *libraries.glob(f"{late}*.so.1")]:
+        file.rename(apart / file.name)
+    for _ in range(2):
+        with pytest.raises(RetryableError, match="exit code 12"):
+            smi.set_time_slice(GPU, 2)
+    for file in apart.iterdir():
+        file.rename(libraries / file.name)
+    smi.set_time_slice(GPU, 2)
+
+
+def test_nvidia_smi_finds_the_libraries_of_the_next_version(driver: ElfDriver, tmp_path: Path) -> None:
+    root = driver.install(tmp_path, LAYOUTS["a driver container"], driver.libc)
+    smi = NvidiaSmi(installed_programs(str(root), tmp_path / "links"))
+    for _ in range(2):
+        smi.set_time_slice(GPU, 2)
+    for file in root.rglob(f"lib*.so.{VERSION}"):
+        link = file.with_name(f"{file.name.partition('.')[0]}.so.1")
+        file.rename(file.with_name(file.name.replace(VERSION, "590.44.01")))
+        link.unlink()
+        link.symlink_to(link.name.replace(".so.1", ".so.590.44.01"))
+    smi.set_time_slice(GPU, 2)
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
 def test_programs_run_as_on_their_own_system_when_the_driver_root_is_ours(
