@@ -33,11 +33,12 @@ def real_platform(settings: Settings) -> Platform:
         driver_root=root,
         host_driver_root=settings.nvidia_driver_root,
         host_root=host if host is not None and Path(host).is_dir() else None,
+        plugin_directory=str(settings.plugin_directory),
     )
     return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
 
 
-def simulated_platform(machine_name: str, directory: Path) -> Platform:
+def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
     """A machine made of data, kept in `directory`."""
     from dra_driver.simulator import create_machine, device_node_reader, nvml_library
 
@@ -49,6 +50,7 @@ def simulated_platform(machine_name: str, directory: Path) -> Platform:
         dev_root=str(root),
         proc=str(root / "proc"),
         sys=str(root / "sys"),
+        plugin_directory=None if plugin_directory is None else str(plugin_directory),
     )
     return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine))
 
@@ -57,7 +59,8 @@ def platform_of(settings: Settings) -> Platform:
     """The platform that the settings ask for."""
     if settings.simulate is None:
         return real_platform(settings)
-    return simulated_platform(settings.simulate, Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR))
+    directory = Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR)
+    return simulated_platform(settings.simulate, directory, settings.plugin_directory)
 
 
 DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"

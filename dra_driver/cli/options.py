@@ -97,6 +97,6 @@ CdiHookPath = Annotated[
     typer.Option(
         "--nvidia-cdi-hook-path",
         envvar="NVIDIA_CDI_HOOK_PATH",
-        help="nvidia-cdi-hook on the host. [default: looked for on the host and below the driver root]",
+        help="nvidia-cdi-hook on the host. [default: looked for on the host, in our own directory, in the driver root]",
     ),
 ]

@@ -77,10 +77,6 @@ _NEEDED_NODES = {
     "/dev/nvidiactl": "load the nvidia kernel module and run `nvidia-modprobe` on the host",
     "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
 }
-_NO_HOOK = (
-    "nvidia-cdi-hook was not found on the host, so each library is mounted under every name in every usual "
-    "directory; install the NVIDIA container toolkit or set --nvidia-cdi-hook-path"
-)
 _WATCHED = (
     *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *_XORG_DIRS[::3], "/etc/ld.so.cache",
     "/usr/share/glvnd/egl_vendor.d", _EGL, "/usr/share/nvidia", "/etc/OpenCL/vendors", _XORG_CONF_DIR,
@@ -166,7 +162,6 @@ class DriverRoot:
         self._check_libraries(found, version)
         nodes, notes = self._common_nodes()
         hook = self._hook.find()
-        notes += (_NO_HOOK,) if hook is None else hook.notes
         modules, foreign_modules = self._xorg_modules(tree, version)
         left_out = (*libraries.left_out, *foreign_modules)
         if left_out:
@@ -183,10 +178,10 @@ class DriverRoot:
             firmware=self._firmware(tree, version),
             sockets=self._sockets(tree),
             configs=self._configs(tree, modules),
-            hook=hook.host_path if hook is not None else None,
-            hook_verbs=hook.verbs if hook is not None else (),
+            hook=hook.host_path,
+            hook_verbs=hook.verbs,
             ldconfig=self._first_host_path(tree, _LDCONFIGS),
-            notes=notes,
+            notes=(*notes, *hook.notes),
         )
 
     def _file(self, resolved: str, container_path: str) -> DriverFile:

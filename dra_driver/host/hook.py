@@ -1,4 +1,4 @@
-"""nvidia-cdi-hook: where the container toolkit has installed it on the host, and which verbs it knows."""
+"""nvidia-cdi-hook: where the container toolkit or components/cdi-hook has installed it, and which verbs it knows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dra_driver.errors import RetryableError
 from dra_driver.host.rooted_tree import RootedTree, join_root
@@ -32,23 +33,34 @@ _BOUND_S = 2.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _COMMANDS = re.compile(r"^COMMANDS:\n((?:[ \t]+.*\n|\n)*)", re.MULTILINE)
 _VERB = re.compile(r"^[ \t]+([a-z][a-z0-9-]*)", re.MULTILINE)
+_VERSION = re.compile(r"^VERSION:\n[ \t]+v?(\d+)\.(\d+)\.(\d+)[ \t]*$", re.MULTILINE)
+# In 1.20.0 this verb fails where the root of the container cannot be written, and then the container fails.
+_SINCE = {"update-application-profile": (1, 20, 1)}
+_CHROOT_FAILED, _CANNOT_RUN = 125, 126
+_NONE = (
+    "nvidia-cdi-hook was not found on the host, so each library is mounted under every name in every usual "
+    "directory; install the NVIDIA container toolkit, add components/cdi-hook, or set --nvidia-cdi-hook-path (and "
+    "--host-root in a pod)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`host_path` is what the runtime runs; `notes` say what could not be checked."""
+    """`host_path` is what the runtime runs, None if there is no hook to use; `notes` say why, or what could not be
+    checked."""
 
-    host_path: str
-    verbs: tuple[str, ...]
+    host_path: str | None
+    verbs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of the host: `root` as this process sees it, `prefix` as the runtime does."""
+    """A part of the host: `root` as this process sees it, `prefix` as the runtime does. The hook may be at `places`."""
 
     root: str
     prefix: str
+    places: tuple[str, ...] = _PLACES
 
     def inside(self, host_path: str) -> str | None:
         """The path below this root for a host path; None if this root does not show it."""
@@ -57,51 +69,61 @@ class _View:
 
 
 class HookFinder:
-    """Looks for the hook below the host's `/`, then in the driver root. The hook runs on the host with the host's
-    libraries, so a copy in a driver container is only the second choice."""
+    """Looks for the hook in the usual places below the host's `/`, then in this driver's own directory, where
+    components/cdi-hook installs one, then in the driver root. The hook runs on the host with the host's libraries, so a
+    copy in a driver container is only the last choice."""
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
         """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk from the configuration, None to search."""
         views = [_View(paths.driver_root, paths.host_driver_root)]
         if paths.host_root is not None:
             views.insert(0, _View(paths.host_root, "/"))
+        self._host = next((view for view in views if view.prefix == "/"), None)
+        self._installed: _View | None = None
+        if paths.plugin_directory is not None:
+            self._installed = _View(paths.plugin_directory, paths.plugin_directory, (f"/{_NAME}",))
+            views.insert(0 if self._host is None else 1, self._installed)
         self._views = tuple(dict.fromkeys(views))
         self._configured = configured
         self._lock = threading.Lock()
-        self._answer: tuple[tuple[object, ...], tuple[tuple[str, ...], str | None]] | None = None
+        self._answers: dict[str, tuple[tuple[object, ...], _Answer]] = {}
 
     def places(self) -> Iterator[tuple[str, str]]:
         """(root, path below it) of every file on which the result of `find` depends."""
         for view in self._views:
             if self._configured is None:
-                yield from ((view.root, path) for path in _PLACES)
+                yield from ((view.root, path) for path in view.places)
             else:
                 inside = view.inside(self._configured)
                 if inside is not None:
                     yield view.root, inside
 
-    def find(self) -> Hook | None:
-        """The hook; None if none is configured and none is in a usual directory.
+    def find(self) -> Hook:
+        """The hook that is configured, else the first that is found.
 
         Raises: RetryableError if the configured one does not exist.
         """
         views = [view for view in self._views if os.path.isdir(view.root)]  # noqa: PTH112
         if self._configured is not None:
             return self._configured_hook(self._configured, views)
+        notes: tuple[str, ...] = ()
         for view in views:
             tree = RootedTree(view.root)
-            for path in _PLACES:
-                resolved = tree.file(path)
-                if resolved is not None:
-                    return self._asked(join_root(view.prefix, resolved), view.root, resolved)
-        return None
+            resolved = next(filter(None, (tree.file(path) for path in view.places)), None)
+            if resolved is None:
+                continue
+            hook = self._asked(join_root(view.prefix, resolved), view, resolved)
+            if hook.host_path is not None:
+                return hook
+            notes = hook.notes
+        return Hook(None, notes=notes or (_NONE,))
 
     def _configured_hook(self, host_path: str, views: list[_View]) -> Hook:
-        places = [(view.root, inside) for view in views if (inside := view.inside(host_path)) is not None]
-        for root, inside in places:
-            resolved = RootedTree(root).file(inside)
+        places = [(view, inside) for view in views if (inside := view.inside(host_path)) is not None]
+        for view, inside in places:
+            resolved = RootedTree(view.root).file(inside)
             if resolved is not None:
-                return self._asked(host_path, root, resolved)
+                return self._asked(host_path, view, resolved)
         if places or not host_path.startswith("/"):
             raise RetryableError(
                 f"{_FLAG} {host_path} is not a file on the host: install the NVIDIA container toolkit there, "
@@ -113,49 +135,94 @@ class HookFinder:
         )
         return Hook(host_path, BASE_HOOK_VERBS, (note,))
 
-    def _asked(self, host_path: str, root: str, resolved: str) -> Hook:
+    def _asked(self, host_path: str, view: _View, resolved: str) -> Hook:
         """The hook with its verbs. The program runs once, and again when its file was replaced; one thread at a
         time."""
-        arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
-        local = join_root(root, resolved)
+        local = join_root(view.root, resolved)
         with self._lock:
-            key = (host_path, local, *_identity(local))
-            if self._answer is None or self._answer[0] != key:
-                self._answer = (key, _known_verbs(root, resolved, arguments))
-            verbs, problem = self._answer[1]
-        if problem is None:
-            return Hook(host_path, verbs)
-        note = f"{host_path} does not tell its verbs ({problem}); only {' and '.join(verbs)} are used"
-        return Hook(host_path, verbs, (note,))
+            identity = (local, *_identity(local))
+            known = self._answers.get(host_path)
+            if known is None or known[0] != identity:
+                known = identity, self._answer(host_path, view, resolved)
+                self._answers[host_path] = known
+            answer = known[1]
+        if answer.problem is None:
+            return Hook(host_path, answer.verbs)
+        if view is self._installed and answer.code and self._configured is None:
+            note = (
+                f"{host_path} does not run on the host ({answer.problem}) and is not used: each library is mounted "
+                "under every name; docs/cdi.md says what a host needs"
+            )
+            return Hook(None, notes=(note,))
+        verbs = " and ".join(answer.verbs)
+        note = f"{host_path} does not tell its verbs ({answer.problem}); only {verbs} are used"
+        return Hook(host_path, answer.verbs, (note,))
+
+    def _answer(self, host_path: str, view: _View, resolved: str) -> _Answer:
+        """What the program tells.
+
+        It is run as it is, which works for static programs and most others. If that fails, it is run with its root as
+        `/`: toolkits of operators are scripts that call a program by its host path.
+
+        The program of components/cdi-hook comes from an image, so what counts is whether the host can run it: whether
+        it has the loader and the libraries, and whether the directory is not mounted noexec.
+        """
+        arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
+        local = [join_root(view.root, resolved), *arguments]
+        host = self._host
+        if view is not self._installed:
+            in_its_root = ["chroot", view.root, resolved, *arguments]
+            return _answer_of([local, in_its_root] if view.root.rstrip("/") else [local])
+        if host is not None and RootedTree(host.root).file(host_path) is not None:
+            answer = _answer_of([["chroot", host.root, host_path, *arguments]])
+            if answer.code != _CHROOT_FAILED:
+                return answer
+        return _answer_of([local])
 
 
-def _known_verbs(root: str, resolved: str, arguments: list[str]) -> tuple[tuple[str, ...], str | None]:
-    """The verbs that are safe to use, and why the program did not tell them.
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The verbs that are safe to use; else why the program did not tell them, and the code with which it ended, 0 if it
+    did not end."""
 
-    The program is first run as it is, which works for static programs and most others. If that fails, it is run with
-    its root as `/`: toolkits of operators are scripts that call a program by its host path.
-    """
-    attempts = [[join_root(root, resolved), *arguments]]
-    if root.rstrip("/"):
-        attempts.append(["chroot", root, resolved, *arguments])
+    verbs: tuple[str, ...]
+    problem: str | None = None
+    code: int = 0
+
+
+def _answer_of(commands: Iterable[list[str]]) -> _Answer:
+    """What the first command says that ends well, else the fault of the first."""
     deadline = time.monotonic() + _BOUND_S
-    problem = None
-    for command in attempts:
-        text, failure = _output(command, deadline)
-        problem = problem or failure
-        if failure is None:
-            listed = _listed_verbs(text)
-            return (*BASE_HOOK_VERBS, *(verb for verb in MORE_HOOK_VERBS if verb in listed)), None
-    return BASE_HOOK_VERBS, problem
+    fault = None
+    for command in commands:
+        said = _run(command, deadline)
+        if said.problem is None:
+            listed, version = _listed_verbs(said.text), _version(said.text)
+            more = (verb for verb in MORE_HOOK_VERBS if verb in listed and _SINCE.get(verb, ()) <= version)
+            return _Answer((*BASE_HOOK_VERBS, *more))
+        fault = fault or _Answer(BASE_HOOK_VERBS, said.problem, said.code)
+    return fault or _Answer(BASE_HOOK_VERBS)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The version in a help text; empty if it is none of a release."""
+    found = _VERSION.search(text)
+    return tuple(int(part) for part in found.groups()) if found is not None else ()
 
 
 def _listed_verbs(text: str) -> set[str]:
-    section = _COMMANDS.search(text.replace("\r\n", "\n") + "\n")
+    section = _COMMANDS.search(text + "\n")
     return set(_VERB.findall(section[1])) if section is not None else set()
 
 
-def _output(command: list[str], deadline: float) -> tuple[str, str | None]:
-    """What a program prints, and why it failed. The deadline ends every process that it started."""
+class _Said(NamedTuple):
+    text: str
+    problem: str | None = None
+    code: int = 0
+
+
+def _run(command: list[str], deadline: float) -> _Said:
+    """What a program prints, or why it failed. The deadline ends every process that it started."""
     try:
         with subprocess.Popen(
             command,
@@ -170,12 +237,12 @@ def _output(command: list[str], deadline: float) -> tuple[str, str | None]:
             except subprocess.TimeoutExpired:
                 with suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
-                return "", f"it did not end within {_BOUND_S:g} s"
+                return _Said("", f"it did not end within {_BOUND_S:g} s")
     except OSError as error:
-        return "", error.strerror or "it cannot be run"
+        return _Said("", error.strerror or "it cannot be run", _CANNOT_RUN)
     if process.returncode:
-        return "", f"it ends with code {process.returncode}"
-    return out.decode("utf-8", errors="replace"), None
+        return _Said("", f"it ends with code {process.returncode}", process.returncode)
+    return _Said(out.decode("utf-8", errors="replace").replace("\r\n", "\n"))
 
 
 def _identity(path: str) -> tuple[object, ...]:

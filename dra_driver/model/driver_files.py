@@ -9,7 +9,7 @@ from dra_driver.model.host import DeviceNode
 BASE_HOOK_VERBS = ("create-symlinks", "update-ldcache")
 """The verbs that every nvidia-cdi-hook knows."""
 
-MORE_HOOK_VERBS = ("enable-cuda-compat", "disable-device-node-modification")
+MORE_HOOK_VERBS = ("enable-cuda-compat", "disable-device-node-modification", "update-application-profile")
 """Verbs that only newer ones know. An older hook fails with such a verb, and then the container fails too."""
 
 

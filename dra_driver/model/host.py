@@ -30,7 +30,8 @@ class HostPaths:
 
     `driver_root` is the driver's installation as this process sees it, `host_driver_root` the same directory as the
     container runtime sees it. `host_root` is where this process sees the host's `/`, None if it does not see it.
-    `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`.
+    `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`. `plugin_directory` is
+    this driver's own directory below the kubelet's, with the same path here and on the host; None if there is none.
     """
 
     driver_root: str = "/"
@@ -39,6 +40,7 @@ class HostPaths:
     proc: str = "/proc"
     sys: str = "/sys"
     host_root: str | None = None
+    plugin_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

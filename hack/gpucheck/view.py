@@ -21,6 +21,7 @@ from gpucheck.guard import ReadOnlyLibrary
 
 NODE = "gpu-check"
 """Name of the node and so of the pool: a fixed one, because what is printed may be passed on."""
+_KUBELET_PLUGINS = "/var/lib/kubelet/plugins"
 
 
 class CannotRunError(Exception):
@@ -72,7 +73,11 @@ def real_machine(options: Options) -> Machine:
 
     inside = options.container_driver_root
     root = inside if Path(inside).is_dir() else options.nvidia_driver_root
-    paths = HostPaths(driver_root=root, host_driver_root=options.nvidia_driver_root)
+    paths = HostPaths(
+        driver_root=root,
+        host_driver_root=options.nvidia_driver_root,
+        plugin_directory=f"{_KUBELET_PLUGINS}/{options.driver_name}",
+    )
     return Machine(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
 
 

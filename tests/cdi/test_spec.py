@@ -65,6 +65,7 @@ def test_whole_spec_of_a_gpu() -> None:
                     "/usr/lib64",
                 ),
                 hook("disable-device-node-modification"),
+                hook("update-application-profile"),
             ],
         },
         "devices": [

@@ -344,6 +344,21 @@ def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
     assert files.hook_verbs == HOOK_VERBS
 
 
+@pytest.mark.usefixtures("no_bursts")
+def test_libraries_get_all_their_names_again_when_the_installed_hook_disappears(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path / "driver", hook=False)
+    plugin = tmp_path / "plugin"
+    paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, plugin_directory=str(plugin))
+    root = DriverRoot(paths, nodes=nodes)
+    installed = put_hook(plugin, "/nvidia-cdi-hook")
+    age(tmp_path)
+    assert root.files(VERSION).hook == str(installed)
+    installed.unlink()
+    files = root.files(VERSION)
+    assert files.hook is None
+    assert "add components/cdi-hook" in files.notes[0]
+
+
 def test_paths_stay_as_they_are_when_the_root_is_the_hosts(tmp_path: Path, nodes: FakeNodes) -> None:
     files = root_at(tmp_path, nodes, host_root="/").scan(VERSION)
     assert all(file.host_path == file.container_path for file in files.libraries)

@@ -18,6 +18,7 @@ from tests.host.trees import HOOK_VERBS, link, put, put_hook, put_program
 
 TOOLKIT = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
 USUAL = "/usr/bin/nvidia-cdi-hook"
+PROFILE = "update-application-profile"
 
 
 @pytest.fixture
@@ -30,15 +31,30 @@ def host(tmp_path: Path) -> Path:
     return tmp_path / "host-root"
 
 
-def finder(driver: Path, host: Path | None = None, configured: str | None = None) -> HookFinder:
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """The driver's own directory, which has the same path on the host."""
+    made = tmp_path / "plugins/gpu.nvidia.com"
+    made.mkdir(parents=True)
+    return made
+
+
+def finder(
+    driver: Path, host: Path | None = None, configured: str | None = None, plugin: Path | None = None
+) -> HookFinder:
     driver.mkdir(exist_ok=True)
-    paths = HostPaths(str(driver), "/run/nvidia/driver", host_root=str(host) if host else None)
+    paths = HostPaths(
+        str(driver),
+        "/run/nvidia/driver",
+        host_root=str(host) if host else None,
+        plugin_directory=str(plugin) if plugin else None,
+    )
     return HookFinder(paths, configured)
 
 
 def found(finder: HookFinder) -> Hook:
     hook = finder.find()
-    assert hook is not None
+    assert hook.host_path is not None
     return hook
 
 
@@ -66,7 +82,9 @@ def test_links_stay_inside_the_hosts_root(driver: Path, host: Path) -> None:
 
 
 def test_none_is_found_where_there_is_none(driver: Path, host: Path) -> None:
-    assert finder(driver, host).find() is None
+    hook = finder(driver, host).find()
+    assert (hook.host_path, hook.verbs) == (None, ())
+    assert "add components/cdi-hook" in hook.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -122,21 +140,101 @@ def test_a_hook_that_cannot_be_run_gets_the_base_verbs_and_a_note(driver: Path) 
     assert "Permission denied" in hook.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("version", "has_it"),
+    [
+        ("1.20.1", True),
+        ("v1.21.0", True),
+        ("1.20.0", False),
+        ("1.20.1-rc.1", False),
+        ("unknown", False),
+        ("", False),
+    ],
+)
+def test_a_verb_whose_first_release_was_bad_needs_a_later_one(
+    driver: Path, version: str, has_it: bool
+) -> None:
+    """1.20.0 fails the container where its root file system cannot be written."""
+    put_hook(driver, version=version)
+    known = HOOK_VERBS if has_it else tuple(verb for verb in HOOK_VERBS if verb != PROFILE)
+    assert found(finder(driver)).verbs == known
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
 def test_a_script_that_calls_a_program_by_its_host_path_is_run_in_its_root(driver: Path, host: Path) -> None:
     put_program(host, TOOLKIT, f'exec {TOOLKIT}.real "$@"')
     put_hook(host, f"{TOOLKIT}.real")
-    shell = host / "bin/sh"
-    shell.parent.mkdir(parents=True)
-    shell.write_bytes(Path("/bin/sh").read_bytes())
-    shell.chmod(0o755)
-    for library in _libraries_of("/bin/sh"):
-        copy = host / library.lstrip("/")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(Path(library).read_bytes())
-        copy.chmod(0o755)
+    put_shell(host)
     assert finder(driver, host).find() == Hook(TOOLKIT, HOOK_VERBS)
+
+
+def test_the_installed_hook_comes_after_the_hosts_own_and_before_one_of_a_driver_container(
+    driver: Path, host: Path, plugin: Path
+) -> None:
+    put_hook(driver, USUAL)
+    put_hook(plugin, "/nvidia-cdi-hook")
+    installed = f"{plugin}/nvidia-cdi-hook"
+    assert finder(driver, None, plugin=plugin).find() == Hook(installed, HOOK_VERBS)
+    assert found(finder(driver, host, plugin=plugin)).host_path == installed
+    put_hook(host, TOOLKIT)
+    assert found(finder(driver, host, plugin=plugin)).host_path == TOOLKIT
+
+
+def test_another_is_used_when_the_installed_one_goes_and_it_again_when_it_comes_back(
+    driver: Path, plugin: Path
+) -> None:
+    finds = finder(driver, plugin=plugin)
+    assert finds.find().host_path is None
+    hook = put_hook(plugin, "/nvidia-cdi-hook")
+    assert found(finds).host_path == str(hook)
+    hook.unlink()
+    assert finds.find().host_path is None
+    put_hook(plugin, "/nvidia-cdi-hook")
+    assert found(finds).host_path == str(hook)
+
+
+def test_an_installed_hook_that_cannot_be_run_is_not_used(driver: Path, plugin: Path) -> None:
+    """As in a directory that is mounted noexec: the runtime could not run it either, and no container would start."""
+    put_hook(plugin, "/nvidia-cdi-hook").chmod(0o644)
+    hook = finder(driver, plugin=plugin).find()
+    assert hook.host_path is None
+    assert f"{plugin}/nvidia-cdi-hook does not run on the host (Permission denied)" in hook.notes[0]
+    put_hook(driver, USUAL)
+    assert found(finder(driver, plugin=plugin)).host_path == f"/run/nvidia/driver{USUAL}"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
+def test_an_installed_hook_must_run_with_what_the_host_has(driver: Path, host: Path, plugin: Path) -> None:
+    """It runs in the driver's container, which has a loader and libraries, but not on this host."""
+    hook = put_hook(plugin, "/nvidia-cdi-hook")
+    on_host = put_hook(host, str(hook))
+    assert on_host != hook
+    refused = finder(driver, host, plugin=plugin).find()
+    assert refused.host_path is None
+    assert "ends with code 127" in refused.notes[0]
+    put_shell(host)
+    assert finder(driver, host, plugin=plugin).find() == Hook(str(hook), HOOK_VERBS)
+
+
+def test_a_slow_installed_hook_gets_the_base_verbs(
+    driver: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5)
+    put_program(plugin, "/nvidia-cdi-hook", "sleep 60")
+    hook = found(finder(driver, plugin=plugin))
+    assert hook.verbs == BASE_HOOK_VERBS
+    assert "did not end within" in hook.notes[0]
+
+
+def put_shell(root: Path) -> None:
+    """What scripts need below a root."""
+    for program in ("/bin/sh", *_libraries_of("/bin/sh")):
+        copy = root / program.lstrip("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(Path(program).read_bytes())
+        copy.chmod(0o755)
 
 
 def _libraries_of(program: str) -> list[str]:
@@ -184,6 +282,7 @@ def test_one_where_this_process_sees_nothing_is_trusted_and_noted(
 
 def test_the_places_are_those_that_decide(driver: Path, host: Path) -> None:
     assert len(set(finder(driver, host).places())) == 8
+    assert (str(driver.parent), "/nvidia-cdi-hook") in finder(driver, host, plugin=driver.parent).places()
     assert list(finder(driver, host, TOOLKIT).places()) == [(str(host), TOOLKIT)]
     inside = "/run/nvidia/driver/opt/hook"
     assert list(finder(driver, host, inside).places()) == [(str(host), inside), (str(driver), "/opt/hook")]

@@ -1,10 +1,9 @@
 """The whole way from a simulated host to CDI specs, against golden files.
 
-To write the golden files anew: WRITE_GOLDEN=1 pytest tests/host/test_simulated_machines.py
+To write the golden files anew: pytest tests/host/test_simulated_machines.py --update-golden
 """
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -90,13 +89,14 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
         ("h100-mig-static", "mig", True),
     ],
 )
-def test_a_claim_gets_exactly_this(name: str, kind: str, hook: bool, tmp_path: Path) -> None:
+def test_a_claim_gets_exactly_this(
+    name: str, kind: str, hook: bool, tmp_path: Path, update_golden: bool
+) -> None:
     host = Host(name, tmp_path, cdi_hook=hook)
     devices = host.whole_gpus() if kind == "gpu" else host.mig_devices()
     spec = claim_spec(UID, "gpu.nvidia.com", host.driver.scan(host.version), devices[:2])
     golden = GOLDEN / f"{name}-{kind}{'' if hook else '-without-hook'}.json"
     text = json.dumps(spec, indent=1) + "\n"
-    if os.environ.get("WRITE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
+    if update_golden:
         golden.write_text(text)
     assert text == golden.read_text()

@@ -14,7 +14,10 @@ LIBRARIES = (
     "libnvidia-cfg", "libnvidia-opencl", "libnvidia-allocator", "libnvcuvid", "libnvidia-encode",
     "libnvidia-opticalflow", "libGLX_nvidia", "libEGL_nvidia", "libnvidia-glcore",
 )  # fmt: skip
-HOOK_VERBS = ("create-symlinks", "update-ldcache", "enable-cuda-compat", "disable-device-node-modification")
+HOOK_VERBS = (
+    "create-symlinks", "update-ldcache", "enable-cuda-compat", "disable-device-node-modification",
+    "update-application-profile",
+)  # fmt: skip
 BINARIES = ("nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 COMMON_NODES = {
     "/dev/nvidiactl": (195, 255),
@@ -51,11 +54,18 @@ def put_program(root: Path, path: str, script: str) -> Path:
 
 
 def put_hook(
-    root: Path, path: str = "/usr/bin/nvidia-cdi-hook", *, verbs: tuple[str, ...] = HOOK_VERBS
+    root: Path,
+    path: str = "/usr/bin/nvidia-cdi-hook",
+    *,
+    verbs: tuple[str, ...] = HOOK_VERBS,
+    version: str = "1.20.1",
 ) -> Path:
     """A hook whose help lists these verbs, laid out as the real one does."""
     commands = "".join(f"   {verb}  Does what --{verb} says\\n" for verb in verbs)
-    text = f"NAME:\\n   hook\\n\\nCOMMANDS:\\n{commands}   help, h  Help\\n\\nGLOBAL OPTIONS:\\n   --quiet\\n"
+    text = (
+        f"NAME:\\n   hook\\n\\nVERSION:\\n   {version}\\n   commit: 9fb00fa7\\n\\nCOMMANDS:\\n{commands}"
+        "   help, h  Help\\n\\nGLOBAL OPTIONS:\\n   --quiet\\n"
+    )
     words = "hook --help" if path.endswith("/nvidia-ctk") else "--help"
     return put_program(root, path, f"""[ "$*" = "{words}" ] || exit 1\nprintf '{text}'""")
 
@@ -93,7 +103,7 @@ def driver_root(root: Path, *, directory: str = "/usr/lib/x86_64-linux-gnu", hoo
     """A complete root, and the nodes below it with eight GPUs."""
     put_libraries(root, directory)
     for binary in BINARIES:
-        put(root, f"/usr/bin/{binary}")
+        put(root, f"/usr/bin/{binary}").chmod(0o755)
     for name in ("gsp_ga10x.bin", "gsp_tu10x.bin"):
         put(root, f"/lib/firmware/nvidia/{VERSION}/{name}")
     put(root, "/run/nvidia-persistenced/socket")

@@ -187,6 +187,8 @@ def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
     hooks.append(_hook(hook, "update-ldcache", [*ldconfig, *folders]))
     if "disable-device-node-modification" in driver.hook_verbs:
         hooks.append(_hook(hook, "disable-device-node-modification", []))
+    if "update-application-profile" in driver.hook_verbs:
+        hooks.append(_hook(hook, "update-application-profile", []))
     return hooks
 
 

@@ -238,11 +238,9 @@ class DriverChecks:
         except RetryableError as error:
             seen, _, remedy = str(error).partition(": ")
             return fail(seen, remedy)
-        if hook is None:
-            return warn(
-                "nvidia-cdi-hook was not found; libraries are mounted under every name instead",
-                "install the NVIDIA container toolkit, or set --nvidia-cdi-hook-path (and --host-root in a pod)",
-            )
+        if hook.host_path is None:
+            seen, _, remedy = hook.notes[0].partition("; ")
+            return warn(seen, remedy)
         if hook.notes:
             return warn(hook.notes[0], f"`{hook.host_path} --help` on the node")
         return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")

@@ -69,12 +69,14 @@ case "$1" in
 esac
 printf '%s\\n' \\
     'NAME:' '   NVIDIA CDI Hook' '' \\
+    'VERSION:' '   1.20.1' '' \\
     'COMMANDS:' \\
     '   update-ldcache                    Update ldcache in a container' \\
     '   create-symlinks                   Create symlinks in a container' \\
     '   chmod                             Set the permissions of folders in a container' \\
     '   enable-cuda-compat                Prefer newer CUDA libraries of the image' \\
     '   disable-device-node-modification  Keep programs from making device nodes' \\
+    '   update-application-profile        Show EGL the GPUs of the container only' \\
     '   help, h                           Shows a list of commands'
 """
 _GSP = ("gsp_tu10x.bin", "gsp_ga10x.bin")
