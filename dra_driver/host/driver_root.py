@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from dra_driver.host.libraries import (
     versioned_nvml_libraries,
 )
 from dra_driver.host.rooted_tree import RootedTree, join_root
-from dra_driver.model.driver_files import DriverFile, DriverFiles, HostNode
+from dra_driver.model.driver_files import DriverFile, DriverFiles, DriverLink, HostNode
 from dra_driver.model.host import HostPaths
 
 Fingerprint = tuple[object, ...]
@@ -35,7 +36,7 @@ _SETTLED_NS = 1_000_000_000
 _BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _BINARIES = (
     "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control",
-    "nvidia-cuda-mps-server", "nvidia-imex", "nvidia-imex-ctl",
+    "nvidia-cuda-mps-server", "nvidia-imex", "nvidia-imex-ctl", "nvidia-xconfig",
 )  # fmt: skip
 _LDCONFIGS = ("/sbin/ldconfig.real", "/sbin/ldconfig", "/usr/sbin/ldconfig")
 _SOCKETS = tuple(
@@ -43,17 +44,22 @@ _SOCKETS = tuple(
     for run in ("/run", "/var/run")
     for daemon in ("nvidia-persistenced", "nvidia-fabricmanager")
 )
-_EGL = "/usr/share/egl/egl_external_platform.d"
-_CONFIGS = (
-    "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
-    f"{_EGL}/15_nvidia_gbm.json",
-    f"{_EGL}/10_nvidia_wayland.json",
-    f"{_EGL}/09_nvidia_wayland2.json",
-    f"{_EGL}/20_nvidia_xcb.json",
-    f"{_EGL}/20_nvidia_xlib.json",
-    "/usr/share/nvidia/nvoptix.bin",
-    "/etc/OpenCL/vendors/nvidia.icd",
+_FIRMWARE = re.compile(r"^(?:gsp|ucodes).*\.bin\Z")
+
+# Containers get these files where the loaders of all images look, wherever the host has them.
+_CONFIG_DIRS = ("/etc", "/usr/local/share", "/usr/share")
+_SHARED = (
+    "glvnd/egl_vendor.d/10_nvidia.json",
+    "egl/egl_external_platform.d/15_nvidia_gbm.json",
+    "egl/egl_external_platform.d/10_nvidia_wayland.json",
+    "egl/egl_external_platform.d/09_nvidia_wayland2.json",
+    "egl/egl_external_platform.d/20_nvidia_xcb.json",
+    "egl/egl_external_platform.d/20_nvidia_xlib.json",
+    "nvidia/nvoptix.bin",
+    "X11/xorg.conf.d/10-nvidia.conf",
+    "X11/xorg.conf.d/nvidia-drm-outputclass.conf",
 )
+_OPENCL = ("OpenCL/vendors/nvidia.icd",)
 _VULKAN = (
     "vulkan/icd.d/nvidia_icd.json",
     "vulkan/icd.d/nvidia_icd.x86_64.json",
@@ -61,26 +67,28 @@ _VULKAN = (
     "vulkan/icd.d/nvidia_layers.json",
     "vulkan/implicit_layer.d/nvidia_layers.json",
 )
-_XORG_DIRS = tuple(
-    f"{top}/{tail}"
-    for top in (
-        "/usr/lib/xorg/modules",
-        "/usr/lib64/xorg/modules",
-        "/usr/lib/x86_64-linux-gnu/nvidia/xorg",
-        "/usr/lib/aarch64-linux-gnu/nvidia/xorg",
-    )
-    for tail in ("", "drivers", "extensions")
+# (files, where the host may have them, where containers get them); GKE has Vulkan's files in the driver root itself.
+_CONFIGS = (
+    (_SHARED, _CONFIG_DIRS, "/usr/share"),
+    (_OPENCL, _CONFIG_DIRS, "/etc"),
+    (_VULKAN, (*_CONFIG_DIRS, ""), "/etc"),
 )
-_XORG_CONF_DIR = "/usr/share/X11/xorg.conf.d"
+_XORG_TOPS = ("/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64")
+_XORG_TAILS = tuple(
+    f"{modules}/{kind}" for modules in ("modules", "modules/updates") for kind in ("drivers", "extensions")
+)
+_GLX_MODULE = "libglxserver_nvidia.so"
 _NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 _NEEDED_NODES = {
     "/dev/nvidiactl": "load the nvidia kernel module and run `nvidia-modprobe` on the host",
     "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
 }
 _WATCHED = (
-    *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *_XORG_DIRS[::3], "/etc/ld.so.cache",
-    "/usr/share/glvnd/egl_vendor.d", _EGL, "/usr/share/nvidia", "/etc/OpenCL/vendors", _XORG_CONF_DIR,
-    "/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d", "/lib/firmware/nvidia",
+    *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *(f"{top}/{_XORG_TAILS[0]}" for top in _XORG_TOPS),
+    "/etc/ld.so.cache", "/lib/firmware/nvidia",
+    *dict.fromkeys(
+        f"{top}/{path.rpartition('/')[0]}" for paths, tops, _ in _CONFIGS for top in tops for path in paths
+    ),
 )  # fmt: skip
 
 
@@ -162,22 +170,27 @@ class DriverRoot:
         self._check_libraries(found, version)
         nodes, notes = self._common_nodes()
         hook = self._hook.find()
-        modules, foreign_modules = self._xorg_modules(tree, version)
+        modules, module_links, foreign_modules = self._xorg_modules(
+            tree, version, libraries.driver_directories
+        )
         left_out = (*libraries.left_out, *foreign_modules)
         if left_out:
             notes += (note_of_left_out(self._paths.host_driver_root, left_out, self._machine),)
         return DriverFiles(
             version=version,
             libraries=tuple(found),
-            links=libraries.driver_links({file.container_path: file.host_path for file in found}),
+            links=(
+                *libraries.driver_links({file.container_path: file.host_path for file in found}),
+                *module_links,
+            ),
             library_dirs=libraries.directories,
-            libcuda_dirs=libraries.libcuda_directories,
+            driver_dirs=libraries.driver_directories,
             linker_dirs=linker_directories(libraries.files, self._machine),
             nodes=nodes,
             binaries=self._binaries(tree),
             firmware=self._firmware(tree, version),
             sockets=self._sockets(tree),
-            configs=self._configs(tree, modules),
+            configs=(*self._configs(tree), *modules),
             hook=hook.host_path,
             hook_verbs=hook.verbs,
             ldconfig=self._first_host_path(tree, _LDCONFIGS),
@@ -246,13 +259,14 @@ class DriverRoot:
         places = [custom] if custom.startswith("/") else []
         for base in ("/lib/firmware/updates", "/lib/firmware"):
             places.extend([f"{base}/{kernel}", base] if kernel else [base])
+        images: dict[str, None] = {}
         for place in places:
             directory = tree.directory(f"{place}/nvidia/{version}")
             names = [entry.name for entry in tree.entries(directory)] if directory is not None else []
-            images = sorted(name for name in names if name.startswith("gsp") and name.endswith(".bin"))
-            if images:
-                return self._found(tree, (f"{place}/nvidia/{version}/{name}" for name in images))
-        return ()
+            images.update(
+                (f"{place}/nvidia/{version}/{name}", None) for name in sorted(names) if _FIRMWARE.match(name)
+            )
+        return self._found(tree, images)
 
     def _sockets(self, tree: RootedTree) -> tuple[DriverFile, ...]:
         found: dict[str, str] = {}
@@ -262,34 +276,39 @@ class DriverRoot:
                 found.setdefault(resolved, path)
         return tuple(self._file(resolved, path) for resolved, path in found.items())
 
-    def _xorg_modules(self, tree: RootedTree, version: str) -> tuple[list[str], list[str]]:
-        """(those for this machine, those for other ones)"""
-        found = [
-            path
-            for directory in _XORG_DIRS
-            for name in ("nvidia_drv.so", f"libglxserver_nvidia.so.{version}")
-            if tree.file(path := f"{directory.rstrip('/')}/{name}") is not None
-        ]
-        foreign = [path for path in found if is_foreign(tree, tree.file(path) or path, self._machine)]
-        return [path for path in found if path not in foreign], foreign
+    def _xorg_modules(
+        self, tree: RootedTree, version: str, driver_dirs: Iterable[str]
+    ) -> tuple[list[DriverFile], list[DriverLink], list[str]]:
+        """The X server's modules, each from the first directory that has it for this machine; a link; and the modules
+        for other machines. An X server loads the GLX module by its link; hosts have that link elsewhere or not at
+        all."""
+        places: list[str] = []
+        for directory in driver_dirs:
+            top = directory.rstrip("/")
+            places.extend((f"{top}/nvidia/xorg", *(f"{top}/xorg/{tail}" for tail in _XORG_TAILS)))
+        places.extend(f"{top}/{tail}" for top in _XORG_TOPS for tail in _XORG_TAILS)
+        modules, links, foreign = [], [], []
+        for name in ("nvidia_drv.so", f"{_GLX_MODULE}.{version}"):
+            paths = [path for place in places if tree.file(path := f"{place}/{name}") is not None]
+            others = [path for path in paths if is_foreign(tree, tree.file(path) or path, self._machine)]
+            foreign += others
+            module = next(iter(self._found(tree, (path for path in paths if path not in others))), None)
+            if module is None:
+                continue
+            modules.append(module)
+            if name.startswith(_GLX_MODULE):
+                directory = module.container_path.rpartition("/")[0]
+                links.append(DriverLink(f"{directory}/{_GLX_MODULE}", name, module.host_path))
+        return modules, links, foreign
 
-    def _configs(self, tree: RootedTree, xorg_modules: Iterable[str]) -> tuple[DriverFile, ...]:
-        conf_dir = tree.directory(_XORG_CONF_DIR)
-        names = [entry.name for entry in tree.entries(conf_dir)] if conf_dir is not None else []
-        xorg_confs = [f"{_XORG_CONF_DIR}/{name}" for name in sorted(names) if "nvidia" in name]
-        return (
-            *self._found(tree, (*_CONFIGS, *xorg_modules, *xorg_confs)),
-            *filter(None, (self._vulkan(tree, path) for path in _VULKAN)),
-        )
-
-    def _vulkan(self, tree: RootedTree, path: str) -> DriverFile | None:
-        """The Vulkan file at `path`. Packages put it in /etc or /usr/share; containers get it in /etc, where all
-        loaders look."""
-        for top in ("/etc", "/usr/share"):
-            resolved = tree.file(f"{top}/{path}")
-            if resolved is not None:
-                return self._file(resolved, f"/etc/{path}")
-        return None
+    def _configs(self, tree: RootedTree) -> tuple[DriverFile, ...]:
+        found = []
+        for paths, tops, top_in_container in _CONFIGS:
+            for path in paths:
+                resolved = next(filter(None, (tree.file(f"{top}/{path}") for top in tops)), None)
+                if resolved is not None:
+                    found.append(self._file(resolved, f"{top_in_container}/{path}"))
+        return tuple(found)
 
     def _first_host_path(self, tree: RootedTree, paths: Iterable[str]) -> str | None:
         return next((file.host_path for file in self._found(tree, paths)), None)
@@ -331,7 +350,7 @@ def find_nvidia_smi(driver_root: str) -> str | None:
 def _find_in_path(tree: RootedTree, name: str) -> tuple[str, str] | None:
     """(where it was found, the file it really is), both inside the tree."""
     for directory in _BINARY_DIRS:
-        resolved = tree.file(f"{directory}/{name}")
+        resolved = tree.program(f"{directory}/{name}")
         if resolved is not None:
             return f"{directory}/{name}", resolved
     return None

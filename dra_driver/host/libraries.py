@@ -27,11 +27,11 @@ UNUSUAL_DIRS = ("/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64
 
 _LD_CACHE = "/etc/ld.so.cache"
 _CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")
-_VERSIONED = re.compile(r"^(lib[^/]*\.so)\.(\d+\.\d+(?:\.\d+)*)\Z")
+_VERSIONED = re.compile(r"^[^/]+\.so\.\d+\.\d+(?:\.\d+)*\Z")
 _LIBCUDA = re.compile(r"^libcuda\.so\.(\d+\.\d+(?:\.\d+)*)\Z")
-_OWN_VERSION = re.compile(
-    r"^(?:libnvidia-nvvm70\.so\..+|libnvidia-egl-(?:gbm|wayland|wayland2|xcb|xlib)\.so\.\d+\..+)\Z"
-)
+_NVVM70 = "libnvidia-nvvm70.so."
+# Distributions build these libraries themselves, with versions of their own, and may keep them in another directory.
+_EGL_PLATFORMS = tuple(f"libnvidia-egl-{name}.so." for name in ("gbm", "wayland", "wayland2", "xcb", "xlib"))
 MACHINE = os.uname().machine
 """This machine's architecture, as the kernel names it."""
 
@@ -62,6 +62,7 @@ _EXTRA_LINKS = (
     ("libnvidia-opticalflow", "libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1"),
     ("libGLX_nvidia", "libGLX_indirect.so.0", "libGLX_nvidia.so.{version}"),
     ("libnvidia-allocator", "gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1"),
+    ("libnvidia-vulkan-producer", "libnvidia-vulkan-producer.so", "libnvidia-vulkan-producer.so.{version}"),
 )
 
 
@@ -74,7 +75,8 @@ class Libraries:
     links: tuple[tuple[str, str, str], ...] = ()
     """(path, target, the file it leads to)"""
     directories: tuple[str, ...] = ()
-    libcuda_directories: tuple[str, ...] = ()
+    driver_directories: tuple[str, ...] = ()
+    """Those with libraries of the driver's version, without their subdirectories."""
     left_out: tuple[str, ...] = ()
     """What is made for another architecture than this machine's."""
 
@@ -143,25 +145,29 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
     if chosen not in versions:
         return Libraries(versions=versions, left_out=tuple(left_out))
     files: dict[str, None] = {}
-    libcuda_directories = []
+    driver_directories = []
     suffix = f".so.{chosen}"
+    usual = {tree.directory(directory) for directory in USUAL_DIRS}
     for listing in listings:
-        names = [name for name in listing.files if name.endswith(suffix) and name.startswith("lib")]
-        if not names:
-            continue
-        names.extend(name for name in listing.files if _OWN_VERSION.match(name))
-        found = [_join(listing.directory, name) for name in names] + _vdpau(tree, listing.directory, suffix)
+        names = [name for name in listing.files if name.endswith(suffix)]
+        vdpau = []
+        if names:
+            names.extend(name for name in listing.files if name.startswith(_NVVM70))
+            vdpau = _vdpau(tree, listing.directory, suffix)
+        if names or listing.directory in usual:
+            names.extend(name for name in listing.files if name.startswith(_EGL_PLATFORMS))
+        found = [*(_join(listing.directory, name) for name in names), *vdpau]
         left_out.update(dict.fromkeys(path for path in found if is_foreign(tree, path, machine)))
         own = [path for path in found if path not in left_out]
         files.update(dict.fromkeys(own))
-        if _join(listing.directory, f"libcuda{suffix}") in own:
-            libcuda_directories.append(listing.directory)
+        if any(path.endswith(suffix) and path not in vdpau for path in own):
+            driver_directories.append(listing.directory)
     return Libraries(
         versions=(chosen, *(other for other in versions if other != chosen)),
         files=tuple(sorted(files)),
         links=tuple(sorted(_links(tree, listings, files, chosen))),
         directories=tuple(dict.fromkeys(file.rpartition("/")[0] for file in files)),
-        libcuda_directories=tuple(libcuda_directories),
+        driver_directories=tuple(driver_directories),
         left_out=tuple(left_out),
     )
 
@@ -199,11 +205,11 @@ def _list(tree: RootedTree, directory: str) -> _Listing:
     listing = _Listing(directory, [], [])
     for entry in tree.entries(directory):
         name = entry.name
-        if not name.startswith("lib") or ".so" not in name:
+        if ".so" not in name:
             continue
         if entry.is_symlink():
             listing.symlinks.append(name)
-        elif _VERSIONED.match(name) or _OWN_VERSION.match(name):
+        elif (_VERSIONED.match(name) or name.startswith(_NVVM70)) and entry.is_file(follow_symlinks=False):
             listing.files.append(name)
     return listing
 
@@ -250,7 +256,7 @@ def _vdpau(tree: RootedTree, directory: str, suffix: str) -> list[str]:
     return [
         f"{_join(directory, 'vdpau')}/{entry.name}"
         for entry in tree.entries(_join(directory, "vdpau"))
-        if entry.name.endswith(suffix) and not entry.is_symlink()
+        if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False)
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _MOST_LINKS = 40
+_MAY_RUN = 0o111
 
 
 def join_root(root: str, path: str) -> str:
@@ -41,6 +42,10 @@ class RootedTree:
     def file(self, path: str) -> str | None:
         """The resolved path if it is a regular file."""
         return self._of_type(path, stat.S_ISREG)
+
+    def program(self, path: str) -> str | None:
+        """The resolved path if it is a regular file that may be run."""
+        return self._of_type(path, lambda mode: stat.S_ISREG(mode) and bool(mode & _MAY_RUN))
 
     def file_or_socket(self, path: str) -> str | None:
         """The resolved path if it is a regular file or a socket."""

@@ -52,9 +52,10 @@ class CdiMount:
 class DriverFiles:
     """The parts of a driver installation that every container with a GPU gets.
 
-    `library_dirs` and `libcuda_dirs` are container paths; `linker_dirs` are the directories in which dynamic linkers of
-    images look by default. `hook` and `ldconfig` are host paths, None if there is none; the hook knows the verbs
-    `hook_verbs`. `notes` name missing parts that CUDA does not need.
+    `library_dirs` are the container paths of all directories with libraries, `driver_dirs` those of the driver's own
+    directories without their subdirectories; `linker_dirs` are where dynamic linkers of images look by default. `hook`
+    and `ldconfig` are host paths, None if there is none; the hook knows the verbs `hook_verbs`. `notes` name missing
+    parts that CUDA does not need.
     """
 
     version: str
@@ -66,7 +67,7 @@ class DriverFiles:
     sockets: tuple[DriverFile, ...] = ()
     configs: tuple[DriverFile, ...] = ()
     library_dirs: tuple[str, ...] = ()
-    libcuda_dirs: tuple[str, ...] = ()
+    driver_dirs: tuple[str, ...] = ()
     linker_dirs: tuple[str, ...] = ()
     hook: str | None = None
     hook_verbs: tuple[str, ...] = BASE_HOOK_VERBS

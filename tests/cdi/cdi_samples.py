@@ -42,7 +42,7 @@ def driver(
         binaries=(file("/usr/bin/nvidia-smi"),),
         sockets=(file("/run/nvidia-persistenced/socket"),),
         library_dirs=(LIB,),
-        libcuda_dirs=(LIB,),
+        driver_dirs=(LIB,),
         nodes=(node("/dev/nvidiactl", 195, 255), node("/dev/nvidia-uvm", 511, 0)),
         linker_dirs=("/usr/lib/x86_64-linux-gnu", "/usr/lib64"),
         hook=hook,

@@ -163,6 +163,18 @@ def test_without_a_hook_each_place_has_its_own_file_and_folders_of_plugins_stay(
     assert f"{DEBIAN}/nvidia-drm_gbm.so" not in found
 
 
+def test_without_a_hook_modules_of_an_x_server_are_mounted_only_where_it_looks() -> None:
+    directory = "/usr/lib/xorg/modules/extensions"
+    module = DriverFile(
+        "", f"/host{directory}/libglxserver_nvidia.so.570.1", f"{directory}/libglxserver_nvidia.so.570.1"
+    )
+    link = DriverLink(f"{directory}/libglxserver_nvidia.so", "libglxserver_nvidia.so.570.1", module.host_path)
+    files = driver(hook=None)
+    found = mounted(replace(files, configs=(module,), links=(*files.links, link)))
+    assert [path for path in found if "glxserver" in path] == [module.container_path, link.path]
+    assert found[link.path] == module.host_path
+
+
 def test_the_older_tool_is_called_with_its_own_subcommand() -> None:
     spec = claim_spec(UID, DRIVER, driver(hook="/opt/nvidia-ctk"), [gpu(0)])
     first = spec["containerEdits"]["hooks"][0]

@@ -129,9 +129,8 @@ def toolkit_spec(view: View, ours: dict) -> dict:
     for device in theirs["devices"]:
         device["name"] = uuids[device["name"]]
     theirs["devices"].append({"name": "all", "containerEdits": {}})
-    mounts = theirs["containerEdits"]["mounts"]
-    xconfig = str(root(view) / "usr/bin/nvidia-xconfig")
-    mounts.append({"hostPath": xconfig, "containerPath": "/usr/bin/nvidia-xconfig"})
+    mps = str(root(view) / "tmp/nvidia-mps")
+    theirs["containerEdits"]["mounts"].append({"hostPath": mps, "containerPath": "/tmp/nvidia-mps"})
     return theirs
 
 
@@ -147,7 +146,7 @@ def test_specs_with_the_same_meaning_do_not_differ(view: View) -> None:
     section = compared(view, ours, toolkit_spec(view, ours))
     assert texts(section) == []
     assert texts(section, "note") == [
-        "all containers: mount /usr/bin/nvidia-xconfig: only theirs; does not matter: it configures an X server"
+        "all containers: mount /tmp/nvidia-mps: only theirs; does not matter: MPS is set up for each claim"
     ]
     assert section.checked > 100
 

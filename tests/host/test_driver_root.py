@@ -63,7 +63,7 @@ def test_every_part_is_found_with_its_three_paths_when_the_root_is_complete(
         f"{HOST_ROOT}{directory}/libcuda.so.{VERSION}",
         f"{directory}/libcuda.so.{VERSION}",
     )
-    assert files.library_dirs == files.libcuda_dirs == (directory,)
+    assert files.library_dirs == files.driver_dirs == (directory,)
     assert containers(files.binaries) == [
         "/usr/bin/nvidia-smi", "/usr/bin/nvidia-debugdump", "/usr/bin/nvidia-cuda-mps-control",
         "/usr/bin/nvidia-cuda-mps-server",
@@ -166,7 +166,7 @@ def test_libraries_of_another_architecture_are_left_out_with_one_note(
     assert [path for path in containers(files.libraries + files.configs) if foreign in path] == []
     assert [link.path for link in files.links if foreign in link.path] == []
     assert files.linker_dirs == (own, "/usr/lib64")
-    count = len(LIBRARIES) + 2
+    count = len(LIBRARIES) + 1  # X.org modules are looked for beside our libraries only
     assert files.notes == (
         f"{count} libraries below the driver root {HOST_ROOT} are left out, not made for this machine "
         f"({machine}); the first is {foreign}/libEGL_nvidia.so.{VERSION}",
@@ -226,7 +226,7 @@ def test_the_linkers_cache_is_asked_when_no_usual_directory_has_the_driver(tmp_p
     nodes = driver_root(tmp_path, directory="/opt/vendor/driver/lib")
     cache = tmp_path / "etc/ld.so.cache"
     cache.write_bytes(b"glibc-ld.so.cache1.1\x00libcuda.so.1\x00/opt/vendor/driver/lib/libcuda.so.1\x00")
-    assert scan(tmp_path, nodes).libcuda_dirs == ("/opt/vendor/driver/lib",)
+    assert scan(tmp_path, nodes).driver_dirs == ("/opt/vendor/driver/lib",)
     found = find_nvml_library(str(tmp_path))
     assert found == f"{tmp_path}/opt/vendor/driver/lib/libnvidia-ml.so.{VERSION}"
 
@@ -399,6 +399,54 @@ def test_files_are_scanned_again_only_when_something_changed(tmp_path: Path, nod
         root.files("575.1")
     nodes.add(f"{tmp_path}/dev/nvidia-uvm", 510, 0)
     assert {node.node.major for node in root.files(VERSION).nodes} == {195, 510, 511}
+
+
+def test_egl_platforms_are_found_where_the_driver_is_not(tmp_path: Path) -> None:
+    """As on Debian, which keeps the driver in a directory of its own and builds these libraries itself."""
+    debian = "/usr/lib/x86_64-linux-gnu"
+    nodes = driver_root(tmp_path, directory=f"{debian}/nvidia/current")
+    put(tmp_path, f"{debian}/libnvidia-egl-gbm.so.1.1.2")
+    put(tmp_path, f"{debian}/libnvidia-nvvm70.so.4")
+    files = scan(tmp_path, nodes)
+    assert [path for path in containers(files.libraries) if "/current/" not in path] == [
+        f"{debian}/libnvidia-egl-gbm.so.1.1.2"
+    ]
+    assert files.driver_dirs == (f"{debian}/nvidia/current",)
+    assert files.library_dirs == (debian, f"{debian}/nvidia/current")
+
+
+def test_a_program_that_may_not_be_run_is_passed_over(tmp_path: Path, nodes: FakeNodes) -> None:
+    put(tmp_path, "/usr/local/bin/nvidia-smi")
+    assert "/usr/bin/nvidia-smi" in containers(scan(tmp_path, nodes).binaries)
+    assert find_nvidia_smi(str(tmp_path)) == f"{tmp_path}/usr/bin/nvidia-smi"
+
+
+def test_an_x_servers_module_is_taken_from_the_drivers_directory_first(
+    tmp_path: Path, nodes: FakeNodes
+) -> None:
+    own = "/usr/lib/x86_64-linux-gnu/nvidia/xorg"
+    for directory in ("/usr/lib64/xorg/modules/extensions", "/usr/lib/xorg/modules/updates/extensions", own):
+        put(tmp_path, f"{directory}/libglxserver_nvidia.so.{VERSION}")
+    files = scan(tmp_path, nodes)
+    assert [path for path in containers(files.configs) if "xorg" in path] == [
+        f"{own}/libglxserver_nvidia.so.{VERSION}"
+    ]
+    [made] = [entry for entry in files.links if "glxserver" in entry.path]
+    assert (made.path, made.target) == (
+        f"{own}/libglxserver_nvidia.so",
+        f"libglxserver_nvidia.so.{VERSION}",
+    )
+    assert made.host_path == f"{HOST_ROOT}{own}/libglxserver_nvidia.so.{VERSION}"
+
+
+def test_gkes_vulkan_files_are_found_in_the_driver_root_itself(tmp_path: Path, nodes: FakeNodes) -> None:
+    (tmp_path / "usr/share/vulkan/icd.d/nvidia_icd.json").unlink()
+    put(tmp_path, "/vulkan/icd.d/nvidia_icd.json")
+    [icd] = [file for file in scan(tmp_path, nodes).configs if "vulkan" in file.container_path]
+    assert (icd.host_path, icd.container_path) == (
+        f"{HOST_ROOT}/vulkan/icd.d/nvidia_icd.json",
+        "/etc/vulkan/icd.d/nvidia_icd.json",
+    )
 
 
 def test_nvml_is_found_in_each_usual_place(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def common_edits(driver: DriverFiles) -> dict[str, Any]:
     which the container would have no GPU."""
     _check_common_nodes(driver)
     env = [_NO_SECOND_INJECTION]
-    if driver.libcuda_dirs:
-        env.append(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(driver.libcuda_dirs)}")
+    if driver.driver_dirs:
+        env.append(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(driver.driver_dirs)}")
     files = (*driver.libraries, *driver.binaries, *driver.firmware, *driver.configs)
     mounts = [*_file_mounts(files, _FILE_OPTIONS), *_file_mounts(driver.sockets, _SOCKET_OPTIONS)]
     if driver.hook is None:
@@ -166,7 +166,10 @@ def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
     """
     names = {link.path: link.host_path for link in driver.links}
     known = [(file.container_path, file.host_path) for file in driver.libraries]
-    for path, host_path in (*known, *names.copy().items()):
+    # No linker looks for the modules of an X server.
+    modules = {file.host_path for file in driver.configs}
+    known.extend((path, host_path) for path, host_path in names.items() if host_path not in modules)
+    for path, host_path in known:
         directory, _, name = path.rpartition("/")
         below = directory.rpartition("/")[2]
         tail = f"{below}/{name}" if below in _LIBRARY_SUBDIRS else name

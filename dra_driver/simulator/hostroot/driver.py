@@ -48,7 +48,7 @@ _OTHER_LIBRARIES = {
     "libnvidia-egl-xcb.so.1.0.3": "libnvidia-egl-xcb.so.1",
     "libnvidia-egl-xlib.so.1.0.3": "libnvidia-egl-xlib.so.1",
 }
-_PROGRAMS = ("nvidia-debugdump", "nvidia-persistenced", "nvidia-modprobe")
+_PROGRAMS = ("nvidia-debugdump", "nvidia-persistenced", "nvidia-modprobe", "nvidia-xconfig")
 _SHARED = {
     "usr/share/glvnd/egl_vendor.d/10_nvidia.json": "libEGL_nvidia.so.0",
     "usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json": "libnvidia-egl-gbm.so.1",
