@@ -93,10 +93,32 @@ def test_no_pod_shares_more_of_the_host_than_its_work_needs(component: str | Non
         (container,) = pod["containers"]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert not any("hostPort" in port for port in container.get("ports", ()))
-        assert "initContainers" not in pod
+        assert bool(pod.get("initContainers")) == (component == "cdi-hook")
         for place, (source, is_read_only) in mounts_of(pod).items():
             assert is_read_only or source not in ("/", "/etc", "/usr", "/run", "/var", "/var/run"), place
             assert not source.endswith(".sock"), place
+
+
+def test_the_step_that_installs_the_hook_may_only_write_the_drivers_directory(
+    installed: list[Manifest], tmp_path: Path
+) -> None:
+    (pod,) = pods(with_components(tmp_path, "cdi-hook")).values()
+    (step,) = pod["initContainers"]
+    assert step["securityContext"] == {
+        "runAsUser": 0,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seLinuxOptions": {"type": "spc_t"},
+    }
+    (mount,) = step["volumeMounts"]
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == mount["name"])
+    assert volume["hostPath"] == {
+        "path": "/var/lib/kubelet/plugins/gpu.nvidia.com",
+        "type": "DirectoryOrCreate",
+    }
+    (base,) = pods(installed).values()
+    assert pod["containers"] == base["containers"]
 
 
 def test_the_token_is_short_lived_and_only_the_driver_has_one(tmp_path: Path) -> None:

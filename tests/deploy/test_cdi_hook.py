@@ -1,0 +1,129 @@
+"""components/cdi-hook: the step that installs nvidia-cdi-hook on the host, run as the pod runs it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_driver.host.hook import HookFinder
+from dra_driver.model.host import HostPaths
+from dra_driver.settings import Settings
+from tests.deploy.test_daemonset import DAEMONSET, mounted, one, with_components
+from tests.host.trees import put_hook, put_program
+
+Manifest = dict[str, Any]
+NAME = "nvidia-cdi-hook"
+
+
+@pytest.fixture(scope="module")
+def pod(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    manifests = with_components(tmp_path_factory.mktemp("overlay"), "cdi-hook")
+    return one(manifests, "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """The driver's directory on the host."""
+    made = tmp_path / "host"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def install(pod: Manifest, host: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the step with an image of which `tmp_path / "image"` is the root, and first in PATH `programs`."""
+    (step,) = pod["initContainers"]
+    env = {entry["name"]: entry.get("value", "") for entry in step["env"]}
+    assert env["HOOK_DIRECTORY"] == step["volumeMounts"][0]["mountPath"]
+    image = tmp_path / "image"
+    sources = " ".join(f"{image}{source}" for source in env["HOOK_SOURCES"].split())
+
+    def run(programs: Path | None = None) -> subprocess.CompletedProcess[str]:
+        env = {"HOOK_DIRECTORY": str(host), "HOOK_SOURCES": sources, "POD_UID": "a-pod"}
+        env["PATH"] = f"{programs}:/usr/bin:/bin" if programs else "/usr/bin:/bin"
+        return subprocess.run(
+            [*step["command"], *step["args"]], env=env, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_the_driver_looks_where_the_step_installs(pod: Manifest) -> None:
+    env, _ = mounted({"spec": {"template": {"spec": without_step(pod)}}})
+    settings = Settings(
+        node_name="n",
+        driver_name=env["DRIVER_NAME"],
+        kubelet_plugins_directory_path=env["KUBELET_PLUGINS_DIRECTORY_PATH"],
+    )
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "cdi-hook")
+    assert volume["hostPath"]["path"] == str(settings.plugin_directory)
+
+
+def without_step(pod: Manifest) -> Manifest:
+    return pod | {"volumes": [volume for volume in pod["volumes"] if volume["name"] != "cdi-hook"]}
+
+
+def test_the_manual_sets_the_image_that_the_step_has(pod: Manifest) -> None:
+    manual = (DAEMONSET.parent / "docs/cdi.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    named = {entry["name"] for entry in yaml.safe_load(manual)["images"]}
+    assert named == {entry["image"] for entry in (*pod["initContainers"], *pod["containers"])}
+
+
+@pytest.mark.parametrize("place", ["/artifacts/rpm/usr/bin", "/artifacts/deb/usr/bin", "/usr/bin"])
+def test_the_driver_finds_what_was_installed(install, place: str, host: Path, tmp_path: Path) -> None:
+    put_hook(tmp_path / "image", f"{place}/{NAME}")
+    done = install()
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "driver-root").mkdir()
+    paths = HostPaths(str(tmp_path / "driver-root"), "/run/nvidia/driver", plugin_directory=str(host))
+    assert HookFinder(paths, None).find().host_path == str(host / NAME)
+    assert [path.name for path in host.iterdir()] == [NAME]
+    assert (host / NAME).stat().st_mode & 0o777 == 0o755
+
+
+def test_the_same_hook_is_left_alone_and_another_takes_its_place_at_once(
+    install, host: Path, tmp_path: Path
+) -> None:
+    put_hook(tmp_path / "image", f"/usr/bin/{NAME}")
+    install()
+    first = (host / NAME).stat().st_ino
+    (host / f".{NAME}.killed").write_text("a part")
+    assert install().returncode == 0
+    assert (host / NAME).stat().st_ino == first
+    with (host / NAME).open("rb") as running:
+        put_hook(tmp_path / "image", f"/usr/bin/{NAME}", version="1.21.0")
+        assert install().returncode == 0
+        assert b"1.20.1" in running.read(), "who runs the old one keeps it"
+    assert "1.21.0" in (host / NAME).read_text()
+    assert [path.name for path in host.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("broken", ["cp", "chmod", "mv"])
+def test_the_old_hook_stays_when_the_new_one_cannot_be_copied(
+    install, broken: str, host: Path, tmp_path: Path
+) -> None:
+    programs = tmp_path / "programs"
+    put_program(programs, f"/{broken}", "echo 'No space left on device' >&2; exit 1")
+    put_hook(tmp_path / "image", f"/usr/bin/{NAME}")
+    without = install(programs)
+    assert (without.returncode, list(host.iterdir())) == (1, [])
+    assert "could not be copied" in without.stdout
+    install()
+    before = (host / NAME).read_bytes()
+    put_hook(tmp_path / "image", f"/usr/bin/{NAME}", version="1.21.0")
+    done = install(programs)
+    assert done.returncode == 0
+    assert "stays in use" in done.stdout
+    assert (host / NAME).read_bytes() == before
+    assert [path.name for path in host.iterdir()] == [NAME]
+
+
+def test_an_image_without_the_hook_is_refused_with_what_to_do(install, host: Path) -> None:
+    done = install()
+    assert (done.returncode, list(host.iterdir())) == (1, [])
+    assert "set another image or HOOK_SOURCES" in done.stdout
