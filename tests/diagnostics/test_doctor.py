@@ -170,6 +170,7 @@ def test_a_machine_in_order(host: Host) -> None:
         "NVML": "OK",
         "device nodes": "OK",
         "MIG mode": "OK",
+        "GPU agents": "SKIP",
         "MIG capabilities": "SKIP",
         "nvidia-cdi-hook": "WARN",
         "persistence": "OK",
