@@ -11,6 +11,7 @@ import celpy
 import pytest
 import yaml
 
+from dra_driver.diagnostics.doctor.cluster import UPGRADE_LABEL
 from dra_driver.kubelet.grpc_health import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
@@ -252,3 +253,19 @@ def test_mig_classes_come_with_extended_resources_of_their_own(tmp_path: Path) -
     assert made["mig-1g.10gb.me.nvidia.com"] == "nvidia.com/mig-1g.10gb.me"
     assert len({name for name in made.values() if name}) == len(made) > 30
     assert len(classes) > len(made)
+
+
+def test_nodes_are_chosen_by_the_label_that_the_driver_manager_flips(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "mps", "driver-root-operator", "driver-upgrades")
+    for name in ("gpu-dra-driver", "gpu-dra-driver-mps"):
+        pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
+        assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", UPGRADE_LABEL: "true"}
+
+
+def test_no_other_component_chooses_nodes_by_a_label(tmp_path: Path) -> None:
+    """An upgrade of the manifests must not take the driver from a node with claims."""
+    others = {path.name for path in (DAEMONSET / "components").iterdir()} - {"driver-upgrades", "simulator"}
+    for name in sorted(others):
+        for entry in with_components(tmp_path / name, name):
+            if entry["kind"] == "DaemonSet":
+                assert entry["spec"]["template"]["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux"}

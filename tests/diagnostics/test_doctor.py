@@ -647,6 +647,7 @@ def cluster(answers: Answers) -> ClusterChecks:
 
 
 FORBIDDEN = ApiRejectedError("forbidden", status=403)
+SERVED = {"versions": [{"groupVersion": "resource.k8s.io/v1", "version": "v1"}]}
 
 
 def test_the_api_server(cluster: ClusterChecks, answers: Answers) -> None:
@@ -791,6 +792,46 @@ def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> Cluste
     server.write_kubeconfig(directory / "kubeconfig")
     client = ApiClient(load_endpoint(directory / "kubeconfig"))
     return ClusterChecks(Shared(lambda: client), DRIVER, NODE, **more)
+
+
+@pytest.mark.parametrize(
+    ("labels", "status", "parts"),
+    [
+        ({"a": "true", "b": "true"}, "OK", ("all 2 nodes with devices",)),
+        ({"a": "true", "b": None}, "WARN", ("without the label", ": b", "kubectl label node NODE")),
+        ({"a": "true", "b": "false"}, "WARN", (": b",)),
+        ({"a": None, "b": None}, "SKIP", ("no node has the label", "before you apply", "a, b")),
+        ({"a": "true", "b": "paused-for-driver-upgrade"}, "WARN", ("being upgraded", ": b")),
+    ],
+)
+def test_nodes_that_an_upgrade_of_the_nvidia_driver_would_miss(
+    cluster: ClusterChecks,
+    answers: Answers,
+    labels: dict[str, str | None],
+    status: str,
+    parts: tuple[str, ...],
+) -> None:
+    """A node without devices does not count."""
+    slices = [
+        {"spec": {"nodeName": name, "devices": [{"name": "gpu-1"}] if name != "empty" else []}}
+        for name in (*labels, "empty")
+    ]
+    answers.answers["/apis/resource.k8s.io"] = SERVED
+    answers.answers["/apis/resource.k8s.io/v1/resourceslices"] = {"items": slices}
+    key = "nvidia.com/gpu.deploy.dra-driver"
+    nodes = [
+        {"metadata": {"name": name, "labels": {key: value} if value else {}}}
+        for name, value in labels.items()
+    ]
+    answers.answers["/api/v1/nodes"] = {"items": [*nodes, {"metadata": {"name": "empty"}}]}
+    says(cluster.driver_upgrades(), status, *parts)
+
+
+def test_who_may_not_list_nodes_is_not_told_of_upgrades(cluster: ClusterChecks, answers: Answers) -> None:
+    answers.answers["/apis/resource.k8s.io"] = SERVED
+    answers.answers["/apis/resource.k8s.io/v1/resourceslices"] = {"items": []}
+    answers.answers["/api/v1/nodes"] = FORBIDDEN
+    assert cluster.driver_upgrades().status == "SKIP"
 
 
 def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None:

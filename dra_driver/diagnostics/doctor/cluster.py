@@ -23,6 +23,8 @@ from dra_driver.slices.rules.dropped_fields import dropped_fields
 
 JsonObject = dict[str, Any]
 
+UPGRADE_LABEL = "nvidia.com/gpu.deploy.dra-driver"
+"""The driver manager of NVIDIA's GPU operator gives it another value while it upgrades the NVIDIA driver."""
 POLICY = "gpu-dra-driver-own-node"
 _OLDEST_MINOR = 32
 _SKEW_S = 5.0
@@ -231,6 +233,34 @@ class ClusterChecks:
             )
         return ok(f"{POLICY} is installed")
 
+    def driver_upgrades(self) -> Finding:
+        """Which nodes would components/driver-upgrades take the driver from?"""
+        return self._asked(self._driver_upgrades)
+
+    def _driver_upgrades(self) -> Finding:
+        query = {"fieldSelector": f"spec.driver={self.driver}"}
+        items = self._resource("GET", "resourceslices", query=query).get("items") or []
+        served = {str(item["spec"].get("nodeName")) for item in items if item["spec"].get("devices")}
+        labels = {
+            str(node["metadata"]["name"]): (node["metadata"].get("labels") or {}).get(UPGRADE_LABEL)
+            for node in self._get("/api/v1/nodes", "list the nodes").get("items") or ()
+        }
+        paused = sorted(name for name in labels if labels[name] not in (None, "", "true", "false"))
+        if paused:
+            return warn(
+                f"the NVIDIA driver is being upgraded, so the driver's pods are away: {named(paused)}",
+                f"if that lasts, see the driver manager's log; `kubectl get nodes -L {UPGRADE_LABEL}`",
+            )
+        left = sorted(name for name in served if labels.get(name) != "true")
+        if not left:
+            return ok(f"all {len(served)} nodes with devices have the label {UPGRADE_LABEL}=true")
+        remedy = (
+            f"`kubectl label node NODE {UPGRADE_LABEL}=true`, before you apply components/driver-upgrades"
+        )
+        if len(left) < len(served):
+            return warn(f"nodes with devices without the label {UPGRADE_LABEL}=true: {named(left)}", remedy)
+        return skip(f"no node has the label {UPGRADE_LABEL}; {remedy}: {named(left)}")
+
     def device_classes(self) -> Finding:
         """Are there classes by which pods ask for devices?"""
         return self._asked(self._device_classes)
@@ -359,6 +389,7 @@ class ClusterChecks:
             Check("allocatable", self.allocatable),
             Check("clock", self.clock),
             Check("admission policy", self.admission_policy),
+            Check("driver upgrades", self.driver_upgrades),
             Check("DeviceClasses", self.device_classes),
             Check("slices", self.slices),
             Check("feature gates", self.feature_gates),
