@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,21 @@ def test_table_help_and_version(shell, make):
     assert "CUDA Version        : 13.0" in run(smi(machine), "--version", shell=shell).stdout
     for argument in ("topo", "mig", "--frobnicate"):
         assert run(smi(machine), argument, shell=shell, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_time_slices_are_not_supported_in_mig_mode_on_virtual_gpus_and_on_old_parts(shell, make):
+    machine = make("dgx-h100")
+    machine.set_mig_mode(0, True)
+    machine.update_gpu(machine.gpu(1).uuid, lambda gpu: setattr(gpu, "virtualization", 2))
+    with machine._change() as state:
+        old = state.by_uuid[machine.gpu(2).uuid]
+        state.models["old"] = replace(state.model_of(old), compute=(6, 1))
+        old.model = "old"
+    for index in range(4):
+        done = run(
+            smi(machine), "compute-policy", "-i", str(index), "--set-timeslice", "2", shell=shell, check=False
+        )
+        assert ("Not Supported" in done.stdout, machine.timeslice(index)) == (
+            (True, 0) if index < 3 else (False, 2)
+        )

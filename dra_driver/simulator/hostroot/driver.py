@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pynvml
+
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
 from dra_driver.simulator.mps import mps_programs
@@ -176,6 +178,7 @@ def _gpu_facts(state: State, gpu: Gpu) -> str:
         ".".join(str(part) for part in model.compute),
         "Enabled" if gpu.persistence else "Disabled",
         "lost" if gpu.lost else "ok",
+        "vgpu" if gpu.virtualization == pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU else "none",
     ]
     return " ".join(_quote(fact) for fact in facts)
 

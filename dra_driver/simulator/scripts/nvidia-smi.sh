@@ -49,7 +49,7 @@ compute_mode_name() {
     case $value in 2) value=Prohibited ;; 3) value=Exclusive_Process ;; *) value=Default ;; esac
 }
 
-# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST
+# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST VIRTUALIZATION
 on_gpu() {
     current=no
     gpu_visible "$1" || return 0
@@ -71,6 +71,10 @@ on_gpu() {
             store compute-mode "$2" "$wanted"
             printf 'Set compute mode to %s for GPU %s.\n' "$wanted_name" "$4" ;;
         set-timeslice)
+            # MIG mode, a virtual GPU, and parts before Volta have no such setting.
+            case $7,${13},${10} in
+                Enabled,*|*,vgpu,*|*,*,[1-6].*) fail 3 "Setting timeslice is Not Supported for GPU $4." ;;
+            esac
             store timeslice "$2" "$wanted"
             printf 'Successfully set timeslice duration to %s for GPU %s.\n' "$wanted_name" "$4" ;;
         list-timeslice)
