@@ -14,6 +14,8 @@ from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriver
 
 if TYPE_CHECKING:
     from dra_driver.app.posix_signals import SignalWatch
+    from dra_driver.host.capability_nodes import CapabilityNodes
+    from dra_driver.host.device_nodes import DeviceNodeMaker
     from dra_driver.host.driver_programs import InstalledPrograms
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import MpsLayout
@@ -80,7 +82,10 @@ def mps_host(
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
     from dra_driver.app.posix_signals import watch_signals
+    from dra_driver.host.capability_nodes import CapabilityNodes
+    from dra_driver.host.device_nodes import Mknod
     from dra_driver.host.driver_programs import installed_programs
+    from dra_driver.host.mig_caps import MigCaps
     from dra_driver.logs import configure_logs
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import mps_layout
@@ -90,15 +95,18 @@ def mps_host(
     watch = watch_signals(logs)
     os.umask(0o022)
     layout = mps_layout(Path(kubelet_plugins_directory_path).absolute() / (driver_name or _DRIVER_NAME))
-    root = (
-        _simulated_root(simulate, simulator_dir)
-        if simulate is not None
-        else _driver_root(nvidia_driver_root, container_driver_root)
-    )
+    if simulate is None:
+        root = _driver_root(nvidia_driver_root, container_driver_root)
+        # CUDA in this container opens the nodes of this container's /dev, wherever the driver is installed.
+        nodes = CapabilityNodes(MigCaps(), "/", Mknod())
+    else:
+        root, maker = _simulated_root(simulate, simulator_dir)
+        nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, maker)
     programs = installed_programs(root, layout.libraries, 0o755)
     _serve(
         layout,
         programs,
+        nodes,
         Timings(start=start_timeout, probe=probe_interval),
         watch,
         allow_plain_shm=allow_plain_shm,
@@ -108,6 +116,7 @@ def mps_host(
 def _serve(
     layout: MpsLayout,
     programs: InstalledPrograms,
+    nodes: CapabilityNodes,
     timings: Timings,
     watch: SignalWatch,
     *,
@@ -129,6 +138,7 @@ def _serve(
         ControlProgram(programs),
         MountsWherePossible(kernel) if allow_plain_shm else kernel,
         ComputeMode(programs),
+        nodes.make_missing,
     )
     supervisor = Supervisor(layout, tools, timings)
     supervisor.open()
@@ -155,8 +165,9 @@ def _driver_root(host: str | None, inside: str | None) -> str:
     return container if Path(container).is_dir() else host or "/"
 
 
-def _simulated_root(machine: str, directory: Path | None) -> str:
-    """The host root of the machine; made by whoever comes first, this process or `run`."""
-    from dra_driver.simulator import create_machine
+def _simulated_root(name: str, directory: Path | None) -> tuple[str, DeviceNodeMaker]:
+    """The host root of the machine, and who makes its nodes; made by whoever comes first, this process or `run`."""
+    from dra_driver.simulator import create_machine, device_node_reader
 
-    return str(create_machine(machine, directory or Path(_SIMULATOR_DIR)).host_root)
+    machine = create_machine(name, directory or Path(_SIMULATOR_DIR))
+    return str(machine.host_root), device_node_reader(machine)

@@ -43,6 +43,26 @@ class LstatDeviceNodeReader:
         )
 
 
+class DeviceNodeMaker(Protocol):
+    """Makes a device node. The simulator has its own maker, which needs no root."""
+
+    def make(self, path: str, node: DeviceNode) -> None:
+        """Make the node at the path, with its directory. Raises: FileExistsError if something is there; OSError."""
+
+
+class Mknod:
+    """Makes character nodes in the file system."""
+
+    def make(self, path: str, node: DeviceNode) -> None:
+        """Make the node at the path, with its directory. Raises: FileExistsError if something is there; OSError."""
+        directory = Path(path).parent
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(0o755)
+        os.mknod(path, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+        Path(path).chmod(node.mode)  # mknod(2) obeys the umask
+
+
 def _node_type(mode: int) -> NodeType | None:
     if stat.S_ISCHR(mode):
         return "c"

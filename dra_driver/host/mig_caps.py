@@ -12,6 +12,7 @@ _MIG_MAJOR_NAME = "nvidia-caps"
 _MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,10})\s*$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]{1,10}")
 _MODE = re.compile(r"^DeviceFileMode:\s*([0-9]{1,10})\s*$", re.MULTILINE)
+_LEFT_ALONE = re.compile(r"^DeviceFileModify:\s*0\s*$", re.MULTILINE)
 
 
 class MigCaps:
@@ -40,36 +41,67 @@ class MigCaps:
 
         Raises: RetryableError if the instance or the driver's capability interface does not exist.
         """
-        major = self.majors().get(_MIG_MAJOR_NAME)
-        if major is None:
-            raise RetryableError(
-                f"the kernel lists no {_MIG_MAJOR_NAME} devices in {self._proc / 'devices'}: "
-                "the NVIDIA driver is not loaded or was loaded without MIG capabilities"
-            )
-        instance = f"gpu{gpu_minor}/mig/gi{gpu_instance}"
+        major = self._major()
+        access = f"gpu{gpu_minor}/mig/gi{gpu_instance}/access"
+        inside = f"gpu{gpu_minor}/mig/gi{gpu_instance}/ci{compute_instance}/access"
         return (
-            self._node(major, f"{instance}/access"),
-            self._node(major, f"{instance}/ci{compute_instance}/access"),
+            self._node(major, access, self._read(access)),
+            self._node(major, inside, self._read(inside)),
         )
+
+    def all_nodes(self) -> list[tuple[str, DeviceNode]]:
+        """The nodes of all GPU instances and compute instances that are there now, each with the path of its
+        capability below `capabilities`. Without those that the driver leaves to the administrator.
+
+        Raises: RetryableError if there are instances, but no major number for their nodes.
+        """
+        top = self._proc / "driver/nvidia/capabilities"
+        found = sorted(top.glob("gpu*/mig/gi*/access")) + sorted(top.glob("gpu*/mig/gi*/ci*/access"))
+        major = self._major() if found else 0
+        nodes = []
+        for path in found:
+            capability = str(path.relative_to(top))
+            try:
+                text = self._read(capability)
+            except RetryableError:
+                continue  # the instance was destroyed meanwhile
+            if not _LEFT_ALONE.search(text):
+                nodes.append((capability, self._node(major, capability, text)))
+        return nodes
 
     def exist(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> bool:
         """Whether the driver shows the capabilities of a compute instance."""
         instance = self._proc / f"driver/nvidia/capabilities/gpu{gpu_minor}/mig/gi{gpu_instance}"
         return (instance / f"ci{compute_instance}/access").exists()
 
-    def _node(self, major: int, capability: str) -> DeviceNode:
-        path = self._proc / "driver/nvidia/capabilities" / capability
+    def _major(self) -> int:
+        major = self.majors().get(_MIG_MAJOR_NAME)
+        if major is None:
+            raise RetryableError(
+                f"the kernel lists no {_MIG_MAJOR_NAME} devices in {self._proc / 'devices'}: "
+                "the NVIDIA driver is not loaded or was loaded without MIG capabilities"
+            )
+        return major
+
+    def _path(self, capability: str) -> Path:
+        return self._proc / "driver/nvidia/capabilities" / capability
+
+    def _read(self, capability: str) -> str:
         try:
-            text = path.read_text("ascii", errors="replace")
+            return self._path(capability).read_text("ascii", errors="replace")
         except OSError as error:
             raise RetryableError(
                 f"the driver has no MIG capability {capability} ({error.strerror}): "
                 "the MIG device was destroyed or the driver is being reloaded"
             ) from error
+
+    def _node(self, major: int, capability: str, text: str) -> DeviceNode:
         minor = _MINOR.search(text)
         mode = _MODE.search(text)
         if minor is None or mode is None:
-            raise RetryableError(f"the MIG capability {capability} names no device file in {path}")
+            raise RetryableError(
+                f"the MIG capability {capability} names no device file in {self._path(capability)}"
+            )
         return DeviceNode(
             path=f"/dev/nvidia-caps/nvidia-cap{minor[1]}",
             type="c",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ class Parts:
     control: ControlProgram
     mounter: Mounter
     compute_mode: ComputeMode
+    make_capability_nodes: Callable[[], None]
     boot_id: str
     shm_bytes: int
     closing: threading.Event
@@ -171,6 +172,8 @@ class Daemon:
         if adopted:
             self._keep_gpu()
         if process is None:
+            if self._record.spec.kind == "mig":
+                self._parts.make_capability_nodes()
             self._make_directories()
             self._take_gpu()
             self._clear_pipes()

@@ -32,11 +32,13 @@ _LOCK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HostTools:
-    """What the supervisor works with on this host."""
+    """What the supervisor works with on this host. `make_capability_nodes` has a device node for each MIG device, or
+    raises RetryableError."""
 
     control: ControlProgram
     mounter: Mounter
     compute_mode: ComputeMode
+    make_capability_nodes: Callable[[], None]
 
 
 class Supervisor:
@@ -57,6 +59,7 @@ class Supervisor:
             control=tools.control,
             mounter=tools.mounter,
             compute_mode=tools.compute_mode,
+            make_capability_nodes=tools.make_capability_nodes,
             boot_id=boot_id or processes.boot_id(),
             shm_bytes=half_of_memory(),
             closing=threading.Event(),

@@ -77,13 +77,15 @@ def mps_programs(state: State) -> Entries:
 def _devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
     model = state.model_of(gpu)
     volta = tuple(model.compute) >= _VOLTA
-    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "volta": volta}]
+    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "volta": volta, "nodes": []}]
     if gpu.mig_mode:
         rows = []
     for gi, ci in gpu.mig_devices:
         profile = mig.profile_by_id(model, gi.profile_id)
         if profile is not None:
-            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "volta": volta})
+            minors = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
+            nodes = [f"dev/nvidia-caps/nvidia-cap{minor}" for minor in minors]
+            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "volta": volta, "nodes": nodes})
     return rows
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -19,6 +22,7 @@ from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.nvml.session import NvmlSession
+from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.slices import api_support as partitionsupport
 from tests.fakes.scrapes import by_label
 from tests.integration.conftest import NODE, Node, eventually
@@ -212,9 +216,13 @@ def test_orphan_of_ours_is_cleared_by_the_next_claim_of_its_place(node: Node) ->
     eventually(lambda: len(node.devices()) == 8 * PER_GPU)
 
 
-def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., Node]) -> None:
-    """The claim that made it goes first; the device and its daemon stay for the other one."""
-    made = make_node()
+def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., Node], tmp_path: Path) -> None:
+    """The claim that made it goes first; the device and its daemon stay for the other one. The host has no nodes of
+    the device's capabilities until somebody makes them."""
+    body = yaml.safe_load((MACHINES / "dgx-h100.yaml").read_text())
+    machine = tmp_path / "without-nodes.yaml"
+    machine.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
+    made = make_node(str(machine))
     made.start_driver(
         dynamic_mig=True, mps_host="child", sharing=share_all(SharingRule("memory", enforce="mps"))
     )
@@ -239,6 +247,14 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
         assert f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={number * 1024}M" in edits["env"]
     [pid] = (made.plugin_dir / "mps" / name / "pipe").glob("*.pid")
     daemon = pid.read_text()
+    client = subprocess.run(
+        [made.machine.host_root / "usr/bin/mps-client"],
+        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pid.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert client.stdout.splitlines()[:2] == ["mps=connected", f"device={instance.compute[0].uuid}"]
     assert made.unprepare(refs[0]) == {refs[0].uid: None}
     assert made.prepare(refs[1])[refs[1].uid] == outcomes[1]
     assert (made.machine.gpu(0).instances[0].compute[0].uuid, pid.read_text()) == (

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import structlog
 
+from dra_driver.host.capability_nodes import CapabilityNodes
 from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import ComputeMode
@@ -24,7 +26,7 @@ from dra_driver.mps.daemon_conversation import Timings
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
 from dra_driver.mps.supervisor import HostTools, Supervisor
-from dra_driver.simulator import Machine, create_machine
+from dra_driver.simulator import Machine, create_machine, device_node_reader
 from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
 
 FAST = Timings(
@@ -58,6 +60,9 @@ class Host:
             ControlProgram(programs),
             MountsWherePossible(KernelMounter(self.layout.root)),
             ComputeMode(programs),
+            CapabilityNodes(
+                MigCaps(f"{machine.host_root}/proc"), str(machine.host_root), device_node_reader(machine)
+            ).make_missing,
         )
         self._open: list[Supervisor] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig
-from dra_driver.simulator.hostroot.entries import DESCRIBED_NODES, Entries, Link, Node
+from dra_driver.simulator.hostroot.entries import DESCRIBED_NODES, Entries, Link, Node, can_make_nodes
 from dra_driver.simulator.state import State
 
 NVIDIA_MAJOR = 195
@@ -87,6 +87,16 @@ class SimulatedDeviceNodes:
         if described is None:
             return None
         return DeviceNode(path=path, type="c", uid=0, **described)
+
+    def make(self, path: str, node: DeviceNode) -> None:
+        """Make a node as somebody on the host would: an empty file where nodes cannot be made, which only shows that
+        it is there. Raises: FileExistsError; OSError."""
+        full = path if path.startswith(f"{self._root}/") else f"{self._root}{path}"
+        Path(full).parent.mkdir(parents=True, exist_ok=True)
+        if can_make_nodes(Path(self._root).parent):
+            os.mknod(full, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+        else:
+            Path(full).touch(exist_ok=False)
 
     def _described(self) -> dict[str, dict[str, Any]]:
         try:

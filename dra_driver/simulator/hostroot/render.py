@@ -50,12 +50,20 @@ class HostRoot:
         if known is None and self._paths.exists():
             stale = self._paths.read_text().splitlines()
         self._marker.unlink(missing_ok=True)
+        if old is not None and old.boot_id != new.boot_id:
+            self._forget_made_nodes(wanted)
         if known is None or known.keys() != wanted.keys():
             self._write(self._paths, "\n".join({**dict.fromkeys(known or stale), **dict.fromkeys(wanted)}))
         tree = Tree(self.root, real_nodes=new.device_nodes == "real")
         tree.sync(known, wanted, stale)
         self._write(self._marker, str(new.version))
         self._last = (new.boot_id, new.version, wanted)
+
+    def _forget_made_nodes(self, wanted: Entries) -> None:
+        """/dev is empty after a boot: what somebody made there is gone."""
+        for path in (self.root / "dev/nvidia-caps").glob("nvidia-cap*"):
+            if str(path.relative_to(self.root)) not in wanted:
+                path.unlink()
 
     def _shown(self, state: State) -> Entries:
         if self._last is not None and self._last[:2] == (state.boot_id, state.version):

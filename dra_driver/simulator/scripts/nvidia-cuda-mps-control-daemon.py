@@ -97,7 +97,8 @@ class Daemon:
     # --- devices and servers ---
 
     def device(self) -> dict[str, Any]:
-        """The facts of the visible device. MPS looks at it only when it starts a server."""
+        """The facts of the visible device. MPS looks at it only when it starts a server, and CUDA finds no MIG device
+        whose capability nodes are missing."""
         devices: list[dict[str, Any]] = self.facts["devices"]
         for uuid in self.visible[:1]:
             devices = [item for item in devices if item["uuid"] == uuid]
@@ -105,6 +106,9 @@ class Daemon:
                 raise Refusal(f"CUDA_VISIBLE_DEVICES names {uuid}, which this machine does not have")
         if not devices:
             raise Refusal("no CUDA-capable device is detected")
+        for node in devices[0]["nodes"]:
+            if not os.path.lexists(f"{self.root}/{node}"):
+                raise Refusal(f"no CUDA-capable device is detected: /{node} is missing")
         return devices[0]
 
     def server(self, pid: str) -> Server:

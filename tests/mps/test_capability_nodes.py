@@ -1,0 +1,89 @@
+"""MPS on a host where nobody has made the capability nodes of MIG devices."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dra_driver.errors import RetryableError
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.simulator import Machine, create_machine
+from dra_driver.simulator.catalogue import MACHINES
+from tests.mps.conftest import Host
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[Host]:
+    """A host whose MIG devices have no nodes."""
+    body = yaml.safe_load((MACHINES / "h100-mig-static.yaml").read_text())
+    file = tmp_path / "bare.yaml"
+    file.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
+    top = Path(tempfile.mkdtemp(prefix="mps-"))
+    one = Host(top, create_machine(str(file), tmp_path / "machine", device_nodes="described"))
+    one.behave()
+    yield one
+    one.close()
+    shutil.rmtree(top)
+
+
+def mig_spec(machine: Machine) -> MpsDaemonSpec:
+    gpu = machine.gpu(1)
+    return MpsDaemonSpec("gpu-1-mig", gpu.mig_devices[0][1].uuid, "mig", gpu.uuid)
+
+
+def nodes(host: Host) -> list[str]:
+    return sorted(path.name for path in (host.machine.host_root / "dev/nvidia-caps").iterdir())
+
+
+def client(host: Host) -> str:
+    program = host.machine.host_root / "usr/bin/mps-client"
+    environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe("gpu-1-mig")}
+    return subprocess.run([program], env=environment, capture_output=True, text=True, check=False).stdout
+
+
+def test_clients_reach_a_mig_device_when_nobody_made_its_nodes(bare: Host) -> None:
+    assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
+    supervisor = bare.supervisor()
+    supervisor.ensure(mig_spec(bare.machine), 10)
+    assert "mps=connected" in client(bare)
+    made = nodes(bare)
+    supervisor.stop("gpu-1-mig", 10)
+    assert nodes(bare) == made, "other programs may use them"
+
+
+def test_no_daemon_starts_when_the_nodes_cannot_be_made(bare: Host) -> None:
+    def refuse() -> None:
+        raise RetryableError("cannot make the device node /dev/nvidia-caps/nvidia-cap21")
+
+    supervisor = bare.supervisor(make_capability_nodes=refuse)
+    with pytest.raises(RetryableError, match="nvidia-cap21"):
+        supervisor.ensure(mig_spec(bare.machine), 10)
+    assert bare.left() == []
+
+
+def test_a_whole_gpu_needs_no_node_of_a_mig_device(bare: Host) -> None:
+    bare.supervisor().ensure(bare.spec(2), 10)
+    assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
+
+
+def test_the_nodes_are_made_again_when_the_host_has_rebooted(bare: Host) -> None:
+    spec = mig_spec(bare.machine)
+    supervisor = bare.supervisor()
+    supervisor.ensure(spec, 10)
+    made = nodes(bare)
+    supervisor.stop(spec.device, 10)
+    bare.machine.reboot()
+    assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
+    bare.machine.set_mig_mode(1, True)
+    _, _, uuid = bare.machine.create_mig(1, "1g.10gb", 0)
+    supervisor.ensure(replace(spec, uuid=uuid), 10)
+    assert "mps=connected" in client(bare)
+    assert set(nodes(bare)) <= set(made)
