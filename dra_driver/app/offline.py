@@ -35,7 +35,7 @@ _API_TIMEOUT_S = 4.0
 
 
 def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
-    """The slices that `run` would publish on this machine, and what discovery could not read.
+    """The slices that `run` would publish on this machine, and what is not published as asked for.
 
     Raises: NvmlUnavailableError.
     """
@@ -58,7 +58,7 @@ def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
         {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}
         for entry in changes.creates
     ]
-    return slices, [*_unread(inventory), *pool.faults]
+    return slices, [*_unread(inventory), *pool.faults, *pool.notes]
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:

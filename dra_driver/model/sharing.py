@@ -16,7 +16,8 @@ SelectedDevices = Literal["gpu", "mig", "all"]
 
 MAX_SHARES = 4096
 MAX_MPS_SHARES = 60
-"""As many clients as one MPS daemon takes (CUDA 13.1 and newer; 48 before)."""
+"""As many clients as an MPS daemon of any driver takes; what the node's driver and GPU take is in
+`sharing/rules/client_limits.py`."""
 
 _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
 

@@ -17,6 +17,7 @@ BEHAVIOUR_FILE = "var/lib/nvidia-simulator/mps.json"
 START_DELAY_MS = 300
 
 _VOLTA = (7, 0)
+_CUDA_13_1_BRANCH = 590
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ def mps_programs(state: State) -> Entries:
 def _devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
     model = state.model_of(gpu)
     volta = tuple(model.compute) >= _VOLTA
-    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "volta": volta, "nodes": []}]
+    new = int(state.driver_version.partition(".")[0]) >= _CUDA_13_1_BRANCH
+    common = {"volta": volta, "most_clients": 16 if not volta else 60 if new else 48}
+    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "nodes": [], **common}]
     if gpu.mig_mode:
         rows = []
     for gi, ci in gpu.mig_devices:
@@ -85,7 +88,7 @@ def _devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
         if profile is not None:
             minors = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
             nodes = [f"dev/nvidia-caps/nvidia-cap{minor}" for minor in minors]
-            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "volta": volta, "nodes": nodes})
+            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "nodes": nodes, **common})
     return rows
 
 

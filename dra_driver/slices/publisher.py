@@ -114,6 +114,7 @@ class Publisher:
         self._problem: str | None = _NOT_YET
         self._standing_by = False
         self._known_faults: tuple[str, ...] = ()
+        self._known_notes: tuple[str, ...] = ()
         self._known_gates: frozenset[str] = frozenset()
         self._refused: dict[str, _Refusal] = {}  # by UID
         self._pacing = WritePacing()
@@ -334,9 +335,13 @@ class Publisher:
         self._observer.publish_failed(error)
 
     def _report_faults(self, pool: Pool) -> None:
-        """Report the devices that are left out, each time that they are others."""
+        """Report the devices that are left out or otherwise than asked for, each time that they are others."""
         if pool.faults != self._known_faults:
             for fault in pool.faults:
                 _log.error("device_not_publishable", reason=fault)
                 self._observer.device_left_out(fault)
         self._known_faults = pool.faults
+        if pool.notes != self._known_notes:
+            for note in pool.notes:
+                _log.warning("mps_shares_bounded", reason=note)
+        self._known_notes = pool.notes

@@ -78,7 +78,8 @@ def test_every_device_of_every_machine_is_valid_and_leaves_room(
             taken = consumption({}, device, DRIVER)
             assert taken is not None, name
             counted = {key for key, amount in taken.items() if parse_quantity(amount) > 0}
-            assert counted <= {"memory"} if rule.mode == "memory" else counted <= {"shares"}, name
+            shared_by = "memory" if rule.mode == "memory" else "shares"
+            assert counted <= {shared_by, *(["mpsClients"] if rule.enforce == "mps" else [])}, name
             for entry in capacity.values():
                 assert "requestPolicy" in entry
 
@@ -199,7 +200,7 @@ def test_only_selected_devices_change_and_the_others_keep_their_bytes() -> None:
         SharingRule,
         st.sampled_from(["memory", "unlimited"]),
         st.none(),
-        st.just("none"),
+        st.sampled_from(["none", "mps"]),
         st.booleans(),
     )
     | st.builds(SharingRule, st.just("shares"), st.integers(1, MAX_SHARES), st.just("none"), st.booleans()),

@@ -278,3 +278,25 @@ def test_version_and_usage(mps):
     assert (
         subprocess.run([control, "-x"], capture_output=True, env={"PATH": PATH}, check=False).returncode == 1
     )
+
+
+def test_one_client_too_many_is_refused(mps):
+    control = mps.root / "usr/bin/nvidia-cuda-mps-control"
+    text = control.read_text()
+    assert '"most_clients": 48' in text
+    control.write_text(text.replace('"most_clients": 48', '"most_clients": 1'))
+    mps.ready(mps.uuid, "-M")
+    held = subprocess.Popen(
+        [mps.root / "usr/bin/mps-client", "--hold"],
+        env=mps._environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert held.stdout.readline() == "mps=connected\n"
+    done = mps.client()
+    assert (done.returncode, done.stdout.splitlines()) == (
+        4,
+        ["mps=refused", "reason=CUDA_ERROR_MPS_MAX_CLIENTS_REACHED"],
+    )
+    os.killpg(held.pid, signal.SIGTERM)
+    held.communicate(timeout=90)
+    control.write_text(text)
+    assert mps.client().returncode == 0

@@ -11,6 +11,7 @@ import pytest
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, StateError
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices import publisher as module
 from dra_driver.slices import remembered_drops as drop_memory
 from dra_driver.slices.rules import pacing
@@ -246,6 +247,17 @@ def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> No
     told = [line["reason"] for line in logs if line["event"] == "device_not_publishable"]
     assert len(told) == 1
     assert "the name is not a DNS label" in told[0]
+
+
+def test_bounded_shares_are_told_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
+    bench.inventory = inventory(h100(0))
+    bench.publisher._sharing = share_all(SharingRule("shares", 60, enforce="mps"))
+    bench.start()
+    assert bench.publisher.wait_published(20)
+    for _ in range(3):
+        settled(bench)
+    told = [line["reason"] for line in logs if line["event"] == "mps_shares_bounded"]
+    assert [text.partition(",")[0] for text in told] == [f"device {GPU_0}: it has 48 shares instead of 60"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ device are not a double allocation, but all claims that share a device must use 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.sharing_mode import MpsShared, usage_kind
 from dra_driver.sharing.rules.modes import incompatibility
 
 Wanted = tuple[str, HeldDevice]
@@ -46,6 +47,29 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
     ]
     if conflicts:
         raise DeviceHeldError(conflicts, [device for _, device in wanted])
+
+
+def refuse_crowded(
+    wanted: Sequence[Wanted], others: Iterable[ClaimRecord], most_clients: Mapping[str, int]
+) -> None:
+    """Raises: ClaimRefusedError if as many claims as the MPS daemon of a device serves clients use it already.
+
+    `most_clients` says how many that are, by device. A claim counts as one client, though its pods may have more.
+    """
+    for request, device in wanted:
+        if not isinstance(device.usage, MpsShared):
+            continue
+        most = most_clients[device.device]
+        users = sum(any(_is_client(held, device) for held in record.devices) for record in others)
+        if users >= most:
+            raise ClaimRefusedError(
+                f"request {request}: {users} claims use the MPS daemon of device {device.device}, and MPS serves at "
+                f"most {most} clients with this GPU and driver; wait until one of them is gone"
+            )
+
+
+def _is_client(held: HeldDevice, device: HeldDevice) -> bool:
+    return held.device == device.device and usage_kind(held.usage) == usage_kind(device.usage)
 
 
 def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord) -> Iterator[Conflict]:

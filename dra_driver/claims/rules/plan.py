@@ -20,7 +20,7 @@ from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
-from dra_driver.claims.rules.conflicts import refuse_held
+from dra_driver.claims.rules.conflicts import refuse_crowded, refuse_held
 from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
@@ -37,6 +37,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.sharing.rules.client_limits import most_clients
 from dra_driver.sharing.rules.modes import sharing_modes_of
 
 
@@ -75,10 +76,16 @@ def plan_claim(
     found = _found(claim, pool, inventory, known)
     _refuse_repeats(found)
     kept = _kept_usages(claim, found, known)
-    usages = sharing_modes_of(claim, found, driver, sharing) if kept is None else kept
+    usages = sharing_modes_of(claim, found, driver, sharing, inventory.versions) if kept is None else kept
     devices = tuple(PlannedDevice(*pair, usage) for pair, usage in zip(found, usages, strict=True))
     if kept is None:
-        refuse_held([(device.result.request, device.held()) for device in devices], others)
+        wanted = [(device.result.request, device.held()) for device in devices]
+        records = list(others)
+        refuse_held(wanted, records)
+        most = {
+            device.offered.name: most_clients(device.offered.gpu, inventory.versions) for device in devices
+        }
+        refuse_crowded(wanted, records, most)
     return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, metadata)))
 
 

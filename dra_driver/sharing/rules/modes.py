@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from dra_driver.api.config import MpsConfig, Sharing
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.inventory import OfferedDevice, WholeGpu
+from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.model.sharing import SharingPolicy, kind_of
+from dra_driver.model.sharing import SharingPolicy, SharingRule, kind_of
 from dra_driver.model.sharing_mode import (
     INTERVALS,
     LOST_MPS,
@@ -20,10 +20,10 @@ from dra_driver.model.sharing_mode import (
     UnknownSharingMode,
     usage_kind,
 )
+from dra_driver.sharing.rules.client_limits import bounded_rule, is_before_volta
 from dra_driver.sharing.rules.share_limits import limits_of
 
 _MIB = 1 << 20
-_VOLTA = (7, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,16 @@ def sharing_modes_of(
     devices: Sequence[tuple[DeviceResult, OfferedDevice]],
     driver: str,
     policy: SharingPolicy,
+    versions: DriverVersions,
 ) -> list[SharingMode]:
-    """How each device is used, in the order of `devices`.
+    """How each device is used, in the order of `devices`. `versions` are those of the node's driver.
 
     Opaque parameters decide; where they say nothing of sharing, a share that the node's policy enforces
     by MPS gets its limits. Raises: ClaimRefusedError, InvalidConfigError.
     """
     wanted = [_wanted(claim, result, device, driver) for result, device in devices]
     usages = [
-        _usage(one, result, device, _same_entry(wanted, devices, one), policy)
+        _usage(one, result, device, _same_entry(wanted, devices, one), bounded_rule(policy, device, versions))
         for one, (result, device) in zip(wanted, devices, strict=True)
     ]
     _refuse_two_daemons(devices, usages)
@@ -124,24 +125,23 @@ def _usage(
     result: DeviceResult,
     device: OfferedDevice,
     group: Sequence[str],
-    policy: SharingPolicy,
+    rule: SharingRule | None,
 ) -> SharingMode:
     if result.admin_access:
         return None
     sharing = wanted.sharing
     if sharing is None:
-        return _enforced(result, device, policy)
+        return _enforced(result, device, rule)
     if sharing.strategy == "TimeSlicing":
         interval = sharing.time_slicing.interval if sharing.time_slicing else None
         # A MIG device has its own share of the GPU; its slices of time are not ours to set.
         if not isinstance(device, WholeGpu):
             return None
         return TimeSliced(None if interval is None else INTERVALS.index(interval))
-    return _mps(sharing.mps or MpsConfig(), result, device, group, policy)
+    return _mps(sharing.mps or MpsConfig(), result, device, group, rule)
 
 
-def _enforced(result: DeviceResult, device: OfferedDevice, policy: SharingPolicy) -> SharingMode:
-    rule = policy.rule_for(device)
+def _enforced(result: DeviceResult, device: OfferedDevice, rule: SharingRule | None) -> SharingMode:
     if result.share_id is None or rule is None or rule.enforce != "mps":
         return None
     limits = limits_of(result, device, rule)
@@ -154,7 +154,7 @@ def _mps(
     result: DeviceResult,
     device: OfferedDevice,
     group: Sequence[str],
-    policy: SharingPolicy,
+    rule: SharingRule | None,
 ) -> MpsShared:
     memory = _memory_limit(config, result, device, group)
     percentage = config.active_thread_percentage
@@ -168,7 +168,6 @@ def _mps(
             memory,
             percentage,
         )
-    rule = policy.rule_for(device)
     if rule is None:
         return MpsShared(spec, memory, percentage)
     limits = limits_of(result, device, rule)
@@ -179,8 +178,7 @@ def _mps(
 
 def _neutral_spec(device: OfferedDevice, result: DeviceResult, multi_user: bool | None) -> MpsDaemonSpec:
     """A daemon without limits of its own, which claims of different limits can share."""
-    capability = device.gpu.cuda_compute_capability
-    is_volta = capability is None or capability >= _VOLTA
+    is_volta = not is_before_volta(device.gpu)
     if multi_user and not is_volta:
         raise ClaimRefusedError(
             f"request {result.request}: device {device.name} ({device.gpu.product_name}) is older than Volta, where "

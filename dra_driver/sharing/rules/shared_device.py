@@ -1,7 +1,8 @@
 """A device that several claims may hold at a time, in the wire shape of resource.k8s.io/v1.
 
 The scheduler gives a claim the default of each capacity that it does not ask for, and the whole of one that has no
-policy. So every capacity of a shared device has a policy, and only what the rule shares by has a default above 0.
+policy. So every capacity of a shared device has a policy, and only what the rule shares by, and the clients of MPS,
+have a default above 0.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
-from dra_driver.model.sharing import SharingRule
+from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
 from dra_driver.model.units import format_bytes, format_decimal, quantity_bytes
 
 JsonObject = dict[str, Any]
@@ -17,13 +18,17 @@ JsonObject = dict[str, Any]
 MEMORY = "memory"
 SHARES = "shares"
 MULTIPROCESSORS = "multiprocessors"
+MPS_CLIENTS = "mpsClients"
 _MIB = 1 << 20
 
 
-def shared_device(entry: JsonObject, device: OfferedDevice, rule: SharingRule) -> JsonObject:
+def shared_device(
+    entry: JsonObject, device: OfferedDevice, rule: SharingRule, most_clients: int = MAX_MPS_SHARES
+) -> JsonObject:
     """The entry of `spec.devices` for a device under a rule, made from its entry without one.
 
-    A device whose memory is unknown is shared without counting it.
+    A device whose memory is unknown is shared without counting it. Where MPS enforces the rule, the scheduler counts
+    `most_clients` clients, one for each claim; in mode shares the shares are the clients.
     """
     capacity: JsonObject = {}
     for name, stated in entry.get("capacity", {}).items():
@@ -39,6 +44,8 @@ def shared_device(entry: JsonObject, device: OfferedDevice, rule: SharingRule) -
         capacity[MULTIPROCESSORS] = _multiprocessors(total)
     if rule.shares is not None:
         capacity[SHARES] = _counted(rule.shares, 1, default=1)
+    elif rule.enforce == "mps":
+        capacity[MPS_CLIENTS] = _counted(most_clients, 1, default=1)
     shared = entry | {"allowMultipleAllocations": True}
     return shared | {"capacity": {key: capacity[key] for key in sorted(capacity)}} if capacity else shared
 

@@ -240,6 +240,8 @@ class Daemon:
         if self.servers and self.rules().get("server_state") == "FAULT":
             raise Refusal("CUDA_ERROR_MPS_SERVER_NOT_READY")
         server, device = self.serving(uid), self.device()
+        if sum(len(one.clients) for one in self.servers.values()) >= device["most_clients"]:
+            raise Refusal("CUDA_ERROR_MPS_MAX_CLIENTS_REACHED")
         threads = [server.percentage, *([] if wanted_percentage == "-" else [percentage(wanted_percentage)])]
         sizes, unknown = client_memory(wanted_memory, device["uuid"])
         own = [mebibytes(size) for key, size in server.memory.items() if key in ("0", device["uuid"])]

@@ -11,6 +11,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
 from dra_driver.sharing.rules.shared_device import shared_device
 from dra_driver.slices.rules.api_limits import (
     MAX_COUNTER_SETS_PER_SLICE,
@@ -49,11 +50,13 @@ class SliceContent:
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The desired state of one pool: its slices in index order. There is always one, if only an empty one,
-    which tells "no devices" from "no driver"."""
+    which tells "no devices" from "no driver". `faults` are the devices that are left out, `notes` those that
+    are otherwise than the node's policy asks for."""
 
     name: str
     slices: tuple[SliceContent, ...]
     faults: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,9 @@ def build_pool(
     used = [entry for uuid, entry in counters.items() if groups[uuid]]
     slices = [SliceContent(shared_counters=chunk) for chunk in _chunks(used, MAX_COUNTER_SETS_PER_SLICE)]
     slices += [SliceContent(devices=chunk) for chunk in _device_chunks(blocks)]
-    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults))
+    told = (told_bound(sharing, offered, inventory.versions) for offered in inventory.devices())
+    notes = tuple(note for note in told if note is not None)
+    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults), notes)
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
@@ -127,9 +132,9 @@ def _entry(
     offered: OfferedDevice, inventory: Inventory, sharing: SharingPolicy, counters: Mapping[str, JsonObject]
 ) -> JsonObject:
     device = wire_device(offered, inventory)
-    rule = sharing.rule_for(offered)
+    rule = bounded_rule(sharing, offered, inventory.versions)
     if rule is not None:
-        device = shared_device(device, offered, rule)
+        device = shared_device(device, offered, rule, most_clients(offered.gpu, inventory.versions))
     if offered.gpu.uuid in counters and not isinstance(offered, StaticMigDevice):
         device["consumesCounters"] = consumed_counters(offered, counters[offered.gpu.uuid])
     return device

@@ -1,0 +1,56 @@
+"""How many clients an MPS daemon serves at a time, and the rules of sharing bounded by that.
+
+A client is a CUDA context of one process. The numbers are those of NVIDIA's manual of MPS: 16 on a GPU before Volta, 48
+from Volta on, and 60 from CUDA 13.1 on, which came with driver branch R590. A MIG device has fewer; how many is not
+documented, so the number of the whole GPU stands.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DriverVersions, OfferedDevice
+from dra_driver.model.sharing import MAX_MPS_SHARES, SharingPolicy, SharingRule
+
+_VOLTA = (7, 0)
+_BEFORE_VOLTA, _BEFORE_CUDA_13_1 = 16, 48
+_CUDA_13_1_BRANCH = 590
+_BRANCH = re.compile(r"[0-9]{1,6}(?=\.|\Z)")
+
+
+def is_before_volta(gpu: Gpu) -> bool:
+    """Whether the GPU is known to be older than Volta."""
+    return gpu.cuda_compute_capability is not None and gpu.cuda_compute_capability < _VOLTA
+
+
+def most_clients(gpu: Gpu, versions: DriverVersions) -> int:
+    """The most clients of an MPS daemon on the GPU. A GPU or driver of which nothing is known counts as a new one."""
+    if is_before_volta(gpu):
+        return _BEFORE_VOLTA
+    branch = _BRANCH.match(versions.driver or "")
+    is_older = branch is not None and int(branch[0]) < _CUDA_13_1_BRANCH
+    return _BEFORE_CUDA_13_1 if is_older else MAX_MPS_SHARES
+
+
+def bounded_rule(
+    policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions
+) -> SharingRule | None:
+    """The device's rule, with no more shares than its MPS daemon serves clients. None if the device has no rule."""
+    rule = policy.rule_for(device)
+    if rule is None or rule.shares is None or rule.enforce != "mps":
+        return rule
+    return replace(rule, shares=min(rule.shares, most_clients(device.gpu, versions)))
+
+
+def told_bound(policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions) -> str | None:
+    """The sentence that says that a device has fewer shares than its rule asks for; None if it has all."""
+    rule, bounded = policy.rule_for(device), bounded_rule(policy, device, versions)
+    if rule is None or bounded is None or rule.shares == bounded.shares:
+        return None
+    cause = "before Volta" if is_before_volta(device.gpu) else f"with driver {versions.driver}, before R590"
+    return (
+        f"device {device.name}: it has {bounded.shares} shares instead of {rule.shares}, because MPS serves at most "
+        f"{bounded.shares} clients on a GPU {cause}; set shares to {bounded.shares} or fewer, or enforce to none"
+    )

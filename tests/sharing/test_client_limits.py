@@ -1,0 +1,125 @@
+"""How many clients MPS serves: by GPU and driver, in what is published and in what is prepared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dra_driver.claims.rules.plan import plan_claim
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.model.sharing_mode import LOST_MPS, MpsShared
+from dra_driver.sharing.rules.client_limits import most_clients
+from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
+from dra_driver.slices.rules.build import build_pool
+from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, result
+
+R580, R590 = DriverVersions("580.95.05", (13, 0)), DriverVersions("590.44.01", (13, 1))
+SIXTY = share_all(SharingRule("shares", 60, enforce="mps"))
+MEMORY = share_all(SharingRule("memory", enforce="mps"))
+
+
+def node(versions: DriverVersions, *gpus: Gpu) -> Inventory:
+    return replace(inventory(*(gpus or (h100(0),))), versions=versions)
+
+
+def pascal(number: int) -> Gpu:
+    return h100(number, cuda_compute_capability=(6, 0), product_name="Tesla P100-SXM2-16GB")
+
+
+def capacity(known: Inventory, policy: Any) -> dict[str, Any]:
+    [content] = build_pool(known, NODE, policy).slices
+    return {device["name"]: device.get("capacity", {}) for device in content.devices}[GPU_0]
+
+
+def prepared(number: int, usage: Any) -> ClaimRecord:
+    """A claim that has a share of GPU 0 in this mode."""
+    share = result(GPU_0, share_id=f"{number:08x}-0000-0000-0000-000000000000")
+    one = replace(claim(uid=f"uid-{number}"), results=(share,))
+    known = replace(plan_claim(one, node(R590), NODE, DRIVER, (), SIXTY).held_devices()[0], usage=usage)
+    return ClaimRecord(one, "prepared", "boot", (known,), ())
+
+
+@pytest.mark.parametrize(
+    ("compute", "driver", "most"),
+    [
+        ((6, 1), "580.95.05", 16),
+        ((6, 1), "590.44.01", 16),
+        ((7, 0), "470.256.02", 48),
+        ((7, 5), "570.124.06", 48),
+        ((9, 0), "580.95.05", 48),
+        ((9, 0), "590.44.01", 60),
+        ((10, 0), "615.1", 60),
+        ((9, 0), None, 60),
+        ((9, 0), "unknown", 60),
+        (None, "580.95.05", 48),
+        (None, None, 60),
+    ],
+)
+def test_most_clients_follow_gpu_and_driver(compute: Any, driver: str | None, most: int) -> None:
+    assert most_clients(h100(0, cuda_compute_capability=compute), DriverVersions(driver)) == most
+
+
+@pytest.mark.parametrize(
+    ("known", "shares"),
+    [(node(R590), "60"), (node(R580), "48"), (node(R580, pascal(0)), "16"), (node(R590, pascal(0)), "16")],
+)
+def test_no_more_shares_are_published_than_mps_serves_clients(known: Inventory, shares: str) -> None:
+    stated = capacity(known, SIXTY)
+    assert (stated["shares"]["value"], "mpsClients" in stated) == (shares, False)
+    assert stated["shares"]["requestPolicy"]["validRange"]["max"] == shares
+
+
+def test_shares_keep_their_number_when_mps_does_not_enforce_them() -> None:
+    many = share_all(SharingRule("shares", 100))
+    assert capacity(node(R580), many)["shares"]["value"] == "100"
+    assert build_pool(node(R580), NODE, many).notes == ()
+
+
+def test_each_device_with_fewer_shares_is_told_when_the_rule_asks_for_more() -> None:
+    notes = build_pool(node(R580, h100(0), pascal(1)), NODE, SIXTY).notes
+    assert notes == (
+        "device gpu-00000000: it has 48 shares instead of 60, because MPS serves at most 48 clients on a GPU with "
+        "driver 580.95.05, before R590; set shares to 48 or fewer, or enforce to none",
+        "device gpu-00000001: it has 16 shares instead of 60, because MPS serves at most 16 clients on a GPU before "
+        "Volta; set shares to 16 or fewer, or enforce to none",
+    )
+    assert build_pool(node(R590), NODE, SIXTY).notes == ()
+
+
+def test_a_share_is_its_part_of_the_published_number() -> None:
+    share = result(GPU_0, share_id="s", consumed_capacity={"shares": "1"})
+    one = replace(claim(), results=(share,))
+    [planned] = plan_claim(one, node(R580), NODE, DRIVER, (), SIXTY).devices
+    assert isinstance(planned.usage, MpsShared)
+    given = ShareLimits(planned.usage.memory_limit_mib, planned.usage.active_thread_percentage)
+    assert given == limits_of(share, WholeGpu(GPU_0, h100(0)), SharingRule("shares", 48, enforce="mps"))
+
+
+@pytest.mark.parametrize("mode", ["memory", "unlimited"])
+def test_the_scheduler_counts_clients_when_shares_do_not(mode: Any) -> None:
+    rule = SharingRule(mode, enforce="mps")
+    counted = {"default": "1", "validRange": {"min": "1", "max": "48", "step": "1"}}
+    assert capacity(node(R580), share_all(rule))["mpsClients"] == {"value": "48", "requestPolicy": counted}
+    assert "mpsClients" not in capacity(node(R580), share_all(replace(rule, enforce="none")))
+
+
+@pytest.mark.parametrize(("versions", "most"), [(R580, 48), (R590, 60)])
+def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: DriverVersions, most: int) -> None:
+    share = result(GPU_0, share_id="ffffffff-0000-0000-0000-000000000000")
+    wanted = replace(claim(uid="uid-new"), results=(share,))
+    [mine] = plan_claim(wanted, node(versions), NODE, DRIVER, (), MEMORY).held_devices()
+    others = [prepared(number, mine.usage) for number in range(most - 1)]
+    assert plan_claim(wanted, node(versions), NODE, DRIVER, others, MEMORY).devices
+    others.append(prepared(most, LOST_MPS))
+    with pytest.raises(ClaimRefusedError) as refused:
+        plan_claim(wanted, node(versions), NODE, DRIVER, iter(others), MEMORY)
+    assert str(refused.value) == (
+        f"request gpu: {most} claims use the MPS daemon of device {GPU_0}, and MPS serves at most {most} clients with "
+        "this GPU and driver; wait until one of them is gone"
+    )
