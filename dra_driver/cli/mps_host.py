@@ -127,18 +127,21 @@ def _serve(
     from dra_driver.mps.compute_mode import ComputeMode
     from dra_driver.mps.daemon_control import ControlProgram
     from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
+    from dra_driver.mps.selinux import SelinuxLabels, has_selinux
     from dra_driver.mps.server import Server
     from dra_driver.mps.supervisor import HostTools, Supervisor
 
     log = structlog.get_logger(__name__)
     stopped = threading.Event()
     watch.on(stopped.set, signal.SIGTERM, signal.SIGINT)
-    kernel = KernelMounter(layout.root)
+    labels = SelinuxLabels(enabled=has_selinux())
+    kernel = KernelMounter(layout.root, labels)
     tools = HostTools(
         ControlProgram(programs),
         MountsWherePossible(kernel) if allow_plain_shm else kernel,
         ComputeMode(programs),
         nodes.make_missing,
+        labels,
     )
     supervisor = Supervisor(layout, tools, timings)
     supervisor.open()

@@ -23,6 +23,7 @@ from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import Mounter
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
+from dra_driver.mps.selinux import SelinuxLabels
 
 _log = structlog.get_logger(__name__)
 
@@ -40,6 +41,7 @@ class Parts:
     mounter: Mounter
     compute_mode: ComputeMode
     make_capability_nodes: Callable[[], None]
+    labels: SelinuxLabels
     boot_id: str
     shm_bytes: int
     closing: threading.Event
@@ -227,6 +229,8 @@ class Daemon:
         parts.mounter.mount(shm, parts.shm_bytes)
         with suppress(OSError):
             shm.chmod(0o1777)
+        for shared in (Path(paths.pipe), Path(paths.log), shm):
+            parts.labels.label(shared)
 
     def _take_gpu(self, *, again: bool = False) -> None:
         """Exclusive to MPS; what it was before is on disk before it changes.

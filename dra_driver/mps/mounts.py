@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from dra_driver.errors import RetryableError
+from dra_driver.mps.selinux import SelinuxLabels
 
 DEFAULT_SHM_BYTES = 64 << 20
 T = TypeVar("T")
@@ -46,15 +47,21 @@ class KernelMounter:
     keep the memory of daemons that are gone.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, labels: SelinuxLabels) -> None:
         self._root = str(root)
+        self._labels = labels
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(self, path: Path, size: int) -> None:
         if is_tmpfs(path):
             return
-        flags = _NOSUID | _NODEV | _NOEXEC | _RELATIME
-        if self._mount(b"tmpfs", str(path), b"tmpfs", flags, f"size={size >> 10}k,mode=1777".encode()):
+        options = f"size={size >> 10}k,mode=1777"
+        context = self._labels.mount_option
+        if context is not None:
+            if self._mount_tmpfs(path, f"{options},{context}"):
+                return
+            self._labels.failed(f"cannot mount {path} with {context}: {os.strerror(ctypes.get_errno())}")
+        if not self._mount_tmpfs(path, options):
             raise _failed(f"mount a tmpfs on {path}")
 
     def unmount(self, path: Path) -> None:
@@ -80,6 +87,10 @@ class KernelMounter:
             raise _failed(f"mount {path} on {SHM}")
         for mounted in _mounts_below(self._root):
             self._libc.umount2(mounted, _DETACH)
+
+    def _mount_tmpfs(self, path: Path, options: str) -> bool:
+        flags = _NOSUID | _NODEV | _NOEXEC | _RELATIME
+        return self._mount(b"tmpfs", str(path), b"tmpfs", flags, options.encode()) == 0
 
     def _mount(
         self, source: bytes | None, target: str, kind: bytes | None, flags: int, data: bytes | None

@@ -22,6 +22,7 @@ from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.limit_commands import check_gpu_uuid, check_spec
 from dra_driver.mps.mounts import Mounter, half_of_memory
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
+from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.mps.without_host import HostRunsError, has_traces, held_lock
 
 _log = structlog.get_logger(__name__)
@@ -39,6 +40,7 @@ class HostTools:
     mounter: Mounter
     compute_mode: ComputeMode
     make_capability_nodes: Callable[[], None]
+    labels: SelinuxLabels
 
 
 class Supervisor:
@@ -60,6 +62,7 @@ class Supervisor:
             mounter=tools.mounter,
             compute_mode=tools.compute_mode,
             make_capability_nodes=tools.make_capability_nodes,
+            labels=tools.labels,
             boot_id=boot_id or processes.boot_id(),
             shm_bytes=half_of_memory(),
             closing=threading.Event(),

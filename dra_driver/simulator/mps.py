@@ -26,7 +26,7 @@ class MpsBehaviour:
 
     With `fail_to_start` they do not start and write this text to control.log. `server_state` is the answer of
     get_server_status. With `silent` they take commands and never answer. With `server_lingers` their servers stay when
-    the daemon dies.
+    the daemon dies. With `selinux_enforcing` a client is refused what does not bear the type of container files.
     """
 
     start_delay_ms: int | None = None
@@ -37,6 +37,7 @@ class MpsBehaviour:
     server_state: str | None = None
     server_lingers: bool | None = None
     ignore_limits: bool | None = None
+    selinux_enforcing: bool | None = None
 
 
 def set_mps_behaviour(host_root: Path, behaviour: MpsBehaviour, device_uuid: str = "*") -> None:

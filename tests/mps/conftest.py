@@ -25,10 +25,12 @@ from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.daemon_conversation import Timings
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
+from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.mps.supervisor import HostTools, Supervisor
 from dra_driver.simulator import Machine, create_machine, device_node_reader
 from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
 
+NO_LABELS = SelinuxLabels(enabled=False)
 FAST = Timings(
     start=5.0,
     answer=2.0,
@@ -58,11 +60,12 @@ class Host:
         programs = installed_programs(str(machine.host_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
             ControlProgram(programs),
-            MountsWherePossible(KernelMounter(self.layout.root)),
+            MountsWherePossible(KernelMounter(self.layout.root, NO_LABELS)),
             ComputeMode(programs),
             CapabilityNodes(
                 MigCaps(f"{machine.host_root}/proc"), str(machine.host_root), device_node_reader(machine)
             ).make_missing,
+            NO_LABELS,
         )
         self._open: list[Supervisor] = []
 

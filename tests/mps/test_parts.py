@@ -22,6 +22,7 @@ from dra_driver.mps.layout import MpsLayout, mps_layout
 from dra_driver.mps.limit_commands import is_answer, limit_commands
 from dra_driver.mps.mounts import KernelMounter, half_of_memory, is_tmpfs
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
+from dra_driver.mps.selinux import SelinuxLabels
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
 RECORD = DaemonRecord(SPEC, "running", "boot")
@@ -151,7 +152,7 @@ def test_a_process_that_ignores_term_is_killed():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_mounting_twice_and_unmounting_twice(tmp_path):
-    mounter = KernelMounter(tmp_path)
+    mounter = KernelMounter(tmp_path, SelinuxLabels(enabled=False))
     shm = tmp_path / "shm"
     shm.mkdir()
     for _ in range(2):

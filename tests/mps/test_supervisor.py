@@ -19,6 +19,7 @@ from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
+from tests.mps.conftest import NO_LABELS
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need root")
@@ -240,7 +241,7 @@ def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
             ctypes.set_errno(1)
             return -1
 
-    supervisor = host.supervisor(mounter=NoMounts(host.layout.root))
+    supervisor = host.supervisor(mounter=NoMounts(host.layout.root, NO_LABELS))
     with pytest.raises(
         RetryableError, match=r"cannot mount a tmpfs .*Operation not permitted.*--allow-plain-shm"
     ):

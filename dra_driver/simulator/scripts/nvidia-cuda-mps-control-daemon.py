@@ -237,6 +237,10 @@ class Daemon:
     def connect(self, name: str, pid: int, uid: int, wanted_percentage: str, wanted_memory: str) -> str:
         """What the client gets: the tighter of the server's limits and its own."""
         self.reap()
+        if self.rules().get("selinux_enforcing"):
+            for path in (PIPE, "/dev/shm"):
+                if b":container_file_t:" not in label(path):
+                    raise Refusal(f"{path}: Permission denied")
         if self.servers and self.rules().get("server_state") == "FAULT":
             raise Refusal("CUDA_ERROR_MPS_SERVER_NOT_READY")
         server, device = self.serving(uid), self.device()
@@ -305,6 +309,13 @@ class Daemon:
                 answer = self.answer(line)
                 stream.write(f"{answer}\n{END}" if answer else END)
                 stream.flush()
+
+
+def label(path: str) -> bytes:
+    try:
+        return os.getxattr(path, "security.selinux")
+    except OSError:
+        return b""
 
 
 def percentage(text: str) -> float:
