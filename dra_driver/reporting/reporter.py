@@ -18,6 +18,7 @@ from dra_driver.model.events import (
     MIG_DEVICE_DESTROYED,
     MIG_MODE_CHANGED,
     MIG_MODE_FAILED,
+    MPS_NEEDS_REQUEST_NAMES,
     PARTITIONS_NOT_SUPPORTED,
     PREPARE_FAILED,
     SCHEDULER_OUTDATED,
@@ -28,6 +29,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.sharing.rules.containers import advice_on_requests
 
 _log = structlog.get_logger(__name__)
 
@@ -70,10 +72,14 @@ class Reporter:
         self._freed = freed
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is prepared."""
+        """A claim is prepared. If its containers can only use it in one way, the claim says so."""
         self._metrics.prepared(duration_s, None)
-        if record is not None:
-            self._statuses.prepared(record)
+        if record is None:
+            return
+        self._statuses.prepared(record)
+        advice = advice_on_requests(record)
+        if advice is not None:
+            self._recorder.minor_claim_event(ref, MPS_NEEDS_REQUEST_NAMES, advice)
 
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
         """A claim is not prepared (any more); the API server removes its status with the allocation."""

@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.integration.conftest import Node, eventually
+from tests.integration.conftest import NODE, Node, eventually
 
 Json = dict[str, Any]
 
@@ -153,6 +153,52 @@ def test_mps_claim_gets_a_daemon_and_its_limits(shared: Callable[..., Node]) -> 
     assert node.machine.compute_mode(uuid) == 3
     assert node.unprepare(ref) == {ref.uid: None}
     assert snapshot(node) == before
+
+
+def test_containers_are_right_when_each_uses_one_request_of_a_mix(shared: Callable[..., Node]) -> None:
+    """A container that names the request with MPS gets the daemon, one that names the other gets none of it. The claim
+    says that they must name them."""
+    node = shared()
+    names = [device["name"] for device in node.devices()[:2]]
+    results = [
+        {"request": request, "driver": "gpu.nvidia.com", "pool": NODE, "device": name}
+        for request, name in zip(("shared", "plain"), names, strict=True)
+    ]
+    config = [{**entry, "requests": ["shared"]} for entry in parameters(strategy="MPS")]
+    allocation = {"devices": {"results": results, "config": config}}
+    ref = node.claim("mix", status={"allocation": allocation})
+    prepared = ready(node, ref)
+    [file] = node.cdi.glob(f"*{ref.uid}*")
+    spec = json.loads(file.read_text())
+    by_id = {f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]}
+
+    def container(*requests: str) -> Json:
+        """What the runtime makes of the devices that the kubelet names for a container with these requests."""
+        found = [by_id[one.cdi_ids[0]] for one in prepared.devices if set(one.requests) & set(requests)]
+        return {
+            "nodes": [
+                item["path"] for edit in found for item in edit["deviceNodes"] if "dri" not in item["path"]
+            ],
+            "env": {key: value for edit in found for key, value in environment(edit).items()},
+            "mounts": [item["containerPath"] for edit in found for item in edit.get("mounts", [])],
+        }
+
+    pipe = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}
+    assert container("shared") == {
+        "nodes": ["/dev/nvidia0"], "env": pipe, "mounts": ["/tmp/nvidia-mps", "/dev/shm"],
+    }  # fmt: skip
+    assert container("plain") == {"nodes": ["/dev/nvidia1"], "env": {}, "mounts": []}
+    both = container("shared", "plain")
+    assert (both["nodes"], both["env"]) == (["/dev/nvidia0", "/dev/nvidia1"], pipe), "CUDA sees GPU 0 only"
+    [event] = eventually(
+        lambda: [
+            event
+            for event in node.server.objects("events", group="")
+            if event["reason"] == "MpsNeedsRequestNames"
+        ]
+    )
+    assert (event["type"], event["involvedObject"]["name"]) == ("Normal", "mix")
+    assert f"shared ({names[0]}), and plain without MPS" in event["message"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from dra_driver.model.sharing_mode import (
     usage_kind,
 )
 from dra_driver.sharing.rules.client_limits import bounded_rule, is_before_volta
+from dra_driver.sharing.rules.containers import refuse_mixed_requests
 from dra_driver.sharing.rules.share_limits import limits_of
 
 _MIB = 1 << 20
@@ -51,7 +52,7 @@ def sharing_modes_of(
         _usage(one, result, device, _same_entry(wanted, devices, one), bounded_rule(policy, device, versions))
         for one, (result, device) in zip(wanted, devices, strict=True)
     ]
-    _refuse_two_daemons(devices, usages)
+    refuse_mixed_requests(devices, usages)
     _refuse_rival_shares(devices, usages)
     return _added_up(devices, usages)
 
@@ -233,19 +234,6 @@ def _memory_of(device: OfferedDevice) -> int | None:
 
 def _least(one: int | None, other: int | None) -> int | None:
     return other if one is None else one if other is None else min(one, other)
-
-
-def _refuse_two_daemons(
-    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
-) -> None:
-    """A container reaches one MPS daemon, and gets every device of a request."""
-    names: dict[str, str] = {}
-    for (result, device), usage in zip(devices, usages, strict=True):
-        if isinstance(usage, MpsShared) and names.setdefault(result.request, device.name) != device.name:
-            raise ClaimRefusedError(
-                f"request {result.request}: {names[result.request]} and {device.name} would need an MPS daemon "
-                "each, but a container can only reach one; ask for one device a request"
-            )
 
 
 def _refuse_rival_shares(

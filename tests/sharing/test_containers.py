@@ -1,0 +1,86 @@
+"""What containers of a claim can use together: a CUDA process that uses MPS sees the devices of one daemon only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dra_driver.claims.rules.plan import plan_claim
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
+from dra_driver.sharing.rules.containers import advice_on_requests
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, claim, result, uuid
+
+
+def mps(*requests: str, kind: str = "GpuConfig") -> DeviceConfig:
+    parameters = {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": kind,
+        "sharing": {"strategy": "MPS", "mpsConfig": {}},
+    }
+    return DeviceConfig("FromClaim", requests, DRIVER, parameters)
+
+
+def record(wanted: AllocatedClaim, **more: Any) -> ClaimRecord:
+    plan = plan_claim(wanted, MIXED, NODE, DRIVER, (), **more)
+    return ClaimRecord(wanted, "prepared", "boot", plan.held_devices(), plan.steps)
+
+
+@pytest.mark.parametrize("names", [(GPU_0, MIG_1G), (MIG_1G, GPU_0)])
+def test_a_request_is_refused_when_mps_has_only_a_part_of_its_devices(names: tuple[str, str]) -> None:
+    with pytest.raises(ClaimRefusedError) as refused:
+        record(claim(*names, configs=(mps(),)))
+    assert str(refused.value) == (
+        f"request gpu: {GPU_0} is used through MPS and {MIG_1G} is not, but a CUDA process that uses MPS sees {GPU_0} "
+        "only; ask for one device a request, and let each container name its request"
+    )
+
+
+def test_a_request_is_refused_when_only_one_of_its_shares_is_enforced() -> None:
+    enforced = SharingEntry(GpuSelector(uuids=frozenset({uuid(0)})), SharingRule("memory", enforce="mps"))
+    policy = SharingPolicy((enforced, SharingEntry(GpuSelector(), SharingRule("memory"))))
+    wanted = claim(result(GPU_0, share_id="s-0"), result(GPU_1, share_id="s-1"))
+    with pytest.raises(ClaimRefusedError, match=f"sees {GPU_0} only"):
+        record(wanted, sharing=policy)
+
+
+def test_requests_with_and_without_mps_are_told_what_containers_must_do() -> None:
+    wanted = claim(result(GPU_0, "shared"), result(GPU_1, "plain"), configs=(mps("shared"),))
+    assert advice_on_requests(record(wanted)) == (
+        f"The claim has requests with MPS: shared ({GPU_0}), and plain without MPS. Let each container name one "
+        "request (resources.claims[].request): a container that has several reaches one MPS daemon, and no GPU besides "
+        "it"
+    )
+
+
+def test_two_requests_with_mps_are_told_what_containers_must_do() -> None:
+    wanted = claim(
+        result(GPU_0, "one"), result(MIG_3G, "two/first"), configs=(mps(), mps(kind="MigDeviceConfig"))
+    )
+    assert (advice_on_requests(record(wanted)) or "").startswith(
+        f"The claim has requests with MPS: one ({GPU_0}), two ({MIG_3G}). Let each"
+    )
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        claim(GPU_0, configs=(mps(),)),
+        claim(result(GPU_0, "one"), result(GPU_1, "two")),
+        claim(result(GPU_0), result(GPU_1, "look", admin_access=True), configs=(mps("gpu"),)),
+    ],
+    ids=["one request", "no MPS", "a look beside it"],
+)
+def test_nothing_is_said_when_containers_cannot_go_wrong(wanted: AllocatedClaim) -> None:
+    assert advice_on_requests(record(wanted)) is None
+
+
+def test_nothing_is_said_of_a_device_that_was_lost() -> None:
+    wanted = claim(result(GPU_0), configs=(mps(),))
+    known = record(wanted)
+    more: tuple[DeviceResult, ...] = (*wanted.results, result("gpu-gone", "look", admin_access=True))
+    assert advice_on_requests(replace(known, claim=replace(wanted, results=more))) is None
