@@ -48,6 +48,16 @@ def test_a_request_is_refused_when_only_one_of_its_shares_is_enforced() -> None:
         record(wanted, sharing=policy)
 
 
+@pytest.mark.parametrize("names", [(GPU_0, GPU_1), (GPU_1, GPU_0)])
+def test_a_request_for_several_devices_with_mps_is_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(ClaimRefusedError) as refused:
+        record(claim(*names, configs=(mps(),)))
+    assert str(refused.value) == (
+        f"request gpu: {names[0]} and {names[1]} have an MPS daemon each, and a container reaches only one; make a "
+        "request with count 1 for each device and let each container name its own, or use the devices without MPS"
+    )
+
+
 def test_requests_with_and_without_mps_are_told_what_containers_must_do() -> None:
     wanted = claim(result(GPU_0, "shared"), result(GPU_1, "plain"), configs=(mps("shared"),))
     assert advice_on_requests(record(wanted)) == (

@@ -29,8 +29,9 @@ def refuse_mixed_requests(
         is_mps, is_other_mps = isinstance(usage, MpsShared), isinstance(its_usage, MpsShared)
         if is_mps and is_other_mps and device.name != other.name:
             raise ClaimRefusedError(
-                f"request {result.base_request}: {other.name} and {device.name} would need an MPS daemon each, but a "
-                "container can only reach one; ask for one device a request"
+                f"request {result.base_request}: {other.name} and {device.name} have an MPS daemon each, and a "
+                "container reaches only one; make a request with count 1 for each device and let each container name "
+                "its own, or use the devices without MPS"
             )
         if is_mps != is_other_mps:
             shared, plain = (device, other) if is_mps else (other, device)
