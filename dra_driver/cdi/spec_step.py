@@ -114,7 +114,7 @@ class CdiSteps:
         device = self._bare_device(planned)
         match planned.usage:
             case MpsShared() as usage:
-                return with_mps(device, usage, self._mps_directories(planned.offered.name))
+                return with_mps(device, usage, self._mps_directories(usage.spec.device))
             case _:
                 return device
 

@@ -113,7 +113,7 @@ class Unpreparer:
             self._executor.forget(ref.uid)
         else:
             self._executor.take_back(
-                record, lambda gpu: self._gpu_locks.hold({gpu}, min(call.left(), UNDO_S), call.has_left)
+                record, lambda gpus: self._gpu_locks.hold(gpus, min(call.left(), UNDO_S), call.has_left)
             )
         guard.note_unprepared(call.began_ns)
         return record

@@ -100,17 +100,22 @@ def _writes_files(step: Step) -> bool:
     return isinstance(step, WriteCdiSpec | WriteDeviceMetadata)
 
 
-def _gpu_of(step: Step) -> str:
-    return step.spec.gpu_uuid if isinstance(step, RunMps) else getattr(step, "gpu_uuid", "")
+def _gpus_of(step: Step) -> frozenset[str]:
+    if isinstance(step, RunMps):
+        return frozenset(step.spec.gpu_uuids)
+    uuid = getattr(step, "gpu_uuid", "")
+    return frozenset({uuid} if uuid else ())
 
 
-def _by_gpu(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    """The steps that change GPUs, by the GPU's UUID, in their order."""
-    found: dict[str, list[Step]] = {}
-    for step in steps:
-        if not _writes_files(step):
-            found.setdefault(_gpu_of(step), []).append(step)
-    return found
+def _lanes(steps: Sequence[Step]) -> list[tuple[frozenset[str], list[Step]]]:
+    """The steps that change GPUs, in their order, by the GPUs that they change. Steps of different lanes may run side
+    by side, because no GPU is in two; an MPS daemon of several GPUs joins theirs."""
+    changing = [(_gpus_of(step), step) for step in steps if not _writes_files(step)]
+    lanes: list[frozenset[str]] = []
+    for gpus, _ in changing:
+        joined = [lane for lane in lanes if lane & gpus or lane == gpus]
+        lanes = [lane for lane in lanes if lane not in joined] + [gpus.union(*joined)]
+    return [(lane, [step for gpus, step in changing if gpus & lane or gpus == lane]) for lane in lanes]
 
 
 class Executor:
@@ -201,19 +206,21 @@ class Executor:
                         begun.remove(step)
                     raise
 
-        on_gpus = side_by_side([partial(do, steps) for steps in _by_gpu(plan.steps).values()], _GPUS_AT_ONCE)
+        on_gpus = side_by_side([partial(do, steps) for _, steps in _lanes(plan.steps)], _GPUS_AT_ONCE)
         errors = [error for done in on_gpus if (error := done.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
         do([step for step in plan.steps if _writes_files(step)])
 
     def take_back(
-        self, record: ClaimRecord, hold: Callable[[str], AbstractContextManager[None]] | None = None
+        self,
+        record: ClaimRecord,
+        hold: Callable[[frozenset[str]], AbstractContextManager[None]] | None = None,
     ) -> None:
         """End the claim of a record: undo every step, last first.
 
         The undos of steps that write files have to succeed. Then the record becomes a debt, and is one no more when
-        everything else is undone; what cannot be undone in a few seconds stays owed. `hold` gives the lock of a GPU;
+        everything else is undone; what cannot be undone in a few seconds stays owed. `hold` gives the locks of GPUs;
         without it the caller holds the locks, and whatever hangs is waited for. Raises: StateError; then the record
         stays.
         """
@@ -234,15 +241,15 @@ class Executor:
             self._debts.end(debt)
 
     def _undo_on_gpus(
-        self, record: ClaimRecord, hold: Callable[[str], AbstractContextManager[None]] | None
+        self, record: ClaimRecord, hold: Callable[[frozenset[str]], AbstractContextManager[None]] | None
     ) -> tuple[list[Step], str]:
         """The steps that could not be undone, and why."""
         given_up = threading.Event()
         undone: list[Step] = []
 
-        def undo(gpu_uuid: str, steps: Sequence[Step]) -> None:
+        def undo(gpus: frozenset[str], steps: Sequence[Step]) -> None:
             errors: list[Exception] = []
-            with hold(gpu_uuid) if hold is not None and gpu_uuid else nullcontext():
+            with hold(gpus) if hold is not None and gpus else nullcontext():
                 for step in reversed(steps):
                     if given_up.is_set():  # it is the keeper's business by now
                         return
@@ -256,8 +263,8 @@ class Executor:
             if errors:
                 raise errors[0]
 
-        groups = _by_gpu(record.steps)
-        tasks = [partial(undo, gpu_uuid, steps) for gpu_uuid, steps in groups.items()]
+        lanes = _lanes(record.steps)
+        tasks = [partial(undo, gpus, steps) for gpus, steps in lanes]
         futures = side_by_side(tasks, _GPUS_AT_ONCE, None if hold is None else time_left(_TAKE_BACK_S))
         given_up.set()
         causes: list[str] = []
@@ -268,7 +275,7 @@ class Executor:
                 if not isinstance(error, Exception):
                     raise error
                 causes.append(str(error))
-        left = [step for steps in groups.values() for step in steps if step not in undone]
+        left = [step for _, steps in lanes for step in steps if step not in undone]
         return left, "; ".join(dict.fromkeys(causes))
 
     def roll_back(self, record: ClaimRecord) -> None:

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 from dra_driver.errors import StateError
 from dra_driver.model.mig import Placement
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import HeldDevice
 from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced, UnknownSharingMode
 from dra_driver.model.steps import (
@@ -65,6 +65,13 @@ def _texts(entry: JsonObject, name: str) -> tuple[str, ...]:
 def optional_number(entry: JsonObject, name: str) -> int | None:
     """The whole number in a field that may be absent or null."""
     return None if entry.get(name) is None else number(entry, name)
+
+
+def _optional_numbers(entry: JsonObject, name: str) -> tuple[int | None, ...]:
+    values = entry.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, int | None) for value in values):
+        raise StateError(f"field {name!r} is {values!r}, which is not a list of whole numbers")
+    return tuple(values)
 
 
 def encode_placement(placement: Placement) -> JsonObject:
@@ -169,12 +176,14 @@ def _encode_usage(usage: TimeSliced | MpsShared | UnknownSharingMode) -> JsonObj
     match usage:
         case TimeSliced(interval):
             return {"kind": "time_sliced"} | ({} if interval is None else {"interval": interval})
-        case MpsShared(spec, memory, percentage):
+        case MpsShared(spec, memory, percentage, limits):
             entry: JsonObject = {"kind": "mps", "spec": _encode_spec(spec)}
             if memory is not None:
                 entry["memoryLimitMiB"] = memory
             if percentage is not None:
                 entry["activeThreadPercentage"] = percentage
+            if limits:
+                entry["memoryLimitsMiB"] = list(limits)
             return entry
         case UnknownSharingMode(kind, more):
             return {**more, "kind": kind}
@@ -191,6 +200,7 @@ def _decode_usage(entry: JsonObject | None) -> SharingMode:
                 _decode_spec(entry["spec"]),
                 optional_number(entry, "memoryLimitMiB"),
                 optional_number(entry, "activeThreadPercentage"),
+                _optional_numbers(entry, "memoryLimitsMiB"),
             )
         case kind:
             return UnknownSharingMode(kind, {key: value for key, value in entry.items() if key != "kind"})
@@ -198,7 +208,17 @@ def _decode_usage(entry: JsonObject | None) -> SharingMode:
 
 def _encode_spec(spec: MpsDaemonSpec) -> JsonObject:
     values = {name: getattr(spec, name) for name in (entry.name for entry in fields(spec))}
-    return {_SPEC_NAMES[name]: value for name, value in values.items() if value is not None}
+    others = [
+        {"device": other.device, "gpuUUID": other.gpu_uuid}
+        | (
+            {}
+            if other.default_memory_limit_mib is None
+            else {"defaultMemoryLimitMiB": other.default_memory_limit_mib}
+        )
+        for other in values.pop("others")
+    ]
+    known = {_SPEC_NAMES[name]: value for name, value in values.items() if value is not None}
+    return known | ({"others": others} if others else {})
 
 
 def _decode_spec(entry: JsonObject) -> MpsDaemonSpec:
@@ -212,4 +232,10 @@ def _decode_spec(entry: JsonObject) -> MpsDaemonSpec:
         multi_user=bool(entry["multiUser"]),
         default_active_thread_percentage=optional_number(entry, "defaultActiveThreadPercentage"),
         default_memory_limit_mib=optional_number(entry, "defaultMemoryLimitMiB"),
+        others=tuple(
+            MpsMember(
+                text(other, "device"), text(other, "gpuUUID"), optional_number(other, "defaultMemoryLimitMiB")
+            )
+            for other in entry.get("others", ())
+        ),
     )

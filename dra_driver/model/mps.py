@@ -12,12 +12,24 @@ MPS_STATES: tuple[MpsState, ...] = ("starting", "ready", "fault", "stopped", "fa
 
 
 @dataclass(frozen=True, slots=True)
+class MpsMember:
+    """A whole GPU that an MPS daemon serves beside its first one."""
+
+    device: str
+    gpu_uuid: str
+    default_memory_limit_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MpsDaemonSpec:
-    """The control daemon of one GPU or MIG device.
+    """The control daemon of one GPU or MIG device, or of several whole GPUs.
 
     `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole GPU).
     `multi_user` needs Volta or newer. The default limits hold for clients that have no tighter limit; None leaves the
     default of MPS: all threads, all memory.
+
+    A daemon of several GPUs has the name of the GPU with the lowest UUID, and `others` are the rest in the order of
+    their UUIDs. Its clients number the GPUs in this order. An MPS host of an older release refuses `others`.
     """
 
     device: str
@@ -27,6 +39,27 @@ class MpsDaemonSpec:
     multi_user: bool = True
     default_active_thread_percentage: int | None = None
     default_memory_limit_mib: int | None = None
+    others: tuple[MpsMember, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of all devices that the daemon serves, as its clients number them."""
+        return (self.device, *(other.device for other in self.others))
+
+    @property
+    def gpu_uuids(self) -> tuple[str, ...]:
+        """The GPUs of `devices`."""
+        return (self.gpu_uuid, *(other.gpu_uuid for other in self.others))
+
+    @property
+    def visible(self) -> str:
+        """What the daemon sees, as CUDA_VISIBLE_DEVICES has it."""
+        return ",".join((self.uuid, *(other.gpu_uuid for other in self.others)))
+
+    @property
+    def default_memory_limits_mib(self) -> tuple[int | None, ...]:
+        """The default limit of each of `devices`."""
+        return (self.default_memory_limit_mib, *(other.default_memory_limit_mib for other in self.others))
 
     def differences(self, other: MpsDaemonSpec) -> tuple[str, ...]:
         """The differences, as `name: mine, not theirs`; empty if both are equal."""
@@ -65,4 +98,6 @@ class MpsDirectories:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(item.device for item in value) or "none"
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -24,12 +24,14 @@ class TimeSliced:
 class MpsShared:
     """Through the device's MPS daemon, with the limits of this claim; None means no limit.
 
-    Limits hold for each process of the claim's containers: that is how MPS counts.
+    Limits hold for each process of the claim's containers: that is how MPS counts. `memory_limits_mib` are those of all
+    devices of the daemon in its order, where it serves several GPUs; else it is empty.
     """
 
     spec: MpsDaemonSpec
     memory_limit_mib: int | None = None
     active_thread_percentage: int | None = None
+    memory_limits_mib: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import time
 
 import structlog
 
-from dra_driver.errors import RetryableError
+from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps import protocol
 from dra_driver.mps.connection import peer_uid, read_line, short_path
@@ -42,7 +42,16 @@ class MpsClient:
 
         Raises: PermanentError if it cannot be as asked, RetryableError if it was not ready in time or there is no host.
         """
-        statuses = self._ask(protocol.Ensure(spec, timeout_s), timeout_s)
+        try:
+            statuses = self._ask(protocol.Ensure(spec, timeout_s), timeout_s)
+        except PermanentError as error:
+            if spec.others and "'others'" in str(error):
+                raise PermanentError(
+                    "the MPS host is older than the driver and has no daemon for several GPUs "
+                    f"({', '.join(spec.devices)}); delete its pod once no MPS claims run on the node, or ask for one "
+                    "GPU a request"
+                ) from error
+            raise
         if len(statuses) != 1:
             raise protocol.ProtocolError(
                 f"the MPS host answered with {len(statuses)} statuses instead of one"

@@ -1,4 +1,24 @@
-"""One control daemon: brought up, kept up, taken down. Every step may be repeated from any point."""
+"""One control daemon: brought up, kept up, taken down. Every step may be repeated from any point.
+
+| Step of a start | A crash after it leaves | The next host, or the next `ensure` | A stop |
+|---|---|---|---|
+| record `running` | a record | goes on | removes it |
+| directories, tmpfs | the same, and they | goes on | removes them too |
+| modes of all GPUs read and in the record | the same | goes on, and keeps what is in the record | the same |
+| each GPU exclusive | some GPUs exclusive | makes the others exclusive | puts each back that is exclusive |
+| daemon started | a daemon that no record names | finds it by its pipe directory | ends it |
+| process in the record, limits set | everything | finds it ready | ends it |
+
+| Step of a stop | A crash after it leaves | The next host |
+|---|---|---|
+| record `stopped` | everything runs | goes on |
+| processes ended | directories, modes | goes on |
+| each GPU as before, one after the other | some GPUs exclusive | puts the others back |
+| directories of the other GPUs, then its own, removed | the record | removes it |
+
+A daemon of several GPUs makes an empty directory for each GPU but the first. While the record is lost, that is what
+says that the compute mode of such a GPU is still to be put back.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +86,7 @@ class Daemon:
         self._gone = False
         self._unanswered = 0
         self._look_at_gpu_at = 0.0
-        self._has_mode = record.spec.kind == "gpu"
+        self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
         self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=time.time())
 
     @property
@@ -216,6 +236,8 @@ class Daemon:
     def _make_directories(self) -> None:
         parts, paths = self._parts, self._directories
         modes = {Path(paths.pipe).parent: 0o711, Path(paths.pipe): 0o755, Path(paths.log): 0o755}
+        # Where the record is lost, the directory of each other device says that its compute mode is to be put back.
+        modes |= {parts.layout.directory(other.device): 0o711 for other in self._record.spec.others}
         shm = Path(paths.shm)
         try:
             for path, mode in modes.items():
@@ -233,28 +255,33 @@ class Daemon:
             parts.labels.label(shared)
 
     def _take_gpu(self, *, again: bool = False) -> None:
-        """Exclusive to MPS; what it was before is on disk before it changes.
+        """Each GPU is exclusive to MPS; what they were before is on disk before the first one changes.
 
         `again` is for a daemon that runs: a reset of the GPU or a reload of the driver makes the mode the default
         one, any other mode is somebody's wish.
         """
-        spec, mode = self._record.spec, self._parts.compute_mode
-        if not self._has_mode:
-            return
-        before = mode.get(spec.gpu_uuid)
-        self._look_at_gpu_at = time.monotonic() + self._parts.timings.exclusive
-        if before is None or before == EXCLUSIVE_PROCESS or (again and before != DEFAULT):
-            return
-        if self._record.compute_mode_before is None:
-            self._write(replace(self._record, compute_mode_before=before))
-        try:
-            mode.set(spec.gpu_uuid, EXCLUSIVE_PROCESS)
-        except NotSupportedError as error:
-            self._has_mode = False
-            _log.warning("compute_mode_not_supported", device=spec.device, error=str(error))
-            return
-        if again:
-            _log.warning("compute_mode_set_again", device=spec.device, before=before)
+        parts, spec = self._parts, self._record.spec
+        self._look_at_gpu_at = time.monotonic() + parts.timings.exclusive
+        found = {
+            uuid: parts.compute_mode.get(uuid) for uuid in spec.gpu_uuids if uuid not in self._without_mode
+        }
+        wrong = {
+            uuid: mode
+            for uuid, mode in found.items()
+            if mode is not None and mode != EXCLUSIVE_PROCESS and not (again and mode != DEFAULT)
+        }
+        known = self._record.modes_before
+        if not known.keys() >= wrong.keys():
+            self._write(self._record.with_modes_before({**wrong, **known}))
+        for uuid, before in wrong.items():
+            try:
+                parts.compute_mode.set(uuid, EXCLUSIVE_PROCESS)
+            except NotSupportedError as error:
+                self._without_mode.add(uuid)
+                _log.warning("compute_mode_not_supported", device=spec.device, error=str(error))
+                continue
+            if again:
+                _log.warning("compute_mode_set_again", device=spec.device, before=before)
 
     def _keep_gpu(self) -> None:
         """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
@@ -288,7 +315,8 @@ class Daemon:
             _log.warning("mps_record_not_written", device=spec.device, error=str(error))
         self._end_all()
         self._give_gpu_back()
-        remove_directory(self._parts, spec.device)
+        for device in reversed(spec.devices):
+            remove_directory(self._parts, device)
         self._parts.records.remove(spec.device)
         self._gone = True
         self._show("stopped")
@@ -301,12 +329,10 @@ class Daemon:
         self._parts.control.end_users(self._directories, self._parts.timings.patience)
 
     def _give_gpu_back(self) -> None:
-        before, spec = self._record.compute_mode_before, self._record.spec
-        if before is None:
-            return
         mode = self._parts.compute_mode
-        if mode.get(spec.gpu_uuid) == EXCLUSIVE_PROCESS:
-            mode.set(spec.gpu_uuid, before)
+        for uuid, before in self._record.modes_before.items():
+            if mode.get(uuid) == EXCLUSIVE_PROCESS:
+                mode.set(uuid, before)
 
     # --- state ---------------------------------------------------------------------------------
 

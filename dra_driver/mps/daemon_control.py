@@ -43,7 +43,7 @@ class ControlProgram:
         """Start a daemon in the foreground of a session of its own. Raises: RetryableError."""
         programs = self._find()
         arguments = [programs.path(CONTROL_PROGRAM), "-f", *(["-M"] if self._multi_user(spec) else [])]
-        environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.uuid}
+        environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.visible}
         try:
             return spawn(arguments, environment, Path(directories.log, OUTPUT))
         except OSError as error:

@@ -11,9 +11,6 @@ _UUIDS = {"gpu": re.compile(r"GPU-[0-9A-Fa-f-]{1,64}"), "mig": re.compile(r"MIG-
 _SIZE = re.compile(r"(?<!\d)(\d{1,18})(?!\d)\s*([KMGT]?)(?:i?B)?")
 _MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
 
-ORDINAL = "0"
-"""The device of a daemon, as the daemon numbers it: it sees one only, and every driver understands a number."""
-
 
 def check_spec(spec: MpsDaemonSpec) -> None:
     """Raises: PermanentError that names every value that cannot be."""
@@ -24,11 +21,23 @@ def check_spec(spec: MpsDaemonSpec) -> None:
         faults.append(f"{spec.gpu_uuid!r} is not the UUID of a GPU")
     if spec.kind == "gpu" and spec.uuid != spec.gpu_uuid:
         faults.append("a whole GPU has two UUIDs")
-    percentage, memory = spec.default_active_thread_percentage, spec.default_memory_limit_mib
+    if spec.others and spec.kind != "gpu":
+        faults.append("a daemon of a MIG device serves that alone")
+    faults += [
+        f"{other.gpu_uuid!r} is not the UUID of a GPU"
+        for other in spec.others
+        if not _UUIDS["gpu"].fullmatch(other.gpu_uuid)
+    ]
+    if len(set(spec.gpu_uuids)) < len(spec.gpu_uuids) or len(set(spec.devices)) < len(spec.devices):
+        faults.append("it has a device twice")
+    percentage = spec.default_active_thread_percentage
     if percentage is not None and not 1 <= percentage <= 100:
         faults.append(f"the active thread percentage is {percentage}; it must be from 1 to 100")
-    if memory is not None and memory < 1:
-        faults.append(f"the memory limit is {memory} MiB; it must be at least 1")
+    faults += [
+        f"the memory limit is {memory} MiB; it must be at least 1"
+        for memory in spec.default_memory_limits_mib
+        if memory is not None and memory < 1
+    ]
     if faults:
         raise PermanentError(f"no MPS daemon can be started for {spec.device}: {'; '.join(faults)}")
 
@@ -40,14 +49,17 @@ def check_gpu_uuid(uuid: str) -> None:
 
 
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
-    """(setter, getter, the answer that the getter must give) for each default limit of the spec."""
+    """(setter, getter, the answer that the getter must give) for each default limit of the spec. Devices go by the
+    number that they have in the daemon: every driver understands that."""
     commands = []
-    percentage, memory = spec.default_active_thread_percentage, spec.default_memory_limit_mib
+    percentage = spec.default_active_thread_percentage
     if percentage is not None:
         name = "default_active_thread_percentage"
         commands.append((f"set_{name} {percentage}", f"get_{name}", f"{percentage} %"))
-    if memory is not None:
-        name = f"default_device_pinned_mem_limit {ORDINAL}"
+    for ordinal, memory in enumerate(spec.default_memory_limits_mib):
+        if memory is None:
+            continue
+        name = f"default_device_pinned_mem_limit {ordinal}"
         commands.append((f"set_{name} {memory}M", f"get_{name}", f"{memory} MiB"))
     return tuple(commands)
 

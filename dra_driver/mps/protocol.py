@@ -5,8 +5,9 @@
     reply    {"v": 1, "statuses": [{…}]}  or  {"v": 1, "error": {"kind": "…", "text": "…"}}
 
 Decoding is strict: a key too much, a key too few or a value of another type is an error; only the last two keys of
-`stop` may be left out. What is new needs a new version; the host is updated rarely, so a client must be able to tell
-that it speaks to an older one.
+`stop` may be left out, and `others` of a spec, which only a daemon of several GPUs has: an older host refuses that one.
+What is new needs a new version; the host is updated rarely, so a client must be able to tell that it speaks to an older
+one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError
-from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsKind
+from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsKind, MpsMember
 
 VERSION = 1
 LARGEST_MESSAGE = 256 * 1024
@@ -74,7 +75,7 @@ def encode_request(request: Request) -> bytes:
         case Status():
             body = {"verb": "status"}
         case Ensure(spec, timeout_s):
-            body = {"verb": "ensure", "spec": asdict(spec), "timeout_s": timeout_s}
+            body = {"verb": "ensure", "spec": encode_spec(spec), "timeout_s": timeout_s}
         case Stop(device, timeout_s, gpu_uuid, kind):
             optional = {"gpu_uuid": gpu_uuid, "kind": kind}
             body = {"verb": "stop", "device": device, "timeout_s": timeout_s}
@@ -105,7 +106,8 @@ def decode_request(line: bytes) -> Request:
 
 def encode_reply(statuses: tuple[MpsDaemonStatus, ...]) -> bytes:
     """The line of a good answer."""
-    return _line({"v": VERSION, "statuses": [asdict(status) for status in statuses]})
+    entries = [asdict(status) | {"spec": encode_spec(status.spec)} for status in statuses]
+    return _line({"v": VERSION, "statuses": entries})
 
 
 def encode_error(error: DraDriverError) -> bytes:
@@ -128,6 +130,16 @@ def decode_reply(line: bytes) -> tuple[MpsDaemonStatus, ...]:
     return statuses
 
 
+def encode_spec(spec: MpsDaemonSpec) -> JsonObject:
+    """A spec as a JSON object."""
+    entry = asdict(spec)
+    if spec.others:
+        entry["others"] = list(entry["others"])
+    else:
+        del entry["others"]
+    return entry
+
+
 def decode_spec(body: Any) -> MpsDaemonSpec:
     """Raises: ProtocolError."""
     body = dict(_object(body, "spec"))
@@ -140,9 +152,21 @@ def decode_spec(body: Any) -> MpsDaemonSpec:
         multi_user=_take(body, "multi_user", bool),
         default_active_thread_percentage=_take(body, "default_active_thread_percentage", int, None),
         default_memory_limit_mib=_take(body, "default_memory_limit_mib", int, None),
+        others=tuple(map(_decode_member, _take(body, "others", list) if "others" in body else [])),
     )
     _nothing_left(body, "a spec")
     return spec
+
+
+def _decode_member(body: Any) -> MpsMember:
+    body = dict(_object(body, "a member of others"))
+    member = MpsMember(
+        _take(body, "device", str),
+        _take(body, "gpu_uuid", str),
+        _take(body, "default_memory_limit_mib", int, None),
+    )
+    _nothing_left(body, "a member of others")
+    return member
 
 
 def decode_status(body: Any) -> MpsDaemonStatus:

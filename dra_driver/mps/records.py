@@ -25,7 +25,7 @@ from dra_driver.model.json_fields import unknown_fields, with_unknown_fields
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import SUFFIX, MpsLayout
-from dra_driver.mps.protocol import decode_spec
+from dra_driver.mps.protocol import decode_spec, encode_spec
 
 FORMAT = 1
 _SPEC_FIELDS = frozenset(entry.name for entry in fields(MpsDaemonSpec))
@@ -37,8 +37,9 @@ Wanted = Literal["running", "stopped"]
 class DaemonRecord:
     """`wanted` is where the daemon is on its way to; `process` is the last one that was started, in boot `boot_id`.
 
-    `compute_mode_before` is set if this daemon's start changes the GPU's compute mode: what to put back. `extra` keeps
-    the fields that a newer release wrote, at whatever level.
+    `compute_mode_before` is set if this daemon's start changes the GPU's compute mode: what to put back.
+    `other_modes_before` has the same for the other GPUs of the daemon, by UUID. `extra` keeps the fields that a newer
+    release wrote, at whatever level.
     """
 
     spec: MpsDaemonSpec
@@ -46,7 +47,19 @@ class DaemonRecord:
     boot_id: str
     process: ProcessId | None = None
     compute_mode_before: int | None = None
+    other_modes_before: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def modes_before(self) -> Mapping[str, int]:
+        """What to put back, by the UUID of the GPU."""
+        first = {} if self.compute_mode_before is None else {self.spec.gpu_uuid: self.compute_mode_before}
+        return {**first, **self.other_modes_before}
+
+    def with_modes_before(self, modes: Mapping[str, int]) -> DaemonRecord:
+        """The same with what to put back, by the UUID of the GPU."""
+        others = {uuid: mode for uuid, mode in modes.items() if uuid != self.spec.gpu_uuid}
+        return replace(self, compute_mode_before=modes.get(self.spec.gpu_uuid), other_modes_before=others)
 
 
 class DaemonRecords:
@@ -132,8 +145,10 @@ def _encode(record: DaemonRecord) -> bytes:
 
 
 def _encode_known(record: DaemonRecord) -> dict[str, Any]:
-    known = asdict(record)
+    known = asdict(record) | {"spec": encode_spec(record.spec)}
     del known["extra"]
+    if not record.other_modes_before:
+        del known["other_modes_before"]
     return {"format": FORMAT, **known}
 
 
@@ -149,5 +164,8 @@ def _decode_known(body: JsonObject) -> DaemonRecord:
         raise StateError("it has values that this version does not know")
     identity = None if process is None else ProcessId(int(process["pid"]), int(process["start_time"]))
     spec = decode_spec({key: value for key, value in body["spec"].items() if key in _SPEC_FIELDS})
-    record = DaemonRecord(spec, wanted, str(body["boot_id"]), identity, before)
+    others = body.get("other_modes_before", {})
+    if not isinstance(others, dict) or not all(isinstance(mode, int) for mode in others.values()):
+        raise StateError("it has values that this version does not know")
+    record = DaemonRecord(spec, wanted, str(body["boot_id"]), identity, before, others)
     return replace(record, extra=unknown_fields(body, _encode_known(record)))

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
-from dra_driver.errors import FatalError, StateError
+from dra_driver.errors import FatalError, RetryableError, StateError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import DEFAULT, ComputeMode
@@ -111,7 +111,8 @@ class Supervisor:
         """The status of the device's daemon once it is ready (or found in FAULT).
 
         Raises: PermanentError for a spec that cannot be or that differs from the running one, RetryableError if
-        the daemon cannot be made ready in time; what a failed first start made is taken back.
+        the daemon cannot be made ready in time, or another daemon has one of its GPUs; what a failed first start made
+        is taken back.
         """
         check_spec(spec)
         deadline = time.monotonic() + timeout_s
@@ -133,9 +134,12 @@ class Supervisor:
         """
         with self._guard:
             daemon = self._daemons.get(device)
+            is_served = any(device in other.status.spec.devices[1:] for other in self._living())
         if daemon is not None:
             daemon.stop(timeout_s)
             self._forget(daemon)
+        elif is_served:
+            return  # by the daemon of several GPUs, which has another name
         elif has_traces(self._layout, self._parts.records, device):
             self._stop_unrecorded(device, gpu_uuid if kind == "gpu" else None, timeout_s)
 
@@ -164,11 +168,31 @@ class Supervisor:
         with self._guard:
             daemon = self._daemons.get(spec.device)
             if daemon is None:
+                self._refuse_overlap(spec)
                 record = DaemonRecord(spec, "running", self._parts.boot_id)
-                if spec.kind == "gpu" and has_traces(self._layout, self._parts.records, spec.device):
-                    record = replace(record, compute_mode_before=DEFAULT)
+                if spec.kind == "gpu":
+                    pairs = zip(spec.devices, spec.gpu_uuids, strict=True)
+                    records = self._parts.records
+                    record = record.with_modes_before(
+                        {uuid: DEFAULT for name, uuid in pairs if has_traces(self._layout, records, name)}
+                    )
                 daemon = self._daemons[spec.device] = Daemon(record, self._parts, recovered=False)
             return daemon
+
+    def _living(self) -> list[Daemon]:
+        return [daemon for daemon in self._daemons.values() if not daemon.gone]
+
+    def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
+        """Two daemons on one GPU would put its compute mode back under each other. The caller holds the guard."""
+        if spec.kind == "mig":
+            return
+        for other in (daemon.status.spec for daemon in self._living()):
+            common = set(spec.gpu_uuids) & set(other.gpu_uuids)
+            if common and other.kind == "gpu":
+                raise RetryableError(
+                    f"GPU {min(common)} has the MPS daemon of {', '.join(other.devices)}, which has to stop before "
+                    f"{', '.join(spec.devices)} can have one; it stops when the claims that use it are gone"
+                )
 
     def _forget(self, daemon: Daemon) -> None:
         with self._guard:

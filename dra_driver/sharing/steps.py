@@ -101,7 +101,8 @@ class TimeSliceSteps:
 
 
 class MpsSteps:
-    """Does and undoes `RunMps`: one daemon a device, for all claims that share it."""
+    """Does and undoes `RunMps`: one daemon a device, or for several GPUs of one request, for all claims that
+    share them."""
 
     def __init__(
         self,
@@ -133,7 +134,10 @@ class MpsSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
         assert isinstance(step, RunMps)  # noqa: S101
-        self._stop_if_unused(step.spec.device, record.ref.uid, step.spec)
+        spec = step.spec
+        # With the first device the daemon of all of them stops. The others only matter if the MPS host lost its record.
+        for device, gpu_uuid in zip(spec.devices, spec.gpu_uuids, strict=True):
+            self._stop_if_unused(device, record.ref.uid, gpu_uuid, spec.kind)
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
         """The spec with the UUID that the device has now, where each making gives it another one."""
@@ -154,15 +158,17 @@ class MpsSteps:
         for device in self._lost_users().get(claim_uid, ()):
             self._stop_if_unused(device, claim_uid)
 
-    def _stop_if_unused(self, device: str, claim_uid: str, spec: MpsDaemonSpec | None = None) -> None:
+    def _stop_if_unused(
+        self, device: str, claim_uid: str, gpu_uuid: str | None = None, kind: MpsKind | None = None
+    ) -> None:
         for other in _steps_of_others(self._records, claim_uid, self._boot_id):
-            if isinstance(other, RunMps) and other.spec.device == device:
+            if isinstance(other, RunMps) and device in other.spec.devices:
                 return
         if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):
             return
         self._host.stop(
             device,
             seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S),
-            gpu_uuid=None if spec is None else spec.gpu_uuid,
-            kind=None if spec is None else spec.kind,
+            gpu_uuid=gpu_uuid,
+            kind=kind,
         )

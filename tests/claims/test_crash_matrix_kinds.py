@@ -105,6 +105,7 @@ EFFECTS_OF_PREPARE = {
     "admin access": [],
     "time-slicing": ["set_time_slice"],
     "MPS settings": ["ensure"],
+    "MPS over several GPUs": ["ensure"],
     "share": ["ensure"],
     "share beside another": ["ensure"],
     "MIG on demand": ["set_mode", "create", "create_compute"],
@@ -115,6 +116,7 @@ EFFECTS_OF_PREPARE = {
 }
 EFFECTS_OF_UNPREPARE = EFFECTS_OF_PREPARE | {
     "MPS settings": ["stop"],
+    "MPS over several GPUs": ["stop", "stop"],
     "share": ["stop"],
     "share beside another": [],
     "MIG on demand": ["destroy_compute", "destroy", "set_mode"],

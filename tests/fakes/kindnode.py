@@ -190,8 +190,8 @@ class RecordedMpsHost:
             process = ProcessId(4242, 99)
             fresh = DaemonRecord(spec, "running", self._boot_id, process, before)
             self._records.write(fresh if known is None else replace(fresh, extra=known.extra))
-        if spec.kind == "gpu":
-            self._site.machine.set_compute_mode(spec.gpu_uuid, EXCLUSIVE_PROCESS)
+        for gpu_uuid in spec.gpu_uuids if spec.kind == "gpu" else ():
+            self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
 
     def stop(
@@ -199,7 +199,8 @@ class RecordedMpsHost:
     ) -> None:
         known = self.daemons().get(device)
         if known is not None and known.spec.kind == "gpu":
-            self._site.machine.set_compute_mode(known.spec.gpu_uuid, known.compute_mode_before or DEFAULT)
+            for uuid in known.spec.gpu_uuids:
+                self._site.machine.set_compute_mode(uuid, known.compute_mode_before or DEFAULT)
         self._records.remove(device)
 
 
@@ -484,6 +485,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "time-slicing": Kind(lambda site: claim(site.whole(2), configs=(parameters(**TIME_SLICING),))),
     "MPS settings": Kind(lambda site: claim(site.whole(3), configs=(parameters(**MPS),))),
+    "MPS over several GPUs": Kind(
+        lambda site: claim(site.whole(3), site.whole(6), configs=(parameters(**MPS),))
+    ),
     "share": Kind(lambda site: claim(share(site, 0))),
     "share beside another": Kind(
         lambda site: claim(share(site, 0)), lambda site: (claim(share(site, 1), uid="uid-beside"),)

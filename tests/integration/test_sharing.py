@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,6 +201,130 @@ def test_containers_are_right_when_each_uses_one_request_of_a_mix(shared: Callab
     )
     assert (event["type"], event["involvedObject"]["name"]) == ("Normal", "mix")
     assert f"shared ({names[0]}), and plain without MPS" in event["message"]
+
+
+def client(node: Node, edit: Json, device: str) -> list[str]:
+    """What a CUDA process of a container with these edits gets; `device` is the daemon's."""
+    pipe = node.plugin_dir / "mps" / device / "pipe"
+    assert next(
+        one["hostPath"] for one in edit["mounts"] if one["containerPath"] == "/tmp/nvidia-mps"
+    ) == str(pipe)
+    done = subprocess.run(
+        [node.machine.host_root / "usr/bin/mps-client"],
+        env={**os.environ, **environment(edit), "CUDA_MPS_PIPE_DIRECTORY": str(pipe)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.splitlines()
+
+
+def modes(node: Node, count: int) -> list[int]:
+    return [node.machine.compute_mode(node.machine.gpu(index).uuid) for index in range(count)]
+
+
+def by_uuid(node: Node, count: int) -> list[tuple[str, str]]:
+    """(UUID, device name) of the first GPUs, in the order of a daemon."""
+    rows = [(one["attributes"]["uuid"]["string"], one["name"]) for one in node.devices()[:count]]
+    return sorted(rows)
+
+
+def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> None:
+    """As NVIDIA's driver does it: containers see all of them through it, each with its own limit."""
+    node = shared()
+    before = snapshot(node)
+    rows = by_uuid(node, 3)
+    names = [name for _, name in rows]
+    limits = {
+        "defaultPinnedDeviceMemoryLimit": "4Gi",
+        "defaultPerDevicePinnedMemoryLimit": {rows[2][0]: "2Gi"},
+    }
+    config = parameters(strategy="MPS", mpsConfig={"defaultActiveThreadPercentage": 25, **limits})
+    ref = node.allocated_by_hand("mps", *reversed(names), config=config)
+    outcome = ready(node, ref)
+    assert modes(node, 4) == [3, 3, 3, 0]
+    assert [len(list(node.plugin_dir.glob(f"mps/{name}/pipe/*.pid"))) for name in names] == [1, 0, 0]
+    for edit in edits(node, ref):
+        assert environment(edit) == {
+            "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M,1=4096M,2=2048M",
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        }
+        assert client(node, edit, names[0]) == [
+            "mps=connected",
+            f"device={','.join(uuid for uuid, _ in rows)}",
+            "active_thread_percentage=25",
+            "pinned_device_mem_limit_mib=4096,4096,2048",
+        ]
+    assert node.driver is not None
+    [pid] = (node.plugin_dir / "mps" / names[0] / "pipe").glob("*.pid")
+    daemon = pid.read_text()
+    node.driver.stop()
+    node.start_driver(mps_host="child")
+    assert ready(node, ref) == outcome
+    assert pid.read_text() == daemon
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert snapshot(node) == before
+
+
+def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) -> None:
+    rule = SharingRule("memory", enforce="mps")
+    node = shared(rule)
+    before = snapshot(node)
+    names = [name for _, name in by_uuid(node, 2)]
+
+    def both(number: int, *devices: str) -> ClaimRef:
+        results = [
+            {
+                "request": "gpu", "driver": "gpu.nvidia.com", "pool": NODE, "device": name,
+                "shareID": f"{number}{place}111111-1111-1111-1111-111111111111",
+                "consumedCapacity": {"memory": f"{number + place}Gi"},
+            }
+            for place, name in enumerate(devices)
+        ]  # fmt: skip
+        return node.claim(f"claim-{number}", status={"allocation": {"devices": {"results": results}}})
+
+    first, second, alone = both(1, *names), both(3, *names), both(5, names[1])
+    for ref in (first, second):
+        ready(node, ref)
+    limits = [client(node, edits(node, ref)[0], names[0])[-1] for ref in (first, second)]
+    assert limits == [
+        "pinned_device_mem_limit_mib=1024,2048",
+        "pinned_device_mem_limit_mib=3072,4096",
+    ]
+    assert "one MPS daemon serves both, but device" in error(node, alone)
+    assert node.unprepare(first) == {first.uid: None}
+    assert modes(node, 2) == [3, 3], "the other claim uses it"
+    assert client(node, edits(node, second)[0], names[0])[0] == "mps=connected"
+    assert node.unprepare(second) == {second.uid: None}
+    assert modes(node, 2) == [0, 0]
+    ready(node, alone)
+    assert node.unprepare(alone) == {alone.uid: None}
+    assert snapshot(node) == before
+
+
+def test_daemon_of_several_gpus_ends_when_the_record_of_its_claim_was_lost(
+    shared: Callable[..., Node],
+) -> None:
+    """The claim's CDI spec tells of its devices, and the record of the daemon tells the rest."""
+    node = shared()
+    before = snapshot(node)
+    names = [name for _, name in by_uuid(node, 2)]
+    ref = node.allocated_by_hand("mps", *names, config=MPS)
+    ready(node, ref)
+    assert node.driver is not None
+    node.driver.stop()
+    [record] = (node.plugin_dir / "claims").glob("[!.]*.json")
+    record.write_text("{")
+    node.start_driver(mps_host="child")
+    for number, name in enumerate(names):
+        assert "is held by claim" in error(node, node.allocated_by_hand(f"next-{number}", name))
+    assert node.unprepare(ref) == {ref.uid: None}
+    now = snapshot(node)
+    assert [key for key in now if key.startswith("process")] == []
+    assert {key: now[key] for key in before if key.startswith("gpu ")} == {
+        key: value for key, value in before.items() if key.startswith("gpu ")
+    }
 
 
 @pytest.mark.parametrize(
@@ -578,12 +704,14 @@ def test_mps_claim_is_refused_and_ends_where_no_host_was_installed(make_node: Ca
 
 
 @pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
 def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
-    shared: Callable[..., Node], lost: bool
+    shared: Callable[..., Node], lost: bool, count: int
 ) -> None:
     node = shared()
     before = snapshot(node)
-    ref = node.allocated_by_hand("mps", node.devices()[0]["name"], config=MPS)
+    names = [device["name"] for device in node.devices()[:count]]
+    ref = node.allocated_by_hand("mps", *names, config=MPS)
     ready(node, ref)
     node.driver.stop()  # and the host with it, whose daemons run on
     if lost:
@@ -592,6 +720,10 @@ def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
     assert node.unprepare(ref) == {ref.uid: None}
     assert node.records() == []
     assert [key for key in snapshot(node) if key.startswith("process")] != [], "nobody could stop it"
+    for number, name in enumerate(names):
+        next_one = node.allocated_by_hand(f"next-{number}", name)
+        assert "the end of the MPS daemon of device" in error(node, next_one)
+        assert node.unprepare(next_one) == {next_one.uid: None}
     node.driver.stop()
     node.start_driver(mps_host="child")
     eventually(lambda: _settled(node) == before)

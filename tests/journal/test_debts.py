@@ -105,7 +105,7 @@ class Bench:
     def end(self, ended: ClaimRecord, wait_s: float = 5.0) -> None:
         """As Unprepare does."""
         self.records.save(ended)
-        self.executor.take_back(ended, lambda gpu: self.locks.hold({gpu}, wait_s))
+        self.executor.take_back(ended, lambda gpus: self.locks.hold(gpus, wait_s))
 
     def restarted(self, boot_id: str = BOOT) -> Bench:
         return Bench(self.directory, boot_id)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError
-from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.mps import protocol
-from dra_driver.mps.protocol import Ensure, Ping, ProtocolError, Status, Stop
+from dra_driver.mps.protocol import Ensure, Ping, ProtocolError, Status, Stop, encode_spec
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", default_memory_limit_mib=64)
 
@@ -22,6 +22,7 @@ specs = st.builds(
     MpsDaemonSpec,
     texts, texts, st.sampled_from(["gpu", "mig"]), texts, st.booleans(),
     st.none() | st.integers(), st.none() | st.integers(),
+    st.lists(st.builds(MpsMember, texts, texts, st.none() | st.integers()), max_size=2).map(tuple),
 )  # fmt: skip
 statuses = st.builds(
     MpsDaemonStatus,
@@ -85,15 +86,18 @@ def test_a_changed_request_is_decoded_or_refused(request, path, value):
         ({"timeout_s": 0}, "timeout_s must be above 0"),
         ({"timeout_s": True}, "timeout_s must be float or int, not bool"),
         ({"timeout_s": 10**400}, "timeout_s must be above 0 and at most 600"),
-        ({"spec": {**asdict(SPEC), "kind": "tpu"}}, "spec.kind is 'tpu'"),
-        ({"spec": {**asdict(SPEC), "multi_user": 1}}, "multi_user must be bool, not int"),
-        ({"spec": {**asdict(SPEC), "default_memory_limit_mib": 1.5}}, "must be int or null, not float"),
+        ({"spec": {**encode_spec(SPEC), "kind": "tpu"}}, "spec.kind is 'tpu'"),
+        ({"spec": {**encode_spec(SPEC), "multi_user": 1}}, "multi_user must be bool, not int"),
+        ({"spec": {**encode_spec(SPEC), "default_memory_limit_mib": 1.5}}, "must be int or null, not float"),
         ({"spec": {}}, "kind is missing"),
         ({"spec": None}, "spec must be dict"),
+        ({"spec": {**encode_spec(SPEC), "others": None}}, "others must be list, not NoneType"),
+        ({"spec": {**encode_spec(SPEC), "others": [1]}}, "a member of others must be a JSON object"),
+        ({"spec": {**encode_spec(SPEC), "others": [{}]}}, "device is missing"),
     ],
 )
 def test_the_fault_is_named(changes, text):
-    body = {"v": 1, "verb": "ensure", "spec": asdict(SPEC), "timeout_s": 5, **changes}
+    body = {"v": 1, "verb": "ensure", "spec": encode_spec(SPEC), "timeout_s": 5, **changes}
     with pytest.raises(ProtocolError, match=text):
         protocol.decode_request(json.dumps(body).encode())
 
@@ -112,6 +116,14 @@ def test_what_a_stop_may_leave_out_is_checked_where_it_stands(changes, text):
     assert protocol.decode_request(json.dumps(body).encode()) == Stop("gpu-1", 5.0)
     with pytest.raises(ProtocolError, match=text):
         protocol.decode_request(json.dumps({**body, **changes}).encode())
+
+
+def test_a_host_of_an_older_release_can_read_what_serves_one_device():
+    body = json.loads(protocol.encode_request(Ensure(SPEC, 5)))
+    assert sorted(body["spec"]) == [
+        "default_active_thread_percentage", "default_memory_limit_mib", "device", "gpu_uuid", "kind",
+        "multi_user", "uuid",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [RetryableError, PermanentError, NotSupportedError])

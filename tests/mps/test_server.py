@@ -8,13 +8,14 @@ import socket
 import stat
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.mps import protocol, server
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import MpsLayout
@@ -111,6 +112,17 @@ def test_errors_of_the_supervisor_arrive(served, supervisor):
     supervisor.error = RuntimeError("a bug")
     with pytest.raises(RetryableError, match=r"internal error of the MPS host.*a bug"):
         MpsClient(served).ensure(SPEC)
+
+
+def test_an_older_host_that_knows_no_daemon_of_several_gpus_is_named(served, supervisor):
+    supervisor.error = PermanentError("a spec has no 'others'")
+    several = replace(SPEC, others=(MpsMember("gpu-2", "GPU-2"),))
+    with pytest.raises(
+        PermanentError, match=r"older than the driver .* \(gpu-1, gpu-2\); delete its pod once"
+    ):
+        MpsClient(served).ensure(several, 5)
+    with pytest.raises(PermanentError, match=r"^a spec has no 'others'$"):
+        MpsClient(served).ensure(SPEC, 5)
 
 
 def test_several_requests_on_one_connection(served):

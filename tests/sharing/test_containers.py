@@ -48,13 +48,13 @@ def test_a_request_is_refused_when_only_one_of_its_shares_is_enforced() -> None:
         record(wanted, sharing=policy)
 
 
-@pytest.mark.parametrize("names", [(GPU_0, GPU_1), (GPU_1, GPU_0)])
-def test_a_request_for_several_devices_with_mps_is_refused(names: tuple[str, str]) -> None:
+def test_a_request_for_several_mig_devices_with_mps_is_refused() -> None:
     with pytest.raises(ClaimRefusedError) as refused:
-        record(claim(*names, configs=(mps(),)))
+        record(claim(MIG_1G, MIG_3G, configs=(mps(kind="MigDeviceConfig"),)))
     assert str(refused.value) == (
-        f"request gpu: {names[0]} and {names[1]} have an MPS daemon each, and a container reaches only one; make a "
-        "request with count 1 for each device and let each container name its own, or use the devices without MPS"
+        f"request gpu: {MIG_1G} and {MIG_3G} have an MPS daemon each, because CUDA joins no MIG devices, and a "
+        "container reaches only one; make a request with count 1 for each device and let each container name its own, "
+        "or use the devices without MPS"
     )
 
 
@@ -80,10 +80,11 @@ def test_two_requests_with_mps_are_told_what_containers_must_do() -> None:
     "wanted",
     [
         claim(GPU_0, configs=(mps(),)),
+        claim(GPU_0, GPU_1, configs=(mps(),)),
         claim(result(GPU_0, "one"), result(GPU_1, "two")),
         claim(result(GPU_0), result(GPU_1, "look", admin_access=True), configs=(mps("gpu"),)),
     ],
-    ids=["one request", "no MPS", "a look beside it"],
+    ids=["one request", "one request for several", "no MPS", "a look beside it"],
 )
 def test_nothing_is_said_when_containers_cannot_go_wrong(wanted: AllocatedClaim) -> None:
     assert advice_on_requests(record(wanted)) is None

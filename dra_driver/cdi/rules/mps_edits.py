@@ -19,11 +19,14 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
     """The device with the daemon's pipe and shared memory, and the claim's limits.
 
     The limits are in the environment, because they belong to the claim, and several claims may share the daemon. CUDA
-    can only tighten the daemon's own limits. The daemon sees one device, so the device's number is 0.
+    can only tighten the daemon's own limits. A device goes by its number in the daemon. Each device of a daemon of
+    several GPUs brings the limits of all: the runtime keeps one of the variables.
     """
     env = [f"CUDA_MPS_PIPE_DIRECTORY={PIPE_DIRECTORY}"]
-    if usage.memory_limit_mib is not None:
-        env.append(f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={usage.memory_limit_mib}M")
+    limits = usage.memory_limits_mib or (usage.memory_limit_mib,)
+    by_number = [f"{number}={limit}M" for number, limit in enumerate(limits) if limit is not None]
+    if by_number:
+        env.append(f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={','.join(by_number)}")
     if usage.active_thread_percentage is not None:
         env.append(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={usage.active_thread_percentage}")
     mounts = (

@@ -155,7 +155,9 @@ def _steps(devices: Sequence[PlannedDevice], metadata: Iterable[Step]) -> tuple[
         if isinstance(device.usage, TimeSliced) and device.usage.interval
     }
     daemons = {
-        device.offered.name: device.usage.spec for device in devices if isinstance(device.usage, MpsShared)
+        device.usage.spec.device: device.usage.spec
+        for device in devices
+        if isinstance(device.usage, MpsShared)
     }
     return (
         *sorted(whole, key=lambda step: step.gpu_uuid),

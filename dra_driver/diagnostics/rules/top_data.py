@@ -99,7 +99,11 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
         ),
         instances=tuple(_instances(inventory, found.state, on_demand)),
         health=tuple(reason.shown for reason in reasons),
-        mps=tuple(_daemon(status, found.now.timestamp()) for status in found.daemons),
+        mps=tuple(
+            _daemon(device, status, found.now.timestamp())
+            for status in found.daemons
+            for device in status.spec.devices
+        ),
         notes=tuple(dict.fromkeys([*found.problems, *debts, *found.claims.problems, *unread])),
     )
 
@@ -252,6 +256,6 @@ def _instances(
             )
 
 
-def _daemon(status: MpsDaemonStatus, now: float) -> SeenDaemon:
+def _daemon(device: str, status: MpsDaemonStatus, now: float) -> SeenDaemon:
     since_s = max(0.0, now - status.since)
-    return SeenDaemon(status.device, status.state, since_s, status.clients, status.pid, status.problem)
+    return SeenDaemon(device, status.state, since_s, status.clients, status.pid, status.problem)

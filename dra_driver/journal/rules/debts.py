@@ -95,7 +95,7 @@ def gpus_of(step: Step, record: ClaimRecord) -> frozenset[str]:
         case SetTimeSlice(gpu_uuid=uuid):
             return frozenset({uuid})
         case RunMps(spec=spec):
-            return frozenset({spec.gpu_uuid})
+            return frozenset(spec.gpu_uuids)
         case CreateMig(gpu_uuid=uuid):
             return frozenset({uuid})
         case _:
@@ -115,7 +115,7 @@ def what(step: Step) -> str:
         case SetTimeSlice(gpu_uuid=uuid):
             return f"the default time slice of GPU {uuid}"
         case RunMps(spec=spec):
-            return f"the end of the MPS daemon of device {spec.device}"
+            return f"the end of the MPS daemon of device {', '.join(spec.devices)}"
         case CreateMig(device=device):
             return f"the end of MIG device {device}"
         case UnknownStep(kind=kind):
@@ -142,7 +142,7 @@ def _thing(step: Step) -> tuple[str, str] | None:
         case SetTimeSlice(gpu_uuid=uuid):
             return ("time-slice", uuid)
         case RunMps(spec=spec):
-            return ("mps", spec.device)
+            return ("mps", ",".join(spec.devices))
         case CreateMig(device=device):
             return ("mig-device", device)
         case _:
@@ -158,7 +158,7 @@ def _withholds(step: Step, debt: Debt, device: OfferedDevice, boot_id: str) -> b
         case CreateMig(device=name):
             return device.name == name
         case RunMps(spec=spec):
-            return device.gpu.uuid == spec.gpu_uuid
+            return device.gpu.uuid in spec.gpu_uuids
         case UnknownStep():
             return device.gpu.uuid in debt.record.locked_gpus
         case _:

@@ -1,9 +1,10 @@
 """What a claim's containers can use together. No I/O.
 
 CUDA looks for GPUs in one place: a process that is a client of an MPS daemon sees the devices of that daemon and no
-others. A container gets all devices of each request that it names, or of the whole claim if it names none. So a mix
-within a request can never work. A mix of requests works as long as each container names its own, and only the pods say
-which they name: the driver cannot refuse it, because claims for several containers are made this way.
+others. A daemon has one device, or the whole GPUs of one request. A container gets all devices of each request that it
+names, or of the whole claim if it names none. So a mix within a request can never work. A mix of requests works as long
+as each container names its own, and only the pods say which they name: the driver cannot refuse it, because claims for
+several containers are made this way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceResult
-from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.inventory import OfferedDevice, WholeGpu
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing_mode import MpsShared, SharingMode
 
@@ -27,11 +28,12 @@ def refuse_mixed_requests(
             continue
         other, its_usage = first.setdefault(result.base_request, (device, usage))
         is_mps, is_other_mps = isinstance(usage, MpsShared), isinstance(its_usage, MpsShared)
-        if is_mps and is_other_mps and device.name != other.name:
+        is_whole = isinstance(device, WholeGpu) and isinstance(other, WholeGpu)
+        if is_mps and is_other_mps and device.name != other.name and not is_whole:
             raise ClaimRefusedError(
-                f"request {result.base_request}: {other.name} and {device.name} have an MPS daemon each, and a "
-                "container reaches only one; make a request with count 1 for each device and let each container name "
-                "its own, or use the devices without MPS"
+                f"request {result.base_request}: {other.name} and {device.name} have an MPS daemon each, because CUDA "
+                "joins no MIG devices, and a container reaches only one; make a request with count 1 for each device "
+                "and let each container name its own, or use the devices without MPS"
             )
         if is_mps != is_other_mps:
             shared, plain = (device, other) if is_mps else (other, device)
@@ -49,7 +51,10 @@ def advice_on_requests(record: ClaimRecord) -> str | None:
     for result in record.claim.results:
         one = held.get((result.device, result.share_id))
         if one is not None and not result.admin_access:
-            through[result.base_request] = result.device if isinstance(one.usage, MpsShared) else None
+            usage = one.usage
+            through[result.base_request] = (
+                ", ".join(usage.spec.devices) if isinstance(usage, MpsShared) else None
+            )
     with_mps = [f"{request} ({device})" for request, device in through.items() if device is not None]
     if not with_mps or len(through) == 1:
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dra_driver.api.config import MpsConfig, Sharing
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
 from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.sharing import SharingPolicy, SharingRule, kind_of
 from dra_driver.model.sharing_mode import (
     INTERVALS,
@@ -53,8 +53,47 @@ def sharing_modes_of(
         for one, (result, device) in zip(wanted, devices, strict=True)
     ]
     refuse_mixed_requests(devices, usages)
-    _refuse_rival_shares(devices, usages)
-    return _added_up(devices, usages)
+    modes = _grouped(devices, _added_up(devices, usages))
+    _refuse_rival_shares(devices, modes)
+    return modes
+
+
+def _grouped(
+    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
+) -> list[SharingMode]:
+    """Several GPUs of one request get one daemon: the containers of the request see all of them through it."""
+    members: dict[str, dict[str, MpsShared]] = {}
+    for (result, device), usage in zip(devices, usages, strict=True):
+        if isinstance(usage, MpsShared):
+            members.setdefault(result.request, {})[device.name] = usage
+    together = {
+        request: _together(sorted(found.values(), key=lambda usage: usage.spec.gpu_uuid))
+        for request, found in members.items()
+        if len(found) > 1
+    }
+    return [
+        replace(together[result.request], memory_limit_mib=usage.memory_limit_mib)
+        if isinstance(usage, MpsShared) and result.request in together
+        else usage
+        for (result, _), usage in zip(devices, usages, strict=True)
+    ]
+
+
+def _together(usages: Sequence[MpsShared]) -> MpsShared:
+    """The mode of each of several GPUs that one daemon serves, in its order. MPS knows one percentage for all."""
+    specs = [usage.spec for usage in usages]
+    spec = replace(
+        specs[0],
+        multi_user=all(one.multi_user for one in specs),
+        default_active_thread_percentage=_least_of(one.default_active_thread_percentage for one in specs),
+        others=tuple(MpsMember(one.device, one.gpu_uuid, one.default_memory_limit_mib) for one in specs[1:]),
+    )
+    percentage = _least_of(usage.active_thread_percentage for usage in usages)
+    return MpsShared(spec, None, percentage, tuple(usage.memory_limit_mib for usage in usages))
+
+
+def _least_of(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _added_up(

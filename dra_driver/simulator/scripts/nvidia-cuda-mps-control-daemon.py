@@ -96,20 +96,23 @@ class Daemon:
 
     # --- devices and servers ---
 
-    def device(self) -> dict[str, Any]:
-        """The facts of the visible device. MPS looks at it only when it starts a server, and CUDA finds no MIG device
-        whose capability nodes are missing."""
-        devices: list[dict[str, Any]] = self.facts["devices"]
-        for uuid in self.visible[:1]:
-            devices = [item for item in devices if item["uuid"] == uuid]
-            if not devices:
+    def devices(self) -> list[dict[str, Any]]:
+        """The facts of the visible devices in their order. MPS looks at them only when it starts a server, and CUDA
+        finds no MIG device whose capability nodes are missing, and never joins MIG devices."""
+        known = {item["uuid"]: item for item in self.facts["devices"]}
+        for uuid in self.visible:
+            if uuid not in known:
                 raise Refusal(f"CUDA_VISIBLE_DEVICES names {uuid}, which this machine does not have")
+        devices = [known[uuid] for uuid in self.visible or known]
         if not devices:
             raise Refusal("no CUDA-capable device is detected")
-        for node in devices[0]["nodes"]:
+        nodes = [node for item in devices for node in item["nodes"]]
+        if nodes and len(devices) > 1:
+            raise Refusal("no CUDA-capable device is detected: a server serves one MIG device")
+        for node in nodes:
             if not os.path.lexists(f"{self.root}/{node}"):
                 raise Refusal(f"no CUDA-capable device is detected: /{node} is missing")
-        return devices[0]
+        return devices
 
     def server(self, pid: str) -> Server:
         if pid not in self.servers:
@@ -125,7 +128,7 @@ class Daemon:
                 raise Refusal(f"the server is used by user {server.uid}; wait until its clients have ended")
             self.end_server(server)
         try:
-            self.device()
+            self.devices()
         except Refusal as error:
             self.log("server.log", f"Failed to start: {error}")
             raise
@@ -243,32 +246,39 @@ class Daemon:
                     raise Refusal(f"{path}: Permission denied")
         if self.servers and self.rules().get("server_state") == "FAULT":
             raise Refusal("CUDA_ERROR_MPS_SERVER_NOT_READY")
-        server, device = self.serving(uid), self.device()
-        if sum(len(one.clients) for one in self.servers.values()) >= device["most_clients"]:
+        server, devices = self.serving(uid), self.devices()
+        most = min(device["most_clients"] for device in devices)
+        if sum(len(one.clients) for one in self.servers.values()) >= most:
             raise Refusal("CUDA_ERROR_MPS_MAX_CLIENTS_REACHED")
         threads = [server.percentage, *([] if wanted_percentage == "-" else [percentage(wanted_percentage)])]
-        sizes, unknown = client_memory(wanted_memory, device["uuid"])
-        own = [mebibytes(size) for key, size in server.memory.items() if key in ("0", device["uuid"])]
-        sizes += own[-1:]
-        memory = min([*sizes, device["memory_mib"]]) if sizes else None
+        wanted = dict(part.partition("=")[::2] for part in wanted_memory.split(",") if part != "-")
+        limits: list[int | None] = []
+        for ordinal, device in enumerate(devices):
+            keys = (str(ordinal), device["uuid"])
+            sizes = [mebibytes(wanted.pop(key)) for key in keys if key in wanted]
+            own = [mebibytes(size) for key, size in server.memory.items() if key in keys]
+            sizes += own[-1:]
+            limits.append(min([*sizes, device["memory_mib"]]) if sizes else None)
+        uuids = ",".join(device["uuid"] for device in devices)
         server.clients[name] = {
             "name": name,
             "pid": pid,
             "uid": uid,
             "server": server.pid,
-            "device": device["uuid"],
+            "device": uuids,
             "active_thread_percentage": min(threads),
-            "pinned_device_mem_limit_mib": memory,
+            "pinned_device_mem_limit_mib": limits[0] if len(limits) == 1 else limits,
         }
         with open(f"{LOG}/clients.jsonl", "a") as file:
             file.write(json.dumps(server.clients[name]) + "\n")
+        shown = ",".join("none" if limit is None else str(limit) for limit in limits)
         return "\n".join(
             [
                 "mps=connected",
-                f"device={device['uuid']}",
+                f"device={uuids}",
                 f"active_thread_percentage={min(threads):g}",
-                f"pinned_device_mem_limit_mib={'none' if memory is None else memory}",
-                *(f"ignored_mem_limit={key}" for key in unknown),
+                f"pinned_device_mem_limit_mib={shown}",
+                *(f"ignored_mem_limit={key}" for key in wanted),
             ]
         )
 
@@ -330,18 +340,6 @@ def mebibytes(text: str) -> int:
     if unit not in ("G", "M") or not number.isdigit():
         raise Refusal(f"Invalid memory limit: {text}; it must be a whole number with G or M")
     return int(number) * (1024 if unit == "G" else 1)
-
-
-def client_memory(text: str, uuid: str) -> tuple[list[int], list[str]]:
-    """(limits in MiB for the device, keys that name none)."""
-    sizes, unknown = [], []
-    for part in [] if text == "-" else text.split(","):
-        key, _, size = part.partition("=")
-        if key in ("0", uuid):
-            sizes.append(mebibytes(size))
-        else:
-            unknown.append(key)
-    return sizes, unknown
 
 
 def is_taken(lock: int) -> bool:
