@@ -26,7 +26,7 @@ from dra_driver.model.events import (
 )
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.steps import CreateMig, RunMps
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.sharing.rules.containers import advice_on_requests
@@ -77,7 +77,8 @@ class Reporter:
         if record is None:
             return
         self._statuses.prepared(record)
-        advice = advice_on_requests(record)
+        has_mps = any(isinstance(step, RunMps) for step in record.steps)
+        advice = advice_on_requests(record) if has_mps else None
         if advice is not None:
             self._recorder.minor_claim_event(ref, MPS_NEEDS_REQUEST_NAMES, advice)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import MpsShared, usage_kind
+from dra_driver.model.sharing_mode import usage_kind
 from dra_driver.sharing.rules.modes import incompatibility
 
 Wanted = tuple[str, HeldDevice]
@@ -54,12 +54,13 @@ def refuse_crowded(
 ) -> None:
     """Raises: ClaimRefusedError if as many claims as the MPS daemon of a device serves clients use it already.
 
-    `most_clients` says how many that are, by device. A claim counts as one client, though its pods may have more.
+    `most_clients` says how many that are, of each device with MPS. A claim counts as one client, though its pods may
+    have more.
     """
     for request, device in wanted:
-        if not isinstance(device.usage, MpsShared):
+        most = most_clients.get(device.device)
+        if most is None:
             continue
-        most = most_clients[device.device]
         users = sum(any(_is_client(held, device) for held in record.devices) for record in others)
         if users >= most:
             raise ClaimRefusedError(

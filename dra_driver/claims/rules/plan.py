@@ -83,7 +83,9 @@ def plan_claim(
         records = list(others)
         refuse_held(wanted, records)
         most = {
-            device.offered.name: most_clients(device.offered.gpu, inventory.versions) for device in devices
+            device.offered.name: most_clients(device.offered.gpu, inventory.versions)
+            for device in devices
+            if isinstance(device.usage, MpsShared)
         }
         refuse_crowded(wanted, records, most)
     return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, metadata)))

@@ -48,12 +48,14 @@ def sharing_modes_of(
     by MPS gets its limits. Raises: ClaimRefusedError, InvalidConfigError.
     """
     wanted = [_wanted(claim, result, device, driver) for result, device in devices]
-    usages = [
-        _usage(one, result, device, _same_entry(wanted, devices, one), bounded_rule(policy, device, versions))
-        for one, (result, device) in zip(wanted, devices, strict=True)
+    rules = [bounded_rule(policy, device, versions) if policy.entries else None for _, device in devices]
+    modes = [
+        _usage(one, result, device, _same_entry(wanted, devices, one), rule)
+        for one, (result, device), rule in zip(wanted, devices, rules, strict=True)
     ]
-    refuse_mixed_requests(devices, usages)
-    modes = _grouped(devices, _added_up(devices, usages))
+    if any(isinstance(mode, MpsShared) for mode in modes):
+        refuse_mixed_requests(devices, modes)
+        modes = _grouped(devices, _added_up(devices, modes))
     _refuse_rival_shares(devices, modes)
     return modes
 
