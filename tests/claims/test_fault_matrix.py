@@ -6,9 +6,292 @@ docs/conformance.md has the table.
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.journal.debts import DebtKeeper
+from dra_driver.mig.context import MigContext
+from dra_driver.model.claim import Failed, Prepared
+from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.steps import RunMps, SetTimeSlice
+from dra_driver.mps import protocol
+from dra_driver.mps.client import MpsClient
+from dra_driver.mps.layout import mps_layout
+from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
+from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site
+from tests.fakes.samples import claim
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 SLICED = {"several requests", "time-slicing", "metadata"}
 SERVED = {"MPS settings", "MPS over several GPUs", "share", "share beside another"}
 SERVED |= {"MIG on demand with MPS and metadata"}
+SMI = {
+    "missing": None,
+    "exit 4": "echo 'Insufficient Permissions'; exit 4",
+    "exit 18": "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+    "exit 127": "echo 'error while loading shared libraries: libc.so.6'; exit 127",
+    "exit 255": "exit 255",
+    "hang": "exec sleep 600",
+    "no output": "exit 1",
+}
+MPS_HOST = ("absent", "dies", "rubbish", "older version")
+API = {
+    "429": ApiUnavailableError("get claim: too many requests (HTTP 429)", retry_after_s=60.0, is_brief=True),
+    "500": ApiUnavailableError("get claim: internal error (HTTP 500)"),
+    "403": ApiRejectedError("get claim: forbidden (HTTP 403)", status=403),
+    "undecodable": ApiUnavailableError("get claim: Expecting value: line 1 column 1 (char 0)"),
+}
+FAULTS = (
+    *(f"nvidia-smi: {name}" for name in SMI),
+    *(f"MPS host: {name}" for name in MPS_HOST),
+    *(f"API server: {name}" for name in API),
+    "disk full",
+)
+
+
+class MpsHostOnSocket:
+    """The MPS host of a node behind its real socket; `mode` is how it answers, None as it should."""
+
+    def __init__(self, host: RecordedMpsHost, path: Path) -> None:
+        self._host = host
+        self._path = path
+        self.mode: str | None = None
+        self._listener: socket.socket | None = None
+        self.open()
+
+    def open(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
+
+    def close(self) -> None:
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+            self._path.unlink()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.sendall(self._answer(connection.makefile("rb").readline()))
+
+    def _answer(self, line: bytes) -> bytes:
+        if self.mode == "dies":
+            return b""
+        if self.mode == "rubbish":
+            return b"\x00\xff{{\n"
+        if self.mode == "older version":
+            return json.dumps({"v": 0, "statuses": []}).encode() + b"\n"
+        match protocol.decode_request(line):
+            case protocol.Ensure(spec, timeout_s):
+                return protocol.encode_reply((self._host.ensure(spec, timeout_s),))
+            case protocol.Stop(device, timeout_s):
+                self._host.stop(device, timeout_s)
+        return protocol.encode_reply(())
+
+
+class FaultyNode(KindNode):
+    """A node whose steps run a real nvidia-smi and ask a real socket."""
+
+    smi: Path | None = None
+    host: MpsHostOnSocket | None = None
+
+    def _runners(self, context: MigContext) -> dict[type, Any]:
+        runners = super()._runners(context)
+        root, layout = self.site.machine.host_root, mps_layout(self.plugin)
+
+        def programs() -> DriverPrograms:
+            smi = FaultyNode.smi or root / "usr/bin/nvidia-smi"
+            return DriverPrograms(
+                str(root), {"nvidia-smi": str(smi)} if smi.exists() else {}, "/usr/bin:/bin"
+            )
+
+        if FaultyNode.host is None:
+            FaultyNode.host = MpsHostOnSocket(self.mps, layout.socket)
+        client = MpsClient(layout, connect_s=0.0)
+        known = runners[RunMps]
+        return runners | {
+            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.boot_id),
+            RunMps: MpsSteps(client, self.records, known._lost_users, self._uuid_of, self.boot_id),
+        }
+
+    def state(self) -> dict[str, object]:
+        """As of any node, without what the MPS host has for itself."""
+        return {name: seen for name, seen in super().state().items() if "mps/host." not in name}
+
+    def settled(self) -> None:
+        assert DebtKeeper(self.debts, self.locks, self.runner, self.boot_id).pay_all() == []
+        self.collector.look()
+
+
+@pytest.fixture(scope="module")
+def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
+    one = Site(make_memory_path() / "machine")
+    yield one
+    one.close()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyNode]:
+    monkeypatch.setattr("dra_driver.sharing.steps._TIME_SLICE_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.executor.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.debts.UNDO_S", 0.5)
+    site.reset()
+    one = FaultyNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
+    for other in KINDS[kind].beside(site):
+        assert isinstance(one.prepare(other), Prepared)
+    yield one
+    assert FaultyNode.host is not None
+    FaultyNode.host.close()
+    FaultyNode.host = FaultyNode.smi = None
+
+
+@contextmanager
+def nvidia_smi(node: FaultyNode, name: str) -> Iterator[None]:
+    script = node.directory.parent / "nvidia-smi"
+    if (text := SMI[name]) is not None:
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+    FaultyNode.smi = script
+    yield
+    FaultyNode.smi = None
+
+
+@contextmanager
+def mps_host(mode: str) -> Iterator[None]:
+    host = FaultyNode.host
+    assert host is not None
+    if mode == "absent":
+        host.close()
+    host.mode = mode
+    yield
+    host.mode = None
+    if mode == "absent":
+        host.open()
+
+
+@contextmanager
+def api_server(node: FaultyNode, name: str) -> Iterator[None]:
+    def refuse(*_arguments: object) -> Any:
+        raise API[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node.claims, "read", refuse)
+        patch.setattr(node.claims, "look", refuse)
+        yield
+
+
+@contextmanager
+def full_disk(node: FaultyNode) -> Iterator[None]:
+    """Not for what the simulated machine writes down for its silicon."""
+    ours = f"{node.directory}/"
+
+    def unless_full(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(descriptor: int, *arguments: Any) -> Any:
+            if Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(ours):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, *arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write", "posix_fallocate"):
+            patch.setattr(os, name, unless_full(getattr(os, name)))
+        yield
+
+
+def broken(node: FaultyNode, fault: str) -> AbstractContextManager[None]:
+    what, _, name = fault.partition(": ")
+    match what:
+        case "nvidia-smi":
+            return nvidia_smi(node, name)
+        case "MPS host":
+            return mps_host(name)
+        case "API server":
+            return api_server(node, name)
+    return full_disk(node)
+
+
+def needs(kind: str, fault: str) -> bool:
+    """Whether a step of the claim needs what is broken."""
+    return (kind in SLICED and fault.startswith("nvidia-smi")) or (kind in SERVED and fault.startswith("MPS"))
+
+
+def a_neighbour_feels_nothing(node: FaultyNode) -> None:
+    other = claim(node.site.whole(4), uid="neighbour")
+    assert isinstance(node.prepare(other), Prepared)
+    assert node.unprepare(other) is None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_prepare(node: FaultyNode, kind: str, fault: str) -> None:
+    untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
+    with broken(node, fault):
+        answer = node.prepare(wanted)
+        fails = needs(kind, fault) or fault.startswith(("API", "disk"))
+        assert isinstance(answer, Failed if fails else Prepared), answer
+        if fails:
+            assert re.fullmatch(r"prepare claim default/claim-\S+ \(UID \S+\): .+", answer.error), answer
+            assert node.specs.list().keys() == {one.ref.uid for one in KINDS[kind].beside(node.site)}
+        if not fault.startswith(("API", "disk")):
+            a_neighbour_feels_nothing(node)
+        assert node.unprepare(wanted) is None
+        assert wanted.ref.uid not in node.records.all()
+    node.settled()
+    assert node.state() == untouched
+    assert isinstance(node.prepare(wanted), Prepared), "and all is well again"
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["unprepare", "restart between"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.startswith("API")])
+def test_unprepare(node: FaultyNode, kind: str, fault: str, restarts: bool) -> None:
+    untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
+    assert isinstance(node.prepare(wanted), Prepared)
+    with broken(node, fault):
+        if restarts and fault != "disk full":
+            node = node.again()
+        assert node.unprepare(wanted) is None
+        assert wanted.ref.uid not in node.records.all()
+        assert wanted.ref.uid not in node.specs.list()
+        owed = node.debts.outstanding()
+        assert bool(owed) == (needs(kind, fault) and kind != "share beside another")
+        for debt in owed:
+            assert str(wanted.ref) in debt.text
+            assert "see that" in debt.text
+        if fault != "disk full":
+            a_neighbour_feels_nothing(node)
+    if restarts:
+        node = node.again()
+    node.settled()
+    assert node.state() == untouched
+
+
+def test_table_of_the_manual_names_every_kind_and_every_failure() -> None:
+    section = PAGE.read_text().partition("## Failures")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row != "What is broken"] == list(FAULTS)
+    assert all(f"`{name}`" in section for name in KINDS)
