@@ -23,6 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
 INSTALL = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
+# As unkind as real machines, unlike what users get.
+MACHINE = [
+    "env",
+    "SIMULATE_HOSTILE=true",
+    sys.executable,
+    "-m",
+    "dra_driver.cli.main",
+    "simulate",
+    "create",
+    "dgx-h100",
+]
 IMAGE = [sys.executable, "hack/image/build.py"]
 
 
@@ -74,6 +85,7 @@ def _run_all(pytest_args: list[str]) -> int:
     for title, command in (
         ("build the image", IMAGE),
         ("bring the cluster up", [*CLUSTER, "up"]),
+        ("make the simulated machine", MACHINE),
         ("install the driver", INSTALL),
     ):
         status = _step(title, command)

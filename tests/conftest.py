@@ -15,6 +15,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+# Simulated machines of all tests, also in processes that they start, are as unkind as real ones.
+os.environ["SIMULATE_HOSTILE"] = "true"
+
 _MEMORY, _ENOUGH = Path("/dev/shm"), 1 << 30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from dra_driver.simulator.hostroot.entries import can_make_nodes
 from dra_driver.simulator.state import Fault, Function, Gpu, State
 
 XID_OFF_THE_BUS = 79
+HOSTILE = "SIMULATE_HOSTILE"
+"""The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
+_FIRST_SRIOV = [8, 0]
 
 
 class Machine(Health):
@@ -99,21 +103,8 @@ class Machine(Health):
         """Give a GPU so many virtual functions (SR-IOV), as `sriov-manage` does; 0 takes them away."""
         with self._change() as state:
             gpu = self._find(state, selector)
-            model = state.model_of(gpu)
-            place = gpu.bus_id.partition(".")[0]
             others = [item for item in state.functions if item.physical != gpu.bus_id]
-            state.functions = others + [
-                Function(
-                    f"{place}.{4 + number}",
-                    gpu.pcie,
-                    model.pci_id >> 16,
-                    model.pci_class,
-                    gpu.numa,
-                    "",
-                    gpu.bus_id,
-                )
-                for number in range(count)
-            ]
+            state.functions = others + virtual_functions(state, gpu, count)
 
     # --- driver and boot -----------------------------------------------------------------------
 
@@ -216,6 +207,17 @@ class Machine(Health):
         return self._policies.get(policy.TIMESLICE, self.gpu(selector).uuid)
 
 
+def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
+    """PCI functions beside that of the GPU, of the same kind, without a driver."""
+    model, place = state.model_of(gpu), gpu.bus_id.partition(".")[0]
+    return [
+        Function(
+            f"{place}.{4 + number}", gpu.pcie, model.pci_id >> 16, model.pci_class, gpu.numa, "", gpu.bus_id
+        )
+        for number in range(count)
+    ]
+
+
 def _refused(action: str, gpu: Gpu, refusal: mig.Refusal) -> InvalidConfigError:
     reason = error_text(refusal.code)
     return InvalidConfigError(f"cannot {action} on GPU {gpu.bus_id}: the driver answers {reason}")
@@ -226,6 +228,8 @@ def create(
 ) -> Machine:
     """A machine in a directory; an existing one of the same name is used as it is."""
     state = catalogue.build(name)
+    if os.environ.get(HOSTILE) == "true":
+        _make_hostile(state)
     directory.mkdir(parents=True, exist_ok=True)
     if device_nodes not in ("auto", "real", "described"):
         raise InvalidConfigError(f"device nodes can be 'auto', 'real' or 'described', not {device_nodes!r}")
@@ -237,6 +241,16 @@ def create(
     machine = Machine(directory.resolve())
     machine.setup(state)
     return machine
+
+
+def _make_hostile(state: State) -> None:
+    """Everything that real machines of this kind may do, and that a driver must stand; what users try at first does not
+    need it. The capability nodes of MIG devices are there only when somebody makes them, and the first GPU has virtual
+    functions (SR-IOV), where its kind can."""
+    state.system["cap_nodes"] = False
+    for gpu in state.present[:1]:
+        if state.model_of(gpu).compute >= _FIRST_SRIOV and not gpu.virtualization:
+            state.functions += virtual_functions(state, gpu, 2)
 
 
 def open_existing(directory: Path) -> Machine:

@@ -25,6 +25,7 @@ from dra_driver.mps.daemon_control import OUTPUT, ControlProgram
 from dra_driver.mps.daemon_conversation import Timings
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
+from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.mps.supervisor import HostTools, Supervisor
 from tests.fakes.elfdriver import (
     LAYOUTS,
@@ -71,8 +72,11 @@ def mps(tmp_path: Path) -> Iterator[Callable[[Path], Supervisor]]:
     def open_for(root: Path) -> Supervisor:
         layout = MpsLayout(tmp_path / "mps")
         programs = installed_programs(str(root), layout.libraries, 0o755)
-        mounter = MountsWherePossible(KernelMounter(layout.root))
-        tools = HostTools(ControlProgram(programs), mounter, ComputeMode(programs))
+        labels = SelinuxLabels(enabled=False)
+        mounter = MountsWherePossible(KernelMounter(layout.root, labels))
+        tools = HostTools(
+            ControlProgram(programs), mounter, ComputeMode(programs), lambda: None, labels
+        )  # whole GPUs need no capability nodes
         supervisor = Supervisor(layout, tools, Timings(patience=0.2))
         supervisor.open()
         opened.append(supervisor)

@@ -9,6 +9,15 @@ import pynvml
 import pytest
 
 from dra_driver.simulator import Machine, create_machine, nvml_library
+from dra_driver.simulator.machine import HOSTILE
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kind() -> Iterator[None]:
+    """What users get: these tests look at the simulator itself."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(HOSTILE)
+        yield
 
 
 def load(machine: Machine) -> None:

@@ -303,3 +303,22 @@ def test_a_reset_ends_the_registration_of_events(nvml, handles, refused):
     pynvml.nvmlDeviceRegisterEvents(handles()[0], pynvml.nvmlEventTypeXidCriticalError, events)
     machine.raise_xid(0, 48)
     assert pynvml.nvmlEventSetWait_v2(events, 0).eventData == 48
+
+
+def test_a_hostile_machine_makes_no_capability_nodes_and_has_virtual_functions(memory_path, monkeypatch):
+    """The profile of the project's own tests; what users create is kind."""
+    kind = create_machine("dgx-h100", memory_path / "kind")
+    monkeypatch.setenv("SIMULATE_HOSTILE", "true")
+    hostile = create_machine("dgx-h100", memory_path / "hostile")
+    for machine, nodes, functions in ((kind, 2, 0), (hostile, 0, 2)):
+        machine.set_mig_mode(0, True)
+        machine.create_mig(0, "1g.10gb", 0)
+        made = [
+            path
+            for path in machine.host_root.glob("dev/nvidia-caps/nvidia-cap*")
+            if path.name[-1] not in "12"
+        ]
+        described = open_machine(machine.directory).current().system["cap_nodes"]
+        assert described is (nodes == 2)
+        assert len(list(machine.host_root.glob("sys/bus/pci/devices/*/physfn"))) == functions
+        assert len(made) in (nodes, 0), "described nodes are no files"
