@@ -49,7 +49,8 @@ def test_a_cluster_that_was_up_is_used_and_left(
 ) -> None:
     status, steps = run(script, monkeypatch, up=True, failing=failing)
     assert status == (7 if failing else 0)
-    assert steps == ["build the image", "bring the cluster up", "install the driver", "run the tests"]
+    made = ["build the image", "bring the cluster up", "make the simulated machine", "install the driver"]
+    assert steps == [*made, "run the tests"]
     assert script.SIMULATOR_STATE.is_dir()
     assert "is left in place" in capsys.readouterr().out
 
