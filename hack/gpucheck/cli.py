@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 JsonObject = dict[str, Any]
 
+CHECKLIST = Path(__file__).parents[2] / "docs/hardware-checklist.md"
 OK, DIFFERENT, CANNOT_RUN = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
     """Exit codes. 0: no difference, 1: a difference, 2: there is nothing to check."""
     parsed = _parser().parse_args(arguments)
+    if parsed.checklist:
+        print(CHECKLIST.read_text(), end="")
+        return OK
     configure_logs("critical", "console")
     options = Options(
         nvidia_driver_root=parsed.nvidia_driver_root,
@@ -60,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code 0: nothing differs; 1: something does; 2: it cannot run, for instance without NVML.",
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how to print")
+    parser.add_argument(
+        "--checklist", action="store_true", help="print what else to try on a machine with GPUs, and exit"
+    )
     parser.add_argument("--nvidia-driver-root", default="/", help="the driver's root on the host [/]")
     parser.add_argument(
         "--container-driver-root",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +179,15 @@ def test_the_wrapper_uses_the_given_python_without_setup(tmp_path: Path) -> None
     assert done.returncode == OK, done.stderr
     assert done.stdout.endswith("gpu-check: OK\n")
     assert main(["--simulate", str(recording)]) == OK
+
+
+def test_the_checklist_is_printed_and_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--checklist"]) == OK
+    text = capsys.readouterr().out
+    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)] == list(range(1, 14))
+    for place in re.findall(r"examples/[\w-]+|components/[\w-]+", text):
+        folder = ROOT / (place if place.startswith("examples") else f"daemonset/{place}")
+        assert folder.is_dir(), place
+    commands = importlib.import_module("dra_driver.cli.main").app.registered_commands
+    known = {command.name for command in commands} | {"top", "doctor", "detach"}
+    assert set(re.findall(r"(?<!-n )gpu-dra-driver (\w+)", text)) <= known
