@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.mig_map import GpuMap
     from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
     from dra_driver.diagnostics.snapshot import NodeSnapshot
+    from dra_driver.inventory.detachment import Detachments
     from dra_driver.journal.rules.debts import Debt
     from dra_driver.kube.client import ApiClient
     from dra_driver.model.mig import MigProfile
@@ -108,7 +109,10 @@ def node_snapshot(settings: Settings) -> NodeSnapshot:
         cdi_root=Path(settings.cdi_root),
         boot_id=_boot_id(platform),
     )
-    return NodeSnapshot(paths, NvmlReader(platform.load_nvml, on_demand), on_demand)
+    reader = NvmlReader(platform.load_nvml, on_demand)
+    return NodeSnapshot(
+        paths, reader, on_demand, is_detached=lambda: _detachments(settings, platform).now() is not None
+    )
 
 
 def prepared_claims(settings: Settings) -> NodeClaims:
@@ -176,7 +180,7 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     driver does not let go; StateError.
     """
     from dra_driver.diagnostics.state_on_disk import read_state
-    from dra_driver.inventory.detachment import Detachments, detach
+    from dra_driver.inventory.detachment import detach
     from dra_driver.inventory.rules.gpu_names import named_gpus
 
     platform = _platform(settings)
@@ -192,8 +196,7 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
             if chosen is None or not record.gpu_uuids.isdisjoint(chosen)
         ]
 
-    boot_id = _boot_id(platform) or "unknown"
-    made = detach(Detachments(settings.plugin_directory, boot_id), seconds, None if force else claims)
+    made = detach(_detachments(settings, platform), seconds, None if force else claims)
     return (
         f"no instance of the driver has NVML open; none opens it before {made.until}\n"
         "no device of this node is offered meanwhile; `gpu-dra-driver detach --end` ends that"
@@ -202,9 +205,7 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
 
 def attach_node(settings: Settings) -> str:
     """End what `detach_node` began. Raises: StateError."""
-    from dra_driver.inventory.detachment import Detachments
-
-    detachments = Detachments(settings.plugin_directory, _boot_id(_platform(settings)) or "unknown")
+    detachments = _detachments(settings, platform_of(settings))
     was = detachments.now()
     detachments.end()
     return "the driver was not detached" if was is None else "the driver opens NVML again"
@@ -288,10 +289,8 @@ def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping
 
 def _platform(settings: Settings) -> Platform:
     """The machine; its NVML stays closed while the driver is detached."""
-    from dra_driver.inventory.detachment import Detachments
-
     platform = platform_of(settings)
-    detachments = Detachments(settings.plugin_directory, _boot_id(platform) or "unknown")
+    detachments = _detachments(settings, platform)
 
     def load() -> object:
         detached = detachments.now()
@@ -304,6 +303,12 @@ def _platform(settings: Settings) -> Platform:
 
 def _is_on_demand(settings: Settings, gpu: Gpu) -> bool:
     return settings.on_demand is not None and settings.on_demand(gpu)
+
+
+def _detachments(settings: Settings, platform: Platform) -> Detachments:
+    from dra_driver.inventory.detachment import Detachments
+
+    return Detachments(settings.plugin_directory, _boot_id(platform) or "unknown")
 
 
 def _pods_of_claims(settings: Settings) -> set[str]:

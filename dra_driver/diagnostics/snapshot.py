@@ -61,7 +61,10 @@ class NodeSnapshot:
         nvml: NvmlReader,
         on_demand: Callable[[Gpu], bool],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        is_detached: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While `is_detached` says so, the driver has let go of NVML, and this must not keep it open."""
+        self._is_detached = is_detached
         self._paths = paths
         self._nvml = nvml
         self._on_demand = on_demand
@@ -118,6 +121,9 @@ class NodeSnapshot:
 
     def _read_nvml(self) -> NvmlFacts:
         """Raises: DraDriverError if NVML does not answer; then it is opened anew the next time."""
+        if self._is_open and self._is_detached():
+            self._nvml.close()
+            self._is_open = False
         if not self._is_open:
             self._nvml.reopen()
         # Set only by success: after a failure, or for a GPU that came back, only a new session helps.

@@ -24,7 +24,7 @@ from dra_driver.cli.top import screen
 from dra_driver.diagnostics import snapshot as snapshot_module
 from dra_driver.diagnostics.rules.top_screen import NodeView
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
-from dra_driver.errors import NvmlUnavailableError
+from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -288,6 +288,26 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     view = look.view(20)
     assert told(view) == [(names[0], "degraded", "row-remap pending", 90.0)]
     assert any("from before the last boot" in note for note in view.notes)
+
+
+def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memory_path: Path) -> None:
+    detached: list[bool] = []
+
+    def load() -> object:
+        if detached:
+            raise NvmlDetachedError("NVML is closed until noon")
+        return nvml_library(machine)
+
+    paths = NodePaths("node-a", DRIVER, memory_path / "plugin", memory_path / "cdi", "boot-1")
+    reader = NvmlReader(load)
+    look = NodeSnapshot(paths, reader, lambda _: False, is_detached=lambda: bool(detached))
+    assert len(look.view(20).gpus) == 4
+    detached.append(True)
+    assert "NVML is closed until noon" in str(look.view(20).notes)
+    assert not reader.session.is_open
+    detached.clear()
+    assert len(look.view(20).gpus) == 4
+    look.close()
 
 
 def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[Any], NodeSnapshot]) -> None:
