@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -83,3 +84,29 @@ def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Cal
 def test_a_time_of_another_form_is_refused(detach: Callable[..., Any], time: str) -> None:
     done = detach(f"--for={time}")
     assert (done.returncode, "give a time from 10s to 24h" in done.stderr) == (2, True)
+
+
+def test_an_agent_that_keeps_nvml_open_keeps_a_gpu_from_mig_mode(make_node: Callable[..., Node]) -> None:
+    """The first MIG device of a GPU needs the mode; with the agent gone, or the mode on, it works."""
+    node = make_node()
+    node.start_driver(dynamic_mig=True)
+    eventually(lambda: len(node.devices()) > 8)
+    names = [device["name"] for device in node.devices()]
+    first = next(name for name in names if "1g10gb" in name)
+    ref = node.allocated_by_hand("cut", first)
+    command = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "client", "dcgm"]
+    agent = subprocess.Popen(
+        [*command, "--simulator-dir", str(node.settings.simulator_dir)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert agent.stdout is not None
+        assert "has NVML open" in agent.stdout.readline()
+        refused = str(node.prepare(ref))
+        assert "is in use" in refused
+        assert "a monitor such as DCGM" in refused
+        assert node.unprepare(ref) == {ref.uid: None}
+    finally:
+        agent.kill()
+        agent.communicate()
+    node.prepare(ref)
+    eventually(lambda: node.machine.gpu(0).instances)
