@@ -234,8 +234,10 @@ class Monitor:
         self._forget([uuid for uuid, since in self._missing.items() if now - since >= _FORGET_AFTER_S])
 
     def _is_place_empty(self, uuid: str, gpus: Mapping[str, str | None]) -> bool:
+        """False also while the place is not known: an older release did not write it down. It is known again when the
+        GPU is back, or its state ends with a reboot."""
         place = self.state(HealthTarget(uuid)).pci_bus_id
-        return place is None or place in gpus.values() or not self._is_on_bus(place)
+        return place is not None and (place in gpus.values() or not self._is_on_bus(place))
 
     def _forget(self, gpu_uuids: Collection[str]) -> None:
         """Drop all that is known of GPUs that were taken out, and tell."""
@@ -272,9 +274,14 @@ class Monitor:
         self._registered, self._heard = wanted, wanted - unheard.keys()
         self._next_poll = 0.0
         if self._is_new_boot:
-            # GPUs that were taken out while the node was down.
+            # An older release wrote no place down. Others are forgotten when their place is empty for a while.
             self._is_new_boot = False
-            self._forget({key.gpu_uuid for key in self._states} - wanted)
+            unknown = {
+                key.gpu_uuid
+                for key in self._states
+                if self.state(HealthTarget(key.gpu_uuid)).pci_bus_id is None
+            }
+            self._forget(unknown - wanted)
         if self._source.driver_loads != self._driver_loads or self._driver_version not in (None, version):
             self._take({target: (Reset(),) for target in self._states})
         self._driver_loads, self._driver_version = self._source.driver_loads, version

@@ -83,15 +83,17 @@ class Sysfs:
         class_code = _number(self._text(bus_id, "class"), 16)
         if device is None or class_code is None:
             return None
-        is_virtual = (self._devices / bus_id / "physfn").is_symlink()
-        return PciFunction(
-            bus_id, int(_NVIDIA, 16), device, class_code, self.bound_driver(bus_id), is_virtual
-        )
+        driver, physical = self.bound_driver(bus_id), self._link(bus_id, "physfn")
+        return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, driver, physical)
 
     def bound_driver(self, bus_id: str) -> str | None:
         """The kernel driver of a PCI function, such as `nvidia` or `vfio-pci`; None if it has none."""
+        return self._link(bus_id, "driver")
+
+    def _link(self, bus_id: str, name: str) -> str | None:
+        """The last part of where a link of the function leads; None if there is no such link."""
         try:
-            return (self._devices / bus_id / "driver").readlink().name
+            return (self._devices / bus_id / name).readlink().name
         except OSError:
             return None
 

@@ -46,17 +46,17 @@ class HostPaths:
 @dataclass(frozen=True, slots=True)
 class PciFunction:
     """A PCI function; `bus_id` in sysfs form, `class_code` has 24 bits, `driver` is the kernel driver that is bound to
-    it. `is_virtual` says that it is a virtual function (SR-IOV) of another one."""
+    it. `physical` is the bus ID of the function of which it is a virtual one (SR-IOV)."""
 
     bus_id: str
     vendor_id: int
     device_id: int
     class_code: int
     driver: str | None = None
-    is_virtual: bool = False
+    physical: str | None = None
 
     @property
     def is_gpu(self) -> bool:
         """Whether it is a VGA or 3D controller. NVSwitches, audio and USB functions are not, nor are the virtual
         functions (SR-IOV) of a GPU, which NVML does not show."""
-        return self.class_code >> 8 in {0x0300, 0x0302} and not self.is_virtual
+        return self.class_code >> 8 in {0x0300, 0x0302} and self.physical is None

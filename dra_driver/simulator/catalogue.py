@@ -227,6 +227,7 @@ def _function(item: dict[str, Any]) -> Function:
         pci_class=int(item["class"]),
         numa=int(item.get("numa", -1)),
         driver=str(item.get("driver", "")),
+        physical=str(item.get("physical", "")),
     )
 
 

@@ -248,7 +248,8 @@ def _make_hostile(state: State) -> None:
     need it. The capability nodes of MIG devices are there only when somebody makes them, and the first GPU has virtual
     functions (SR-IOV), where its kind can."""
     state.system["cap_nodes"] = False
-    for gpu in state.present[:1]:
+    has_some = any(item.physical for item in state.functions)  # of a machine that was recorded
+    for gpu in [] if has_some else state.present[:1]:
         if state.model_of(gpu).compute >= _FIRST_SRIOV and not gpu.virtualization:
             state.functions += virtual_functions(state, gpu, 2)
 

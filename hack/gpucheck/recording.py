@@ -222,7 +222,8 @@ def _function(view: View, function: PciFunction) -> JsonObject:
         "numa": int(numa) if numa.lstrip("-").isdecimal() else -1,
         "pcie": _parents(view, function.bus_id) or f"pci{function.bus_id[:7]}",
     }
-    return entry if function.driver is None else {**entry, "driver": function.driver}
+    known = {"driver": function.driver, "physical": function.physical}
+    return {**entry, **{key: value for key, value in known.items() if value is not None}}
 
 
 def _parents(view: View, bus: str) -> str | None:

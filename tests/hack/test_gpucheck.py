@@ -31,6 +31,12 @@ WIRED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated nvidia-smi shows no MIG device without its nodes; a real one makes the nodes itself."""
+    monkeypatch.delenv("SIMULATE_HOSTILE")
+
+
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
     code = main([*arguments, "-o", "json"])
     return code, json.loads(capsys.readouterr().out)

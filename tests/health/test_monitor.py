@@ -389,6 +389,22 @@ def test_a_gpu_that_comes_back_within_ten_minutes_keeps_its_health(bench):
     assert gone in kept(bench)
 
 
+@pytest.mark.parametrize(("boot", "is_kept"), [("boot-1", True), ("boot-2", False)])
+def test_a_lost_gpu_whose_place_an_older_release_did_not_write_down_stays_until_a_reboot(
+    bench, boot, is_kept
+):
+    gone = lose_and_hide(bench)
+    path = bench.directory / "health.json"
+    document = json.loads(path.read_text())
+    for state in document["states"]:
+        state.pop("pciBusID", None)
+    path.write_text(json.dumps(document))
+    bench.restarted(boot)
+    for _ in range(3):
+        bench.turn(3600)
+    assert (gone in kept(bench)) is is_kept
+
+
 def test_the_last_gpu_of_a_node_is_forgotten_too(bench):
     lose_and_hide(bench)
     bench.on_bus.clear()
@@ -490,6 +506,12 @@ def test_reasons_outlive_a_restart_and_a_reboot_clears_them(bench):
     assert set(bench.tainted()) == {"0", "1"}, "nothing is well before it was looked at"
     bench.turn()
     assert bench.tainted() == {}
+    assert {target.gpu_uuid for target in bench.monitor.states()} == set(bench.uuids), (
+        "not shown yet, but on the bus"
+    )
+    bench.on_bus -= {bench.places[uuid] for uuid in bench.uuids[2:]}
+    bench.turn(10)
+    bench.turn(600)
     assert {target.gpu_uuid for target in bench.monitor.states()} == set(bench.uuids[:2])
 
 
