@@ -122,9 +122,11 @@ class Driver:
         # The node's GPUs.
         host = HostView(paths)
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
-        smi = NvidiaSmi(programs)
+        detachments = Detachments(plugin_dir, self._boot_id)
+        smi = NvidiaSmi(programs, detachments.problem)
         mark = UseMark(plugin_dir / LOCK_FILE)
-        nvml = NvmlReader(platform.load_nvml, settings.on_demand, self._foreign_instances, mark)
+        load = detachments.guarded(platform.load_nvml)
+        nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark)
         self.mig = MigParts(
             settings,
             paths,
@@ -143,7 +145,7 @@ class Driver:
             partial(changes.tell, DriverReloaded()),
             self.mig,
             partial(changes.tell, HardwareChanged()),
-            Detachments(plugin_dir, self._boot_id).now,
+            detachments.now,
         )
         self.health = HealthParts(
             settings,
@@ -213,7 +215,7 @@ class Driver:
             steps,
             self._boot_id,
             leadership.is_ours,
-            partial(tools_seen, programs, layout.socket, paths.proc),
+            partial(tools_seen, programs, layout.socket, paths.proc, detachments.problem),
         )
         self.claims = claim_parts(
             Identity(settings.driver_name, settings.node_name, settings.sharing, settings.metadata_versions),

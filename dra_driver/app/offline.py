@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dra_driver.app.platforms import Platform, platform_of
-from dra_driver.errors import InvalidConfigError, NvmlDetachedError, NvmlUnavailableError, StateError
+from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
@@ -156,7 +156,8 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     if not pay or not state.debts:
         return state.debts, state.faults
     records = RecordStore(directory / "claims")
-    smi = NvidiaSmi(installed_programs(platform.paths.driver_root, directory / "host.lib"))
+    programs = installed_programs(platform.paths.driver_root, directory / "host.lib")
+    smi = NvidiaSmi(programs, _detachments(settings, platform).problem)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     runner = StepDispatcher(
         {
@@ -181,26 +182,57 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     """
     from dra_driver.diagnostics.state_on_disk import read_state
     from dra_driver.inventory.detachment import detach
-    from dra_driver.inventory.rules.gpu_names import named_gpus
+    from dra_driver.model.record import ClaimRecord
+    from dra_driver.model.steps import RunMps
 
-    platform = _platform(settings)
-    chosen = named_gpus(gpus, _inventory_once(platform)) if gpus else None
+    platform = platform_of(settings)
+    chosen = _chosen_gpus(settings, gpus) if gpus and not force else None
+
+    def concerns(record: ClaimRecord) -> bool:
+        return chosen is None or not record.gpu_uuids.isdisjoint(chosen)
 
     def claims() -> list[str]:
-        state = read_state(settings.plugin_directory)
+        state = read_state(settings.plugin_directory, _boot_id(platform))
         if state.faults:
             raise StateError(f"not all claims are known: {state.faults[0]}")
-        return [
-            f"{record.ref.namespace}/{record.ref.name}"
-            for record in state.records
-            if chosen is None or not record.gpu_uuids.isdisjoint(chosen)
+        found = [f"{one.ref.namespace}/{one.ref.name}" for one in state.records if concerns(one)]
+        owing = [
+            debt.record.ref
+            for debt in state.debts
+            if concerns(debt.record) and any(isinstance(step, RunMps) for step in debt.steps)
         ]
+        return found + [f"{ref.namespace}/{ref.name} (ended, but its MPS daemon is left)" for ref in owing]
 
     made = detach(_detachments(settings, platform), seconds, None if force else claims)
     return (
         f"no instance of the driver has NVML open; none opens it before {made.until}\n"
         "no device of this node is offered meanwhile; `gpu-dra-driver detach --end` ends that"
     )
+
+
+def _chosen_gpus(settings: Settings, names: Sequence[str]) -> frozenset[str]:
+    """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed. Raises: InvalidConfigError."""
+    from dra_driver.diagnostics.snapshot import HEALTH_FILE, read_kept_health
+    from dra_driver.diagnostics.state_on_disk import read_state
+    from dra_driver.inventory.rules.gpu_names import named_gpus
+    from dra_driver.model.ids import gpu_device_names
+
+    known: dict[str, str] = {}
+    for record in read_state(settings.plugin_directory).records:
+        known |= {held.device: held.gpu_uuid for held in record.devices}
+        known |= {uuid: uuid for uuid in record.gpu_uuids}
+    for state in read_kept_health(settings.plugin_directory / HEALTH_FILE, None)[0]:
+        known[state.target.gpu_uuid] = state.target.gpu_uuid
+        if state.pci_bus_id is not None:
+            known[state.pci_bus_id] = state.target.gpu_uuid
+    known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
+    platform = _platform(settings)
+    inventory = None
+    with suppress(NvmlUnavailableError):
+        inventory = _inventory_once(platform)
+    on_bus = Sysfs(platform.paths.sys, platform.paths.proc).gpu_functions()
+    shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
+    return named_gpus(names, inventory, known, is_whole=on_bus <= shown)
 
 
 def attach_node(settings: Settings) -> str:
@@ -290,15 +322,7 @@ def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping
 def _platform(settings: Settings) -> Platform:
     """The machine; its NVML stays closed while the driver is detached."""
     platform = platform_of(settings)
-    detachments = _detachments(settings, platform)
-
-    def load() -> object:
-        detached = detachments.now()
-        if detached is not None:
-            raise NvmlDetachedError(detached.problem)
-        return platform.load_nvml()
-
-    return replace(platform, load_nvml=load)
+    return replace(platform, load_nvml=_detachments(settings, platform).guarded(platform.load_nvml))
 
 
 def _is_on_demand(settings: Settings, gpu: Gpu) -> bool:

@@ -27,14 +27,17 @@ def detach(
     gpus: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[GPU]...",
+            metavar="GPU",
             help="The GPUs to be changed: device name, UUID, index or PCI bus ID. Claims on others do not count. "
             "[default: all]",
         ),
     ] = None,
     duration: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="How long, such as 90s, 5m or 2h; 10s to 24h.")
-    ] = "5m",
+        str | None,
+        typer.Option(
+            "--for", metavar="TIME", help="How long, such as 90s, 5m or 2h; 10s to 24h. [default: 5m]"
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also while claims use the GPUs.")] = False,
     end: Annotated[bool, typer.Option("--end", help="Have NVML opened again now.")] = False,
     driver_name: DriverName = None,
@@ -59,7 +62,9 @@ def detach(
     from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
-    seconds = _seconds(duration)
+    if end and (gpus or force or duration is not None):
+        raise InvalidConfigError("--end ends all of it: leave out GPUs, --for and --force")
+    seconds = _seconds("5m" if duration is None else duration)
     settings = resolve(given, config, {"node_name": "this-node"})
     typer.echo(attach_node(settings) if end else detach_node(settings, seconds, gpus or [], force=force))
 

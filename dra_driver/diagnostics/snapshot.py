@@ -93,7 +93,7 @@ class NodeSnapshot:
             paths.plugin_directory, paths.cdi_root, paths.driver, paths.boot_id, now
         )
         state = read_state(paths.plugin_directory)
-        health, notes = _read_health(paths.plugin_directory / HEALTH_FILE, paths.boot_id)
+        health, notes = read_kept_health(paths.plugin_directory / HEALTH_FILE, paths.boot_id)
         nvml, nvml_problem = self._facts.answer(wait_s)
         daemons: Sequence[MpsDaemonStatus] | None = None
         if may_ask:
@@ -165,7 +165,7 @@ class NodeSnapshot:
         return replace(gpu, partitioning=table)
 
 
-def _read_health(path: Path, boot_id: str | None) -> tuple[Sequence[HealthState], list[str]]:
+def read_kept_health(path: Path, boot_id: str | None) -> tuple[Sequence[HealthState], list[str]]:
     """What the driver wrote down, and what is wrong with that. The file is left as it is."""
     try:
         kept = decode(read_plain(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
@@ -17,10 +19,12 @@ _ABSENT = (
 
 
 class NvidiaSmi:
-    """The driver's nvidia-smi, looked up at each call."""
+    """The driver's nvidia-smi, looked up at each call. It opens NVML, so it does not run while `detached` says why NVML
+    is to stay closed."""
 
-    def __init__(self, find: FindPrograms) -> None:
+    def __init__(self, find: FindPrograms, detached: Callable[[], str | None] = lambda: None) -> None:
         self._find = find
+        self._detached = detached
 
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = _TIMEOUT_S) -> None:
         """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long; in `timeout_s` seconds at most.
@@ -29,6 +33,11 @@ class NvidiaSmi:
         missing, StateError if the driver's libraries do not fit or cannot be linked, RetryableError otherwise.
         """
         action = f"set the time slice of GPU {gpu_uuid}"
+        reason = self._detached()
+        if reason is not None:
+            waits = RetryableError(f"{action}: {reason}")
+            waits.has_no_effect = True
+            raise waits
         arguments = ["compute-policy", "-i", gpu_uuid, "--set-timeslice", str(level)]
         programs = self._find()
         program = programs.paths.get(SMI_PROGRAM)

@@ -15,8 +15,9 @@ _HOST = re.compile(r"(/\.\.)*/(system\.slice|user\.slice|init\.scope)(/|$)")
 
 
 _GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
-_ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage"})
-"""nvidia-persistenced and nv-fabricmanager, as the kernel cuts their names: the NVIDIA driver makes way for them."""
+_ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage", "nvidia-cuda-mps"})
+"""Names as the kernel cuts them: nvidia-persistenced and nv-fabricmanager, for which the NVIDIA driver makes way, and
+the daemons and servers of MPS, which end with their claims."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel's own number for the host's namespace, always the same."""
 

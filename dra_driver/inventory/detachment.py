@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from dra_driver.errors import ClaimsInTheWayError, NvmlInUseError, StateError
+from dra_driver.errors import ClaimsInTheWayError, NvmlDetachedError, NvmlInUseError, StateError
 from dra_driver.files.atomic import state_error, write_atomically
 from dra_driver.files.file_lock import UseMark
 from dra_driver.files.formats import JsonObject, parse
@@ -75,15 +75,30 @@ class Detachments:
     def now(self) -> Detachment | None:
         """The detachment that lasts; None if there is none. A file that cannot be read counts as none: a node without
         GPUs for ever would be worse."""
-        try:
-            content = self._path.read_bytes()
-        except OSError:
+        content = self.content()
+        if content is None:
             return None
         try:
             found = parse(content, "detach file", _decode, known=FORMAT_VERSION)
         except StateError:
             return None
         return found if found.boot_id == self._boot_id and self._clock() < found.until_s else None
+
+    def problem(self) -> str | None:
+        """Why NVML is to stay closed now; None if it may be opened."""
+        found = self.now()
+        return None if found is None else found.problem
+
+    def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
+        """`load`, which raises NvmlDetachedError instead while NVML is to stay closed."""
+
+        def unless_detached() -> object:
+            problem = self.problem()
+            if problem is not None:
+                raise NvmlDetachedError(problem)
+            return load()
+
+        return unless_detached
 
     def begin(self, seconds: float) -> Detachment:
         """Have NVML closed for so long from now on, whatever was asked before. Raises: StateError."""
@@ -104,6 +119,22 @@ class Detachments:
         """Whether an instance of the driver has NVML open. Raises: StateError."""
         return UseMark(self._path.with_name(LOCK_FILE)).is_held()
 
+    def content(self) -> bytes | None:
+        """What is in the file, None if there is none."""
+        try:
+            return self._path.read_bytes()
+        except OSError:
+            return None
+
+    def put_back(self, made: Detachment, before: bytes | None) -> None:
+        """Have the file as it was before `made`, unless somebody has asked anew since. Raises: StateError."""
+        if self.now() != made:
+            return
+        if before is None:
+            self.end()
+        else:
+            write_atomically(self._path, before, durable=False)
+
     def end(self) -> None:
         """Have NVML opened again. Raises: StateError."""
         try:
@@ -121,11 +152,11 @@ def detach(
     """Have NVML closed for `seconds`, and wait until every instance has let go. `claims` answers the claims that use
     the GPUs; None if they do not matter.
 
-    If it fails, nothing stays detached that was not before. Raises: ClaimsInTheWayError; NvmlInUseError if an instance
+    If it fails, everything is as it was before. Raises: ClaimsInTheWayError; NvmlInUseError if an instance
     does not let go in time; StateError.
     """
     _refuse(claims)
-    was_detached = detachments.now() is not None
+    before = detachments.content()
     made = detachments.begin(seconds)
     try:
         deadline = time.monotonic() + timeout_s
@@ -138,8 +169,7 @@ def detach(
             time.sleep(_POLL_S)
         _refuse(claims)  # of what was prepared meanwhile
     except BaseException:
-        if not was_detached:
-            detachments.end()
+        detachments.put_back(made, before)
         raise
     return made
 

@@ -18,6 +18,7 @@ import structlog
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import (
     DraDriverError,
+    NvmlDetachedError,
     NvmlInUseError,
     NvmlLibraryError,
     NvmlUnavailableError,
@@ -276,14 +277,14 @@ class Discovery:
     def _let_go(self, detached: Detachment) -> None:
         """Close NVML and withdraw the devices. Whoever resets a GPU or changes its MIG mode may make other devices of
         it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
-        set again afterwards, as after a reload of the driver."""
+        set again afterwards, as when NVML answers again."""
         try:
             self._nvml.let_go(detached.problem)
         except NvmlInUseError as error:
             _log.info("nvml_in_use", reason=str(error))
             return
-        self._has_nvml, self._driver = False, None
-        self._became_unavailable(NvmlUnavailableError(detached.problem))
+        self._has_nvml = False
+        self._became_unavailable(NvmlDetachedError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
         """NVML stays open otherwise: when its last client closes it, the driver lets go of the GPUs, which takes

@@ -14,6 +14,7 @@ import structlog
 
 from dra_driver.errors import (
     DraDriverError,
+    NvmlDetachedError,
     NvmlInUseError,
     NvmlLibraryError,
     NvmlUnavailableError,
@@ -160,7 +161,7 @@ class NvmlSession:
             if self._is_open:
                 self._end_uses()
                 self._shut_down()
-            self._failure = NvmlUnavailableError(why)
+            self._failure = NvmlDetachedError(why)
 
     def reopen(self) -> None:
         """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
@@ -172,7 +173,9 @@ class NvmlSession:
         with self._lock, self._changing():
             if self._is_open:
                 self._end_uses()
-                self._shut_down()
+                # The mark stays: for others NVML is open throughout.
+                with suppress(pynvml.NVMLError):
+                    pynvml.nvmlShutdown()
             self._open_counted()
 
     def _end_uses(self) -> None:
@@ -212,7 +215,8 @@ class NvmlSession:
             self._open()
         except DraDriverError as error:
             self._failure = error
-            self._driver_absent |= isinstance(error, NvmlUnavailableError)
+            is_absent = isinstance(error, NvmlUnavailableError) and not isinstance(error, NvmlDetachedError)
+            self._driver_absent |= is_absent
             raise
         self._failure = None
         self._driver_loads += self._driver_absent
@@ -221,9 +225,11 @@ class NvmlSession:
         self._is_open = True
 
     def _open(self) -> None:
-        pynvml.nvmlLib = self._loader()
-        pynvml._nvmlGetFunctionPointer_cache.clear()
+        # The loader is asked while the mark is held: whoever asks everybody to let go, and then sees no mark, is sure
+        # that nobody is about to open NVML.
         with nvml_errors("initialise NVML"), self._marked():
+            pynvml.nvmlLib = self._loader()
+            pynvml._nvmlGetFunctionPointer_cache.clear()
             # Without this flag a node whose GPUs are not bound yet fails here, and later ones never show.
             pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
 

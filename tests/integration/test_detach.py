@@ -77,6 +77,34 @@ def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Cal
     eventually(lambda: node.machine.timeslice(1) == 3)
     assert detach("--force").returncode == 0
     assert node.unprepare(ref) == {ref.uid: None}, "a claim ends without NVML"
+    debts = node.settings.plugin_directory / "debts"
+    assert len(list(debts.glob("*.json"))) == 1, "nvidia-smi, which opens NVML, did not run"
+    assert detach("0", "--for", "10m", "--force").returncode == 0, "longer, without opening NVML in between"
+    assert detach(name, "--for", "10m").returncode == 0
+    assert detach("0", "--for", "10m").returncode == 2, "which one that is, is not known now"
+    detach("--end")
+    eventually(lambda: not list(debts.glob("*.json")))
+
+
+@pytest.mark.parametrize("words", [["3"], ["--force"], ["--for", "5m"]])
+def test_end_takes_nothing_else(detach: Callable[..., Any], words: list[str]) -> None:
+    done = detach("--end", *words)
+    assert (done.returncode, "--end ends all of it" in done.stderr) == (2, True)
+
+
+def test_a_gpu_that_fell_off_the_bus_is_named_as_the_alert_names_it(
+    node: Node, detach: Callable[..., Any]
+) -> None:
+    uuid, bus = node.machine.gpu(3).uuid, node.machine.gpu(3).bus_id
+    name = next(device["name"] for device in node.devices() if uuid in str(device))
+    ref = node.allocated_by_hand("held", name)
+    node.prepare(ref)
+    node.machine.lose_gpu(3)
+    for given in (uuid, bus, name):
+        assert "claims use the GPUs: default/held" in detach(given).stderr
+    assert "is not sure" in detach("3").stderr
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert detach(uuid).returncode == 0
     detach("--end")
 
 

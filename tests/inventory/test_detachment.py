@@ -12,11 +12,14 @@ import pytest
 from dra_driver.errors import (
     ClaimsInTheWayError,
     InvalidConfigError,
+    NvmlDetachedError,
     NvmlInUseError,
     NvmlUnavailableError,
+    RetryableError,
     StateError,
 )
 from dra_driver.files.file_lock import UseMark
+from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
@@ -142,9 +145,97 @@ def test_gpus_are_named_as_people_name_them(node: SimulatedNode) -> None:
     gpu = inventory.gpus[2]
     [name] = [device.name for device in inventory.by_name.values() if device.uuid == gpu.uuid]
     for given in ("2", gpu.uuid, gpu.uuid.upper(), gpu.pci_bus_id or "", name):
-        assert named_gpus([given, "0"], inventory) == {gpu.uuid, inventory.gpus[0].uuid}
+        assert named_gpus([given, "0"], inventory, {}, is_whole=True) == {gpu.uuid, inventory.gpus[0].uuid}
     with pytest.raises(InvalidConfigError, match="there is no GPU '8'; give a device name"):
-        named_gpus(["2", "8"], inventory)
+        named_gpus(["2", "8"], inventory, {}, is_whole=True)
+    with pytest.raises(InvalidConfigError, match="there is no GPU 'GPU-none'"):
+        named_gpus(["GPU-none"], inventory, {}, is_whole=True)
+
+
+def test_a_lost_gpu_is_named_by_what_is_known_of_it_and_indices_are_not_sure(node: SimulatedNode) -> None:
+    lost = node.discover().gpus[3]
+    node.machine.lose_gpu(3)
+    node.session.reopen()
+    inventory = node.read()
+    known = {"gpu-lost-one": lost.uuid, lost.pci_bus_id or "": lost.uuid}
+    for given in ("gpu-lost-one", lost.pci_bus_id or "", lost.uuid):
+        assert named_gpus([given], inventory, known, is_whole=False) == {lost.uuid}
+    for shown in (inventory, None):
+        with pytest.raises(InvalidConfigError, match="which GPU has index 3 is not sure"):
+            named_gpus(["3"], shown, known, is_whole=False)
+    assert named_gpus(["gpu-lost-one"], None, known, is_whole=False) == {lost.uuid}
+
+
+def test_who_opens_nvml_at_the_same_moment_is_waited_for(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments
+) -> None:
+    """The mark is taken first, then the file is looked at: the command, which does it the other way round, sees one."""
+    mark = UseMark(tmp_path / LOCK_FILE)
+    looked, go_on = threading.Event(), threading.Event()
+
+    def load() -> object:
+        looked.set()
+        assert go_on.wait(10)
+        return nvml_library(node.machine)
+
+    reader = NvmlReader(detachments.guarded(load), mark=mark)
+    opening = threading.Thread(target=reader.reopen)
+    opening.start()
+    assert looked.wait(10)
+    with pytest.raises(NvmlInUseError):
+        detach(detachments, 60, None, timeout_s=0.2)
+    go_on.set()
+    opening.join()
+    detachments.begin(60)
+    with pytest.raises(NvmlDetachedError):
+        reader.reopen()
+    assert not detachments.is_nvml_open()
+
+
+def test_a_new_session_keeps_the_mark(node: SimulatedNode, tmp_path: Path, detachments: Detachments) -> None:
+    seen: list[bool] = []
+
+    def load() -> object:
+        seen.append(detachments.is_nvml_open())
+        return nvml_library(node.machine)
+
+    reader = NvmlReader(load, mark=UseMark(tmp_path / LOCK_FILE))
+    reader.reopen()
+    reader.reopen()
+    assert seen == [True, True]
+    assert reader.session.driver_loads == 0
+    reader.close()
+
+
+def test_a_failure_leaves_what_others_asked_for(detachments: Detachments, clock: Clock) -> None:
+    first = detach(detachments, 60, list)
+    answers = iter([[], ["team/late"]])
+    with pytest.raises(ClaimsInTheWayError):
+        detach(detachments, 3600, lambda: next(answers))
+    assert detachments.now() == first, "as long as before"
+
+    def meanwhile() -> list[str]:
+        calls.append(1)
+        if len(calls) == 2:
+            detachments.begin(120)
+            return ["team/late"]
+        return []
+
+    calls: list[int] = []
+    with pytest.raises(ClaimsInTheWayError):
+        detach(detachments, 600, meanwhile)
+    found = detachments.now()
+    assert found is not None
+    assert found.until_s == clock.now + 120, "another command has asked since"
+
+
+def test_nvidia_smi_does_not_run_meanwhile(detachments: Detachments) -> None:
+    smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.problem)
+    detachments.begin(60)
+    with pytest.raises(RetryableError, match="NVML is closed until") as waits:
+        smi.set_time_slice("GPU-1", 0)
+    assert waits.value.has_no_effect
+    assert not isinstance(waits.value, NvmlUnavailableError), "then the undo would count as done"
 
 
 def test_discovery_lets_go_and_comes_back(
@@ -180,6 +271,8 @@ def test_discovery_lets_go_and_comes_back(
     clock.now += 60
     discovery.scan_now(5)
     assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (8, True)
-    assert heard == ["change", "change", "reload"], "what the closing lost is set again"
+    assert heard == ["change", "change", "hardware"], (
+        "what the closing lost is set again, and nothing is adopted"
+    )
     reader.close()
     assert not detachments.is_nvml_open()

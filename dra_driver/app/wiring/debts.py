@@ -13,13 +13,17 @@ from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 from dra_driver.model.inventory import OfferedDevice
 
 
-def tools_seen(programs: FindPrograms, mps_socket: Path, proc: str) -> Hashable:
-    """A value that changes when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced."""
+def tools_seen(
+    programs: FindPrograms, mps_socket: Path, proc: str, detached: Callable[[], str | None]
+) -> Hashable:
+    """A value that changes when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced, and when NVML
+    may be opened again."""
     try:
         found = programs().paths.get(SMI_PROGRAM)
     except StateError:
         found = None
-    return (None if found is None else _stamp(Path(found)), _stamp(mps_socket), driver_fingerprint(proc))
+    program = None if found is None else _stamp(Path(found))
+    return (program, _stamp(mps_socket), driver_fingerprint(proc), detached() is None)
 
 
 def is_owing(debts: Debts) -> Callable[[OfferedDevice], bool]:

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.inventory import Inventory
 
 
-def named_gpus(names: Iterable[str], inventory: Inventory) -> frozenset[str]:
+def named_gpus(
+    names: Iterable[str], inventory: Inventory | None, known: Mapping[str, str], *, is_whole: bool
+) -> frozenset[str]:
     """The UUIDs of the GPUs with these device names, UUIDs, indices or PCI bus IDs, in any case of letters.
 
-    Raises: InvalidConfigError for a name that no GPU has.
+    `inventory` is what NVML shows, None if it is not asked. `known` has UUIDs by names that others know, such as those
+    of a lost GPU. `is_whole` says that NVML shows every GPU on the bus; otherwise it counts the others anew, and an
+    index may be another GPU's. Raises: InvalidConfigError for a name that no GPU has, or that is not sure.
     """
-    known: dict[str, str] = {}
-    for gpu in inventory.every_gpu:
-        for name in (gpu.uuid, gpu.pci_bus_id, gpu.index):
-            if name is not None:
-                known[str(name).lower()] = gpu.uuid
-    for device in inventory.by_name.values():
-        known[device.name.lower()] = device.gpu.uuid
-    wanted = {name: known.get(name.lower()) for name in names}
-    missing = [name for name, uuid in wanted.items() if uuid is None]
-    if missing:
-        rows = ", ".join(f"{gpu.index}={gpu.pci_bus_id}" for gpu in inventory.every_gpu) or "none"
-        raise InvalidConfigError(
-            f"there is no GPU {missing[0]!r}; give a device name, a UUID, an index or a PCI bus ID (GPUs: {rows})"
-        )
-    return frozenset(uuid for uuid in wanted.values() if uuid is not None)
+    found = {name.lower(): uuid for name, uuid in known.items()}
+    indices: dict[str, str] = {}
+    for gpu in inventory.every_gpu if inventory is not None else ():
+        found[gpu.uuid.lower()] = gpu.uuid
+        if gpu.pci_bus_id is not None:
+            found[gpu.pci_bus_id.lower()] = gpu.uuid
+        if gpu.index is not None:
+            indices[str(gpu.index)] = gpu.uuid
+    for device in inventory.by_name.values() if inventory is not None else ():
+        found[device.name.lower()] = device.gpu.uuid
+    wanted: set[str] = set()
+    for name in names:
+        if name.isdecimal() and (inventory is None or not is_whole):
+            raise InvalidConfigError(
+                f"which GPU has index {name} is not sure, because NVML does not show every GPU now; give a UUID or a "
+                "PCI bus ID"
+            )
+        uuid = indices.get(name) or found.get(name.lower())
+        if uuid is None and name.startswith("GPU-") and not is_whole:
+            uuid = name  # a lost GPU that nothing is known of, so that no claim can be on it
+        if uuid is None:
+            rows = (
+                ", ".join(f"{index}={uuid}" for index, uuid in indices.items()) or "none that NVML shows now"
+            )
+            raise InvalidConfigError(
+                f"there is no GPU {name!r}; give a device name, a UUID, an index or a PCI bus ID (GPUs: {rows})"
+            )
+        wanted.add(uuid)
+    return frozenset(wanted)
