@@ -16,7 +16,9 @@ PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 
 _PROC = "/proc"
 _START_TIME_FIELD = 19  # counted from the state, the first field behind the name in parentheses
+_THREADS_FIELD = 17
 _GONE = "ZX"
+_ENDING = "D"
 _POLL_MS = 200
 
 
@@ -172,7 +174,11 @@ def _stat(pid: int) -> tuple[str, int]:
     parts = tail.split()
     if len(parts) <= _START_TIME_FIELD:
         return "X", 0
-    return parts[0].decode(), int(parts[_START_TIME_FIELD])
+    state = parts[0].decode()
+    # The first thread of a process that was killed may be a zombie while others still end, and hold the GPU meanwhile.
+    if state == "Z" and int(parts[_THREADS_FIELD]) > 1:
+        state = _ENDING
+    return state, int(parts[_START_TIME_FIELD])
 
 
 def _wait_one(process: ProcessId, deadline: float) -> None:

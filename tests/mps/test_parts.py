@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +129,25 @@ def test_a_process_is_known_by_its_start_time():
     assert not processes.is_alive(ProcessId(own.pid, own.start_time + 1))
     assert processes.open_handle(ProcessId(own.pid, 1)) is None
     assert processes.identify(2**22 + 1) is None
+
+
+def test_a_process_is_not_gone_while_a_thread_of_it_is_left():
+    """Its first thread is a zombie; a killed process looks like this until the kernel let go of the GPU."""
+    script = "import ctypes, os, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
+    script += "print(flush=True); ctypes.CDLL(None).syscall({'x86_64': 60}.get(os.uname().machine, 93), 0)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            stat = Path(f"/proc/{child.pid}/stat")
+            deadline = time.monotonic() + 20
+            while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert processes.identify(child.pid) is not None
+        finally:
+            child.kill()
+    assert processes.identify(child.pid) is None
 
 
 def test_a_zombie_is_gone():

@@ -46,14 +46,18 @@ class Process:
 
 
 def identify(pid: int) -> Process | None:
-    """The live process with this number; a zombie counts as gone."""
+    """The live process with this number; a zombie counts as gone once all its threads are.
+
+    The first thread of a process that was killed may be a zombie while others still end, and hold ports meanwhile.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     # The command name may hold spaces and parentheses: count from its end.
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else Process(pid, int(fields[19]))
+    is_gone = fields[0] == "Z" and int(fields[17]) <= 1
+    return None if is_gone else Process(pid, int(fields[19]))
 
 
 def start(
