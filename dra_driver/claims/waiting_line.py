@@ -27,7 +27,8 @@ A holder is *on its way out* in three cases. Its Unprepare is under way in this 
 the claim lets go (`claims.rules.release`). Or the kubelet called Unprepare, but that could not be finished: then the
 waiting attempt finishes it, because the kubelet's next call may come late. If the API server does not answer, Prepare
 does not wait: it takes the holder to stay. An earlier answer of the API server counts for `doubt_s` seconds, and a
-final one for good.
+final one for good. Where a device is only full, as with MPS, other holders may stay: Prepare waits as long as as many
+are on their way out as must go.
 
 *Refused for now*: the NVIDIA driver refuses a try for a reason that passes by itself. The try keeps what it has made,
 and the next try goes on from there. An attempt that gives up takes it back (`claims.attempt`). Without these tries
@@ -193,16 +194,15 @@ class WaitingLine:
         self._join(attempt)
         if self._is_released(error.conflicts):
             return
-        reasons: list[str] = []
-        for conflict in error.conflicts:
-            reasons.append(self._why_leaving(attempt, conflict))
-            if self._is_released(error.conflicts):  # the API server may have taken long
-                return
+        leaving = self._leaving(attempt, error)
+        if not leaving:
+            return
+        conflict, why = leaving[0]
         if attempt.waits_since is None:
-            self._begin(attempt, str(error.conflicts[0].holder.ref), reasons[0])
+            self._begin(attempt, str(conflict.holder.ref), why)
         elif self._end(attempt) - self._clock() > self._timeouts.users_s:
             # Not in the first round: most holders are gone by the second, so most attempts need not wait for NVML.
-            holder = error.conflicts[0].holder
+            holder = conflict.holder
             attempt.users = None if self._is_undecided(holder) else self._users.told(holder)
         until = self._clock() + self._timeouts.ask_again_s
         while True:
@@ -211,7 +211,7 @@ class WaitingLine:
                 return
             now, end = self._clock(), self._end(attempt)
             if now >= end:
-                raise _in_vain(attempt, error.conflicts[0], reasons[0], now)
+                raise _in_vain(attempt, conflict, why, now, is_full=error.enough < len(error.conflicts))
             if now >= until:
                 return
             self._sleep(seen, min(self._timeouts.poll_s, until - now, end - now))
@@ -297,8 +297,44 @@ class WaitingLine:
             return True
         return holder.phase == "preparing" and self._under_way.is_trying(holder.ref.uid)
 
-    def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str:
-        """Why the holder is on its way out. Raises: ClaimRefusedError that names the holder if it stays."""
+    def _leaving(self, attempt: PrepareAttempt, error: DeviceHeldError) -> list[tuple[Conflict, str]]:
+        """As many conflicts as must end, with why each holder is on its way out; none if a holder is gone meanwhile.
+
+        Raises: ClaimRefusedError if too many holders stay.
+        """
+        conflicts = error.conflicts
+        may_stay = len(conflicts) - error.enough
+        is_full = may_stay > 0
+        if is_full:
+            conflicts = tuple(sorted(conflicts, key=lambda one: self._turn_to_be_asked(attempt, one.holder)))
+        ask_until = self._clock() + self._timeouts.ask_s
+        leaving: list[tuple[Conflict, str]] = []
+        for conflict in conflicts:
+            ask_s = ask_until - self._clock() if is_full else self._timeouts.ask_s
+            try:
+                leaving.append((conflict, self._why_leaving(attempt, conflict, ask_s)))
+            except ClaimRefusedError:
+                if not may_stay:
+                    raise
+                may_stay -= 1
+            if self._is_released(error.conflicts):  # the API server may have taken long
+                return []
+            if len(leaving) == error.enough:
+                break
+        return leaving
+
+    def _turn_to_be_asked(self, attempt: PrepareAttempt, holder: ClaimRecord) -> int:
+        """First who is known to leave, then who only wants the device: the others cost a question each."""
+        uid = holder.ref.uid
+        if self._under_way.is_unpreparing(uid) or self._under_way.unfinished(uid) or uid in attempt.leaving:
+            return 0
+        return 1 if self._is_undecided(holder) else 2
+
+    def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict, ask_s: float) -> str:
+        """Why the holder is on its way out. The API server has `ask_s` to tell.
+
+        Raises: ClaimRefusedError that names the holder if it stays.
+        """
         holder = conflict.holder
         if self._is_undecided(holder):
             return WAITS_LONGER
@@ -311,7 +347,7 @@ class WaitingLine:
         told, holds_until = attempt.leaving.get(holder.ref.uid, ("", 0.0))
         if holds_until == math.inf:
             return told
-        seconds = min(self._timeouts.ask_s, attempt.call.deadline - self._clock())
+        seconds = min(ask_s, attempt.call.deadline - self._clock())
         try:
             now = self._lookup.look(holder.ref, max(0.05, seconds))
         except DraDriverError as error:
@@ -342,10 +378,16 @@ def _given_up(attempt: PrepareAttempt, error: NvmlTransientError, now: float) ->
     )
 
 
-def _in_vain(attempt: PrepareAttempt, conflict: Conflict, why: str, now: float) -> RetryableError:
+def _in_vain(
+    attempt: PrepareAttempt, conflict: Conflict, why: str, now: float, *, is_full: bool
+) -> RetryableError:
     """The error of an attempt that has waited in vain until `now`, the clock's time; `why` is why the holder lets
-    go."""
+    go. `is_full` says that the device has other holders, which may stay."""
     waited = 0.0 if attempt.waits_since is None else now - attempt.waits_since
+    if is_full:
+        return RetryableError(
+            f"{conflict.text}: claim {conflict.holder.ref} {why}; waited {waited:.0f} s; the kubelet tries again"
+        )
     if why == WAITS_LONGER:
         return RetryableError(
             f"device {conflict.held.device} is not free yet, and claim {conflict.holder.ref} has waited for it for "

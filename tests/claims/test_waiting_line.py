@@ -15,20 +15,24 @@ from typing import Any
 import pytest
 
 from dra_driver.claims.attempt import KubeletCall, PrepareAttempt
+from dra_driver.claims.prepare import Identity
 from dra_driver.claims.rules.conflicts import Conflict, DeviceHeldError
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
 from dra_driver.journal import claim_locks as claimlocks
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
+from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.model.sharing_mode import UnknownSharingMode
 from tests.fakes.preparing import Node, in_threads
 from tests.fakes.samples import (
+    DRIVER,
     GPU_0,
     GPU_1,
     MIG_1G,
     MIG_3G,
     MIXED,
+    NODE,
     claim,
     h100,
     hold,
@@ -139,6 +143,73 @@ def test_holder_that_stays_is_named_at_once(node: Node) -> None:
     text = error_of(node.prepare(claim(GPU_0)))
     assert text.endswith("(gpu-00000000, prepared); it becomes free when that claim's pod is gone")
     assert (node.outcomes.waits, node.waited_for, node.line.waiting) == ([], [], [])
+
+
+FULL = "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most 2 clients"
+
+
+def sharer(uid: str) -> AllocatedClaim:
+    return claim(result(GPU_0, share_id=f"share-{uid}"), uid=uid)
+
+
+@pytest.fixture
+def full(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """GPU 0 is shared by MPS, and two claims use it, which is all that it serves."""
+    monkeypatch.setattr("dra_driver.claims.rules.plan.most_clients", lambda gpu, versions: 2)
+    node.serve(Identity(DRIVER, NODE, share_all(SharingRule("memory", enforce="mps"))))
+    for uid in ("one", "two"):
+        assert isinstance(node.prepare(sharer(uid)), Prepared)
+    return node
+
+
+@pytest.mark.parametrize("leaving", ["one", "two"])
+def test_the_release_of_one_user_is_enough_when_a_device_is_full(
+    full: Node, calls: Calls, leaving: str
+) -> None:
+    full.claims.unused.add(leaving)
+    calls.prepare(full, sharer("new"))
+    waits(full, "new")
+    assert full.unprepare(sharer(leaving)) is None
+    assert isinstance(calls.answer("new"), Prepared)
+    assert full.waited_for == [leaving]
+
+
+def test_a_full_device_is_not_waited_for_when_all_its_users_stay(full: Node) -> None:
+    text = error_of(full.prepare(sharer("new")))
+    assert f"{FULL} with this GPU and driver; wait until one of them is gone" in text
+    assert (full.outcomes.waits, full.waited_for, full.line.waiting) == ([], [], [])
+
+
+def test_a_full_device_is_not_waited_for_when_more_must_leave_than_do(
+    full: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.claims.rules.plan.most_clients", lambda gpu, versions: 1)
+    full.claims.unused.add("two")
+    assert "2 claims use the MPS daemon" in error_of(full.prepare(sharer("new")))
+    assert full.outcomes.waits == []
+
+
+def test_a_second_claim_waits_no_longer_when_the_first_in_line_got_the_place(
+    full: Node, calls: Calls
+) -> None:
+    full.claims.unused.add("two")
+    calls.prepare(full, sharer("first"))
+    waits(full, "first")
+    calls.prepare(full, sharer("second"))
+    waits(full, "first", "second")
+    assert full.unprepare(sharer("two")) is None
+    assert isinstance(calls.answer("first"), Prepared)
+    assert FULL in error_of(calls.answer("second"))
+
+
+def test_the_user_that_leaves_is_named_when_it_leaves_too_slowly(full: Node) -> None:
+    full.claims.unused.add("two")
+    text = error_of(full.prepare(sharer("new"), SOON_S))
+    assert (
+        f"{FULL} with this GPU and driver; wait until one of them is gone: claim default/claim-two " in text
+    )
+    assert "is used by no pod any more; waited " in text
+    assert text.endswith("the kubelet tries again")
 
 
 def test_one_that_stays_is_named_although_another_leaves(node: Node) -> None:

@@ -30,7 +30,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.steps import RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
 from tests.fakes.samples import DRIVER, NODE
 
 
@@ -231,7 +231,8 @@ class Node:
         self.debts = Debts(directory / "debts", self.records, boot_id)
         self.debts.open()
         self.boot_id = boot_id
-        self.runner = StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described})
+        mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
+        self.runner = StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps})
         self.executor = Executor(
             self.records,
             self.debts,

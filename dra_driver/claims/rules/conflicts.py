@@ -28,12 +28,18 @@ class Conflict:
 
 
 class DeviceHeldError(ClaimRefusedError):
-    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first."""
+    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first.
 
-    def __init__(self, conflicts: Sequence[Conflict], wanted: Sequence[HeldDevice]) -> None:
+    `enough` says how many of the conflicts must end: all of them, or fewer where a device is only full.
+    """
+
+    def __init__(
+        self, conflicts: Sequence[Conflict], wanted: Sequence[HeldDevice], enough: int | None = None
+    ) -> None:
         super().__init__(conflicts[0].text)
         self.conflicts = tuple(conflicts)
         self.wanted = tuple(wanted)
+        self.enough = len(conflicts) if enough is None else enough
 
 
 def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
@@ -52,20 +58,31 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
 def refuse_crowded(
     wanted: Sequence[Wanted], others: Iterable[ClaimRecord], most_clients: Mapping[str, int]
 ) -> None:
-    """Raises: ClaimRefusedError if as many claims as the MPS daemon of a device serves clients use it already.
+    """Raises: DeviceHeldError if as many claims as the MPS daemon of a device serves clients use it already. It is
+    enough then that one of them ends, or as many as are too many.
 
     `most_clients` says how many that are, of each device with MPS. A claim counts as one client, though its pods may
     have more.
     """
+    records = list(others)
     for request, device in wanted:
         most = most_clients.get(device.device)
         if most is None:
             continue
-        users = sum(any(_is_client(held, device) for held in record.devices) for record in others)
-        if users >= most:
-            raise ClaimRefusedError(
-                f"request {request}: {users} claims use the MPS daemon of device {device.device}, and MPS serves at "
-                f"most {most} clients with this GPU and driver; wait until one of them is gone"
+        users: dict[str, tuple[ClaimRecord, HeldDevice]] = {}
+        for record in records:
+            for held in record.devices:
+                if _is_client(held, device):  # once, though a claim in line may have a record too
+                    users.setdefault(record.ref.uid, (record, held))
+        if len(users) >= most:
+            text = (
+                f"request {request}: {len(users)} claims use the MPS daemon of device {device.device}, and MPS serves "
+                f"at most {most} clients with this GPU and driver; wait until one of them is gone"
+            )
+            raise DeviceHeldError(
+                [Conflict(record, held, text) for record, held in users.values()],
+                [device for _, device in wanted],
+                enough=len(users) - most + 1,
             )
 
 
