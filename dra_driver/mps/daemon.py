@@ -5,7 +5,7 @@
 | record `running` | a record | goes on | removes it |
 | directories, tmpfs | the same, and they | goes on | removes them too |
 | modes of all GPUs read and in the record | the same | goes on, and keeps what is in the record | the same |
-| each GPU exclusive | some GPUs exclusive | makes the others exclusive | puts each back that is exclusive |
+| GPUs exclusive, side by side | some GPUs exclusive | makes the others exclusive | puts each back that is exclusive |
 | daemon started | a daemon that no record names | finds it by its pipe directory | ends it |
 | process in the record, limits set | everything | finds it ready | ends it |
 
@@ -13,7 +13,7 @@
 |---|---|---|
 | record `stopped` | everything runs | goes on |
 | processes ended | directories, modes | goes on |
-| each GPU as before, one after the other | some GPUs exclusive | puts the others back |
+| GPUs as before, side by side | some GPUs exclusive | puts the others back |
 | directories of the other GPUs, then its own, removed | the record | removes it |
 
 A daemon of several GPUs makes an empty directory for each GPU but the first. While the record is lost, that is what
@@ -25,13 +25,16 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError, StateError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_control as control
@@ -47,8 +50,10 @@ from dra_driver.mps.selinux import SelinuxLabels
 
 _log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 _UNANSWERED = 3
 """A daemon that does not answer once may only be busy."""
+_GPUS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +263,15 @@ class Daemon:
         """Each GPU is exclusive to MPS; what they were before is on disk before the first one changes.
 
         `again` is for a daemon that runs: a reset of the GPU or a reload of the driver makes the mode the default
-        one, any other mode is somebody's wish.
+        one, any other mode is somebody's wish. A GPU that does not answer keeps no other from being exclusive then.
         """
         parts, spec = self._parts, self._record.spec
         self._look_at_gpu_at = time.monotonic() + parts.timings.exclusive
-        found = {
-            uuid: parts.compute_mode.get(uuid) for uuid in spec.gpu_uuids if uuid not in self._without_mode
-        }
+        found, unread = _on_each(
+            parts.compute_mode.get, [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
+        )
+        if unread is not None and not again:
+            raise unread
         wrong = {
             uuid: mode
             for uuid, mode in found.items()
@@ -273,15 +280,23 @@ class Daemon:
         known = self._record.modes_before
         if not known.keys() >= wrong.keys():
             self._write(self._record.with_modes_before({**wrong, **known}))
-        for uuid, before in wrong.items():
-            try:
-                parts.compute_mode.set(uuid, EXCLUSIVE_PROCESS)
-            except NotSupportedError as error:
-                self._without_mode.add(uuid)
-                _log.warning("compute_mode_not_supported", device=spec.device, error=str(error))
-                continue
-            if again:
-                _log.warning("compute_mode_set_again", device=spec.device, before=before)
+        are_exclusive, unset = _on_each(self._make_exclusive, wrong)
+        if again:
+            for uuid in filter(are_exclusive.get, wrong):
+                _log.warning("compute_mode_set_again", device=spec.device, before=wrong[uuid])
+        problem = unread or unset
+        if problem is not None:
+            raise problem
+
+    def _make_exclusive(self, gpu_uuid: str) -> bool:
+        """Whether it is now; a GPU may have no such setting. Raises: RetryableError."""
+        try:
+            self._parts.compute_mode.set(gpu_uuid, EXCLUSIVE_PROCESS)
+        except NotSupportedError as error:
+            self._without_mode.add(gpu_uuid)
+            _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
+            return False
+        return True
 
     def _keep_gpu(self) -> None:
         """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
@@ -329,10 +344,16 @@ class Daemon:
         self._parts.control.end_users(self._directories, self._parts.timings.patience)
 
     def _give_gpu_back(self) -> None:
-        mode = self._parts.compute_mode
-        for uuid, before in self._record.modes_before.items():
+        """A GPU that does not answer keeps no other from being put back. Raises: the first error, after all."""
+        mode, before = self._parts.compute_mode, self._record.modes_before
+
+        def put_back(uuid: str) -> None:
             if mode.get(uuid) == EXCLUSIVE_PROCESS:
-                mode.set(uuid, before)
+                mode.set(uuid, before[uuid])
+
+        _, problem = _on_each(put_back, before)
+        if problem is not None:
+            raise problem
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -412,6 +433,24 @@ class Daemon:
         if record != self._record or not self._parts.layout.record(record.spec.device).exists():
             self._parts.records.write(record)
             self._record = record
+
+
+def _on_each(
+    action: Callable[[str], T], gpu_uuids: Iterable[str]
+) -> tuple[dict[str, T], BaseException | None]:
+    """What the action returns for each GPU where it does not fail, and the first error.
+
+    All GPUs at the same time: without persistence mode nvidia-smi takes seconds for each.
+    """
+    uuids = list(gpu_uuids)
+    futures = side_by_side([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)
+    errors = [future.exception() for future in futures]
+    done = {
+        uuid: future.result()
+        for uuid, future, error in zip(uuids, futures, errors, strict=True)
+        if error is None
+    }
+    return done, next((error for error in errors if error is not None), None)
 
 
 def remove_directory(parts: Parts, device: str) -> None:

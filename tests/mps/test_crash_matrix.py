@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,22 +33,25 @@ STEPS = [
 
 
 class Countdown:
-    """Kills this process when so many steps are done."""
+    """Kills this process when so many steps are done. Those that run at the same time run one after the other here, so
+    that each kill has its place."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
         self.armed = False
+        self._turn = threading.RLock()
         for owner, name in STEPS:
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, step):
         def counted(*arguments, **named):
-            result = step(*arguments, **named)
-            if self.armed:
-                self.left -= 1
-                if self.left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            with self._turn:
+                result = step(*arguments, **named)
+                if self.armed:
+                    self.left -= 1
+                    if self.left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return result
 
         return counted
 

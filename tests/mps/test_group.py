@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,31 @@ def spec_of(
     )
     spec = MpsDaemonSpec(first.device, first.gpu_uuid, "gpu", first.gpu_uuid, others=tuple(others))
     return replace(spec, default_memory_limit_mib=limits[0], **changes)
+
+
+class Modes:
+    """The compute modes of a host. A GPU in `silent` does not answer; `slow_s` is what each answer takes."""
+
+    def __init__(self, host: Host) -> None:
+        self.silent: set[str] = set()
+        self.slow_s = 0.0
+        self.together: threading.Barrier | None = None
+        self._real = host.tools.compute_mode
+
+    def get(self, gpu_uuid: str) -> int | None:
+        self._wait(gpu_uuid)
+        return self._real.get(gpu_uuid)
+
+    def set(self, gpu_uuid: str, mode: int) -> None:
+        self._wait(gpu_uuid)
+        self._real.set(gpu_uuid, mode)
+
+    def _wait(self, gpu_uuid: str) -> None:
+        if gpu_uuid in self.silent:
+            raise RetryableError(f"nvidia-smi does not answer for {gpu_uuid}")
+        time.sleep(self.slow_s)
+        if self.together is not None:
+            self.together.wait(5)
 
 
 def modes(host: Host) -> list[int]:
@@ -88,6 +115,40 @@ def test_a_start_that_fails_leaves_nothing(host: Host) -> None:
     with pytest.raises(RetryableError):
         host.supervisor().ensure(spec_of(host), 10)
     assert_nothing_left(host)
+
+
+@pytest.mark.parametrize("index", GPUS)
+def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(
+    host: Host, index: int, eventually: Callable
+) -> None:
+    mode = Modes(host)
+    supervisor = host.supervisor(compute_mode=mode)
+    supervisor.ensure(spec_of(host), 10)
+    silent = host.machine.gpu(index).uuid
+    mode.silent.add(silent)
+    supervisor.stop("gpu-2", 10)
+    assert modes(host) == [EXCLUSIVE_PROCESS if one == index else 0 for one in GPUS]
+    [status] = supervisor.status()
+    assert (status.state, status.problem) == ("failed", f"nvidia-smi does not answer for {silent}")
+    mode.silent.clear()
+    eventually(lambda: host.left() == [])
+    assert_nothing_left(host)
+
+
+@pytest.mark.parametrize("index", GPUS)
+def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
+    host: Host, index: int
+) -> None:
+    mode = Modes(host)
+    supervisor = host.supervisor(compute_mode=mode, probe=60)
+    supervisor.ensure(spec_of(host), 10)
+    silent = host.machine.gpu(index).uuid
+    mode.silent.add(silent)
+    for one in GPUS:
+        host.machine.set_compute_mode(host.machine.gpu(one).uuid, 0)
+    with pytest.raises(RetryableError, match=f"does not answer for {silent}"):
+        supervisor.ensure(spec_of(host), 10)
+    assert modes(host) == [0 if one == index else EXCLUSIVE_PROCESS for one in GPUS]
 
 
 def test_a_gpu_that_was_reset_is_made_exclusive_again(host: Host, eventually: Callable) -> None:
