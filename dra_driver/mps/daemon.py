@@ -202,7 +202,7 @@ class Daemon:
             if self._record.spec.kind == "mig":
                 self._parts.make_capability_nodes()
             self._make_directories()
-            self._take_gpu()
+            self._take_gpu_in_time(deadline)
             self._clear_pipes()
             process = self._start()
         if process != self._record.process or self._record.boot_id != self._parts.boot_id:
@@ -287,6 +287,20 @@ class Daemon:
         problem = unread or unset
         if problem is not None:
             raise problem
+
+    def _take_gpu_in_time(self, deadline: float) -> None:
+        """As `_take_gpu`. Raises: RetryableError too if it leaves no time for the start of the daemon."""
+        began = time.monotonic()
+        self._take_gpu()
+        now = time.monotonic()
+        gpus = [uuid for uuid in self._record.spec.gpu_uuids if uuid not in self._without_mode]
+        if gpus and now >= deadline:
+            whose = f"modes of {len(gpus)} GPUs" if len(gpus) > 1 else f"mode of GPU {gpus[0]}"
+            raise RetryableError(
+                f"no time is left to start the MPS daemon of {self._record.spec.device}: reading and setting the "
+                f"compute {whose} took {now - began:.1f} s; switch on persistence mode on the node "
+                "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU anew"
+            )
 
     def _make_exclusive(self, gpu_uuid: str) -> bool:
         """Whether it is now; a GPU may have no such setting. Raises: RetryableError."""

@@ -151,6 +151,43 @@ def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
     assert modes(host) == [0 if one == index else EXCLUSIVE_PROCESS for one in GPUS]
 
 
+def test_all_gpus_are_read_and_set_at_the_same_time(host: Host) -> None:
+    mode = Modes(host)
+    mode.together = threading.Barrier(len(GPUS))
+    supervisor = host.supervisor(compute_mode=mode, probe=60)
+    supervisor.ensure(spec_of(host), 10)
+    assert modes(host) == [EXCLUSIVE_PROCESS] * 3
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(host: Host) -> None:
+    class Control:
+        def __init__(self) -> None:
+            self.starts = 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(host.tools.control, name)
+
+        def start(self, *arguments: object) -> object:
+            self.starts += 1
+            return host.tools.control.start(*arguments)
+
+    mode, control = Modes(host), Control()
+    mode.slow_s = 0.3
+    supervisor = host.supervisor(compute_mode=mode, control=control)
+    with pytest.raises(RetryableError) as refused:
+        supervisor.ensure(spec_of(host), 0.5)
+    said = str(refused.value)
+    assert (
+        "no time is left to start the MPS daemon of gpu-2: reading and setting the compute modes of 3 GPUs took"
+        in said
+    )
+    assert "switch on persistence mode on the node" in said
+    assert control.starts == 0
+    assert_nothing_left(host)
+
+
 def test_a_gpu_that_was_reset_is_made_exclusive_again(host: Host, eventually: Callable) -> None:
     host.supervisor().ensure(spec_of(host), 10)
     host.machine.set_compute_mode(host.machine.gpu(4).uuid, 0)
