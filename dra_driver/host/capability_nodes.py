@@ -3,12 +3,23 @@ nvidia-smi or nvidia-modprobe on the host, and again after each reboot."""
 
 from __future__ import annotations
 
+import stat
+import threading
+from pathlib import Path
+
 from dra_driver.errors import RetryableError
 from dra_driver.host.device_nodes import DeviceNodeMaker
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import join_root
+from dra_driver.model.host import DeviceNode
 
 _CAPABILITIES = "/proc/driver/nvidia/capabilities"
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISBLK, "a block device"),
+)
 
 
 class CapabilityNodes:
@@ -19,21 +30,49 @@ class CapabilityNodes:
         self._caps = caps
         self._root = root
         self._maker = maker
+        self._lock = threading.Lock()
 
     def make_missing(self) -> None:
-        """Have a node for every GPU instance and compute instance that is there now, as nvidia-smi does. A node that
-        is there is left alone.
+        """Have a node for every GPU instance and compute instance that is there now, as nvidia-smi does. A node with
+        the right numbers is left alone; one with others is from before a reload of the driver, and is made anew.
 
         Raises: RetryableError if one is missing and cannot be made.
         """
-        for capability, node in self._caps.all_nodes():
-            try:
-                self._maker.make(join_root(self._root, node.path), node)
-            except FileExistsError:
-                continue
-            except OSError as error:
+        with self._lock:
+            for capability, node in self._caps.all_nodes():
+                try:
+                    self._have(join_root(self._root, node.path), node)
+                except OSError as error:
+                    raise RetryableError(
+                        f"cannot make the device node {_named(node)}: {error.strerror or error}; "
+                        "run the MPS host as root with the host's /dev (in a pod: privileged), "
+                        f"or run `nvidia-modprobe -f {_CAPABILITIES}/{capability}` on the node"
+                    ) from error
+
+    def _have(self, path: str, node: DeviceNode) -> None:
+        """Raises: RetryableError if something else is there, OSError."""
+        try:
+            self._maker.make(path, node)
+        except FileExistsError:
+            there = self._maker.read(path)
+            if there is None or there.type != node.type:
                 raise RetryableError(
-                    f"cannot make the device node {node.path} ({node.type} {node.major}:{node.minor}): "
-                    f"{error.strerror or error}; run the MPS host as root with the host's /dev (in a pod: "
-                    f"privileged), or run `nvidia-modprobe -f {_CAPABILITIES}/{capability}` on the node"
-                ) from error
+                    f"cannot make the device node {_named(node)}: {_what_is(path)} is there; remove it from the node, "
+                    "and find out what has put it there"
+                ) from None
+            if (there.major, there.minor) != (node.major, node.minor):
+                self._maker.remove(path)
+                self._maker.make(path, node)
+
+
+def _named(node: DeviceNode) -> str:
+    return f"{node.path} ({node.type} {node.major}:{node.minor})"
+
+
+def _what_is(path: str) -> str:
+    """With its article. Raises: OSError."""
+    mode = Path(path).lstat().st_mode
+    for is_it, name in _KINDS:
+        if is_it(mode):
+            return name
+    return "something that is no device node"

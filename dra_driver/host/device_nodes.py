@@ -43,14 +43,17 @@ class LstatDeviceNodeReader:
         )
 
 
-class DeviceNodeMaker(Protocol):
+class DeviceNodeMaker(DeviceNodeReader, Protocol):
     """Makes a device node. The simulator has its own maker, which needs no root."""
 
     def make(self, path: str, node: DeviceNode) -> None:
         """Make the node at the path, with its directory. Raises: FileExistsError if something is there; OSError."""
 
+    def remove(self, path: str) -> None:
+        """Remove the node at the path. Raises: OSError."""
 
-class Mknod:
+
+class Mknod(LstatDeviceNodeReader):
     """Makes character nodes in the file system."""
 
     def make(self, path: str, node: DeviceNode) -> None:
@@ -61,6 +64,10 @@ class Mknod:
             directory.chmod(0o755)
         os.mknod(path, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
         Path(path).chmod(node.mode)  # mknod(2) obeys the umask
+
+    def remove(self, path: str) -> None:
+        """Remove the node at the path. Raises: OSError."""
+        Path(path).unlink()
 
 
 def _node_type(mode: int) -> NodeType | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,20 +21,25 @@ CAPS = "driver/nvidia/capabilities"
 
 
 class Written:
-    """Keeps what was made; a node that is there is left alone, as by mknod(2)."""
+    """Keeps what was made; what is there is left alone, as by mknod(2)."""
 
-    def __init__(self, *there: str, fails: OSError | None = None) -> None:
+    def __init__(self, *there: DeviceNode, fails: OSError | None = None) -> None:
         self.made: dict[str, DeviceNode] = {}
-        self._there = set(there)
+        self._there = {node.path: node for node in there}
         self._fails = fails
+
+    def read(self, path: str) -> DeviceNode | None:
+        return self._there.get(path)
 
     def make(self, path: str, node: DeviceNode) -> None:
         if path in self._there:
             raise FileExistsError(path)
         if self._fails is not None:
             raise self._fails
-        self._there.add(path)
-        self.made[path] = node
+        self._there[path] = self.made[path] = node
+
+    def remove(self, path: str) -> None:
+        del self._there[path]
 
 
 @pytest.fixture
@@ -65,9 +73,57 @@ def test_missing_nodes_of_all_instances_are_made_when_none_is_there(proc: Path) 
 
 
 def test_nodes_that_are_there_are_left_alone_when_others_are_made(proc: Path) -> None:
-    written = Written("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap84")
+    written = Written(node(12), replace(node(84), mode=0o666, gid=44))
     CapabilityNodes(MigCaps(str(proc)), "/", written).make_missing()
     assert list(written.made.values()) == [node(13), node(14, 0o400)]
+
+
+@pytest.mark.parametrize("stale", [{"major": 238}, {"minor": 13}])
+def test_a_node_is_made_anew_when_it_has_other_numbers_than_the_driver_says(proc: Path, stale: Any) -> None:
+    """The kernel may give the driver another major number when it is loaded again."""
+    written = Written(replace(node(12), **stale), node(13), node(14, 0o400), node(84))
+    CapabilityNodes(MigCaps(str(proc)), "/", written).make_missing()
+    assert list(written.made.values()) == [node(12)]
+
+
+@pytest.mark.parametrize(
+    ("put", "what"),
+    [
+        (Path.mkdir, "a directory"),
+        (Path.touch, "a file"),
+        (lambda path: path.symlink_to("/dev/null"), "a symbolic link"),
+    ],
+)
+def test_the_error_says_what_is_there_when_it_is_no_character_device(
+    proc: Path, tmp_path: Path, put: Callable[[Path], None], what: str
+) -> None:
+    place = tmp_path / "root/dev/nvidia-caps/nvidia-cap12"
+    place.parent.mkdir(parents=True)
+    put(place)
+    with pytest.raises(RetryableError) as caught:
+        CapabilityNodes(MigCaps(str(proc)), str(tmp_path / "root"), Mknod()).make_missing()
+    assert str(caught.value) == (
+        f"cannot make the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): {what} is there; remove it from the "
+        "node, and find out what has put it there"
+    )
+    assert os.path.lexists(place)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mknod(2) needs root")
+def test_a_stale_node_in_the_file_system_is_made_anew_and_a_block_device_is_not(
+    proc: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    Mknod().make(f"{root}{node(12).path}", replace(node(12), major=238))
+    nodes = CapabilityNodes(MigCaps(str(proc)), str(root), Mknod())
+    nodes.make_missing()
+    made = Mknod().read(f"{root}{node(12).path}")
+    assert made == replace(node(12), path=f"{root}{node(12).path}", uid=0, gid=0)
+    block = root / "dev/nvidia-caps/nvidia-cap84"
+    block.unlink()
+    os.mknod(block, stat.S_IFBLK | 0o600, os.makedev(237, 84))
+    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): a block device is there"):
+        nodes.make_missing()
 
 
 def test_a_node_is_left_to_the_administrator_when_the_driver_says_so(proc: Path) -> None:

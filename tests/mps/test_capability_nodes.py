@@ -15,9 +15,11 @@ import yaml
 
 from dra_driver.errors import RetryableError
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.simulator import Machine, create_machine
+from dra_driver.simulator import Machine, create_machine, device_node_reader
 from dra_driver.simulator.catalogue import MACHINES
 from tests.mps.conftest import Host
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mknod(2) needs root")
 
 
 @pytest.fixture
@@ -57,6 +59,24 @@ def test_clients_reach_a_mig_device_when_nobody_made_its_nodes(bare: Host) -> No
     made = nodes(bare)
     supervisor.stop("gpu-1-mig", 10)
     assert nodes(bare) == made, "other programs may use them"
+
+
+@pytest.mark.parametrize("are_real", [False, pytest.param(True, marks=root)])
+def test_nodes_of_an_earlier_load_of_the_driver_are_made_anew(
+    bare: Host, are_real: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.simulator.hostroot.devices.can_make_nodes", lambda directory: are_real)
+    reader = device_node_reader(bare.machine)
+    there_before = nodes(bare)
+    bare.tools.make_capability_nodes()
+    paths = [f"/dev/nvidia-caps/{name}" for name in nodes(bare) if name not in there_before]
+    right = {path: reader.read(path) for path in paths}
+    for path, node in right.items():
+        assert node is not None
+        reader.remove(path)
+        reader.make(path, replace(node, major=node.major + 1))
+    bare.tools.make_capability_nodes()
+    assert {path: reader.read(path) for path in paths} == right
 
 
 def test_no_daemon_starts_when_the_nodes_cannot_be_made(bare: Host) -> None:

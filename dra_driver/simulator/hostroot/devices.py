@@ -83,20 +83,30 @@ class SimulatedDeviceNodes:
                 uid=status.st_uid,
                 gid=status.st_gid,
             )
-        described = self._described().get(inside)
+        described = _content(Path(f"{self._root}{inside}"), status) or self._described().get(inside)
         if described is None:
             return None
         return DeviceNode(path=path, type="c", uid=0, **described)
 
     def make(self, path: str, node: DeviceNode) -> None:
-        """Make a node as somebody on the host would: an empty file where nodes cannot be made, which only shows that
-        it is there. Raises: FileExistsError; OSError."""
-        full = path if path.startswith(f"{self._root}/") else f"{self._root}{path}"
-        Path(full).parent.mkdir(parents=True, exist_ok=True)
+        """Make a node as somebody on the host would: a file that describes it where nodes cannot be made. Raises:
+        FileExistsError; OSError."""
+        full = self._full(path)
+        full.parent.mkdir(parents=True, exist_ok=True)
         if can_make_nodes(Path(self._root).parent):
             os.mknod(full, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
         else:
-            Path(full).touch(exist_ok=False)
+            with full.open("x") as file:
+                json.dump(
+                    {"major": node.major, "minor": node.minor, "mode": node.mode, "gid": node.gid}, file
+                )
+
+    def remove(self, path: str) -> None:
+        """Remove a node as somebody on the host would. Raises: OSError."""
+        self._full(path).unlink()
+
+    def _full(self, path: str) -> Path:
+        return Path(path if path.startswith(f"{self._root}/") else f"{self._root}{path}")
 
     def _described(self) -> dict[str, dict[str, Any]]:
         try:
@@ -109,3 +119,14 @@ class SimulatedDeviceNodes:
                 with Path(self._description).open("rb") as file:
                     self._known = (mark, json.load(file))
             return self._known[1]
+
+
+def _content(path: Path, status: os.stat_result) -> dict[str, Any] | None:
+    """What a node's own file says of it, as `make` has written it."""
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
+        return None
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) and said.keys() == {"major", "minor", "mode", "gid"} else None
