@@ -50,6 +50,14 @@ def test_limits_of_a_share(rule: SharingRule, consumed: dict[str, str], limits: 
     assert limits_of(result("gpu-0", consumed_capacity=consumed), GPU, rule) == ShareLimits(*limits)
 
 
+@pytest.mark.parametrize("shares", [5, 60])
+def test_shares_of_an_older_larger_number_are_no_more_than_the_device(shares: int) -> None:
+    """The driver lowers the number of shares where MPS serves fewer clients; the claim keeps what it was allocated."""
+    share = result("gpu-0", consumed_capacity={"shares": str(shares)})
+    assert limits_of(share, GPU, FOUR) == ShareLimits(81559, 100)
+    assert limits_of(share, BLIND, FOUR) == ShareLimits(None, 100)
+
+
 def test_mig_device_is_measured_by_its_profile() -> None:
     device = MIXED.by_name[MIG_1G]
     share = result(MIG_1G, consumed_capacity={"shares": "1", "memory": "0", "multiprocessors": "0"})

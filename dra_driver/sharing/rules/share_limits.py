@@ -71,8 +71,11 @@ def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRul
 
 
 def _part(result: DeviceResult, rule: SharingRule) -> Fraction:
-    """The part of the whole device that the shares of this allocation are."""
-    return _consumed(result, SHARES) / rule.shares if rule.shares else Fraction(0)
+    """The part of the whole device that the shares of this allocation are.
+
+    Never more than the whole: a claim may have been allocated when the device had more shares than now.
+    """
+    return min(Fraction(1), _consumed(result, SHARES) / rule.shares) if rule.shares else Fraction(0)
 
 
 def _percentage(part: Fraction) -> int:
