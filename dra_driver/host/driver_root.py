@@ -148,13 +148,15 @@ class DriverRoot:
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when a part of the driver or toolkit is added, removed or replaced."""
+        """A value that changes when a part of the driver or toolkit is added, removed or replaced, or when the hook is
+        to be asked again."""
         tree = RootedTree(self._paths.driver_root)
         marks: list[object] = [_mark(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
         for root, path in self._hook.places():
             marks.append(_mark(trees.setdefault(root, RootedTree(root)), path))
         marks.extend(self._dev.node(path) for path in _NODES)
+        marks.append(self._hook.doubts())
         return tuple(marks)
 
     def scan(self, nvml_version: str | None) -> DriverFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dra_driver.errors import RetryableError
@@ -30,6 +31,9 @@ _PLACES = tuple(
 )
 _FLAG = "--nvidia-cdi-hook-path"
 _BOUND_S = 2.0
+_ASK_AGAIN_S = 30.0
+"""How long it counts that a hook did not answer or could not be run: a busy host or a mount may have been the cause."""
+_LONGEST_CAUSE = 200
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _COMMANDS = re.compile(r"^COMMANDS:\n((?:[ \t]+.*\n|\n)*)", re.MULTILINE)
 _VERB = re.compile(r"^[ \t]+([a-z][a-z0-9-]*)", re.MULTILINE)
@@ -86,7 +90,8 @@ class HookFinder:
         self._views = tuple(dict.fromkeys(views))
         self._configured = configured
         self._lock = threading.Lock()
-        self._answers: dict[str, tuple[tuple[object, ...], _Answer]] = {}
+        self._answers: dict[str, _Kept] = {}
+        self._doubts = 0
 
     def places(self) -> Iterator[tuple[str, str]]:
         """(root, path below it) of every file on which the result of `find` depends."""
@@ -97,6 +102,15 @@ class HookFinder:
                 inside = view.inside(self._configured)
                 if inside is not None:
                     yield view.root, inside
+
+    def doubts(self) -> int:
+        """A number that grows when what `find` has answered does not count any more, though no file has changed."""
+        with self._lock:
+            due = [path for path, kept in self._answers.items() if kept.is_due]
+            for path in due:
+                del self._answers[path]
+            self._doubts += bool(due)
+            return self._doubts
 
     def find(self) -> Hook:
         """The hook that is configured, else the first that is found.
@@ -136,16 +150,17 @@ class HookFinder:
         return Hook(host_path, BASE_HOOK_VERBS, (note,))
 
     def _asked(self, host_path: str, view: _View, resolved: str) -> Hook:
-        """The hook with its verbs. The program runs once, and again when its file was replaced; one thread at a
-        time."""
+        """The hook with its verbs. The program runs once, and again when its file was replaced, or a while after it
+        gave no answer; one thread at a time."""
         local = join_root(view.root, resolved)
         with self._lock:
             identity = (local, *_identity(local))
             known = self._answers.get(host_path)
-            if known is None or known[0] != identity:
-                known = identity, self._answer(host_path, view, resolved)
-                self._answers[host_path] = known
-            answer = known[1]
+            if known is None or known.identity != identity or known.is_due:
+                answer = self._answer(host_path, view, resolved)
+                due_at = math.inf if answer.is_sure else time.monotonic() + _ASK_AGAIN_S
+                known = self._answers[host_path] = _Kept(identity, answer, due_at)
+            answer = known.answer
         if answer.problem is None:
             return Hook(host_path, answer.verbs)
         if view is self._installed and answer.code and self._configured is None:
@@ -183,25 +198,40 @@ class HookFinder:
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The verbs that are safe to use; else why the program did not tell them, and the code with which it ended, 0 if it
-    did not end."""
+    did not end. `is_sure` says that it would tell the same again."""
 
     verbs: tuple[str, ...]
     problem: str | None = None
     code: int = 0
+    is_sure: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The answer of a program with this identity, which counts until `due_at` (time.monotonic())."""
+
+    identity: tuple[object, ...]
+    answer: _Answer
+    due_at: float
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.due_at
 
 
 def _answer_of(commands: Iterable[list[str]]) -> _Answer:
     """What the first command says that ends well, else the fault of the first."""
     deadline = time.monotonic() + _BOUND_S
-    fault = None
+    fault, is_sure = None, True
     for command in commands:
         said = _run(command, deadline)
         if said.problem is None:
             listed, version = _listed_verbs(said.text), _version(said.text)
             more = (verb for verb in MORE_HOOK_VERBS if verb in listed and _SINCE.get(verb, ()) <= version)
             return _Answer((*BASE_HOOK_VERBS, *more))
+        is_sure = is_sure and said.has_ended
         fault = fault or _Answer(BASE_HOOK_VERBS, said.problem, said.code)
-    return fault or _Answer(BASE_HOOK_VERBS)
+    return replace(fault, is_sure=is_sure) if fault else _Answer(BASE_HOOK_VERBS)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -219,6 +249,7 @@ class _Said(NamedTuple):
     text: str
     problem: str | None = None
     code: int = 0
+    has_ended: bool = True
 
 
 def _run(command: list[str], deadline: float) -> _Said:
@@ -228,21 +259,29 @@ def _run(command: list[str], deadline: float) -> _Said:
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             env={"PATH": _PATH},
             start_new_session=True,
         ) as process:
             try:
-                out, _ = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
+                out, err = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 with suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
-                return _Said("", f"it did not end within {_BOUND_S:g} s")
+                return _Said("", f"it did not end within {_BOUND_S:g} s", has_ended=False)
     except OSError as error:
-        return _Said("", error.strerror or "it cannot be run", _CANNOT_RUN)
+        return _Said("", error.strerror or "it cannot be run", _CANNOT_RUN, has_ended=False)
     if process.returncode:
-        return _Said("", f"it ends with code {process.returncode}", process.returncode)
+        cause = _last_line(err)
+        problem = f"it ends with code {process.returncode}{cause and f': {cause}'}"
+        return _Said("", problem, process.returncode)
     return _Said(out.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+
+
+def _last_line(said: bytes) -> str:
+    """Of what a program says on stderr: there the loader or chroot says why it does not run."""
+    lines = said.decode("utf-8", errors="replace").strip().splitlines()
+    return "".join(filter(str.isprintable, lines[-1]))[:_LONGEST_CAUSE].strip() if lines else ""
 
 
 def _identity(path: str) -> tuple[object, ...]:

@@ -5,7 +5,8 @@ import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
-from dra_driver.model.driver_files import DriverFile, DriverFiles
+from dra_driver.host.hook import _Said
+from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles
 from dra_driver.model.host import HostPaths
 from tests.host.trees import (
     COMMON_NODES,
@@ -357,6 +358,26 @@ def test_libraries_get_all_their_names_again_when_the_installed_hook_disappears(
     files = root.files(VERSION)
     assert files.hook is None
     assert "add components/cdi-hook" in files.notes[0]
+
+
+@pytest.mark.usefixtures("no_bursts")
+def test_a_hook_that_was_slow_once_is_asked_again_though_no_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = driver_root(tmp_path / "driver", hook=False)
+    paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
+    root = DriverRoot(paths, nodes=nodes)
+    put_hook(tmp_path / "host", "/usr/local/nvidia/toolkit/nvidia-cdi-hook")
+    age(tmp_path)
+    with monkeypatch.context() as slow:
+        slow.setattr("dra_driver.host.hook._run", lambda *_: _Said("", "it did not end", has_ended=False))
+        files = root.files(VERSION)
+    assert files.hook_verbs == BASE_HOOK_VERBS
+    assert root.files(VERSION) is files
+    monkeypatch.setattr("dra_driver.host.hook._Kept.is_due", property(lambda kept: not kept.answer.is_sure))
+    files = root.files(VERSION)
+    assert files.hook_verbs == HOOK_VERBS
+    assert root.files(VERSION) is files
 
 
 def test_paths_stay_as_they_are_when_the_root_is_the_hosts(tmp_path: Path, nodes: FakeNodes) -> None:

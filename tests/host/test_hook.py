@@ -1,5 +1,6 @@
 """Where the hook is found, and what is believed of it."""
 
+import math
 import os
 import re
 import subprocess
@@ -226,6 +227,56 @@ def test_a_slow_installed_hook_gets_the_base_verbs(
     hook = found(finder(driver, plugin=plugin))
     assert hook.verbs == BASE_HOOK_VERBS
     assert "did not end within" in hook.notes[0]
+
+
+@pytest.mark.parametrize("cause", ["it was slow", "it could not be run"])
+def test_a_hook_that_gave_no_answer_is_asked_again_a_while_later(
+    driver: Path, plugin: Path, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5)
+    monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 3600)
+    finds = finder(driver, plugin=plugin)
+    path = put_hook(plugin, "/nvidia-cdi-hook")
+    run = hook_module._run
+    says = hook_module._Said("", cause, 0 if cause == "it was slow" else 126, has_ended=False)
+    monkeypatch.setattr(hook_module, "_run", lambda command, deadline: says)
+    assert cause in finds.find().notes[0]
+    monkeypatch.setattr(hook_module, "_run", run)
+    assert (cause in finds.find().notes[0], finds.doubts()) == (True, 0)
+    monkeypatch.setattr(hook_module._Kept, "is_due", property(lambda kept: kept.due_at < math.inf))
+    assert (finds.doubts(), finds.find(), finds.doubts()) == (1, Hook(str(path), HOOK_VERBS), 1)
+
+
+def test_a_hook_that_answered_badly_is_not_asked_again(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 0)
+    calls = tmp_path / "calls"
+    put_program(driver, USUAL, f"echo x >> {calls}; exit 3")
+    finds = finder(driver)
+    first = finds.find()
+    asked = calls.read_text()
+    assert (finds.find(), finds.doubts(), calls.read_text()) == (first, 0, asked)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (
+            "echo first >&2; echo 'nvidia-cdi-hook: GLIBC_2.34 not found' >&2; exit 1",
+            ": nvidia-cdi-hook: GLIBC_2.34 not found",
+        ),
+        ("printf 'no such \\033[1mfile\\n\\n' >&2; exit 1", ": no such [1mfile"),
+        ("echo said; exit 1", ""),
+    ],
+)
+def test_the_cause_is_the_last_line_that_a_hook_says_when_it_does_not_run(
+    driver: Path, plugin: Path, script: str, reason: str
+) -> None:
+    put_program(plugin, "/nvidia-cdi-hook", script)
+    hook = finder(driver, plugin=plugin).find()
+    assert hook.host_path is None
+    assert f"does not run on the host (it ends with code 1{reason}) and is not used" in hook.notes[0]
 
 
 def put_shell(root: Path) -> None:
