@@ -16,7 +16,7 @@ MACHINE ?= dgx-h100
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
 
-setup: $(STAMP) $(LIBCS) ## Create the environment from the locked dependencies; fetch what the tests need
+setup: $(STAMP) ## Create the environment from the locked dependencies
 
 $(RUNTIME): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
