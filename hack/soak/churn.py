@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from node import PARTITIONED_GPUS, SoakNode, wait_for
 from playground.kubelet_client import KubeletError
 from playground.node import DRIVER
 
+from dra_driver.health.rules.state import DEFAULT_POLICY
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.validation.rules.allocator import AllocationError
 
@@ -46,6 +47,7 @@ class Churn:
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self._broken: list[Callable[[], object]] = []
+        self._setbacks: Counter[int] = Counter()  # how often each GPU was broken
         self._mended = 0.0
         self._trouble: Sequence[tuple[int, str, Callable[[], object]]] = (
             (6, "restart of the driver's daemon", self._restart),
@@ -223,15 +225,28 @@ class Churn:
         node.start()
         self._each(self._prepare, list(self._alive))
 
+    def _gpu_to_break(self, gpus: Iterable[int]) -> int | None:
+        """One of the GPUs. One that goes bad once more would be held back, for longer than the soak takes."""
+        whole = [gpu for gpu in gpus if self._setbacks[gpu] < DEFAULT_POLICY.flaps - 1]
+        if not whole:
+            return None
+        chosen = self._choose.choice(whole)
+        self._setbacks[chosen] += 1
+        return chosen
+
     def _xid(self) -> None:
-        gpu = self._choose.randrange(8)
+        gpu = self._gpu_to_break(range(8))
+        if gpu is None:
+            return
         self._node.machine.set_recovery_action(gpu, 1)
         self._node.machine.raise_xid(gpu, self._choose.choice((31, 48, 79, 94)))
         self._broken.append(lambda: self._node.machine.reset_gpu(gpu))
 
     def _lose(self) -> None:
         """Off the bus, and back by a reset, which nobody does before it was noticed."""
-        gpu = self._choose.choice([index for index in range(8) if index not in PARTITIONED_GPUS])
+        gpu = self._gpu_to_break(index for index in range(8) if index not in PARTITIONED_GPUS)
+        if gpu is None:
+            return
         self._node.machine.lose_gpu(gpu)
         with contextlib.suppress(TimeoutError):  # the API server may be away
             wait_for("the taint", lambda: self._node.is_tainted(self._node.machine.gpu(gpu).uuid), 5.0)
