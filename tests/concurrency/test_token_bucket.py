@@ -7,29 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.concurrency.token_bucket import TokenBucket
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.fakes.clock import Clock
 
 
 def test_burst_passes_at_once_then_average_rules():
     clock = Clock()
-    bucket = TokenBucket(5, 3, clock=clock, sleep=clock.sleep)
+    bucket = TokenBucket(5, 3, clock=clock, sleep=clock.pause)
     waits = [bucket.acquire() for _ in range(6)]
     assert waits == pytest.approx([0, 0, 0, 0.2, 0.2, 0.2])
 
 
 def test_bucket_refills_to_burst_when_idle():
     clock = Clock()
-    bucket = TokenBucket(5, 3, clock=clock, sleep=clock.sleep)
+    bucket = TokenBucket(5, 3, clock=clock, sleep=clock.pause)
     for _ in range(4):
         bucket.acquire()
     clock.now += 100
@@ -44,7 +34,7 @@ def test_bucket_refills_to_burst_when_idle():
 )
 def test_rate_never_exceeds_burst_plus_average(qps, burst, pauses):
     clock = Clock()
-    bucket = TokenBucket(qps, burst, clock=clock, sleep=clock.sleep)
+    bucket = TokenBucket(qps, burst, clock=clock, sleep=clock.pause)
     for number, pause in enumerate(pauses, start=1):
         clock.now += pause
         bucket.acquire()

@@ -57,8 +57,8 @@ from dra_driver.nvml.instances import MigHardware
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import device_node_reader
 from dra_driver.simulator.policy import TIMESLICE, Policies
+from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import Clock
 from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of
 from tests.fakes.samples import DRIVER, NODE, claim, result
 

@@ -26,6 +26,7 @@ from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
 from dra_driver.nvml.instances import MigHardware
+from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Crash
 from tests.fakes.samples import claim as a_claim
@@ -75,19 +76,6 @@ class _Counted:
             return answer
 
         return call
-
-
-class Clock:
-    """Time that passes only in pauses."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pause(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class MigNode:

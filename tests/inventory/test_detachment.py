@@ -26,19 +26,13 @@ from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library
+from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

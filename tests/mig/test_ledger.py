@@ -16,6 +16,7 @@ from dra_driver.mig.ledger import MigLedger, OwnedMode
 from dra_driver.model.mig import OwnedInstance, Placement
 from tests.fakes import directories
 from tests.fakes.badinode import bad_inode
+from tests.fakes.clock import Clock
 
 GPU = "GPU-00000002-06c0-7d70-1a51-e59b25b2c16c"
 ONE = OwnedInstance(
@@ -39,17 +40,9 @@ UNREADABLE = {
 }
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

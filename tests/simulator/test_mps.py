@@ -79,6 +79,15 @@ class Mps:
             env=self._environment(**environment), capture_output=True, text=True, timeout=10, check=False,
         )  # fmt: skip
 
+    def held_client(self) -> subprocess.Popen[str]:
+        """A connected client that stays, in a process group of its own."""
+        held = subprocess.Popen(
+            [self.root / "usr/bin/mps-client", "--hold"],
+            env=self._environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert held.stdout.readline() == "mps=connected\n"
+        return held
+
     def end(self) -> None:
         if self.daemon is not None:
             daemon, self.daemon = self.daemon, None
@@ -193,11 +202,7 @@ def test_a_client_without_mps_says_so(mps, shell):
 
 def test_clients_are_listed_and_terminated(mps):
     mps.ready(mps.uuid, "-M")
-    held = subprocess.Popen(
-        [mps.root / "usr/bin/mps-client", "--hold"],
-        env=mps._environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert held.stdout.readline() == "mps=connected\n"
+    held = mps.held_client()
     server = mps.ask("get_server_list").stdout.strip()
     assert mps.ask(f"get_client_list {server}").stdout == f"{held.pid}\n"
     assert f"{held.pid} 1 {server}" in mps.ask("ps").stdout
@@ -286,11 +291,7 @@ def test_one_client_too_many_is_refused(mps):
     assert '"most_clients": 48' in text
     control.write_text(text.replace('"most_clients": 48', '"most_clients": 1'))
     mps.ready(mps.uuid, "-M")
-    held = subprocess.Popen(
-        [mps.root / "usr/bin/mps-client", "--hold"],
-        env=mps._environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert held.stdout.readline() == "mps=connected\n"
+    held = mps.held_client()
     done = mps.client()
     assert (done.returncode, done.stdout.splitlines()) == (
         4,
