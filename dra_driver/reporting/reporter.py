@@ -29,7 +29,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
-from dra_driver.sharing.rules.containers import advice_on_requests
+from dra_driver.sharing.rules.mps_requests import advice_on_requests
 
 _log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, sha
 from dra_driver.model.sharing_mode import MpsShared
 from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, UnknownStep, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
-from tests.sharing.test_containers import mps
+from tests.sharing.test_mps_requests import mps
 
 NODE_OF_FOUR = inventory(*(h100(number) for number in range(4)))
 GPU_3 = "gpu-00000003"

@@ -21,7 +21,7 @@ from dra_driver.model.sharing_mode import (
     usage_kind,
 )
 from dra_driver.sharing.rules.client_limits import bounded_rule, is_before_volta
-from dra_driver.sharing.rules.containers import refuse_mixed_requests
+from dra_driver.sharing.rules.mps_requests import refuse_mixed_requests
 from dra_driver.sharing.rules.share_limits import limits_of
 
 _MIB = 1 << 20

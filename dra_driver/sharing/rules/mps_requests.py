@@ -1,4 +1,4 @@
-"""What a claim's containers can use together. No I/O.
+"""Requests with devices that are used through MPS: which mix works, and what containers must name. No I/O.
 
 CUDA looks for GPUs in one place: a process that is a client of an MPS daemon sees the devices of that daemon and no
 others. A daemon has one device, or the whole GPUs of one request. A container gets all devices of each request that it
