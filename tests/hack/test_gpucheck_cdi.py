@@ -25,7 +25,9 @@ def texts(section: Section, level: str = "difference") -> list[str]:
 
 
 @pytest.fixture
-def view(tmp_path: Path) -> Iterator[View]:
+def view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[View]:
+    """A machine on which somebody has run nvidia-smi, which makes the capability nodes."""
+    monkeypatch.delenv("SIMULATE_HOSTILE")
     create_machine("h100-mig-static", tmp_path / "machine", device_nodes="described", cdi_hook=True)
     with looking_at("h100-mig-static", tmp_path) as found:
         yield found

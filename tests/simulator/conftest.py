@@ -12,9 +12,9 @@ from dra_driver.simulator import Machine, create_machine, nvml_library
 from dra_driver.simulator.machine import HOSTILE
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _kind() -> Iterator[None]:
-    """What users get: these tests look at the simulator itself."""
+    """What users get: these tests look at the simulator itself. Not for the session, which goes on with others."""
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv(HOSTILE)
         yield
