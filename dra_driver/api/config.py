@@ -1,7 +1,6 @@
 """The opaque parameters of a claim or class as plain values: `resource.nvidia.com/v1beta1`.
 
-These carry no checks; `decode` makes them. They need no pydantic, so that a node whose claims have no
-parameters never loads it.
+These carry no checks; `decode` makes them.
 """
 
 from __future__ import annotations

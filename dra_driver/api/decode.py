@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dra_driver.api.config import GROUP_VERSION, KINDS, OpaqueConfig
+from dra_driver.api.schema import read_fields
 from dra_driver.errors import InvalidConfigError
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 MAX_BYTES = 10 * 1024
 
@@ -23,17 +21,9 @@ def decode(parameters: Any) -> OpaqueConfig:
     Raises: InvalidConfigError, one line that lists every fault with the path of its field.
     """
     kind = _checked_kind(parameters)
-    from pydantic import ValidationError
-
-    from dra_driver.api.schema import validate
-
     faults = _unfitting_parts(parameters)
-    try:
-        config = validate(kind, parameters)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        faults += [_fault(detail) for detail in details]
-    if faults:
+    config = read_fields(kind, parameters, faults)
+    if config is None or faults:
         raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=tuple(faults))
     return config
 
@@ -72,13 +62,6 @@ def _checked_kind(parameters: Any) -> str:
 
 def _invalid(fault: str) -> InvalidConfigError:
     return InvalidConfigError(fault, faults=(fault,))
-
-
-def _fault(detail: ErrorDetails) -> str:
-    path = ".".join(str(part) for part in detail["loc"])
-    text = {"extra_forbidden": "unknown field", "missing": "is required"}.get(detail["type"], detail["msg"])
-    text = text.removeprefix("Value error, ")
-    return " ".join((f"{path}: {text}" if path else text).split())
 
 
 def _type_name(value: Any) -> str:

@@ -1,20 +1,15 @@
-"""The opaque parameters as users write them: the only module that needs pydantic; `decode` imports it."""
+"""The opaque parameters as users write them: their fields as data, and how parameters are checked against them.
+
+A daemon checks them for the life of a node, so this needs no library: pydantic would cost each node whose claims have
+parameters 8 MiB, and the first such Prepare a tenth of a second.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
-
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    model_validator,
-)
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args
 
 from dra_driver.api.config import (
     GpuConfig,
@@ -35,118 +30,185 @@ _MIB = 1024 * 1024
 _DEVICE_KEY = re.compile(r"^(?:\d{1,4}|(?:GPU|MIG)-[0-9A-Za-z-]{4,})\Z")
 
 
-def _memory_limit(value: Any) -> int:
-    """A quantity in bytes; the daemon takes whole MiB."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError("must be a quantity such as 10Gi")  # noqa: TRY004 - pydantic collects only ValueError
-    try:
-        number = quantity_bytes(str(value))
-    except InvalidConfigError as error:
-        raise ValueError(str(error)) from error
-    if number < _MIB:
-        raise ValueError(f"{value} is below the least limit, 1Mi")
-    return number
+class _Fault(Exception):  # noqa: N818  found input, not a failure of ours
+    """One value does not fit its field; the text says what it must be."""
 
 
-MemoryLimit = Annotated[int, BeforeValidator(_memory_limit)]
+class Field:
+    """What one field takes. `is_required` fields have no default."""
+
+    is_required = False
+
+    def read(self, value: Any, path: str, faults: list[str]) -> Any:
+        """The value that parameters give, never null, as a plain one; what is wrong goes to `faults`."""
+        try:
+            return self.parse(value)
+        except _Fault as fault:
+            faults.append(f"{path}: {' '.join(str(fault).split())}")
+            return None
+
+    def parse(self, value: Any) -> Any:
+        """One value. Raises: _Fault."""
+        raise NotImplementedError
 
 
-class _Part(BaseModel):
-    """An unknown field is an error; `null` means that the field was not given, as it does in Kubernetes."""
+@dataclass(frozen=True)
+class Choice(Field):
+    """One of several words."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    words: tuple[str, ...]
+    is_required: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            raise ValueError("must be an object")  # noqa: TRY004 - pydantic collects only ValueError
-        return {key: value for key, value in data.items() if value is not None}
-
-
-class _TimeSlicing(_Part):
-    interval: Interval | None = None
-
-    def value(self) -> TimeSlicingConfig:
-        return TimeSlicingConfig(self.interval)
+    def parse(self, value: Any) -> str:
+        """The word."""
+        if not isinstance(value, str) or value not in self.words:
+            raise _Fault(f"must be {', '.join(self.words[:-1])} or {self.words[-1]}")
+        return value
 
 
-class _Mps(_Part):
-    percentage: StrictInt | None = Field(None, alias="defaultActiveThreadPercentage", ge=1, le=100)
-    limit: MemoryLimit | None = Field(None, alias="defaultPinnedDeviceMemoryLimit")
-    limits: dict[str, MemoryLimit] = Field(default_factory=dict, alias="defaultPerDevicePinnedMemoryLimit")
-    multi_user: StrictBool | None = Field(None, alias="multiUser")
+@dataclass(frozen=True)
+class WholeNumber(Field):
+    """A number without a fraction, in a range."""
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> _Mps:
-        wrong = [key for key in self.limits if _DEVICE_KEY.match(key) is None]
+    least: int
+    most: int
+
+    def parse(self, value: Any) -> int:
+        """The number."""
+        if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value <= self.most:
+            raise _Fault(f"must be a whole number from {self.least} to {self.most}")
+        return value
+
+
+@dataclass(frozen=True)
+class Switch(Field):
+    """True or false."""
+
+    def parse(self, value: Any) -> bool:
+        """The position of the switch."""
+        if not isinstance(value, bool):
+            raise _Fault("must be true or false")
+        return value
+
+
+@dataclass(frozen=True)
+class Memory(Field):
+    """A quantity of memory; MPS takes whole MiB."""
+
+    def parse(self, value: Any) -> int:
+        """Bytes."""
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise _Fault("must be a quantity such as 10Gi")
+        try:
+            number = quantity_bytes(str(value))
+        except InvalidConfigError as error:
+            raise _Fault(str(error)) from error
+        if number < _MIB:
+            raise _Fault(f"{value} is below the least limit, 1Mi")
+        return number
+
+
+@dataclass(frozen=True)
+class MemoryByDevice(Field):
+    """Quantities by the UUID of a device, or by its index."""
+
+    def read(self, value: Any, path: str, faults: list[str]) -> dict[str, int]:
+        """Bytes by key."""
+        if not isinstance(value, Mapping):
+            faults.append(f"{path}: must be an object")
+            return {}
+        wrong = [key for key in value if not isinstance(key, str) or _DEVICE_KEY.match(key) is None]
         if wrong:
-            raise ValueError(
-                f"defaultPerDevicePinnedMemoryLimit: {', '.join(map(repr, wrong))} is not a device UUID or an index"
+            shown = " ".join(", ".join(map(repr, wrong)).split())
+            faults.append(f"{path}: {shown} is not a device UUID or an index")
+        return {
+            key: Memory().read(limit, f"{path}.{key}", faults)
+            for key, limit in value.items()
+            if key not in wrong
+        }
+
+
+@dataclass(frozen=True)
+class Section(Field):
+    """An object. An unknown field is an error; `null` means that the field was not given, as it does in Kubernetes."""
+
+    fields: Mapping[str, Field]
+
+    def read(self, value: Any, path: str, faults: list[str]) -> dict[str, Any]:
+        """The values of the fields that were given."""
+        if not isinstance(value, Mapping):
+            faults.append(f"{path}: must be an object")
+            return {}
+        given = {name: inner for name, inner in value.items() if inner is not None}
+        missing = [name for name, field in self.fields.items() if field.is_required and name not in given]
+        faults += [f"{_below(path, name)}: is required" for name in missing]
+        values = {
+            name: field.read(given[name], _below(path, name), faults)
+            for name, field in self.fields.items()
+            if name in given
+        }
+        unknown = [name for name in given if name not in self.fields]
+        faults += [f"{' '.join(_below(path, str(name)).split())}: unknown field" for name in unknown]
+        return values
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+_STRATEGY: Final = Choice(get_args(Strategy), is_required=True)
+_MPS: Final = Section(
+    {
+        "defaultActiveThreadPercentage": WholeNumber(1, 100),
+        "defaultPinnedDeviceMemoryLimit": Memory(),
+        "defaultPerDevicePinnedMemoryLimit": MemoryByDevice(),
+        "multiUser": Switch(),
+    }
+)
+FIELDS: Final[Mapping[str, Section]] = {
+    "GpuConfig": Section(
+        {
+            "sharing": Section(
+                {
+                    "strategy": _STRATEGY,
+                    "mpsConfig": _MPS,
+                    "timeSlicingConfig": Section({"interval": Choice(get_args(Interval))}),
+                }
             )
-        return self
-
-    def value(self) -> MpsConfig:
-        return MpsConfig(self.percentage, self.limit, self.limits, self.multi_user)
-
-
-class _MigSharing(_Part):
-    strategy: Strategy
-    mps: _Mps | None = Field(None, alias="mpsConfig")
-
-    def value(self) -> Sharing:
-        if self.strategy == "MPS":
-            return Sharing("MPS", mps=(self.mps or _Mps.model_validate({})).value())
-        return Sharing("TimeSlicing", time_slicing=TimeSlicingConfig())
-
-
-class _GpuSharing(_MigSharing):
-    time_slicing: _TimeSlicing | None = Field(None, alias="timeSlicingConfig")
-
-    def value(self) -> Sharing:
-        if self.strategy == "TimeSlicing" and self.time_slicing is not None:
-            return Sharing("TimeSlicing", time_slicing=self.time_slicing.value())
-        return super().value()
-
-
-class _Iommu(_Part):
-    backend: IommuBackend = Field("LegacyOnly", alias="backendPolicy")
-    enable_api_device: StrictBool = Field(False, alias="enableAPIDevice")
-
-
-class _Config(_Part):
-    api_version: Literal["resource.nvidia.com/v1beta1"] = Field(alias="apiVersion")
-    kind: str
-
-
-class _Gpu(_Config):
-    sharing: _GpuSharing | None = None
-
-    def value(self) -> OpaqueConfig:
-        return GpuConfig(self.sharing.value() if self.sharing is not None else None)
-
-
-class _MigDevice(_Config):
-    sharing: _MigSharing | None = None
-
-    def value(self) -> OpaqueConfig:
-        return MigDeviceConfig(self.sharing.value() if self.sharing is not None else None)
-
-
-class _Vfio(_Config):
-    iommu: _Iommu = Field(default_factory=lambda: _Iommu.model_validate({}))
-
-    def value(self) -> OpaqueConfig:
-        return VfioDeviceConfig(self.iommu.backend, self.iommu.enable_api_device)
-
-
-_MODELS: Mapping[str, type[_Gpu] | type[_MigDevice] | type[_Vfio]] = {
-    "GpuConfig": _Gpu,
-    "MigDeviceConfig": _MigDevice,
-    "VfioDeviceConfig": _Vfio,
+        }
+    ),
+    "MigDeviceConfig": Section({"sharing": Section({"strategy": _STRATEGY, "mpsConfig": _MPS})}),
+    "VfioDeviceConfig": Section(
+        {
+            "iommu": Section(
+                {"backendPolicy": Choice(get_args(IommuBackend)), "enableAPIDevice": Switch()},
+            )
+        }
+    ),
 }
+"""The fields of each kind, without apiVersion and kind."""
 
 
-def validate(kind: str, parameters: Mapping[str, Any]) -> OpaqueConfig:
-    """The value of parameters of a known kind. Raises: pydantic.ValidationError with every fault."""
-    return _MODELS[kind].model_validate(parameters).value()
+def read_fields(kind: str, parameters: Mapping[str, Any], faults: list[str]) -> OpaqueConfig | None:
+    """The value of parameters of a known kind; None, and `faults` has every fault, if there is one."""
+    before = len(faults)
+    fields = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
+    values = FIELDS[kind].read(fields, "", faults)
+    return None if len(faults) > before else _config(kind, values)
+
+
+def _config(kind: str, values: Mapping[str, Any]) -> OpaqueConfig:
+    if kind == "VfioDeviceConfig":
+        iommu = values.get("iommu", {})
+        return VfioDeviceConfig(iommu.get("backendPolicy", "LegacyOnly"), iommu.get("enableAPIDevice", False))
+    sharing = _sharing(values["sharing"]) if "sharing" in values else None
+    return GpuConfig(sharing) if kind == "GpuConfig" else MigDeviceConfig(sharing)
+
+
+def _sharing(given: Mapping[str, Any]) -> Sharing:
+    if given["strategy"] == "MPS":
+        names: Iterable[str] = _MPS.fields
+        percentage, limit, limits, multi_user = (given.get("mpsConfig", {}).get(name) for name in names)
+        return Sharing("MPS", mps=MpsConfig(percentage, limit, limits or {}, multi_user))
+    interval = given.get("timeSlicingConfig", {}).get("interval")
+    return Sharing("TimeSlicing", time_slicing=TimeSlicingConfig(interval))

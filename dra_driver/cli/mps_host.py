@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot, Simulate, SimulatorDir
+from dra_driver.cli.flags import (
+    CONTAINER_DRIVER_ROOT,
+    DRIVER_NAME,
+    NVIDIA_DRIVER_ROOT,
+    SIMULATE,
+    SIMULATOR_DIR,
+    Flag,
+    parse,
+)
 
 if TYPE_CHECKING:
     from dra_driver.app.posix_signals import SignalWatch
@@ -26,54 +33,46 @@ _CONTAINER_ROOT = "/driver-root"
 _SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
 
 
-def mps_host(
-    driver_name: DriverName = None,
-    kubelet_plugins_directory_path: Annotated[
-        str,
-        typer.Option(
-            "--kubelet-plugins-directory-path",
-            envvar="KUBELET_PLUGINS_DIRECTORY_PATH",
-            help="The kubelet's plugin data directory; the same as of `run`.",
-        ),
-    ] = _PLUGINS,
-    nvidia_driver_root: NvidiaDriverRoot = None,
-    container_driver_root: ContainerDriverRoot = None,
-    allow_plain_shm: Annotated[
+FLAGS = (
+    DRIVER_NAME,
+    Flag(
+        "kubelet_plugins_directory_path",
+        f"The kubelet's plugin data directory; the same as of `run`. [default: {_PLUGINS}]",
+        default=_PLUGINS,
+    ),
+    NVIDIA_DRIVER_ROOT,
+    CONTAINER_DRIVER_ROOT,
+    Flag(
+        "allow_plain_shm",
+        "Do without a tmpfs a daemon where mounting is not permitted. For tests; CUDA clients need one.",
         bool,
-        typer.Option(
-            "--allow-plain-shm",
-            envvar="ALLOW_PLAIN_SHM",
-            help="Do without a tmpfs a daemon where mounting is not permitted. For tests; CUDA clients need one.",
-        ),
-    ] = False,
-    start_timeout: Annotated[
+        default=False,
+    ),
+    Flag(
+        "start_timeout",
+        "Seconds in which a control daemon must answer. [default: 10]",
         float,
-        typer.Option(
-            "--start-timeout",
-            envvar="MPS_START_TIMEOUT",
-            min=0.1,
-            max=600,
-            help="Seconds in which a control daemon must answer.",
-        ),
-    ] = 10.0,
-    probe_interval: Annotated[
+        env=("MPS_START_TIMEOUT",),
+        least=0.1,
+        most=600,
+        default=10.0,
+    ),
+    Flag(
+        "probe_interval",
+        "Seconds between two looks at servers and clients. [default: 10]",
         float,
-        typer.Option(
-            "--probe-interval",
-            envvar="MPS_PROBE_INTERVAL",
-            min=0.1,
-            help="Seconds between two looks at servers and clients.",
-        ),
-    ] = 10.0,
-    simulate: Simulate = None,
-    simulator_dir: SimulatorDir = None,
-    log_level: Annotated[
-        str, typer.Option("--log-level", envvar="LOG_LEVEL", help="debug, info, warning or error.")
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option("--log-format", envvar="LOG_FORMAT", help="json or console.")
-    ] = "json",
-) -> None:
+        env=("MPS_PROBE_INTERVAL",),
+        least=0.1,
+        default=10.0,
+    ),
+    SIMULATE,
+    SIMULATOR_DIR,
+    Flag("log_level", "debug, info, warning or error. [default: info]", default="info"),
+    Flag("log_format", "json or console. [default: json]", default="json"),
+)
+
+
+def mps_host(arguments: Sequence[str]) -> None:
     """Start and supervise one nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
 
     `run` asks for daemons over PLUGINS/DRIVER/mps/host.sock, which only root can open. Daemons are started in
@@ -81,6 +80,7 @@ def mps_host(
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
+    given = parse(mps_host, FLAGS, arguments)
     from dra_driver.app.posix_signals import watch_signals
     from dra_driver.host.capability_nodes import CapabilityNodes
     from dra_driver.host.device_nodes import Mknod
@@ -90,26 +90,27 @@ def mps_host(
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import mps_layout
 
-    logs = configure_logs(log_level, log_format)
+    logs = configure_logs(given["log_level"], given["log_format"])
     logs.take_crashes()
     watch = watch_signals(logs)
     os.umask(0o022)
-    layout = mps_layout(Path(kubelet_plugins_directory_path).absolute() / (driver_name or _DRIVER_NAME))
-    if simulate is None:
-        root = _driver_root(nvidia_driver_root, container_driver_root)
+    plugins = Path(given["kubelet_plugins_directory_path"])
+    layout = mps_layout(plugins.absolute() / (given["driver_name"] or _DRIVER_NAME))
+    if given["simulate"] is None:
+        root = _driver_root(given["nvidia_driver_root"], given["container_driver_root"])
         # CUDA in this container opens the nodes of this container's /dev, wherever the driver is installed.
         nodes = CapabilityNodes(MigCaps(), "/", Mknod())
     else:
-        root, maker = _simulated_root(simulate, simulator_dir)
+        root, maker = _simulated_root(given["simulate"], given["simulator_dir"])
         nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, maker)
     programs = installed_programs(root, layout.libraries, 0o755)
     _serve(
         layout,
         programs,
         nodes,
-        Timings(start=start_timeout, probe=probe_interval),
+        Timings(start=given["start_timeout"], probe=given["probe_interval"]),
         watch,
-        allow_plain_shm=allow_plain_shm,
+        allow_plain_shm=given["allow_plain_shm"],
     )
 
 

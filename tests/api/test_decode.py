@@ -109,12 +109,12 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         (parameters(sharing={}), "GpuConfig is not valid: sharing.strategy: is required"),
         (
             parameters(sharing={"strategy": "Time"}),
-            "GpuConfig is not valid: sharing.strategy: Input should be 'TimeSlicing' or 'MPS'",
+            "GpuConfig is not valid: sharing.strategy: must be TimeSlicing or MPS",
         ),
         (
             time_slicing(timeSlicingConfig={"interval": "long"}),
             "GpuConfig is not valid: sharing.timeSlicingConfig.interval: "
-            "Input should be 'Default', 'Short', 'Medium' or 'Long'",
+            "must be Default, Short, Medium or Long",
         ),
         (
             time_slicing(mpsConfig={}),
@@ -133,7 +133,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         (
             mps(defaultActiveThreadPercentage=0),
             "GpuConfig is not valid: sharing.mpsConfig.defaultActiveThreadPercentage: "
-            "Input should be greater than or equal to 1",
+            "must be a whole number from 1 to 100",
         ),
         (
             time_slicing(mpsConfig=None),
@@ -143,7 +143,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         (
             mps(defaultActiveThreadPercentage=101),
             "GpuConfig is not valid: sharing.mpsConfig.defaultActiveThreadPercentage: "
-            "Input should be less than or equal to 100",
+            "must be a whole number from 1 to 100",
         ),
         (
             mps(defaultPinnedDeviceMemoryLimit="1023Ki"),
@@ -157,17 +157,17 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         ),
         (
             mps(defaultPerDevicePinnedMemoryLimit={"one": "1Gi"}),
-            "GpuConfig is not valid: sharing.mpsConfig: defaultPerDevicePinnedMemoryLimit: "
+            "GpuConfig is not valid: sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit: "
             "'one' is not a device UUID or an index",
         ),
         (
             mps(multiUser="yes"),
-            "GpuConfig is not valid: sharing.mpsConfig.multiUser: Input should be a valid boolean",
+            "GpuConfig is not valid: sharing.mpsConfig.multiUser: must be true or false",
         ),
         (
             parameters("VfioDeviceConfig", iommu={"backendPolicy": "Any", "enableApiDevice": True}),
             "VfioDeviceConfig is not valid: iommu.backendPolicy: "
-            "Input should be 'LegacyOnly' or 'PreferIommuFD'; iommu.enableApiDevice: unknown field",
+            "must be LegacyOnly or PreferIommuFD; iommu.enableApiDevice: unknown field",
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from gpucheck.cli import CANNOT_RUN, DIFFERENT, OK, main
 from gpucheck.view import Options, real_machine, simulated_machine
 
 from dra_driver.app import platforms
+from dra_driver.cli.commands import commands_for
 from dra_driver.settings import Settings
 from dra_driver.simulator import machine_names
 from tests.hack.support import full_smi, looking_at
@@ -194,6 +194,5 @@ def test_the_checklist_is_printed_and_names_what_is_there(capsys: pytest.Capture
     for place in re.findall(r"examples/[\w-]+|components/[\w-]+", text):
         folder = ROOT / (place if place.startswith("examples") else f"daemonset/{place}")
         assert folder.is_dir(), place
-    commands = importlib.import_module("dra_driver.cli.main").app.registered_commands
-    known = {command.name for command in commands} | {"top", "doctor", "detach"}
+    known = {command.name for command in commands_for([]).registered_commands}
     assert set(re.findall(r"(?<!-n )gpu-dra-driver (\w+)", text)) <= known

@@ -189,6 +189,26 @@ def test_config_file_reports_every_fault_with_its_path(tmp_path: Path) -> None:
         assert word in done.stderr
 
 
+def test_the_daemon_keeps_nothing_of_what_read_its_flags_and_file(
+    make_node: Callable[..., Node], spawn, tmp_path: Path
+) -> None:
+    """The memory of each node is what an operator of 5,000 pays for."""
+    node = make_node()
+    file = tmp_path / "config.yaml"
+    file.write_text("logLevel: warning\nhealth: {ignoredXids: [13]}\n")
+    process = spawn(node, CONFIG_FILE=str(file))
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
+    opaque = {"opaque": {"driver": DRIVER, "parameters": parameters}}
+    request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
+    ref = node.claim("with-parameters", {"requests": [request], "config": [opaque]})
+    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    libraries = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "cygrpc" in libraries
+    assert "pydantic" not in libraries
+
+
 def test_inspect_without_a_driver_says_what_is_missing(tmp_path: Path) -> None:
     done = call("inspect", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path))
     assert done.returncode in (0, 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dra_driver.api.config import MpsConfig, Sharing
+from dra_driver.api.resolve import config_for_result, unbuilt_features
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
 from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
@@ -125,9 +126,6 @@ def _sum(shares: Sequence[MpsShared]) -> MpsShared:
 def _wanted(claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, driver: str) -> _Wanted:
     if not claim.configs:
         return _Wanted()
-    # Most claims have no parameters, and pydantic costs a tenth of a second and several MiB.
-    from dra_driver.api.resolve import config_for_result, unbuilt_features
-
     resolved = config_for_result(result, claim.configs, driver, kind_of(device))
     unbuilt = unbuilt_features(resolved.config)
     if unbuilt:

@@ -1,0 +1,76 @@
+"""The commands for people, as one typer application. A command's module is imported when it is called or listed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import typer
+
+from dra_driver import __version__
+from dra_driver.cli.main import run_daemon
+from dra_driver.errors import InvalidConfigError
+
+app = typer.Typer(
+    name="gpu-dra-driver",
+    help="Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+_FOR_PEOPLE = ("inspect", "device-classes", "doctor", "claims", "debts", "detach", "top", "validate")
+_DAEMON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("run", context_settings=_DAEMON)
+def run(context: typer.Context) -> None:
+    """Discover this node's GPUs, publish them as ResourceSlices and prepare them for pods, until SIGTERM."""
+    run_daemon("run", context.args)
+
+
+@app.command("mps-host", context_settings=_DAEMON)
+def mps_host(context: typer.Context) -> None:
+    """Start and supervise one nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM."""
+    run_daemon("mps-host", context.args)
+
+
+@app.command("demo", hidden=True)
+def demo() -> None:
+    """Moved to `make demo`."""
+    raise InvalidConfigError(
+        "the demo is not part of the installed package any more; run `make demo` in a clone of the repository"
+    )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpu-dra-driver {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", callback=_show_version, is_eager=True
+    ),
+) -> None:
+    """Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods."""
+
+
+def commands_for(arguments: Sequence[str]) -> typer.Typer:
+    """The application with all that these arguments can reach."""
+    known = ("run", "mps-host", "demo", "simulate", *_FOR_PEOPLE)
+    # A name that is not known is answered with those that are.
+    wanted = arguments[0] if arguments and arguments[0] in known else None
+    for name in _FOR_PEOPLE:
+        if wanted in (None, name):
+            function = name.replace("-", "_")
+            module = importlib.import_module(f"dra_driver.cli.{function}")
+            app.command(name)(getattr(module, function))
+    if wanted in (None, "simulate"):
+        from dra_driver.cli import simulate
+
+        app.add_typer(simulate.app, name="simulate")
+    return app
