@@ -146,6 +146,7 @@ class Driver:
             self.mig,
             partial(changes.tell, HardwareChanged()),
             detachments.now,
+            platform.news,
         )
         self.health = HealthParts(
             settings,

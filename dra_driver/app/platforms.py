@@ -9,17 +9,21 @@ from pathlib import Path
 
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.uevents import Uevents
+from dra_driver.inventory.hardware_news import NewsSource
 from dra_driver.model.host import HostPaths
 from dra_driver.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The machine that the daemon runs on: where its host is seen, and how its NVML is loaded."""
+    """The machine that the daemon runs on: where its host is seen, how its NVML is loaded, and what tells of its
+    hardware."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     load_nvml: Callable[[], object]
+    news: Callable[[], NewsSource]
 
 
 def real_platform(settings: Settings) -> Platform:
@@ -35,12 +39,13 @@ def real_platform(settings: Settings) -> Platform:
         host_root=host if host is not None and Path(host).is_dir() else None,
         plugin_directory=str(settings.plugin_directory),
     )
-    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
+    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)), Uevents)
 
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
     """A machine made of data, kept in `directory`."""
     from dra_driver.simulator import create_machine, device_node_reader, nvml_library
+    from dra_driver.simulator.machine_watch import MachineWatch
 
     machine = create_machine(machine_name, directory)
     root = machine.host_root
@@ -52,7 +57,12 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
         sys=str(root / "sys"),
         plugin_directory=None if plugin_directory is None else str(plugin_directory),
     )
-    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine))
+    return Platform(
+        paths,
+        device_node_reader(machine),
+        lambda: nvml_library(machine),
+        lambda: MachineWatch(machine.directory),
+    )
 
 
 def platform_of(settings: Settings) -> Platform:

@@ -35,7 +35,7 @@ _DRA_WORKERS = 256
 _REGISTRAR_WORKERS = 4
 _REGISTRAR_GRACE_S = 1.0
 _GUARD_JOIN_S = 2.0
-_CONNECT_EVERY = 10
+_CONNECT_EVERY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PluginSettings:
     serve_v1beta1: bool = True
     health_address: str | None = None
     grace_s: float = 25.0
-    guard_s: float = 1.0
+    guard_s: float = 5.0
 
     @property
     def plugin_dir(self) -> Path:

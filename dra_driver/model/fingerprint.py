@@ -1,4 +1,4 @@
-"""What the driver looks at every second to notice that the hardware has changed."""
+"""What the driver looks at again and again to notice that the hardware has changed."""
 
 from __future__ import annotations
 

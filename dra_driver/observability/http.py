@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ _MOST_CONNECTIONS = 64
 _MOST_THREADS = 2 * _MOST_CONNECTIONS
 """A thread counts until it has made its page, also after its connection was closed."""
 
+_LOOK_FOR_STOP_EVERY_S = 60.0
+_STOP_S = 5.0
 _NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT})
 """The errors if the kernel has no IPv6, or no interface has it."""
 
@@ -70,7 +74,8 @@ class HttpEndpoint:
             raise FatalError(
                 f"cannot serve HTTP on {address}: {error.strerror}; choose another --http-endpoint"
             ) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        serve = partial(self._server.serve_forever, _LOOK_FOR_STOP_EVERY_S)
+        self._thread = threading.Thread(target=serve, name="http", daemon=True)
 
     @property
     def port(self) -> int:
@@ -84,9 +89,21 @@ class HttpEndpoint:
     def stop(self) -> None:
         """Stop serving and close the socket."""
         if self._thread.ident is not None:
-            self._server.shutdown()
-            self._thread.join(timeout=5)
+            ending = threading.Thread(target=self._server.shutdown, daemon=True)
+            ending.start()
+            deadline = time.monotonic() + _STOP_S
+            while ending.is_alive() and time.monotonic() < deadline:
+                self._wake()
+                ending.join(timeout=0.05)
         self._server.server_close()
+
+    def _wake(self) -> None:
+        """The server looks whether it shall stop after each connection, and seldom else: it costs nothing at rest."""
+        host = "::1" if self._server.address_family == socket.AF_INET6 else "127.0.0.1"
+        bound = self._server.server_address[0]
+        with suppress(OSError), socket.socket(self._server.address_family, socket.SOCK_STREAM) as poke:
+            poke.setblocking(False)
+            poke.connect((host if bound in ("", "::", "0.0.0.0") else bound, self.port))  # noqa: S104
 
 
 class _Server(ThreadingHTTPServer):

@@ -586,3 +586,62 @@ def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
         assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
     finally:
         node.close()
+
+
+class News:
+    """Heard while `is_heard`; `tell` is what Discovery wants to be called with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+        self.is_heard = True
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module, "_LOOK_EVERY_S", 1.0)
+        monkeypatch.setattr(bench.discovery, "_news", self)
+
+    def start(self) -> None:
+        """Nothing to open."""
+
+    def stop(self) -> None:
+        """Nothing to close."""
+
+
+def test_without_news_the_hardware_is_looked_at_seldom(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    news = News(monkeypatch, bench)
+    bench.scan()
+    assert not bench.look()
+    looks = []
+    for _ in range(11):
+        news.now += 1
+        if bench.discovery._is_look_due():
+            looks.append(news.now)
+    assert looks == [1005.0, 1010.0]
+    news.is_heard = False
+    assert bench.discovery._is_look_due()
+
+
+def test_news_that_get_lost_delay_a_change_and_do_not_hide_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news = News(monkeypatch, bench)
+    bench.scan()
+    bench.look()
+    bench.host.hardware = "two"
+    seen = []
+    for _ in range(6):
+        news.now += 1
+        seen.append(bench.look())
+    assert seen == [False] * 4 + [True, False]
+
+
+def test_after_news_every_look_counts_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    news = News(monkeypatch, bench)
+    bench.scan()
+    bench.look()
+    bench.discovery._hear()
+    assert bench.discovery._worker.is_woken
+    for _ in range(9):
+        news.now += 1
+        assert bench.discovery._is_look_due()
+    news.now += 1
+    bench.discovery._is_look_due()
+    assert not bench.discovery._is_look_due()
