@@ -5,6 +5,8 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
 
     python hack/bench             everything that takes seconds
     python hack/bench --cycles N  as well N prepare/unprepare cycles, looking for what they leave behind
+    python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
+                                  the same pods without claims
 """
 
 from __future__ import annotations
@@ -112,6 +114,40 @@ def measure(runs: int, cycles: int) -> list[Row]:
     return rows
 
 
+def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
+    """The rows that only a real kubelet can give."""
+    import on_cluster as real
+
+    cluster = real.prepare_cluster()
+    published = real.restarts(cluster, runs)
+    found = real.rounds(cluster, runs)
+    idle_cpu = real.idle_percent(idle_s)
+    daemon, *others = real.driver_processes()
+    replaced = [mine - theirs for mine, theirs in zip(found.replaced, found.replaced_control, strict=True)]
+    return [
+        Row("start -> slices published", published, "s", 0.7),
+        Row("one pod running", found.one, "s", None),
+        Row("  the same without a claim", found.one_control, "s", None),
+        Row("eight pods running", found.eight, "s", None),
+        Row("  the same without claims", found.eight_control, "s", None),
+        Row("kubelet's NodePrepareResources, alone", found.prepare_alone_ms, "ms", 8),
+        Row("kubelet's NodePrepareResources, mean of 8", found.prepare_burst_ms, "ms", 20),
+        Row("CPU of one Prepare and Unprepare", found.cpu_ms, "ms", 10),
+        Row("eight force-deleted and replaced", found.replaced, "s", None),
+        Row("  the same without claims", found.replaced_control, "s", None),
+        Row("  difference", replaced, "s", 2.5),
+        Row("slices back after a wipe", found.wiped, "s", 0.2),
+        Row("resident memory of the daemon", [real.memory_mib(daemon, "Rss")], "MiB", 58),
+        Row(
+            f"proportional memory of all {1 + len(others)} processes",
+            [sum(real.memory_mib(pid, "Pss") for pid in (daemon, *others))],
+            "MiB",
+            None,
+        ),
+        Row(f"idle for {idle_s:g} s: CPU of one core", [idle_cpu], "%", 0.1),
+    ]
+
+
 def table(rows: list[Row]) -> str:
     """The rows aligned, with a verdict each."""
     lines = [f"{'':<48}{'median':>10}{'min':>10}{'max':>10}{'budget':>10}"]
@@ -132,8 +168,19 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=5, help="runs of each measurement (default 5)")
     parser.add_argument("--cycles", type=int, default=0, help="prepare/unprepare cycles to look for leaks")
+    parser.add_argument("--cluster", action="store_true", help="measure on the cluster of `make cluster`")
+    parser.add_argument(
+        "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
+    )
     arguments = parser.parse_args()
-    rows = measure(arguments.runs, arguments.cycles)
+    if arguments.cluster and os.geteuid() != 0:
+        print("bench --cluster needs root: it runs a kubelet and a container runtime")
+        return 1
+    rows = (
+        measure_on_cluster(arguments.runs, arguments.idle)
+        if arguments.cluster
+        else measure(arguments.runs, arguments.cycles)
+    )
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end, {arguments.runs} runs\n")
     print(table(rows))
     return 0 if all(row.is_met for row in rows) else 1

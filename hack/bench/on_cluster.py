@@ -1,0 +1,343 @@
+"""The driver as a DaemonSet under a real kubelet: what the kubelet measures, beside pods without claims.
+
+The cluster is that of `make cluster`, with the driver on a simulated machine. It gets the image of this checkout.
+Rounds with claims and rounds of the same pods without claims (the control) alternate, so that a busy machine weighs on
+both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "hack/cluster"))
+import localcluster  # noqa: E402
+
+DRIVER = "gpu.nvidia.com"
+NAMESPACE = "gpu-dra-driver"
+GPUS = 8
+_WAIT_S = 300.0
+_SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+_PODS = "/api/v1/namespaces/default/pods"
+_TEMPLATES = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaimtemplates"
+_METRIC = re.compile(r"^dra_grpc_operations_duration_seconds_(sum|count)\{([^}]*)\} (\S+)$", re.MULTILINE)
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Rounds:
+    """Seconds of each round, and milliseconds as the kubelet measured them."""
+
+    one: list[float] = field(default_factory=list)
+    one_control: list[float] = field(default_factory=list)
+    eight: list[float] = field(default_factory=list)
+    eight_control: list[float] = field(default_factory=list)
+    replaced: list[float] = field(default_factory=list)
+    replaced_control: list[float] = field(default_factory=list)
+    prepare_alone_ms: list[float] = field(default_factory=list)
+    prepare_burst_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    wiped: list[float] = field(default_factory=list)
+    published: list[float] = field(default_factory=list)
+
+
+class Cluster:
+    """The cluster of this machine, with the driver in it."""
+
+    def __init__(self) -> None:
+        self.client = ApiClient(load_endpoint(str(localcluster.kubeconfig())))
+        self._made = 0
+
+    def kubectl(self, *arguments: str) -> str:
+        """What kubectl prints. Raises: CalledProcessError."""
+        environment = {**os.environ, "KUBECONFIG": str(localcluster.kubeconfig())}
+        command = [str(localcluster.kubectl()), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    def get(self, path: str) -> Json:
+        """An object or a list."""
+        return self.client.request("GET", path, action=f"get {path}")
+
+    def delete(self, path: str, *, grace_s: int | None = None) -> None:
+        """Without a word if it is not there."""
+        body = {"kind": "DeleteOptions", "apiVersion": "v1"}
+        try:
+            self.client.request(
+                "DELETE",
+                path,
+                action=f"delete {path}",
+                body=body if grace_s is None else body | {"gracePeriodSeconds": grace_s},
+            )
+        except ApiRejectedError as error:
+            if error.status != 404:
+                raise
+
+    def slices(self) -> list[Json]:
+        """Those of the driver."""
+        return [one for one in self.get(_SLICES)["items"] if one["spec"]["driver"] == DRIVER]
+
+    def has_devices(self) -> bool:
+        """Whether all GPUs are published."""
+        return sum(len(one["spec"].get("devices") or ()) for one in self.slices()) >= GPUS
+
+    def start_pods(self, count: int, *, claims: bool) -> list[str]:
+        """Make pods of one container that sleeps, each with a GPU of its own or none; their names."""
+        names = []
+        for _ in range(count):
+            self._made += 1
+            names.append(f"bench-{os.getpid()}-{self._made}")
+            self.client.request(
+                "POST", _PODS, action=f"create pod {names[-1]}", body=_pod(names[-1], claims=claims)
+            )
+        return names
+
+    def wait_running(self, names: Sequence[str]) -> None:
+        """Raises: TimeoutError."""
+        wanted = set(names)
+        wait_for(lambda: wanted <= {one["metadata"]["name"] for one in self._pods() if _is_running(one)})
+
+    def end_pods(self, names: Sequence[str]) -> None:
+        """Delete them, and see them gone and their claims unprepared."""
+        for name in names:
+            self.delete(f"{_PODS}/{name}", grace_s=0)
+        wait_for(lambda: not {one["metadata"]["name"] for one in self._pods()} & {*names})
+        wait_for(lambda: not list(_plugin_directory().glob("claims/*.json")))
+
+    def _pods(self) -> list[Json]:
+        items: list[Json] = self.get(_PODS)["items"]
+        return items
+
+    def prepared(self) -> tuple[float, float]:
+        """Seconds that the kubelet spent in NodePrepareResources of the driver, and how often it called."""
+        text = self.kubectl("get", "--raw", f"/api/v1/nodes/{localcluster.NODE_NAME}/proxy/metrics")
+        found = {"sum": 0.0, "count": 0.0}
+        for kind, labels, value in _METRIC.findall(text):
+            if f'"{DRIVER}"' in labels and "NodePrepareResources" in labels:
+                found[kind] += float(value)
+        return found["sum"], found["count"]
+
+    def pod_uid(self) -> str:
+        """UID of the driver's pod, when it is the only one and ready; empty until then."""
+        pods = self.get(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
+        ready = [
+            one
+            for one in pods
+            if _is_running(one) and all(c["ready"] for c in one["status"]["containerStatuses"])
+        ]
+        return ready[0]["metadata"]["uid"] if len(pods) == len(ready) == 1 else ""
+
+
+def _pod(name: str, *, claims: bool) -> Json:
+    container: Json = {
+        "name": "main",
+        "image": localcluster.WORKLOAD_IMAGE,
+        "command": ["sh", "-c", "exec sleep 3600"],
+    }
+    spec: Json = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
+    if claims:
+        container["resources"] = {"claims": [{"name": "gpu"}]}
+        spec["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "bench"}]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+
+
+def _is_running(pod: Json) -> bool:
+    statuses = pod["status"].get("containerStatuses", [])
+    return bool(statuses) and all("running" in one["state"] for one in statuses)
+
+
+def _plugin_directory() -> Path:
+    return Path("/var/lib/kubelet/plugins") / DRIVER
+
+
+def wait_for(check: Any, timeout_s: float = _WAIT_S, every_s: float = 0.01) -> None:
+    """Return as soon as `check` answers something true. Raises: TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the cluster did not do it in time; look at `make cluster-status`")
+        time.sleep(every_s)
+
+
+def driver_processes() -> list[int]:
+    """The processes of the driver's pods on this machine; the daemon comes first."""
+    found: dict[str, list[int]] = {"run": [], "mps-host": []}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            contained = b"kubepods" in (entry / "cgroup").read_bytes()
+        except OSError:
+            continue
+        for name, pids in found.items():
+            if (
+                contained
+                and any(word.endswith(b"gpu-dra-driver") for word in words)
+                and name.encode() in words
+            ):
+                pids.append(int(entry.name))
+    return found["run"] + found["mps-host"]
+
+
+def daemon() -> int:
+    """Its process ID on this machine."""
+    return driver_processes()[0]
+
+
+def memory_mib(pid: int, what: str) -> float:
+    """`Rss` or `Pss` of a process."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith(f"{what}:"))
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds of a process, to the nanosecond: all its threads."""
+    return (
+        sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+        / 1e9
+    )
+
+
+def _ticks_cpu_s(pid: int) -> float:
+    """With the threads that have ended, to a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _age_s(pid: int) -> float:
+    """Seconds since the process was started."""
+    started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def prepare_cluster() -> Cluster:
+    """The cluster with this checkout's driver; brought up if it is not there. Raises: CalledProcessError."""
+    for command in (
+        ["hack/image/build.py"],
+        ["hack/cluster/cluster.py", "up"],
+        ["hack/cluster/install.py", "--overlay", "e2e"],
+    ):
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+    cluster = Cluster()
+    cluster.delete(f"{_TEMPLATES}/bench")
+    request = {"name": "gpu", "exactly": {"deviceClassName": DRIVER}}
+    cluster.client.request(
+        "POST",
+        _TEMPLATES,
+        action="create the claim template",
+        body={
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": "bench"},
+            "spec": {"spec": {"devices": {"requests": [request]}}},
+        },
+    )
+    wait_for(cluster.has_devices)
+    wait_for(cluster.pod_uid)
+    return cluster
+
+
+def rounds(cluster: Cluster, runs: int) -> Rounds:
+    """Alternating: one pod, the same without a claim, eight, eight without, replaced, replaced without."""
+    found = Rounds()
+    for names in (cluster.start_pods(1, claims=True), cluster.start_pods(1, claims=False)):
+        cluster.wait_running(names)  # the first of its kind loads the image
+        cluster.end_pods(names)
+    for _ in range(runs):
+        before = cluster.prepared()
+        found.one.append(_start_and_end(cluster, 1, claims=True))
+        found.prepare_alone_ms.append(_mean_ms(before, cluster.prepared()))
+        found.one_control.append(_start_and_end(cluster, 1, claims=False))
+        before, spent = cluster.prepared(), _ticks_cpu_s(daemon())
+        found.eight.append(_start_and_end(cluster, GPUS, claims=True))
+        found.cpu_ms.append((_ticks_cpu_s(daemon()) - spent) / GPUS * 1000)
+        found.prepare_burst_ms.append(_mean_ms(before, cluster.prepared()))
+        found.eight_control.append(_start_and_end(cluster, GPUS, claims=False))
+        found.replaced.append(_replace(cluster, claims=True))
+        found.replaced_control.append(_replace(cluster, claims=False))
+        found.wiped.append(_wipe(cluster))
+        print(".", end="", flush=True, file=sys.stderr)
+    return found
+
+
+def _mean_ms(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / (after[1] - before[1]) * 1000
+
+
+def _start_and_end(cluster: Cluster, count: int, *, claims: bool) -> float:
+    started = time.monotonic()
+    names = cluster.start_pods(count, claims=claims)
+    cluster.wait_running(names)
+    took = time.monotonic() - started
+    cluster.end_pods(names)
+    return took
+
+
+def _replace(cluster: Cluster, *, claims: bool) -> float:
+    """Seconds from the forced deletion of eight pods, with eight new ones made at once, until those run."""
+    old = cluster.start_pods(GPUS, claims=claims)
+    cluster.wait_running(old)
+    started = time.monotonic()
+    for name in old:
+        cluster.delete(f"{_PODS}/{name}", grace_s=0)
+    new = cluster.start_pods(GPUS, claims=claims)
+    cluster.wait_running(new)
+    took = time.monotonic() - started
+    cluster.end_pods([*old, *new])
+    return took
+
+
+def _wipe(cluster: Cluster) -> float:
+    """Seconds from the deletion of all slices, as by a kubelet that starts, until the devices are back."""
+    time.sleep(0.5)
+    for one in cluster.slices():
+        cluster.delete(f"{_SLICES}/{one['metadata']['name']}")
+    started = time.monotonic()
+    wait_for(cluster.has_devices)
+    return time.monotonic() - started
+
+
+def restarts(cluster: Cluster, runs: int) -> list[float]:
+    """Seconds from the start of a new daemon process until its node's slices are there, which were none before."""
+    found = []
+    for _ in range(runs):
+        before = daemon()
+        pods = cluster.get(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
+        for pod in pods:
+            cluster.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}")
+        wait_for(lambda old=before: not Path(f"/proc/{old}").exists())
+        for one in cluster.slices():
+            cluster.delete(f"{_SLICES}/{one['metadata']['name']}")
+        wait_for(cluster.has_devices)
+        found.append(_age_s(daemon()))
+        wait_for(cluster.pod_uid)
+        print(".", end="", flush=True, file=sys.stderr)
+    return found
+
+
+def idle_percent(duration_s: float) -> float:
+    """Percent of a core that the daemon uses while nothing happens."""
+    pid = daemon()
+    time.sleep(12)  # workers of the last calls end, and the alert after the last change
+    before = cpu_s(pid)
+    time.sleep(duration_s)
+    return (cpu_s(pid) - before) / duration_s * 100
+
+
+def pid_facts() -> str:
+    """Which processes were measured, for the reader."""
+    return json.dumps({pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in driver_processes()})
