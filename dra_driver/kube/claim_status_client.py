@@ -76,15 +76,27 @@ class ClaimStatusClient:
         return tuple(EventObject("Pod", pod.name, pod.uid, ref.namespace) for pod in pods or ())
 
     def write(
-        self, ref: ClaimRef, devices: Sequence[DeviceStatus], *, timeout_s: float | None = None
+        self,
+        ref: ClaimRef,
+        devices: Sequence[DeviceStatus],
+        *,
+        is_first: bool = False,
+        timeout_s: float | None = None,
     ) -> bool:
         """Make `devices` all that the claim's status says of this driver; whether that took a write.
 
         Nothing is written for a claim that is gone, replaced or not allocated, nor for devices that are not in its
-        allocation, nor where the status says so already. `timeout_s` bounds each request.
+        allocation, nor where the status says so already. With `is_first` the claim was read a moment ago, without a
+        status: it is not read again unless the API server refuses what we write. `timeout_s` bounds each request.
         """
         if self._dropped_at is not None and self._clock() - self._dropped_at < _ASK_AGAIN_S:
             return False
+        if is_first and devices:
+            try:
+                return self._store(ref, self._entries(devices, {}), timeout_s)
+            except ApiRejectedError as error:
+                if error.status not in (_CONFLICT, _INVALID):
+                    raise
         refused_at = ""
         for left in reversed(range(_TRIES)):
             obj = self._read(ref, timeout_s)
@@ -94,20 +106,28 @@ class ClaimStatusClient:
             if _same_entries(wanted, present):
                 return False
             try:
-                stored = self._apply(ref, wanted, timeout_s)
+                return self._store(ref, wanted, timeout_s)
             except ApiRejectedError as error:
-                if is_not_found(error):
-                    return False
                 # The claim may have changed since it was read: deallocated, replaced, given to another node.
                 version = str(obj["metadata"]["resourceVersion"])
                 unchanged = error.status == _INVALID and version == refused_at
                 if error.status not in (_CONFLICT, _INVALID) or unchanged or not left:
                     raise
                 refused_at = version
-                continue
-            self._note_dropped(wanted, stored)
-            return True
         return False
+
+    def _store(
+        self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
+    ) -> bool:
+        """Whether it is stored: not if the claim is gone. Raises: as `write`."""
+        try:
+            stored = self._apply(ref, wanted, timeout_s)
+        except ApiRejectedError as error:
+            if is_not_found(error):
+                return False
+            raise
+        self._note_dropped(wanted, stored)
+        return True
 
     def _read(self, ref: ClaimRef, timeout_s: float | None) -> JsonObject | None:
         try:
@@ -128,16 +148,20 @@ class ClaimStatusClient:
     def _wanted(self, obj: JsonObject, devices: Sequence[DeviceStatus]) -> dict[tuple[Any, ...], JsonObject]:
         results = (obj["status"]["allocation"].get("devices") or {}).get("results") or ()
         allocated = {_key(result) for result in results}
-        present = self._present(obj)
-        wanted: dict[tuple[Any, ...], JsonObject] = {}
+        entries = self._entries(devices, self._present(obj))
+        return {key: entry for key, entry in entries.items() if key in allocated}
+
+    def _entries(
+        self, devices: Sequence[DeviceStatus], present: dict[tuple[Any, ...], JsonObject]
+    ) -> dict[tuple[Any, ...], JsonObject]:
+        """An entry for each device; `present` are those that the claim has."""
+        entries: dict[tuple[Any, ...], JsonObject] = {}
         for device in devices:
             place = {"driver": self._driver, "pool": device.pool, "device": device.device}
             place |= {"shareID": device.share_id} if device.share_id else {}
-            key = _key(place)
-            if key in allocated:
-                before = _condition(present.get(key) or {})
-                wanted[key] = place | {"conditions": [self._ready(device, before)]} | _data(device.facts)
-        return wanted
+            before = _condition(present.get(_key(place)) or {})
+            entries[_key(place)] = place | {"conditions": [self._ready(device, before)]} | _data(device.facts)
+        return entries
 
     def _ready(self, device: DeviceStatus, before: JsonObject) -> JsonObject:
         status = "True" if device.ready else "False"

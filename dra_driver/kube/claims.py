@@ -107,7 +107,8 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
     Raises: ClaimRefusedError "claim ns/name not allocated" (looked at first) or "claim ns/name got
     replaced" if the UID is not the one in `ref`.
     """
-    allocation = (obj.get("status") or {}).get("allocation")
+    status = obj.get("status") or {}
+    allocation = status.get("allocation")
     if allocation is None:
         raise ClaimRefusedError(f"claim {ref.namespace}/{ref.name} not allocated")
     metadata = obj.get("metadata") or {}
@@ -122,7 +123,9 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
             f"claim {ref.namespace}/{ref.name} has an allocation that cannot be read: {error!r}"
         ) from error
     pod_claim_name = (metadata.get("annotations") or {}).get(_POD_CLAIM_NAME)
-    return AllocatedClaim(ref, results, configs, pod_claim_name, reserved_pods(obj))
+    return AllocatedClaim(
+        ref, results, configs, pod_claim_name, reserved_pods(obj), is_status_empty=not status.get("devices")
+    )
 
 
 def _result(entry: dict[str, Any]) -> DeviceResult:

@@ -95,7 +95,8 @@ class AllocatedClaim:
     """A claim with its allocation: results and configs of all drivers, in the API server's order.
 
     `pod_claim_name` is the name in the pod's spec of a claim that was made from a template. `pods` are the pods that
-    the claim was reserved for at the last look. Neither is part of the allocation, so equality ignores both.
+    the claim was reserved for at the last look, and `is_status_empty` says that its status told of no device then. None
+    of them is part of the allocation, so equality ignores them.
     """
 
     ref: ClaimRef
@@ -103,6 +104,7 @@ class AllocatedClaim:
     configs: tuple[DeviceConfig, ...] = ()
     pod_claim_name: str | None = field(default=None, compare=False)
     pods: Pods = field(default=None, compare=False)
+    is_status_empty: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

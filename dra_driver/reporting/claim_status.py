@@ -95,4 +95,5 @@ class ClaimStatusReporter:
             del self._given[next(iter(self._given))]
         self._given[uid] = given
         if not is_given:
-            self._recorder.claim_status(record.ref, statuses, given.written)
+            is_first = known is None and record.claim.is_status_empty
+            self._recorder.claim_status(record.ref, statuses, given.written, is_first=is_first)

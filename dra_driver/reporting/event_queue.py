@@ -59,12 +59,14 @@ class ObjectEvent:
 class ClaimState:
     """The state of all devices that this driver has in a claim; only the newest matters.
 
-    `written` is called once the API server has stored it.
+    `written` is called once the API server has stored it. `is_first` says that Prepare read the claim just before, and
+    its status told of no device.
     """
 
     ref: ClaimRef
     devices: tuple[DeviceStatus, ...]
     written: Callable[[], None] = field(compare=False)
+    is_first: bool = field(default=False, compare=False)
 
 
 Report = ClaimEvent | ObjectEvent | ClaimState

@@ -104,14 +104,19 @@ class EventRecorder:
         self._put(ObjectEvent(node_object(self._node), reason, message, warning, minor))
 
     def claim_status(
-        self, ref: ClaimRef, devices: Sequence[DeviceStatus], written: Callable[[], None]
+        self,
+        ref: ClaimRef,
+        devices: Sequence[DeviceStatus],
+        written: Callable[[], None],
+        *,
+        is_first: bool = False,
     ) -> None:
         """The state of all devices that this driver has in a claim; one that was not written yet is replaced.
 
         `written` is called from the recorder's thread once the API server has stored it, and never if it was lost
-        or nothing had to be written.
+        or nothing had to be written. `is_first` saves a look at a claim that was read just before, without a status.
         """
-        self._put(ClaimState(ref, tuple(devices), written))
+        self._put(ClaimState(ref, tuple(devices), written, is_first))
 
     def claim_gone(self, ref: ClaimRef) -> None:
         """The claim holds no device of ours any more; drop its state if it was not written yet."""
@@ -176,7 +181,9 @@ class EventRecorder:
                 )
                 self._count_written()
             case ClaimState() as report:
-                if self._claims.write(report.ref, report.devices, timeout_s=_REQUEST_S):
+                if self._claims.write(
+                    report.ref, report.devices, is_first=report.is_first, timeout_s=_REQUEST_S
+                ):
                     self._count_written()
                     report.written()
 

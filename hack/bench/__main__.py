@@ -132,7 +132,7 @@ def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
         Row("  the same without claims", found.eight_control, "s", None),
         Row("kubelet's NodePrepareResources, alone", found.prepare_alone_ms, "ms", 8),
         Row("kubelet's NodePrepareResources, mean of 8", found.prepare_burst_ms, "ms", 20),
-        Row("CPU of one Prepare and Unprepare", found.cpu_ms, "ms", 10),
+        Row("CPU of one Prepare and Unprepare, above rest", found.cpu_ms, "ms", 10),
         Row("eight force-deleted and replaced", found.replaced, "s", None),
         Row("  the same without claims", found.replaced_control, "s", None),
         Row("  difference", replaced, "s", 2.5),

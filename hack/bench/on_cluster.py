@@ -262,16 +262,31 @@ def rounds(cluster: Cluster, runs: int) -> Rounds:
         found.one.append(_start_and_end(cluster, 1, claims=True))
         found.prepare_alone_ms.append(_mean_ms(before, cluster.prepared()))
         found.one_control.append(_start_and_end(cluster, 1, claims=False))
-        before, spent = cluster.prepared(), _ticks_cpu_s(daemon())
+        before, burst = cluster.prepared(), _Spent()
         found.eight.append(_start_and_end(cluster, GPUS, claims=True))
-        found.cpu_ms.append((_ticks_cpu_s(daemon()) - spent) / GPUS * 1000)
+        burst.stop()
         found.prepare_burst_ms.append(_mean_ms(before, cluster.prepared()))
+        control = _Spent()
         found.eight_control.append(_start_and_end(cluster, GPUS, claims=False))
+        control.stop()
+        found.cpu_ms.append((burst.cpu_s - control.cpu_s / control.took_s * burst.took_s) / GPUS * 1000)
         found.replaced.append(_replace(cluster, claims=True))
         found.replaced_control.append(_replace(cluster, claims=False))
         found.wiped.append(_wipe(cluster))
         print(".", end="", flush=True, file=sys.stderr)
     return found
+
+
+class _Spent:
+    """Processor seconds that the daemon spends from now until `stop`, and the time that passes."""
+
+    def __init__(self) -> None:
+        self.cpu_s, self.took_s = -_ticks_cpu_s(daemon()), -time.monotonic()
+
+    def stop(self) -> None:
+        """End."""
+        self.cpu_s += _ticks_cpu_s(daemon())
+        self.took_s += time.monotonic()
 
 
 def _mean_ms(before: tuple[float, float], after: tuple[float, float]) -> float:

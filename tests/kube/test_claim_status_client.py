@@ -188,6 +188,32 @@ def test_a_claim_that_is_not_ours_any_more_is_left_alone(case, how, when):
     assert case.status.pods_of(case.ref) == () or how == "deallocated"
 
 
+def test_a_claim_that_was_read_just_before_is_not_read_again(server, single):
+    status, ref = single
+    before = len(server.requests)
+    assert status.write(ref, [ready()], is_first=True)
+    assert [request.method for request in server.requests[before:]] == ["PATCH"]
+    assert not status.write(ref, [ready()])
+
+
+@pytest.mark.parametrize("how", ["gone", "replaced", "deallocated"])
+def test_a_claim_that_changed_since_it_was_read_is_left_alone(case, how):
+    if how == "deallocated":
+        case.deallocate()
+    else:
+        case.delete()
+    if how == "replaced":
+        case.allocate(case.ref.namespace, case.ref.name)
+    assert not case.status.write(case.ref, [ready()], is_first=True)
+    if how != "gone":
+        assert case.devices() == {}
+
+
+def test_of_a_claim_that_was_read_before_only_what_is_allocated_is_written(case):
+    assert case.status.write(case.ref, [ready(), ready("gpu-of-before")], is_first=True)
+    assert case.devices().keys() == {"gpu-0"}
+
+
 def test_deallocation_takes_our_entries_away(case):
     case.status.write(case.ref, [ready(), ready("gpu-1", share_id=_SHARE)])
     case.deallocate()

@@ -45,7 +45,7 @@ class Listener:
     def claim_gone(self, ref):
         pass
 
-    def claim_status(self, ref, devices, written):
+    def claim_status(self, ref, devices, written, *, is_first=False):
         self.states.append((devices, written))
 
     def prepared(self, duration_s, error): ...
@@ -114,7 +114,7 @@ def test_a_state_that_was_lost_is_written_with_the_next_prepare():
         def pods_of(self, ref, *, timeout_s=None):
             return ()
 
-        def write(self, ref, devices, *, timeout_s=None):
+        def write(self, ref, devices, *, is_first=False, timeout_s=None):
             written.append(ref.uid)
             return True
 
