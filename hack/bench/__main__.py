@@ -7,6 +7,7 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
     python hack/bench --cycles N  as well N prepare/unprepare cycles, looking for what they leave behind
     python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
                                   the same pods without claims
+    python hack/bench --memory    instead what the daemon's memory is made of
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -172,7 +174,13 @@ def main() -> int:
     parser.add_argument(
         "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
     )
+    parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
     arguments = parser.parse_args()
+    if arguments.memory:
+        here = Path(__file__).resolve()
+        command = [sys.executable, str(here.with_name("memory.py"))]
+        environment = {**os.environ, "PYTHONPATH": str(here.parents[2])}
+        return subprocess.run(command, env=environment, check=False).returncode
     if arguments.cluster and os.geteuid() != 0:
         print("bench --cluster needs root: it runs a kubelet and a container runtime")
         return 1
