@@ -52,7 +52,7 @@ def steps(scratch: str) -> Iterator[Step]:
         lambda: kept.append(sys.modules["ssl"].create_default_context()),
     )
     yield "a gRPC server", lambda: serve("one")
-    yield "two more", lambda: [serve("two"), serve("three")]
+    yield "two more", lambda: [*map(serve, ("two", "three"))]
     yield "the simulator and its YAML parser", _load("dra_driver.simulator", "yaml")
 
 

@@ -41,8 +41,8 @@ def test_all_services_serve_when_the_sockets_answer(node):
 
 
 def test_standard_client_library_understands_us(node):
-    health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2")
-    health_pb2_grpc = pytest.importorskip("grpc_health.v1.health_pb2_grpc")
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
     port = node.plugin(settings=ON).health_port
     with channel(f"127.0.0.1:{port}") as opened:
         stub = health_pb2_grpc.HealthStub(opened)
