@@ -8,6 +8,7 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
     python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
                                   the same pods without claims
     python hack/bench --memory    instead what the daemon's memory is made of
+    python hack/bench --cpu       instead what the processor time of a claim goes into
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from measurements import (
     Node,
+    cpu_of_prepares,
     crowded,
     growth_over_cycles,
     idle,
@@ -73,27 +75,29 @@ def measure(runs: int, cycles: int) -> list[Row]:
         time.sleep(2.0)  # a driver that was installed a second ago is looked through at each Prepare
         alone, unprepared = single_prepares(node, 20 * runs)
         bursts = parallel_prepares(node, 4 * runs)
+        cpu_ms = [cpu_of_prepares(node, 40) for _ in range(runs)]
         wiped = wipes(node, runs)
         memory = [node.resident_mib()]
         cpu, writes = idle(node, 10.0)
         crowd, crowd_unprepared, spoiled = crowded(node, 10, 1000, 10 * runs)
         rows = [
-            Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.7),
-            Row("start -> slices published", [two for _, two in started], "s", 1.0),
+            Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.5),
+            Row("start -> slices published", [two for _, two in started], "s", 0.7),
             Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
-            Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 25),
+            Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 20),
             Row("NodeUnprepareResources, alone", unprepared, "ms", None),
             Row("Prepare beside 1,000 claims, times beside 10", crowd, "", 1.5),
             Row("the same with an unreadable record", spoiled, "", 1.5),
             Row("Unprepare beside 1,000 claims, times beside 10", crowd_unprepared, "", 1.5),
-            Row("slices back after a wipe", wiped, "s", 1.0),
-            Row("resident memory, idle, 8 GPUs", memory, "MiB", 73),
-            Row("idle: CPU of one core", [cpu], "%", 0.5),
+            Row("CPU of one Prepare and Unprepare", cpu_ms, "ms", 10),
+            Row("slices back after a wipe", wiped, "s", 0.2),
+            Row("resident memory, idle, 8 GPUs", memory, "MiB", 58),
+            Row("idle: CPU of one core", [cpu], "%", 0.1),
             Row("idle: API writes in 10 s", [writes], "", 0),
         ]
         if cycles:
             growth = growth_over_cycles(node, cycles)
-            rows.append(Row(f"memory growth over {cycles} cycles", [growth.memory_mib], "MiB", 5))
+            rows.append(Row(f"memory growth over {cycles} cycles", [growth.memory_mib], "MiB", 2))
             rows.append(Row(f"files left after {cycles} cycles", [growth.files], "", 0))
             rows.append(Row(f"descriptors more after {cycles} cycles", [growth.descriptors], "", 0))
             rows.append(Row(f"threads more after {cycles} cycles", [growth.threads], "", 0))
@@ -111,7 +115,7 @@ def measure(runs: int, cycles: int) -> list[Row]:
     rows.append(Row("Prepare of a share on a running daemon", warm, "ms", 8))
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
         made = own_shares(Path(scratch), 10 * runs)
-    rows.append(Row("Prepare that makes a MIG device, without NVML", made, "ms", 15))
+    rows.append(Row("Prepare that makes a MIG device, without NVML", made, "ms", 10))
     print(file=sys.stderr)
     return rows
 
@@ -174,6 +178,7 @@ def main() -> int:
     parser.add_argument(
         "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
     )
+    parser.add_argument("--cpu", action="store_true", help="show what the processor time goes into")
     parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
     arguments = parser.parse_args()
     if arguments.memory:
@@ -181,6 +186,11 @@ def main() -> int:
         command = [sys.executable, str(here.with_name("memory.py"))]
         environment = {**os.environ, "PYTHONPATH": str(here.parents[2])}
         return subprocess.run(command, env=environment, check=False).returncode
+    if arguments.cpu:
+        from cpu import table as cpu_table
+
+        print(cpu_table(100 * arguments.runs))
+        return 0
     if arguments.cluster and os.geteuid() != 0:
         print("bench --cluster needs root: it runs a kubelet and a container runtime")
         return 1

@@ -169,6 +169,13 @@ def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
     return prepared[1:], unprepared[1:]
 
 
+def cpu_of_prepares(node: Node, count: int) -> float:
+    """Milliseconds of processor time, user and system, of one Prepare and its Unprepare."""
+    before = node.cpu_s()
+    single_prepares(node, count)
+    return (node.cpu_s() - before) / (count + 1) * 1000
+
+
 def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], list[float], list[float]]:
     """How many times as long a Prepare takes beside `many` prepared claims as beside `few`, the same for an Unprepare,
     and for a Prepare while a record is unreadable. Each beside the median with few."""
