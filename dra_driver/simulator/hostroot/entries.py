@@ -70,8 +70,8 @@ class Tree:
             elif not self._fresh and self._is(path, entry):
                 continue
             self._make(path, entry)
-        if not self.real_nodes:
-            self._describe(new)
+        if not self.real_nodes and (old is None or _nodes(old) != _nodes(new)):
+            self._describe(_nodes(new))
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}"
@@ -148,16 +148,19 @@ class Tree:
             self._known_directories.discard(self._full(parent))
             parent = parent.rpartition("/")[0]
 
-    def _describe(self, entries: Entries) -> None:
+    def _describe(self, nodes: dict[str, Node]) -> None:
         """The nodes that cannot be made without privileges, for the reader that stands in for lstat()."""
-        nodes = {
+        described = {
             f"/{path}": {"major": node.major, "minor": node.minor, "mode": node.mode, "gid": node.gid}
-            for path, node in entries.items()
-            if isinstance(node, Node)
+            for path, node in nodes.items()
         }
-        description = Text(json.dumps(nodes, indent=0, sort_keys=True) + "\n")
+        description = Text(json.dumps(described, indent=0, sort_keys=True) + "\n")
         if not self._is(DESCRIBED_NODES, description):
             self._make(DESCRIBED_NODES, description)
+
+
+def _nodes(entries: Entries) -> dict[str, Node]:
+    return {path: entry for path, entry in entries.items() if isinstance(entry, Node)}
 
 
 def _raw(entry: Text) -> bytes:
