@@ -132,7 +132,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml  # not needed in a pod
 
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are the safe ones
     except OSError as error:
         raise InvalidConfigError(
             f"kubeconfig {path} cannot be read: {error.strerror};"
