@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from dra_driver.kube.api_errors import WatchExpiredError
 from dra_driver.kube.slice_store import SliceStore
 from dra_driver.kube.slices import SliceClient, SliceEvent, slice_event
 from dra_driver.kube.watch_stream import WatchStream
+from dra_driver.model.json_copy import copy_json
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class SliceCache:
     def snapshot(self) -> list[dict[str, Any]]:
         """Copies of all slices, own writes included, sorted by name."""
         with self._lock:
-            return copy.deepcopy(self._store.objects())
+            return copy_json(self._store.objects())
 
     def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         """Write through: as SliceClient.create, and visible in `snapshot` on return."""

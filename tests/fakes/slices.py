@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.model.json_copy import copy_json
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
 from dra_driver.slices.publisher import Publisher
@@ -81,7 +81,7 @@ class FakeSlices:
 
     def snapshot(self) -> list[JsonObject]:
         with self._lock:
-            return copy.deepcopy([self._objects[name] for name in sorted(self._objects)])
+            return copy_json([self._objects[name] for name in sorted(self._objects)])
 
     def create(self, obj: JsonObject) -> JsonObject:
         self._begin("create", obj["metadata"]["generateName"])
@@ -105,7 +105,7 @@ class FakeSlices:
 
     def dry_run(self, obj: JsonObject) -> JsonObject:
         """What an update would store; the store is the same for both."""
-        return self.store(copy.deepcopy(obj))
+        return self.store(copy_json(obj))
 
     # --- as others see it ------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class FakeSlices:
         self.on_change()
 
     def plant(self, name: str, like: JsonObject) -> None:
-        entry = copy.deepcopy(like)
+        entry = copy_json(like)
         entry["metadata"] |= {"name": name, "uid": f"uid-{name}"}
         self._put(entry)
         self.on_change()
@@ -133,8 +133,8 @@ class FakeSlices:
         self.writes.append((verb, name))
 
     def _put(self, obj: JsonObject) -> JsonObject:
-        stored = self.store(copy.deepcopy(obj))
+        stored = self.store(copy_json(obj))
         stored["metadata"]["resourceVersion"] = str(next(self._serial))
         with self._lock:
             self._objects[stored["metadata"]["name"]] = stored
-        return copy.deepcopy(stored)
+        return copy_json(stored)

@@ -5,9 +5,9 @@ Written apart from the driver's own conversion, so that each checks the other.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
+from dra_driver.model.json_copy import copy_json
 from playground.apiserver.resources import RESOURCE_GROUP, Resource
 
 
@@ -18,7 +18,7 @@ def api_version(resource: Resource, version: str) -> str:
 
 def decode(resource: Resource, version: str, obj: dict[str, Any]) -> dict[str, Any]:
     """A deep copy of a received object in stored form."""
-    stored = copy.deepcopy(obj)
+    stored = copy_json(obj)
     stored["apiVersion"] = api_version(resource, "v1")
     stored["kind"] = resource.kind
     if resource.group == RESOURCE_GROUP and version == "v1beta1":
@@ -36,7 +36,7 @@ def encode(resource: Resource, version: str, stored: dict[str, Any]) -> dict[str
     shown = {"kind": resource.kind, "apiVersion": api_version(resource, version)}
     if resource.group != RESOURCE_GROUP or version != "v1beta1":
         return shown | {key: value for key, value in stored.items() if key not in shown}
-    old = copy.deepcopy(stored)
+    old = copy_json(stored)
     for device in _devices(resource, old):
         device["basic"] = {key: device.pop(key) for key in list(device) if key != "name"}
     for request in _requests(resource, old):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from dra_driver.model.json_copy import copy_json
 from dra_driver.validation.rules.manifests import default_claim_spec
 from playground.apiserver.claimrules import (
     claim_faults,
@@ -103,7 +103,7 @@ class Operations:
                 return before if dry_run else self.store.write(resource, key, None), True
             if dry_run or before["metadata"].get("deletionTimestamp"):
                 return before, False
-            after = copy.deepcopy(before)
+            after = copy_json(before)
             after["metadata"]["deletionTimestamp"] = now()
             return self.store.write(resource, key, after), False
 
@@ -189,7 +189,7 @@ def _key(metadata: Object) -> Key:
 def _merged(resource: Resource, before: Object, obj: Object, *, status: bool) -> Object:
     """The new object: main and status each write their own part, server-set metadata stays."""
     if status:
-        after = copy.deepcopy(before)
+        after = copy_json(before)
         after.pop("status", None)
         if "managedFields" in obj["metadata"]:
             after["metadata"]["managedFields"] = obj["metadata"]["managedFields"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import json
 import random
@@ -18,6 +17,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from dra_driver.model.json_copy import copy_json
 from playground.apiserver.faults import Faults
 from playground.apiserver.gates import DEFAULT_GATES
 from playground.apiserver.handler import Handler
@@ -141,8 +141,8 @@ class PlaygroundApiServer:
         Raises: ApiFailure.
         """
         resource = BY_PLURAL[group, plural]
-        body = {"apiVersion": f"{group}/v1" if group else "v1", "kind": resource.kind} | copy.deepcopy(obj)
-        status = copy.deepcopy(obj.get("status"))
+        body = {"apiVersion": f"{group}/v1" if group else "v1", "kind": resource.kind} | copy_json(obj)
+        status = copy_json(obj.get("status"))
         stored = self.operations.create(resource, body["metadata"].get("namespace"), body)
         if resource.has_status and status:
             metadata = {
@@ -151,12 +151,12 @@ class PlaygroundApiServer:
             key = (metadata.get("namespace", ""), metadata["name"])
             body = {"metadata": metadata, "status": status}
             stored = self.operations.update(resource, key, body, status=True)
-        return copy.deepcopy(stored)
+        return copy_json(stored)
 
     def objects(self, plural: str, *, group: str = "resource.k8s.io") -> list[dict[str, Any]]:
         """Copies of all objects of a resource in v1 shape, in order of namespace and name."""
         items, _ = self.store.select(BY_PLURAL[group, plural], lambda _obj: True)
-        return copy.deepcopy(items)
+        return copy_json(items)
 
     def resource(self, plural: str, *, group: str = "resource.k8s.io") -> Resource:
         """The description of a resource. Raises: KeyError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from dra_driver.model.json_copy import copy_json
 from playground.apiserver.failure import expired
 from playground.apiserver.resources import Resource
 from playground.apiserver.selectors import Predicate
@@ -72,7 +72,7 @@ class Store:
         """
         before = self.get(resource, key)
         self._version += 1
-        last = copy.deepcopy(obj if obj is not None else before) or {}
+        last = copy_json(obj if obj is not None else before) or {}
         last["metadata"]["resourceVersion"] = str(self._version)
         table = self._objects.setdefault(resource, {})
         if obj is None:
