@@ -49,7 +49,7 @@ $(LIBCS): hack/libcs.py $(RUNTIME)
 	@$(PYTHON) hack/libcs.py && touch $@ || true
 
 test: $(STAMP) $(LIBCS) ## All tests that need neither root nor a cluster
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not cluster" $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 -m "not cluster" $(ARGS)
 
 coverage: $(STAMP) ## The same with the lines that no test runs; half as long again
 	@$(MAKE) --no-print-directory test ARGS="--cov=dra_driver --cov-report=term-missing:skip-covered $(ARGS)"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Simulated machines of all tests, also in processes that they start, are as unkind as real ones.
 os.environ["SIMULATE_HOSTILE"] = "true"
 
+# Imports and collection make much and throw nothing away; `pytest_collection_finish` switches it on again.
+gc.disable()
+
 _MEMORY, _ENOUGH = Path("/dev/shm"), 1 << 30
 
 
@@ -27,6 +32,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the code makes now into tests/golden instead of comparing with it",
     )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Twice as many as cores: half of the time a test waits, for another process or for a moment to pass."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests live until the end, so the collector need not walk them again and again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let programs of simulated machines find a python3 that starts at once: that of a version manager is a shell
+    script, and takes several times as long. Workers inherit it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    programs = Path(tempfile.mkdtemp(prefix="python3-"))
+    (programs / "python3").symlink_to(Path(sys.executable).resolve())
+    os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    config.add_cleanup(lambda: shutil.rmtree(programs, ignore_errors=True))
 
 
 @pytest.fixture
