@@ -22,9 +22,9 @@ def bystander(node: Node) -> ClaimRef:
     return ref
 
 
-def refused(node: Node, ref: ClaimRef, *words: str) -> str:
+def refused(node: Node, ref: ClaimRef, *words: str, in_a_hurry: bool = False) -> str:
     """The error of a Prepare that must fail, in one line and with these words in it."""
-    outcome = node.prepare(ref)[ref.uid]
+    outcome = (node.prepare_in_a_hurry if in_a_hurry else node.prepare)(ref)[ref.uid]
     assert isinstance(outcome, Failed), outcome
     assert "\n" not in outcome.error
     for word in words:
@@ -179,7 +179,7 @@ def test_api_server_down(node: Node, bystander: ClaimRef) -> None:
     fresh = node.claim("fresh")
     node.server.faults.down = True
     assert isinstance(node.prepare(bystander)[bystander.uid], Prepared), "known claims need no API server"
-    refused(node, fresh, "default/fresh")
+    refused(node, fresh, "default/fresh", in_a_hurry=True)
     assert node.unprepare(bystander) == {bystander.uid: None}
     node.server.faults.clear()
     assert isinstance(node.prepare(fresh)[fresh.uid], Prepared)

@@ -82,7 +82,7 @@ def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) 
         assert node.prepare(refs[uid])[uid] == answer
     take_back(node, [next(iter(answers))])
     fresh = ClaimRef("default", "fresh", "0-fresh")
-    assert isinstance(node.prepare(fresh)[fresh.uid], Failed)
+    assert isinstance(node.prepare_in_a_hurry(fresh)[fresh.uid], Failed)
     node.machine.remove_gpu(7)
     eventually(lambda: len(node.driver.discovery.inventory.gpus) == 7)
     port_taken.start()
