@@ -88,6 +88,7 @@ class Discovery:
         self._detached = detached
         self._news = None if news is None else HardwareNews(news, self._hear)
         self._alert_until = self._next_look = 0.0
+        self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
         self._nvml = nvml
         self._host = host
         self._offer = MigOffer(ownership)
@@ -202,7 +203,7 @@ class Discovery:
         now = time.monotonic()
         if self._news is None or not self._news.is_heard or now < self._alert_until:
             return True
-        if now < self._next_look and self._detached() is None:
+        if now < self._next_look and not self._unsettled and self._detached() is None:
             return False
         self._next_look = now + _LOOK_WITHOUT_NEWS_EVERY_S
         return True
@@ -236,10 +237,12 @@ class Discovery:
         try:
             if self._has_nvml:
                 now = replace(now, nvml=self._nvml.nvml_fingerprint())
-            if now == before:
-                return False
-            changed = repartitioned_gpus(now, before)
-            if changed is None or not self._is_all_ours(changed):
+            changed = frozenset() if now == before else repartitioned_gpus(now, before)
+            if changed is None:
+                return True
+            # The host may show an instance a moment before NVML does: what changed is looked at once more.
+            changed, self._unsettled = changed | self._unsettled, changed
+            if changed and not self._is_all_ours(changed):
                 return True
         except DraDriverError:
             return True

@@ -479,7 +479,9 @@ def test_our_own_instance_costs_a_look_at_its_gpu_alone(cut_bench: Bench) -> Non
     assert not cut_bench.look()
     assert cut_bench.nvml.asked == [BARE[1].uuid]
     assert not cut_bench.look()
-    assert cut_bench.nvml.asked == [BARE[1].uuid], "what was looked at is known"
+    assert cut_bench.nvml.asked == [BARE[1].uuid] * 2, "NVML may show it later than the host"
+    assert not cut_bench.look()
+    assert cut_bench.nvml.asked == [BARE[1].uuid] * 2, "what was looked at is known"
     cut_bench.scan()
     assert len(cut_bench.changes) == 1, "neither the mode nor the minor number is a change"
     now = cut_bench.discovery.inventory
@@ -514,9 +516,26 @@ def test_instances_of_other_gpus_are_read_with_everything(cut_bench: Bench) -> N
         cut_bench.host.shown = shown
         assert cut_bench.look()
     assert cut_bench.nvml.reads == reads + 2
+    assert cut_bench.look(), "NVML may show it later than the host"
     cut_bench.nvml.existing = {BARE[1].uuid: (False, ())}
     cut_bench.host.shown = {**cut_bench.host.shown, 1: "of a GPU that is cut"}
     assert not cut_bench.look()
+
+
+@pytest.mark.parametrize("mode_is_ours", [True, False])
+def test_an_instance_that_the_host_shows_before_nvml_is_found(cut_bench: Bench, mode_is_ours: bool) -> None:
+    uuid = BARE[1].uuid
+    cut_bench.ours.modes = {uuid} if mode_is_ours else set()
+    make(cut_bench, THEIRS)
+    cut_bench.nvml.existing[uuid] = (True, ())
+    cut_bench.nvml.inventory = inventory(BARE[0], cut(1, mig_enabled=True), BARE[2])
+    assert cut_bench.look() is not mode_is_ours
+    make(cut_bench, THEIRS)
+    assert cut_bench.look()
+    now = cut_bench.discovery.inventory
+    assert now is not None
+    assert now.gpus[1].partitioning is not None
+    assert now.gpus[1].partitioning.withheld == (THEIRS,)
 
 
 def test_failed_look_reads_everything(cut_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
