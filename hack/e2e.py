@@ -95,7 +95,7 @@ def _run_all(pytest_args: list[str]) -> int:
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
     pytest = [sys.executable, "-m", "pytest", "-m", "cluster", "tests/e2e", "tests/conformance", "tests/kube"]
     # A limit for what hangs: each wait in the tests has one of its own, which tells what it was.
-    pytest += ["--timeout=1800", "-v", "-s", "--no-header"]
+    pytest += ["--timeout=1800", "-v", "-s", "--no-header", "--durations=10"]
     return _step("run the tests", [*pytest, *pytest_args])
 
 

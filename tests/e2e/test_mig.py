@@ -31,7 +31,7 @@ GPUS = 8
 BURST = 4
 ONE_GPU = "0000:1b:00.0"
 COMPUTE_INSTANCE = "nvmlGpuInstanceCreateComputeInstance"
-CHURN_S = float(os.environ.get("MIG_CHURN_S", "300"))
+CHURN_S = float(os.environ.get("MIG_CHURN_S", "100"))
 
 
 @pytest.fixture(scope="module")
