@@ -131,7 +131,7 @@ def parse(
     )
     for flag in flags:
         _add(parser, flag)
-    found, unknown = parser.parse_known_args(arguments)
+    found, unknown = parser.parse_known_args(_joined(flags, arguments))
     if unknown:
         parser.error(_unknown(unknown[0], [spelled for flag in flags for spelled in flag.spellings]))
     given = vars(found)
@@ -184,10 +184,19 @@ def _resolved(flag: Flag, given: Mapping[str, Any], environ: Mapping[str, str]) 
     if flag.name in given:
         value = given[flag.name]
         return value if flag.kind is bool else flag.value(value, flag.spellings[0])
-    for name, text in _set(flag.variables, environ):
-        return flag.value(text, f"the environment variable {name}")
+    for name in flag.variables:
+        text = environ.get(name, "")
+        if text.strip() if flag.kind is bool else text:
+            return flag.value(text, f"the environment variable {name}")
     return flag.default
 
 
-def _set(names: Iterable[str], environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [(name, environ[name]) for name in names if environ.get(name)]
+def _joined(flags: Sequence[Flag], arguments: Sequence[str]) -> list[str]:
+    """A flag takes the next word as its value, whatever that begins with; argparse would take `-x` for a flag."""
+    wanting = {spelled for flag in flags if flag.kind is not bool for spelled in flag.spellings}
+    joined: list[str] = []
+    waiting = list(arguments[:-1] if arguments and arguments[-1] == "--" else arguments)
+    while waiting:
+        word = waiting.pop(0)
+        joined.append(f"{word}={waiting.pop(0)}" if word in wanting and waiting else word)
+    return joined

@@ -24,7 +24,12 @@ class Forked(Generic[_Result]):
         """Start. Raises: FatalError if no process can be made."""
         try:
             self._pipe, written = os.pipe()
-            self._pid = os.fork()
+            try:
+                self._pid = os.fork()
+            except OSError:
+                os.close(self._pipe)
+                os.close(written)
+                raise
         except OSError as error:
             raise FatalError(f"cannot start a process: {error.strerror}") from error
         if self._pid == 0:
@@ -35,8 +40,11 @@ class Forked(Generic[_Result]):
         """Wait for it; call this once. Raises: what the work raised, FatalError if the child died."""
         with os.fdopen(self._pipe, "rb") as pipe:
             answer = pipe.read()
-        _, status = os.waitpid(self._pid, 0)
-        if not answer:
+        try:
+            _, status = os.waitpid(self._pid, 0)
+        except ChildProcessError:  # who started us ignores the ends of children
+            status = 0
+        if status or not answer:
             raise FatalError(f"a process that reads the configuration ended with status {status}")
         found: tuple[_Result, None] | tuple[None, BaseException] = pickle.loads(answer)  # noqa: S301  our own child
         result, error = found

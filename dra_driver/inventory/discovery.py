@@ -193,10 +193,16 @@ class Discovery:
         return self._pause_s()
 
     def _hear(self) -> None:
-        """In the thread that listens. The alert comes first: a look that is under way sees it or is followed by one."""
-        self._alert_until = time.monotonic() + _ALERT_FOR_S
-        self._next_look = 0.0
-        self._worker.wake()
+        """In the thread that listens. The alert comes first: a look that is under way sees it or is followed by one.
+
+        Only the first news of an alert end a pause. A driver that binds its GPUs sends many, and an attempt of ours to
+        initialise NVML may load a driver that fails: that must not be answered by the next attempt at once.
+        """
+        now = time.monotonic()
+        is_first = now >= self._alert_until
+        self._alert_until = now + _ALERT_FOR_S
+        if is_first:
+            self._worker.wake()
 
     def _is_look_due(self) -> bool:
         """Every round that is not due costs a file that is not there: a person who detaches the driver waits for us."""

@@ -52,11 +52,11 @@ class HardwareNews:
         """Begin to listen, if that can be done here."""
         try:
             self._source = self._open()
-        except OSError as error:
-            _log.info("hardware_news_not_heard", reason=error.strerror)
-            return
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread.start()
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            self._thread.start()
+        except (OSError, RuntimeError) as error:  # no right, no descriptor or no thread to be had
+            _log.info("hardware_news_not_heard", reason=str(error))
+            self._give_up()
 
     def stop(self) -> None:
         """End; harmless before `start` and twice."""
@@ -65,8 +65,15 @@ class HardwareNews:
         self._stopped = True
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        os.close(self._stop)
-        self._stop = -1
+        self._give_up()
+
+    def _give_up(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+        if self._stop >= 0:
+            os.close(self._stop)
+            self._stop = -1
 
     def _listen(self) -> None:
         source = self._source

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -200,6 +201,9 @@ class EventRecorder:
                 self._queue.put_first(QueuedReport(single, queued.times, queued.due))
 
     def _try_later(self, queued: QueuedReport, error: ApiUnavailableError) -> None:
+        if isinstance(queued.report, ClaimState):
+            # It may have been stored although no answer came, and the claim changes meanwhile.
+            queued = replace(queued, report=replace(queued.report, is_first=False))
         delay = self._backoff.next(min(error.retry_after_s or 0.0, _LONGEST_ASKED_S))
         with self._changed:
             now = self._clock()

@@ -41,7 +41,17 @@ def test_an_error_comes_back_whole() -> None:
     assert (done.stdout, done.stderr) == ("a; b ('a', 'b')\n", "")
 
 
-@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "1 / 0", "sys.exit(0)"])
+def test_nobody_needs_to_wait_for_children() -> None:
+    done = run(
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(Forked(lambda: 5).result())\n"
+    )
+    assert (done.stdout, done.stderr) == ("5\n", "")
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["os._exit(3)", "os.kill(os.getpid(), 9)", "1 / 0", "sys.exit(0)"],
+)
 def test_a_child_that_dies_is_told(end: str) -> None:
     done = run(f"def work(): {end}\ntry: Forked(work).result()\nexcept FatalError as error: print(error)\n")
     assert "a process that reads the configuration ended" in done.stdout

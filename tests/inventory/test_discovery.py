@@ -658,6 +658,9 @@ def test_after_news_every_look_counts_for_a_while(bench: Bench, monkeypatch: pyt
     bench.look()
     bench.discovery._hear()
     assert bench.discovery._worker.is_woken
+    bench.discovery._worker._wake.clear()
+    bench.discovery._hear()
+    assert not bench.discovery._worker.is_woken, "a storm of news ends one pause"
     for _ in range(9):
         news.now += 1
         assert bench.discovery._is_look_due()

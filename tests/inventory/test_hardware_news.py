@@ -122,3 +122,16 @@ def test_every_change_of_a_machine_is_heard(tmp_path: Path) -> None:
         assert watch.heard() is False
     finally:
         watch.close()
+
+
+def test_a_machine_without_threads_to_spare_runs_without_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pipe = Pipe()
+    news = HardwareNews(lambda: pipe, list)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    news.start()
+    assert not news.is_heard
+    assert pipe.closed.is_set()
+    news.stop()

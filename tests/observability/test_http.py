@@ -225,3 +225,12 @@ def test_address_is_refused_with_the_form(text: str) -> None:
         return
     with pytest.raises(InvalidConfigError, match=r"expected host:port or :port, for example :8080.*brackets"):
         split_address(text)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", ":0"])
+def test_a_server_at_rest_ends_when_it_is_stopped(address: str) -> None:
+    """It looks by itself only once a minute."""
+    endpoint = HttpEndpoint(address, {})
+    endpoint.start()
+    endpoint.stop()
+    assert not endpoint._thread.is_alive()

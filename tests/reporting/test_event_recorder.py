@@ -44,6 +44,7 @@ class Server:
         self.refuses_pods = False
         self.events = []
         self.states = []
+        self.firsts = []
         self.tries = 0
         self.told = threading.Condition()
 
@@ -56,6 +57,7 @@ class Server:
 
     def write(self, about, *rest, timeout_s=None, **how):
         assert timeout_s is not None
+        self.firsts.append(how.get("is_first"))
         self._serve()
         with self.told:
             if isinstance(about, ClaimRef):
@@ -222,6 +224,14 @@ def test_a_stop_says_what_is_held_back_and_then_nothing_more(server):
     recorder.stop()
     assert [(event[2], event[5]) for event in server.events] == [("SlicesNotPublished", 1)] * 2
     assert recorder.dropped == 1
+
+
+def test_a_first_state_that_may_have_been_stored_is_looked_at_before_it_is_written_again(server):
+    server.errors = [ApiUnavailableError("no answer")]
+    with speaking(server, _FAST) as recorder:
+        recorder.claim_status(_REF, [_READY], lambda: None, is_first=True)
+        server.wait_for(lambda: server.states)
+    assert server.firsts == [True, False]
 
 
 def test_a_stop_drops_what_the_api_server_does_not_take(server):
