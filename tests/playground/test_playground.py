@@ -124,6 +124,7 @@ def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(
     start: Callable[[str], Playground], temporary: Path
 ) -> None:
     playground = start("dgx-h100")
+    eventually(playground.devices)
     playground.apply("one-gpu")
     eventually(lambda: playground.phase("one-gpu") == "Running")
     [claim] = playground.claims()
