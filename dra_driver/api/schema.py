@@ -7,7 +7,8 @@ parameters 8 MiB, and the first such Prepare a tenth of a second.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
@@ -34,26 +35,34 @@ class _Fault(Exception):  # noqa: N818  found input, not a failure of ours
     """One value does not fit its field; the text says what it must be."""
 
 
-class Field:
+class Field(ABC):
     """What one field takes. `is_required` fields have no default."""
 
     is_required = False
 
+    @abstractmethod
     def read(self, value: Any, path: str, faults: list[str]) -> Any:
         """The value that parameters give, never null, as a plain one; what is wrong goes to `faults`."""
+
+
+class SingleValue(Field):
+    """A field that is no object: all that can be wrong is the value."""
+
+    def read(self, value: Any, path: str, faults: list[str]) -> Any:
+        """As `Field.read`; None if the value is wrong."""
         try:
             return self.parse(value)
         except _Fault as fault:
             faults.append(f"{path}: {' '.join(str(fault).split())}")
             return None
 
+    @abstractmethod
     def parse(self, value: Any) -> Any:
         """One value. Raises: _Fault."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Choice(Field):
+class Choice(SingleValue):
     """One of several words."""
 
     words: tuple[str, ...]
@@ -67,7 +76,7 @@ class Choice(Field):
 
 
 @dataclass(frozen=True)
-class WholeNumber(Field):
+class WholeNumber(SingleValue):
     """A number without a fraction, in a range."""
 
     least: int
@@ -81,7 +90,7 @@ class WholeNumber(Field):
 
 
 @dataclass(frozen=True)
-class Switch(Field):
+class Switch(SingleValue):
     """True or false."""
 
     def parse(self, value: Any) -> bool:
@@ -92,7 +101,7 @@ class Switch(Field):
 
 
 @dataclass(frozen=True)
-class Memory(Field):
+class Memory(SingleValue):
     """A quantity of memory; MPS takes whole MiB."""
 
     def parse(self, value: Any) -> int:
@@ -207,8 +216,15 @@ def _config(kind: str, values: Mapping[str, Any]) -> OpaqueConfig:
 
 def _sharing(given: Mapping[str, Any]) -> Sharing:
     if given["strategy"] == "MPS":
-        names: Iterable[str] = _MPS.fields
-        percentage, limit, limits, multi_user = (given.get("mpsConfig", {}).get(name) for name in names)
-        return Sharing("MPS", mps=MpsConfig(percentage, limit, limits or {}, multi_user))
+        mps = given.get("mpsConfig", {})
+        return Sharing(
+            "MPS",
+            mps=MpsConfig(
+                mps.get("defaultActiveThreadPercentage"),
+                mps.get("defaultPinnedDeviceMemoryLimit"),
+                mps.get("defaultPerDevicePinnedMemoryLimit", {}),
+                mps.get("multiUser"),
+            ),
+        )
     interval = given.get("timeSlicingConfig", {}).get("interval")
     return Sharing("TimeSlicing", time_slicing=TimeSlicingConfig(interval))

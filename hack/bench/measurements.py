@@ -139,8 +139,7 @@ class Node(PlaygroundNode):
 
     def cpu_s(self) -> float:
         """Processor seconds that the daemon has used."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return ticks_cpu_s(self.process.pid)
 
     def files(self) -> set[str]:
         """Files of claims on disk."""
@@ -148,13 +147,19 @@ class Node(PlaygroundNode):
         return {str(path) for place in places for path in place.glob("*")}
 
 
-def wait_for(done: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
+def ticks_cpu_s(pid: int) -> float:
+    """Processor seconds that a process has used, also in threads that have ended, to a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for(done: Callable[[], object], timeout_s: float = _WAIT_S, every_s: float = 0.002) -> None:
     """Return as soon as `done` holds. Raises: TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
             raise TimeoutError
-        time.sleep(0.002)
+        time.sleep(every_s)
 
 
 def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:

@@ -7,16 +7,19 @@ both.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from measurements import ticks_cpu_s
+from measurements import wait_for as wait_for_s
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import ApiClient
@@ -53,6 +56,11 @@ class Rounds:
     cpu_ms: list[float] = field(default_factory=list)
     wiped: list[float] = field(default_factory=list)
     published: list[float] = field(default_factory=list)
+
+
+def wait_for(check: Callable[[], Any]) -> None:
+    """As that of the bench, for what a cluster does. Raises: TimeoutError."""
+    wait_for_s(check, _WAIT_S, every_s=0.01)
 
 
 class Cluster:
@@ -163,15 +171,6 @@ def _plugin_directory() -> Path:
     return Path("/var/lib/kubelet/plugins") / DRIVER
 
 
-def wait_for(check: Any, timeout_s: float = _WAIT_S, every_s: float = 0.01) -> None:
-    """Return as soon as `check` answers something true. Raises: TimeoutError."""
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the cluster did not do it in time; look at `make cluster-status`")
-        time.sleep(every_s)
-
-
 def driver_processes() -> list[int]:
     """The processes of the driver's pods on this machine; the daemon comes first."""
     found: dict[str, list[int]] = {"run": [], "mps-host": []}
@@ -210,12 +209,6 @@ def cpu_s(pid: int) -> float:
         sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
         / 1e9
     )
-
-
-def _ticks_cpu_s(pid: int) -> float:
-    """With the threads that have ended, to a hundredth of a second."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _age_s(pid: int) -> float:
@@ -281,11 +274,11 @@ class _Spent:
     """Processor seconds that the daemon spends from now until `stop`, and the time that passes."""
 
     def __init__(self) -> None:
-        self.cpu_s, self.took_s = -_ticks_cpu_s(daemon()), -time.monotonic()
+        self.cpu_s, self.took_s = -ticks_cpu_s(daemon()), -time.monotonic()
 
     def stop(self) -> None:
         """End."""
-        self.cpu_s += _ticks_cpu_s(daemon())
+        self.cpu_s += ticks_cpu_s(daemon())
         self.took_s += time.monotonic()
 
 
@@ -326,6 +319,10 @@ def _wipe(cluster: Cluster) -> float:
     return time.monotonic() - started
 
 
+def _is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
 def restarts(cluster: Cluster, runs: int) -> list[float]:
     """Seconds from the start of a new daemon process until its node's slices are there, which were none before."""
     found = []
@@ -334,7 +331,7 @@ def restarts(cluster: Cluster, runs: int) -> list[float]:
         pods = cluster.get(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
         for pod in pods:
             cluster.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}")
-        wait_for(lambda old=before: not Path(f"/proc/{old}").exists())
+        wait_for(partial(_is_gone, before))
         for one in cluster.slices():
             cluster.delete(f"{_SLICES}/{one['metadata']['name']}")
         wait_for(cluster.has_devices)
@@ -351,8 +348,3 @@ def idle_percent(duration_s: float) -> float:
     before = cpu_s(pid)
     time.sleep(duration_s)
     return (cpu_s(pid) - before) / duration_s * 100
-
-
-def pid_facts() -> str:
-    """Which processes were measured, for the reader."""
-    return json.dumps({pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in driver_processes()})

@@ -166,21 +166,22 @@ def test_the_time_of_the_last_transition_moves_with_the_status_only(case):
     assert case.since() == "2026-08-07T12:00:30Z"
 
 
+def take_away(case, how):
+    if how == "deallocated":
+        case.deallocate()
+    else:
+        case.delete()
+    if how == "replaced":
+        case.allocate(case.ref.namespace, case.ref.name)
+
+
 @pytest.mark.parametrize("how", ["gone", "replaced", "deallocated"])
 @pytest.mark.parametrize("when", ["before", "between read and write"])
 def test_a_claim_that_is_not_ours_any_more_is_left_alone(case, how, when):
-    def change():
-        if how == "deallocated":
-            case.deallocate()
-        else:
-            case.delete()
-        if how == "replaced":
-            case.allocate(case.ref.namespace, case.ref.name)
-
     if when == "before":
-        change()
+        take_away(case, how)
     else:
-        case.api.meddle.append(change)
+        case.api.meddle.append(lambda: take_away(case, how))
     assert not case.status.write(case.ref, [ready()])
     assert case.api.meddle == []
     if how != "gone":
@@ -198,12 +199,7 @@ def test_a_claim_that_was_read_just_before_is_not_read_again(server, single):
 
 @pytest.mark.parametrize("how", ["gone", "replaced", "deallocated"])
 def test_a_claim_that_changed_since_it_was_read_is_left_alone(case, how):
-    if how == "deallocated":
-        case.deallocate()
-    else:
-        case.delete()
-    if how == "replaced":
-        case.allocate(case.ref.namespace, case.ref.name)
+    take_away(case, how)
     assert not case.status.write(case.ref, [ready()], is_first=True)
     if how != "gone":
         assert case.devices() == {}
