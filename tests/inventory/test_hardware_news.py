@@ -16,6 +16,9 @@ from dra_driver.simulator import create_machine
 from dra_driver.simulator.machine_watch import MachineWatch
 
 
+FUNCTIONS = Path("/sys/bus/pci/devices")
+
+
 def message(header: str, **fields: str) -> bytes:
     return b"\0".join([header.encode(), *(f"{key}={value}".encode() for key, value in fields.items()), b""])
 
@@ -50,6 +53,31 @@ def test_the_kernel_lets_us_listen_and_other_senders_are_not_believed() -> None:
                     message("add@/module/nvidia", SUBSYSTEM="module"), (heard._socket.getsockname()[0], 0)
                 )
         assert heard.heard() is False
+    finally:
+        heard.close()
+
+
+def test_the_running_kernel_says_it_in_these_words() -> None:
+    """It repeats its word on a PCI function when asked, as `udevadm trigger` does."""
+    asked = next((path for path in FUNCTIONS.glob("*/uevent") if os.access(path, os.W_OK)), None)
+    if asked is None:
+        pytest.skip("needs root and a PCI function")
+    vendor = (asked.parent / "vendor").read_text().strip().removeprefix("0x").upper().encode()
+    heard = Uevents()
+    try:
+        asked.write_text("change")
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                message, sender = heard._socket.recvfrom(16384)
+                if asked.parent.name.encode() in message.partition(b"\0")[0]:
+                    break
+            time.sleep(0.01)
+        else:
+            pytest.fail("the kernel was not heard")
+        assert sender[0] == 0, "that is how the kernel's messages are told from others"
+        assert concerns_gpus(message) is (vendor == b"10DE")
+        assert concerns_gpus(message.replace(b"PCI_ID=" + vendor, b"PCI_ID=10DE"))
     finally:
         heard.close()
 
