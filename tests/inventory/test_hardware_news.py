@@ -15,7 +15,6 @@ from dra_driver.inventory.hardware_news import HardwareNews
 from dra_driver.simulator import create_machine
 from dra_driver.simulator.machine_watch import MachineWatch
 
-
 FUNCTIONS = Path("/sys/bus/pci/devices")
 
 
