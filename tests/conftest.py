@@ -34,13 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as cores: tests wait half of their time, for another process or for a moment to pass. Twice as
-    many would be a little faster, and too much for what has to come about in time."""
-    cores = len(os.sched_getaffinity(0))
-    return cores + cores // 2
-
-
 def pytest_collection_finish() -> None:
     """Thousands of collected tests live until the end, so the collector need not walk them again and again."""
     gc.freeze()

@@ -202,6 +202,7 @@ def test_a_refusal_or_a_bug_costs_one_notice(server, logs, error, expected):
         recorder.node_event("Third", "", warning=False)
         server.wait_for(lambda: server.events)
         wait_until(lambda: recorder.failed == 2)
+        wait_until(lambda: len(logs) == 2)  # each is counted a moment before it is told
     assert [event[2] for event in server.events] == ["Third"]
     assert [(line["event"], line["log_level"]) for line in logs] == expected
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.simulator.mps import MpsBehaviour, mps_clients, reset_mps_behaviour, set_mps_behaviour
+from tests.kube.support import wait_until
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
 PATH = f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}"
@@ -123,8 +124,9 @@ def test_a_second_daemon_on_a_pipe_directory_is_refused(mps):
 
 def test_commands_and_their_refusals(mps):
     mps.ready(mps.uuid, "-M")
-    pid = (mps.pipe / "nvidia-cuda-mps-control.pid").read_text()
-    assert int(pid) == mps.daemon.pid
+    number = mps.pipe / "nvidia-cuda-mps-control.pid"
+    wait_until(number.read_text)  # the file is there a moment before its content
+    assert int(number.read_text()) == mps.daemon.pid
     lines = mps.ask(
         "frobnicate",
         "set_default_device_pinned_mem_limit 0 4096",
