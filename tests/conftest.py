@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
@@ -49,6 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
     (programs / "python3").symlink_to(Path(sys.executable).resolve())
     os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
     config.add_cleanup(lambda: shutil.rmtree(programs, ignore_errors=True))
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """Logs are set up for the whole process: without this, a command that a test calls decides which events the later
+    tests of the same worker hear."""
+    root = logging.getLogger()
+    handlers, level, logs = list(root.handlers), root.level, structlog.get_config()
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(**logs)
 
 
 @pytest.fixture

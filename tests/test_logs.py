@@ -31,11 +31,8 @@ log = structlog.get_logger(__name__)
 
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
-    root, logs = logging.getLogger(), structlog.get_config()
-    handlers, hooks = list(root.handlers), (sys.excepthook, threading.excepthook, warnings.showwarning)
+    hooks = (sys.excepthook, threading.excepthook, warnings.showwarning)
     yield
-    root.handlers[:] = handlers
-    structlog.configure(**logs)
     logging.captureWarnings(False)
     sys.excepthook, threading.excepthook, warnings.showwarning = hooks
 

@@ -10,7 +10,6 @@ import pytest
 from playground.demo import demo
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.logs import configure_logs
 from dra_driver.simulator import machine_names
 
 ROOT = Path(__file__).parents[2]
@@ -19,11 +18,9 @@ WITHOUT_NVLINK = {"a10-8", "gb10", "l40s-8", "rtx-pro-6000-8", "t4-4", "vm-passt
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_quiet(monkeypatch: pytest.MonkeyPatch):
-    """The monitor hears of its end after its wait for events; and the demo silences the log of this process."""
+def _quick(monkeypatch: pytest.MonkeyPatch):
+    """The monitor hears of its end after its wait for events."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
-    yield
-    configure_logs("info", "json")
 
 
 @pytest.mark.parametrize("machine", machine_names())
