@@ -4,6 +4,7 @@ A cluster that is up already is used and left in place, and so is its simulated 
 
 python hack/e2e.py            all tests of tests/e2e
 python hack/e2e.py --keep     leave the cluster up afterwards
+python hack/e2e.py --ip-family ipv6   a cluster that has no IPv4 address
 python hack/e2e.py -- -k mig  arguments for pytest
 """
 
@@ -47,6 +48,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards")
+    parser.add_argument(
+        "--ip-family", choices=("ipv4", "ipv6"), default="ipv4", help="of a cluster that is not up yet"
+    )
     parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
@@ -63,7 +67,7 @@ def main() -> int:
             )
         else:
             _clear_away()  # an interrupted run may have left pods, claims and records, and a machine broken on purpose
-        return _run_all(arguments.pytest_args)
+        return _run_all(arguments.ip_family, arguments.pytest_args)
     except Interrupted:
         print("e2e: interrupted")
         return 130
@@ -81,10 +85,10 @@ def _clear_away() -> None:
     shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
 
 
-def _run_all(pytest_args: list[str]) -> int:
+def _run_all(ip_family: str, pytest_args: list[str]) -> int:
     for title, command in (
         ("build the image", IMAGE),
-        ("bring the cluster up", [*CLUSTER, "up"]),
+        ("bring the cluster up", [*CLUSTER, "up", "--ip-family", ip_family]),
         ("make the simulated machine", MACHINE),
         ("install the driver", INSTALL),
     ):

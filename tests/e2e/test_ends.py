@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import socket
 import ssl
 import struct
 import subprocess
@@ -238,22 +239,27 @@ def overloaded_for_pods() -> Iterator[list[str]]:
         def log_message(self, *_arguments: object) -> None:
             """Nothing: the test's output is for the test."""
 
-    from localcluster.layout import API_PORT, BRIDGE, SERVICE_IP, Layout
+    import localcluster
+    from localcluster.layout import API_PORT, BRIDGE, Layout, endpoint
 
-    layout = Layout.from_environment()
+    layout, addresses = Layout.from_environment(), localcluster.addresses()
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in addresses.api else socket.AF_INET
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(layout.certificate("apiserver"), layout.key("apiserver"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server, ExitStack() as undo:
+    with Server((addresses.api, 0), Overloaded) as server, ExitStack() as undo:
         server.daemon_threads = True
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         undo.callback(server.shutdown)
         # New connections come here; those that there are were translated once and for all, and are reset.
-        to_us = ["-d", SERVICE_IP, "-p", "tcp", "--dport", "443"]
-        to_us += ["-j", "DNAT", "--to-destination", f"127.0.0.1:{server.server_port}"]
+        to_us = ["-d", addresses.service, "-p", "tcp", "--dport", "443"]
+        to_us += ["-j", "DNAT", "--to-destination", endpoint(addresses.api, server.server_port)]
         reset = ["-p", "tcp", "--dport", str(API_PORT), "-j", "REJECT", "--reject-with", "tcp-reset"]
         for table, chain, rule in (("nat", "PREROUTING", to_us), ("filter", "INPUT", reset)):
-            command = ["iptables", "--wait", "-t", table]
+            command = [addresses.iptables, "--wait", "-t", table]
             rule = [chain, "-i", BRIDGE, *rule]  # noqa: PLW2901
             subprocess.run([*command, "-I", *rule], check=True)
             undo.callback(subprocess.run, [*command, "-D", *rule], check=True)

@@ -14,17 +14,17 @@ from localcluster.components import NAMES as COMPONENTS
 from localcluster.components import Options
 from localcluster.errors import ClusterError
 from localcluster.images import WORKLOAD_IMAGE
-from localcluster.layout import NODE_IP, NODE_NAME, Layout
+from localcluster.layout import NODE_NAME, Addresses, Layout
 from localcluster.status import ComponentStatus
 
 __all__ = [
     "COMPONENTS",
-    "NODE_IP",
     "NODE_NAME",
     "WORKLOAD_IMAGE",
     "ClusterError",
     "ComponentStatus",
     "Options",
+    "addresses",
     "build",
     "component_log",
     "component_pid",
@@ -87,6 +87,11 @@ def is_up() -> bool:
 def load_image(archive: Path) -> list[str]:
     """Give the node the images of a docker or OCI archive; returns their names."""
     return images.load(_layout(), binaries.directory(_layout()), archive)
+
+
+def addresses() -> Addresses:
+    """Those of the IP family that the cluster was brought up with."""
+    return lifecycle.options_of(_layout()).addresses
 
 
 def kubeconfig() -> Path:

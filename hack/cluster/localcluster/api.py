@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from localcluster.layout import API_URL, NODE_NAME, Layout
+from localcluster.layout import NODE_NAME, Layout
 
 _TIMEOUT_SECONDS = 10.0
 
@@ -42,7 +42,8 @@ def default_account_exists(layout: Layout) -> bool:
 def _object(layout: Layout, path: str) -> dict[str, Any]:
     """One object as the API server has it; empty when there is none or no answer."""
     try:
-        found = json.loads(_get(layout, f"{API_URL}{path}", "admin"))
+        [cluster] = json.loads(layout.kubeconfig.read_text())["clusters"]
+        found = json.loads(_get(layout, f"{cluster['cluster']['server']}{path}", "admin"))
     except (OSError, ValueError, http.client.HTTPException):
         return {}
     return found if isinstance(found, dict) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localcluster import shell
-from localcluster.layout import NETWORK, NODE_IP, NODE_NAME, SERVICE_IP, Layout
+from localcluster.layout import NETWORK, NODE_NAME, Addresses, Layout
 
 _DAYS = "3650"
 _EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -20,39 +20,40 @@ class Certificate:
     addresses: tuple[str, ...] = ()
 
 
-CERTIFICATES = (
-    Certificate(
-        "apiserver",
-        "/CN=kube-apiserver",
-        (
-            "IP:127.0.0.1",
-            f"IP:{SERVICE_IP}",
-            f"IP:{NODE_IP}",
-            "DNS:localhost",
-            "DNS:kubernetes",
-            "DNS:kubernetes.default",
-            "DNS:kubernetes.default.svc",
-            "DNS:kubernetes.default.svc.cluster.local",
-        ),
-    ),
-    Certificate("etcd", "/CN=etcd", ("IP:127.0.0.1", "DNS:localhost")),
-    Certificate("kubelet-server", f"/CN={NODE_NAME}", (f"IP:{NODE_IP}", f"DNS:{NODE_NAME}")),
-    Certificate("admin", "/O=system:masters/CN=admin"),
-    Certificate("kube-controller-manager", "/CN=system:kube-controller-manager"),
-    Certificate("kube-scheduler", "/CN=system:kube-scheduler"),
-)
-
-
-def ensure(layout: Layout) -> None:
+def ensure(layout: Layout, addresses: Addresses) -> None:
     """Issue what is missing: the authority, each certificate, the token key pair."""
     layout.pki.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not layout.certificate("ca").exists():
         _issue_authority(layout)
-    for certificate in CERTIFICATES:
+    for certificate in _certificates(addresses):
         if not layout.certificate(certificate.name).exists():
             _issue(layout, certificate)
     if not layout.certificate("service-account").exists():
         _issue_token_keys(layout)
+
+
+def _certificates(addresses: Addresses) -> tuple[Certificate, ...]:
+    return (
+        Certificate(
+            "apiserver",
+            "/CN=kube-apiserver",
+            (
+                "IP:127.0.0.1",
+                f"IP:{addresses.service}",
+                f"IP:{addresses.node}",
+                "DNS:localhost",
+                "DNS:kubernetes",
+                "DNS:kubernetes.default",
+                "DNS:kubernetes.default.svc",
+                "DNS:kubernetes.default.svc.cluster.local",
+            ),
+        ),
+        Certificate("etcd", "/CN=etcd", ("IP:127.0.0.1", "DNS:localhost")),
+        Certificate("kubelet-server", f"/CN={NODE_NAME}", (f"IP:{addresses.node}", f"DNS:{NODE_NAME}")),
+        Certificate("admin", "/O=system:masters/CN=admin"),
+        Certificate("kube-controller-manager", "/CN=system:kube-controller-manager"),
+        Certificate("kube-scheduler", "/CN=system:kube-scheduler"),
+    )
 
 
 def _issue_authority(layout: Layout) -> None:

@@ -12,6 +12,7 @@ import localcluster
 from localcluster import progress, shell, status
 from localcluster.components import NAMES, Options
 from localcluster.errors import ClusterError
+from localcluster.layout import ADDRESSES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,6 +75,7 @@ def _options(parsed: argparse.Namespace) -> Options:
     return Options(
         feature_gates={**defaults.feature_gates, **parsed.feature_gates},
         runtime_config={**defaults.runtime_config, **parsed.runtime_config},
+        ip_family=parsed.ip_family,
     )
 
 
@@ -95,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="bring the cluster up or complete it")
     up.add_argument("--feature-gates", type=_switches, default={}, metavar="A=true,B=false")
     up.add_argument("--runtime-config", type=_switches, default={}, metavar="API=true")
+    up.add_argument(
+        "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the only one of the cluster"
+    )
     commands.add_parser("down", help="take the cluster and its traces away")
     commands.add_parser("status", help="show the components; exit status 3 if one is not well")
     commands.add_parser("env", help="print KUBECONFIG and PATH for eval")

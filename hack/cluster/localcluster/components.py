@@ -8,18 +8,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 from localcluster.layout import (
+    ADDRESSES,
     API_PORT,
-    API_URL,
     CONTROLLER_MANAGER_PORT,
     ETCD_PEER_PORT,
     ETCD_URL,
     KUBELET_HEALTH_PORT,
     KUBELET_ROOT,
-    NODE_IP,
     NODE_NAME,
     SCHEDULER_PORT,
-    SERVICE_CIDR,
+    Addresses,
     Layout,
+    endpoint,
 )
 
 # Off by default in the pinned release and wanted here: taints from an administrator.
@@ -36,6 +36,11 @@ class Options:
 
     feature_gates: Mapping[str, bool] = field(default_factory=lambda: _FEATURE_GATES)
     runtime_config: Mapping[str, bool] = field(default_factory=lambda: _RUNTIME_CONFIG)
+    ip_family: str = "ipv4"
+
+    @property
+    def addresses(self) -> Addresses:
+        return ADDRESSES[self.ip_family]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ def all_components(layout: Layout, binaries: Path, options: Options) -> dict[str
         _apiserver(layout, binaries, options),
         _controller_manager(layout, binaries, options),
         _scheduler(layout, binaries, options),
-        _kubelet(layout, binaries),
+        _kubelet(layout, binaries, options),
     )
     return {component.name: component for component in made}
 
@@ -113,9 +118,9 @@ def _apiserver(layout: Layout, binaries: Path, options: Options) -> Component:
         "kube-apiserver",
         (
             f"{binaries}/kube-apiserver",
-            "--bind-address=127.0.0.1",
+            f"--bind-address={options.addresses.api}",
             f"--secure-port={API_PORT}",
-            f"--advertise-address={NODE_IP}",
+            f"--advertise-address={options.addresses.node}",
             "--endpoint-reconciler-type=none",
             f"--etcd-servers={ETCD_URL}",
             f"--etcd-cafile={layout.certificate('ca')}",
@@ -127,7 +132,7 @@ def _apiserver(layout: Layout, binaries: Path, options: Options) -> Component:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={layout.certificate('service-account')}",
             f"--service-account-signing-key-file={layout.key('service-account')}",
-            f"--service-cluster-ip-range={SERVICE_CIDR}",
+            f"--service-cluster-ip-range={options.addresses.services}",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
             "--allow-privileged=true",
@@ -138,7 +143,7 @@ def _apiserver(layout: Layout, binaries: Path, options: Options) -> Component:
             f"--runtime-config={_flags(options.runtime_config)}",
             f"--feature-gates={_flags(options.feature_gates)}",
         ),
-        f"{API_URL}/readyz",
+        f"https://{endpoint(options.addresses.api, API_PORT)}/readyz",
     )
 
 
@@ -172,7 +177,7 @@ def _scheduler(layout: Layout, binaries: Path, options: Options) -> Component:
     )
 
 
-def _kubelet(layout: Layout, binaries: Path) -> Component:
+def _kubelet(layout: Layout, binaries: Path, options: Options) -> Component:
     """The admin's identity, on purpose.
 
     As a node the kubelet loses a race against the node authorizer's graph for
@@ -187,7 +192,7 @@ def _kubelet(layout: Layout, binaries: Path) -> Component:
             f"--root-dir={KUBELET_ROOT}",
             f"--cert-dir={layout.pki}",
             f"--hostname-override={NODE_NAME}",
-            f"--node-ip={NODE_IP}",
+            f"--node-ip={options.addresses.node}",
         ),
         f"http://127.0.0.1:{KUBELET_HEALTH_PORT}/healthz",
     )

@@ -8,17 +8,16 @@ from pathlib import Path
 
 from localcluster.components import Options
 from localcluster.layout import (
-    API_URL,
+    API_PORT,
     BRIDGE,
     CDI_DIRECTORIES,
-    CLUSTER_DNS,
     CNI_PLUGINS,
     KUBELET_HEALTH_PORT,
     KUBELET_PORT,
     NETWORK,
-    NODE_IP,
-    POD_CIDR,
+    Addresses,
     Layout,
+    endpoint,
 )
 
 PAUSE_IMAGE = "local/pause:1"
@@ -31,15 +30,15 @@ def write(layout: Layout, options: Options) -> None:
     for user in _USERS:
         path = layout.config / f"{user}.kubeconfig"
         path.touch(mode=0o600)
-        path.write_text(_kubeconfig(layout, user))
+        path.write_text(_kubeconfig(layout, user, options.addresses))
     (layout.config / "kubelet.json").write_text(_kubelet(layout, options))
     (layout.config / "containerd.toml").write_text(_containerd(layout))
     cni = layout.config / "cni"
     cni.mkdir(exist_ok=True)
-    (cni / "10-pods.conflist").write_text(_cni(layout))
+    (cni / "10-pods.conflist").write_text(_cni(layout, options.addresses))
 
 
-def _kubeconfig(layout: Layout, user: str) -> str:
+def _kubeconfig(layout: Layout, user: str, addresses: Addresses) -> str:
     """A kubeconfig with everything inside, so that it may be copied elsewhere."""
     return json.dumps(
         {
@@ -51,7 +50,7 @@ def _kubeconfig(layout: Layout, user: str) -> str:
                 {
                     "name": NETWORK,
                     "cluster": {
-                        "server": API_URL,
+                        "server": f"https://{endpoint(addresses.api, API_PORT)}",
                         "certificate-authority-data": _base64(layout.certificate("ca")),
                     },
                 }
@@ -79,7 +78,7 @@ def _kubelet(layout: Layout, options: Options) -> str:
         {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
-            "address": NODE_IP,
+            "address": options.addresses.node,
             "port": KUBELET_PORT,
             "healthzBindAddress": "127.0.0.1",
             "healthzPort": KUBELET_HEALTH_PORT,
@@ -94,7 +93,7 @@ def _kubelet(layout: Layout, options: Options) -> str:
             "containerRuntimeEndpoint": f"unix://{layout.containerd_socket}",
             "podLogsDir": str(layout.pod_logs),
             "volumePluginDir": str(layout.volume_plugins),
-            "clusterDNS": [CLUSTER_DNS],
+            "clusterDNS": [options.addresses.dns],
             "clusterDomain": "cluster.local",
             "cgroupDriver": "cgroupfs",
             "failCgroupV1": False,
@@ -146,15 +145,15 @@ use_internal_loopback = true
 """
 
 
-def _cni(layout: Layout) -> str:
+def _cni(layout: Layout, addresses: Addresses) -> str:
     """Pods reach each other and the node; nothing routes or hides them outside."""
-    addresses = {
+    allocation = {
         "type": "host-local",
         "dataDir": str(layout.run / "addresses"),
-        "ranges": [[{"subnet": POD_CIDR, "gateway": NODE_IP}]],
-        "routes": [{"dst": "0.0.0.0/0"}],
+        "ranges": [[{"subnet": addresses.pods, "gateway": addresses.node}]],
+        "routes": [{"dst": addresses.anywhere}],
     }
-    bridge = {"type": "bridge", "bridge": BRIDGE, "isGateway": True, "ipam": addresses}
+    bridge = {"type": "bridge", "bridge": BRIDGE, "isGateway": True, "ipam": allocation}
     return json.dumps({"cniVersion": "0.4.0", "name": NETWORK, "plugins": [bridge]}, indent=1)
 
 

@@ -38,7 +38,7 @@ class Before:
     """The host as it was: what ``down`` goes back to."""
 
     boot_id: str
-    ip_forward: str
+    forwarding: dict[str, str]
     private_mounts: tuple[str, ...]
     absent: tuple[str, ...]
     cdi_specs: tuple[str, ...]
@@ -51,7 +51,7 @@ def remember(layout: Layout) -> None:
         return
     before = Before(
         boot_id=_BOOT_ID.read_text().strip(),
-        ip_forward=network.forwarding(),
+        forwarding=network.forwarding(),
         private_mounts=tuple(_private_mounts()),
         absent=tuple(str(path) for path in _MADE_BY_OTHERS if not path.exists()),
         cdi_specs=tuple(map(str, _cdi_specs())),
@@ -72,7 +72,7 @@ def recall(layout: Layout) -> Before | None:
         return None
     return Before(
         boot_id=found["boot_id"],
-        ip_forward=found["ip_forward"],
+        forwarding=found.get("forwarding", {}),
         private_mounts=tuple(found.get("private_mounts", ())),
         absent=tuple(found.get("absent", ())),
         cdi_specs=tuple(found.get("cdi_specs", ())),
@@ -148,7 +148,7 @@ def restore(layout: Layout) -> None:
     _remove_log_links(layout)
     if before is None:
         return
-    network.restore_forwarding(before.ip_forward)
+    network.restore_forwarding(before.forwarding)
     for point in before.private_mounts:
         shell.run(["mount", "--make-private", point])
     for spec in _cdi_specs():

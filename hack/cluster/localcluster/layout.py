@@ -10,11 +10,6 @@ NODE_NAME = "gpu-node"
 NETWORK = "gpu-dra-cluster"
 BRIDGE = "gpu-dra0"
 BRIDGE_MAC = "02:00:0a:e7:40:01"
-NODE_IP = "10.231.64.1"
-POD_CIDR = "10.231.64.0/24"
-SERVICE_CIDR = "10.96.0.0/16"
-SERVICE_IP = "10.96.0.1"
-CLUSTER_DNS = "10.96.0.10"
 
 # Not the usual numbers: another cluster on the same box may hold those.
 API_PORT = 26443
@@ -25,7 +20,6 @@ SCHEDULER_PORT = 20259
 KUBELET_HEALTH_PORT = 20248
 KUBELET_PORT = 10250
 
-API_URL = f"https://127.0.0.1:{API_PORT}"
 ETCD_URL = f"https://127.0.0.1:{ETCD_PORT}"
 
 KUBELET_ROOT = Path("/var/lib/kubelet")
@@ -37,6 +31,52 @@ CONTAINER_LOG_LINKS = Path("/var/log/containers")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 CLUSTER_SOURCE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where node, pods and Services of one IP family are."""
+
+    node: str
+    pods: str
+    services: str
+    service: str
+    """The API server as pods know it."""
+    dns: str
+    api: str
+    """Where the API server listens."""
+    anywhere: str
+    iptables: str
+
+
+ADDRESSES = {
+    "ipv4": Addresses(
+        node="10.231.64.1",
+        pods="10.231.64.0/24",
+        services="10.96.0.0/16",
+        service="10.96.0.1",
+        dns="10.96.0.10",
+        api="127.0.0.1",
+        anywhere="0.0.0.0/0",
+        iptables="iptables",
+    ),
+    # The kernel never leads a packet from a bridge to ::1, so the API server listens on the node's address.
+    "ipv6": Addresses(
+        node="fd31:e7a0:64::1",
+        pods="fd31:e7a0:64::/64",
+        services="fd31:e7a0:96::/112",
+        service="fd31:e7a0:96::1",
+        dns="fd31:e7a0:96::a",
+        api="fd31:e7a0:64::1",
+        anywhere="::/0",
+        iptables="ip6tables",
+    ),
+}
+
+
+def endpoint(address: str, port: int) -> str:
+    """``address:port`` as URLs and iptables write it."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 @dataclass(frozen=True, slots=True)

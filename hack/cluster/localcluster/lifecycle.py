@@ -43,7 +43,7 @@ def up(layout: Layout, options: Options) -> None:
     with locking.exclusive(layout.state / "lock"):
         _forget_before_reboot(layout)
         _prepare(layout, options)
-        components = all_components(layout, built, _options(layout))
+        components = all_components(layout, built, options_of(layout))
         with progress.step("etcd, containerd"):
             _start_together(layout, components, ("etcd", "containerd"))
         with progress.step("kube-apiserver"):
@@ -98,12 +98,13 @@ def _prepare(layout: Layout, options: Options) -> None:
     layout.state.chmod(0o755)
     host.remember(layout)
     _save_options(layout, options)
+    kept = options_of(layout)
     with progress.step("certificates"):
-        certificates.ensure(layout)
-    configs.write(layout, _options(layout))
+        certificates.ensure(layout, kept.addresses)
+    configs.write(layout, kept)
     for directory in (layout.run, layout.logs, layout.pod_logs):
         directory.mkdir(parents=True, exist_ok=True)
-    network.ensure()
+    network.ensure(kept.addresses)
     host.share_mounts()
     host.mount_kubelet_root(layout)
 
@@ -124,7 +125,7 @@ def _start_rest(layout: Layout, components: dict[str, Component], built: Path) -
 
 
 def _start_one(layout: Layout, name: str) -> None:
-    component = all_components(layout, binaries.build(layout), _options(layout))[name]
+    component = all_components(layout, binaries.build(layout), options_of(layout))[name]
     _launch(layout, component)
     _wait_serving(layout, component)
 
@@ -211,12 +212,20 @@ def _save_options(layout: Layout, options: Options) -> None:
     """Keep the options of the first ``up``: a running cluster does not change them."""
     path = layout.state / "options.json"
     if not path.exists():
-        gates, versions = dict(options.feature_gates), dict(options.runtime_config)
-        path.write_text(json.dumps({"feature_gates": gates, "runtime_config": versions}))
+        kept = {
+            "feature_gates": dict(options.feature_gates),
+            "runtime_config": dict(options.runtime_config),
+            "ip_family": options.ip_family,
+        }
+        path.write_text(json.dumps(kept))
 
 
-def _options(layout: Layout) -> Options:
-    return Options(**json.loads((layout.state / "options.json").read_text()))
+def options_of(layout: Layout) -> Options:
+    """What the cluster was brought up with; the defaults where there is none."""
+    try:
+        return Options(**json.loads((layout.state / "options.json").read_text()))
+    except FileNotFoundError:
+        return Options()
 
 
 def _pid_file(layout: Layout, name: str) -> Path:

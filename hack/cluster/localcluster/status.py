@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localcluster import api, binaries, lifecycle
-from localcluster.components import NAMES, Options, all_components
+from localcluster.components import NAMES, all_components
 from localcluster.layout import Layout
 
 
@@ -41,7 +41,7 @@ def table(rows: list[ComponentStatus]) -> str:
 
 def _read_one(layout: Layout, name: str) -> ComponentStatus:
     process = lifecycle.find(layout, name)
-    component = all_components(layout, binaries.directory(layout), Options())[name]
+    component = all_components(layout, binaries.directory(layout), lifecycle.options_of(layout))[name]
     return ComponentStatus(
         name=name,
         pid=process.pid if process else None,
