@@ -27,10 +27,11 @@ def claims(
     config: Config = None,
     simulator_dir: SimulatorDir = None,
 ) -> None:
-    """Print the claims that are prepared on this node, with their devices and pods, from the driver's records alone.
+    """Print the claims that are prepared on this node.
 
-    Works without API server, NVML and a running driver, and changes nothing. Give the directories as `run` has them.
-    The pods of a claim that several share are written down every ten minutes; json and yaml have all of them.
+    With their devices and pods, from the driver's records alone. Works without API server, NVML and a running driver,
+    and changes nothing. Give the directories as `run` has them. The pods of a claim that several share are written
+    down every ten minutes; json and yaml have all of them.
     """
     given = dict(locals())
     from dra_driver.app.offline import prepared_claims
@@ -40,7 +41,7 @@ def claims(
     configure_logs("critical", "console")
     settings = resolve(given, config, {"node_name": "this-node"})
     found = prepared_claims(settings)
-    if output is Output.table:
+    if output.is_for_people:
         typer.echo("\n".join(_lines(found, settings.plugin_directory)))
     else:
         print_object(asdict(found), output)

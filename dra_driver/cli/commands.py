@@ -9,13 +9,12 @@ import typer
 
 from dra_driver import __version__
 from dra_driver.cli.main import run_daemon
-from dra_driver.errors import InvalidConfigError
+from dra_driver.errors import DraDriverError, InvalidConfigError
 
 app = typer.Typer(
     name="gpu-dra-driver",
     help="Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -26,13 +25,19 @@ _DAEMON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 @app.command("run", context_settings=_DAEMON)
 def run(context: typer.Context) -> None:
-    """Discover this node's GPUs, publish them as ResourceSlices and prepare them for pods, until SIGTERM."""
+    """Publish this node's GPUs and prepare them for pods.
+
+    Until SIGTERM.
+    """
     run_daemon("run", context.args)
 
 
 @app.command("mps-host", context_settings=_DAEMON)
 def mps_host(context: typer.Context) -> None:
-    """Start and supervise one nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM."""
+    """Start and watch the MPS daemons of this node.
+
+    One nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
+    """
     run_daemon("mps-host", context.args)
 
 
@@ -57,6 +62,24 @@ def root(
     ),
 ) -> None:
     """Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods."""
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Carry one command out; its exit code. Raises InvalidConfigError for what was mistyped."""
+    from typer._click.exceptions import ClickException, NoArgsIsHelpError
+
+    try:
+        return commands_for(arguments)(list(arguments), prog_name=app.info.name, standalone_mode=False) or 0
+    except NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except ClickException as error:
+        context = getattr(error, "ctx", None)
+        command = app.info.name if context is None else context.command_path
+        said = error.format_message().removeprefix("Error: ").rstrip(".").replace("Value error, ", "")
+        raise InvalidConfigError(f"{said} (see {command} -h)") from error
+    except OSError as error:
+        raise DraDriverError(str(error)) from error
 
 
 def commands_for(arguments: Sequence[str]) -> typer.Typer:

@@ -31,10 +31,11 @@ def debts(
     simulate: Simulate = None,
     simulator_dir: SimulatorDir = None,
 ) -> None:
-    """Print what claims that have ended still owe to this node, because it could not be undone.
+    """Print what ended claims still owe to this node.
 
-    The driver pays by itself as soon as it can. `--pay` tries at once, also while no driver runs: an older release does
-    not know debts, so pay before you go back to one. Exit code 0: nothing is owed, 1: something is left.
+    A debt is what could not be undone when the claim ended. The driver pays by itself as soon as it can. `--pay`
+    tries at once, also while no driver runs: an older release does not know debts, so pay before you go back to one.
+    Exit code 0: nothing is owed, 1: something is left.
     """
     given = dict(locals())
     del given["pay"]
@@ -46,7 +47,7 @@ def debts(
     configure_logs("critical", "console")
     settings = resolve(given, config, {"node_name": "this-node"})
     left, problems = node_debts(settings, pay=pay)
-    if output is Output.table:
+    if output.is_for_people:
         lines = [debt.text for debt in left] or ["nothing is owed"]
         typer.echo("\n".join([*lines, *(f"problem: {problem}" for problem in problems)]))
     else:

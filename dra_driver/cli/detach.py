@@ -48,11 +48,12 @@ def detach(
     simulate: Simulate = None,
     simulator_dir: SimulatorDir = None,
 ) -> None:
-    """Have the driver close NVML, so that GPUs can be reset, MIG modes switched and the NVIDIA driver unloaded.
+    """Have the driver let go of NVML for some minutes.
 
-    Returns when every instance of the driver on this node has let go. No device is offered until the time is over; then
-    the driver opens NVML again and sets time slices and compute modes again. Refused while claims use the GPUs. As root
-    on the node, or with kubectl exec in the driver's pod.
+    Then GPUs can be reset, MIG modes switched and the NVIDIA driver unloaded. Returns when every instance of the
+    driver on this node has let go. No device is offered until the time is over; then the driver opens NVML again and
+    sets time slices and compute modes again. Refused while claims use the GPUs. As root on the node, or with kubectl
+    exec in the driver's pod.
     """
     given = dict(locals())
     for name in ("gpus", "duration", "force", "end"):

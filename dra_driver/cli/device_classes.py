@@ -38,10 +38,11 @@ def device_classes(
     nvidia_driver_root: NvidiaDriverRoot = None,
     container_driver_root: ContainerDriverRoot = None,
 ) -> None:
-    """Print a DeviceClass for each MIG profile of this machine's GPUs, ready for `kubectl apply -f -`.
+    """Print a DeviceClass for each MIG profile.
 
-    The class mig-PROFILE.nvidia.com takes MIG devices of that profile, whoever made them, and lets pods ask for
-    one by the extended resource nvidia.com/mig-PROFILE, without a claim.
+    For the profiles of this machine's GPUs, ready for `kubectl apply -f -`. The class mig-PROFILE.nvidia.com takes
+    MIG devices of that profile, whoever made them, and lets pods ask for one by the extended resource
+    nvidia.com/mig-PROFILE, without a claim.
     """
     from dra_driver.app.offline import possible_profiles
     from dra_driver.errors import NotSupportedError

@@ -49,10 +49,11 @@ def doctor(
     simulator_dir: SimulatorDir = None,
     dynamic_mig: DynamicMig = None,
 ) -> None:
-    """Look at everything that the driver needs: host, runtime, kubelet, cluster. Changes nothing.
+    """Check what the driver needs, and say what to do.
 
-    Run it in the driver's pod (`kubectl exec`), where it has the settings of the driver, or on the node with the
-    options of `run`. Exit code 0: all in order or only warnings, 1: something fails.
+    Host, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl exec`), where it has the
+    settings of the driver, or on the node with the options of `run`. Exit code 0: all in order or only warnings, 1:
+    something fails.
     """
     given = dict(locals())
     from dra_driver.app.offline import doctor_checks
@@ -70,7 +71,7 @@ def doctor(
 def _print(outcomes: Sequence[Outcome], output: Output) -> None:
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
-    if output is not Output.table:
+    if not output.is_for_people:
         checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
         print_object({"counts": counts, "checks": checks}, output)
         return

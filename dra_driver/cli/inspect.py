@@ -46,38 +46,40 @@ def inspect(
         bool, typer.Option("--mig", help="Print only the drawing of the GPUs that are cut into MIG devices.")
     ] = False,
 ) -> None:
-    """Print the ResourceSlices that `run` would publish on this machine; no cluster is needed.
+    """Print the slices that `run` would publish here.
 
-    -o json and -o yaml print the very objects; the table shows the devices, and below it the memory slices of each
-    GPU in MIG mode or with MIG devices on demand: what is there, who holds it, and what there is room for. Nothing is
-    changed, on the GPUs or in the driver's directories. What could not be read is told on standard error.
+    No cluster is needed. -o json and -o yaml print the very objects; the table shows the devices, and below it the
+    memory slices of each GPU in MIG mode or with MIG devices on demand: what is there, who holds it, and what there
+    is room for. Nothing is changed, on the GPUs or in the driver's directories. What could not be read is told on
+    standard error.
     """
     given = dict(locals())
     from dra_driver.app.offline import mig_maps, slices_to_publish
     from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
     from dra_driver.logs import configure_logs
 
-    if mig and output is not Output.table:
+    if mig and not output.is_for_people:
         raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
     configure_logs("error", "console")
     with scratch_settings("inspect", given, config) as settings, ExitStack() as session:
         maps: list[GpuMap] = []
         more: list[str] = []
-        if output is Output.table:
+        if output.is_for_people:
             # Without --mig a node without NVML has its slices, or its error, all the same.
             with nullcontext() if mig else suppress(NvmlUnavailableError):
                 maps, more = mig_maps(settings, session)
         slices, notes = ([], []) if mig else slices_to_publish(settings)
     for note in dict.fromkeys([*notes, *more]):
         typer.echo(f"note: {note}", err=True)
-    if output is not Output.table:
+    if not output.is_for_people:
         print_objects(slices, output)
         return
     if not mig:
-        from dra_driver.cli.tables import device_table
+        from dra_driver.cli.tables import device_table, terminal_width
 
         devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
-        typer.echo(device_table(devices), nl=False)
+        width = terminal_width(all_columns=output is Output.wide)
+        typer.echo(device_table(devices, width), nl=False)
     elif not maps:
         typer.echo("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", err=True)
     if maps:

@@ -20,9 +20,9 @@ def main() -> None:
         if len(sys.argv) > 1 and sys.argv[1] in DAEMONS:
             run_daemon(sys.argv[1], sys.argv[2:])
         else:
-            from dra_driver.cli.commands import commands_for
+            from dra_driver.cli.commands import call
 
-            commands_for(sys.argv[1:])()
+            sys.exit(call(sys.argv[1:]))
     except InvalidConfigError as error:
         print(f"gpu-dra-driver: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

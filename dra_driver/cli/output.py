@@ -13,15 +13,21 @@ class Output(StrEnum):
     """Forms of output."""
 
     table = "table"
+    wide = "wide"
     json = "json"
     yaml = "yaml"
+
+    @property
+    def is_for_people(self) -> bool:
+        """A table or a text, of which `wide` shows every column at full length on any terminal."""
+        return self in (Output.table, Output.wide)
 
 
 OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print.")]
 
 
 def print_object(content: Any, output: Output) -> None:
-    """One object as JSON or YAML; tuples become lists. `table` is each command's own."""
+    """One object as JSON or YAML; tuples become lists. What is for people is each command's own."""
     if output is Output.json:
         typer.echo(json.dumps(content, indent=2))
     else:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from dra_driver.errors import DraDriverError, InvalidConfigError
-
 app = typer.Typer(
-    help="Simulated machines with GPUs: for tests, and for clusters without GPUs.",
+    help="Make simulated machines, and break and heal them.\n\nFor tests, and for clusters without GPUs.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -24,45 +21,23 @@ Directory = Annotated[
     Path,
     typer.Option("--simulator-dir", envvar="SIMULATOR_DIR", help="Directory of the simulated machine."),
 ]
-GpuArgument = Annotated[str, typer.Argument(metavar="GPU", help="Index, UUID or PCI bus id of the GPU.")]
+GpuArgument = Annotated[
+    str, typer.Argument(metavar="GPU", help="Device name, index, UUID or PCI bus ID of the GPU.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Also while programs have NVML open.")]
 _LONGEST_S = 365 * 86400.0
 DEFAULT_DIRECTORY = Path("/var/lib/gpu-dra-simulator")
 
-Result = TypeVar("Result")
 
+def _table(rows: list[dict[str, str]], *, drop: Sequence[str] = (), cut: Sequence[str] = ()) -> None:
+    """A column for each key. Where the terminal is narrow, those of `drop` go, the first one first, and those of `cut`
+    are shortened."""
+    from dra_driver.cli.tables import Column, table, terminal_width
 
-def _run(command: Callable[[], Result]) -> Result:
-    """Errors of ours are one line: exit code 2 for something typed wrongly, 1 for the rest."""
-    try:
-        return command()
-    except InvalidConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-    except (DraDriverError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _say(command: Callable[[], str]) -> None:
-    typer.echo(_run(command))
-
-
-def _table(rows: list[dict[str, str]]) -> None:
-    if not rows:
-        return
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*rows[0])
-        for row in rows:
-            table.add_row(*row.values())
-        Console().print(table)
-        return
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    for row in [{key: key.upper() for key in rows[0]}, *rows]:
-        typer.echo("  ".join(value.ljust(widths[key]) for key, value in row.items()).rstrip())
+    if rows:
+        order = {key: len(drop) - index for index, key in enumerate(drop)}
+        columns = [Column(key.upper(), drop=order.get(key, 0), cut=key in cut) for key in rows[0]]
+        typer.echo(table(columns, [list(row.values()) for row in rows], terminal_width()), nl=False)
 
 
 @app.command("list")
@@ -70,7 +45,7 @@ def list_machines() -> None:
     """List the machines that can be simulated."""
     from dra_driver.simulator import commands
 
-    _table(_run(commands.list_machines))
+    _table(commands.list_machines(), cut=["description"])
 
 
 @app.command()
@@ -82,10 +57,13 @@ def create(
     ] = False,
     device_nodes: Annotated[str, typer.Option(help="auto, real (needs root) or described.")] = "auto",
 ) -> None:
-    """Create a machine; one of the same name that is there is kept as it is."""
+    """Create a machine.
+
+    One of the same name that is there is kept as it is.
+    """
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.create_machine(machine, directory, cdi_hook=cdi_hook, device_nodes=device_nodes))
+    typer.echo(commands.create_machine(machine, directory, cdi_hook=cdi_hook, device_nodes=device_nodes))
 
 
 @app.command()
@@ -93,9 +71,9 @@ def show(directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Show the machine and its GPUs."""
     from dra_driver.simulator import commands
 
-    title, rows = _run(lambda: commands.show(directory))
+    title, rows = commands.show(directory)
     typer.echo(title)
-    _table(rows)
+    _table(rows, drop=["uuid", "minor", "model"])
 
 
 @app.command()
@@ -103,7 +81,7 @@ def lose(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.lose(directory, gpu))
+    typer.echo(commands.lose(directory, gpu))
 
 
 @app.command()
@@ -111,7 +89,7 @@ def restore(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Bring a lost GPU back."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.restore(directory, gpu))
+    typer.echo(commands.restore(directory, gpu))
 
 
 @app.command()
@@ -127,7 +105,7 @@ def xid(
     """Raise an Xid error on a GPU."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.xid(directory, gpu, number, gpu_instance, compute_instance))
+    typer.echo(commands.xid(directory, gpu, number, gpu_instance, compute_instance))
 
 
 @app.command()
@@ -140,13 +118,15 @@ def fault(
     ] = None,
     delay: Annotated[float, typer.Option(help="Seconds by which the answer is late.")] = 0.0,
     count: Annotated[int | None, typer.Option(help="Only this many calls; default: until cleared.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Only calls about this GPU: index, UUID or bus id.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Only calls about this GPU: device name, index, UUID or PCI bus ID.")
+    ] = None,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
     """Make calls of an NVML function fail, or slow."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.fault(directory, function, code=error, delay_s=delay, count=count, gpu=gpu))
+    typer.echo(commands.fault(directory, function, code=error, delay_s=delay, count=count, gpu=gpu))
 
 
 @app.command("clear-faults")
@@ -154,7 +134,7 @@ def clear_faults(directory: Directory = DEFAULT_DIRECTORY) -> None:
     """Remove all injected faults."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.clear_faults(directory))
+    typer.echo(commands.clear_faults(directory))
 
 
 @app.command()
@@ -165,9 +145,10 @@ def client(
     ] = None,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
-    """Be a program that keeps NVML open, such as a monitoring agent, until Ctrl-C.
+    """Be a program that keeps NVML open, until Ctrl-C.
 
-    While it runs, the driver cannot be unloaded, no GPU be reset, and no MIG mode be switched.
+    As a monitoring agent does. While it runs, the driver cannot be unloaded, no GPU be reset, and no MIG mode be
+    switched.
     """
     import signal
 
@@ -176,16 +157,19 @@ def client(
     stopped = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopped)
     with ExitStack() as session:
-        typer.echo(_run(lambda: session.enter_context(commands.client(directory, name))))
+        typer.echo(session.enter_context(commands.client(directory, name)))
         signal.sigtimedwait(stopped, _LONGEST_S if seconds is None else seconds)
 
 
 @app.command("unload-driver")
 def unload_driver(force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Unload the NVIDIA driver: its /proc files go, calls answer DRIVER_NOT_LOADED."""
+    """Unload the NVIDIA driver.
+
+    Its /proc files go, calls answer DRIVER_NOT_LOADED.
+    """
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.unload_driver(directory, force=force))
+    typer.echo(commands.unload_driver(directory, force=force))
 
 
 @app.command("load-driver")
@@ -193,18 +177,21 @@ def load_driver(
     version: Annotated[str | None, typer.Argument(help="A driver version; default: the one it had.")] = None,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
-    """Load the NVIDIA driver, also another version of it."""
+    """Load the NVIDIA driver, or another version of it."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.load_driver(directory, version))
+    typer.echo(commands.load_driver(directory, version))
 
 
 @app.command()
 def reboot(directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Reboot the machine: new boot id, MIG devices and settings gone, lost GPUs back."""
+    """Reboot the machine.
+
+    It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.
+    """
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.reboot(directory))
+    typer.echo(commands.reboot(directory))
 
 
 @app.command("add-gpu")
@@ -212,10 +199,13 @@ def add_gpu(
     model: Annotated[str, typer.Argument(help="GPU model, such as h100-sxm or l40s.")],
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
-    """Plug a GPU in (NVML sees it after it is initialised anew)."""
+    """Plug a GPU in.
+
+    NVML sees it after it is initialised anew.
+    """
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.add_gpu(directory, model))
+    typer.echo(commands.add_gpu(directory, model))
 
 
 @app.command("remove-gpu")
@@ -223,7 +213,7 @@ def remove_gpu(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> No
     """Pull a GPU out."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.remove_gpu(directory, gpu))
+    typer.echo(commands.remove_gpu(directory, gpu))
 
 
 @app.command()
@@ -234,10 +224,13 @@ def hold(
     gpu_instance: Annotated[int | None, typer.Option("--gi", help="It uses only this GPU instance.")] = None,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
-    """Let a process use a GPU, so that MIG changes are refused with IN_USE."""
+    """Let a process use a GPU.
+
+    Then MIG changes are refused with IN_USE.
+    """
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.hold(directory, gpu, pid, name, gpu_instance))
+    typer.echo(commands.hold(directory, gpu, pid, name, gpu_instance))
 
 
 @app.command()
@@ -249,15 +242,18 @@ def release(
     """End the processes that use a GPU."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.release(directory, gpu, pid))
+    typer.echo(commands.release(directory, gpu, pid))
 
 
 @app.command()
 def reset(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Reset a GPU: pending repairs are done, volatile error counters start anew."""
+    """Reset a GPU.
+
+    Pending repairs are done, volatile error counters start anew.
+    """
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.reset(directory, gpu, force=force))
+    typer.echo(commands.reset(directory, gpu, force=force))
 
 
 @app.command()
@@ -270,7 +266,7 @@ def ecc(
     """Set a GPU's volatile ECC counters."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.ecc(directory, gpu, corrected, uncorrected))
+    typer.echo(commands.ecc(directory, gpu, corrected, uncorrected))
 
 
 @app.command()
@@ -283,7 +279,7 @@ def remap(
     """Set the state of a GPU's row remapping."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.remap(directory, gpu, pending=pending, failed=failed))
+    typer.echo(commands.remap(directory, gpu, pending=pending, failed=failed))
 
 
 @app.command("recovery-action")
@@ -297,7 +293,7 @@ def recovery_action(
     """Let a GPU ask for a recovery action (Xid 154)."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.recovery_action(directory, gpu, action))
+    typer.echo(commands.recovery_action(directory, gpu, action))
 
 
 @mig_app.command("enable")
@@ -305,7 +301,7 @@ def mig_enable(gpu: GpuArgument, force: Force = False, directory: Directory = DE
     """Switch MIG mode on."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.mig_mode(directory, gpu, True, force=force))
+    typer.echo(commands.mig_mode(directory, gpu, True, force=force))
 
 
 @mig_app.command("disable")
@@ -313,7 +309,7 @@ def mig_disable(gpu: GpuArgument, force: Force = False, directory: Directory = D
     """Switch MIG mode off."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.mig_mode(directory, gpu, False, force=force))
+    typer.echo(commands.mig_mode(directory, gpu, False, force=force))
 
 
 @mig_app.command("create")
@@ -326,7 +322,7 @@ def mig_create(
     """Create a MIG device at a placement."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.mig_create(directory, gpu, profile, start))
+    typer.echo(commands.mig_create(directory, gpu, profile, start))
 
 
 @mig_app.command("destroy")
@@ -338,7 +334,7 @@ def mig_destroy(
     """Destroy a GPU instance with everything in it."""
     from dra_driver.simulator import commands
 
-    _say(lambda: commands.mig_destroy(directory, gpu, gpu_instance))
+    typer.echo(commands.mig_destroy(directory, gpu, gpu_instance))
 
 
 @mig_app.command("profiles")
@@ -346,4 +342,4 @@ def mig_profiles(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> 
     """List the MIG profiles of a GPU with their placements."""
     from dra_driver.simulator import commands
 
-    _table(_run(lambda: commands.mig_profiles(directory, gpu)))
+    _table(commands.mig_profiles(directory, gpu))

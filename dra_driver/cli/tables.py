@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-import io
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 JsonObject = dict[str, Any]
 
-_PLAIN_WIDTH = 200
+_GAP = "   "
+_CUT = ".."
+_LEAST_CUT = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. Where the terminal is too narrow, the column with the highest `drop` goes first, and 0
+    stays; then what may be `cut` is shortened. What still does not fit runs over the edge.
+    """
+
+    title: str
+    drop: int = 0
+    cut: bool = False
+
+
+_DEVICE_COLUMNS = (
+    Column("DEVICE"),
+    Column("INDEX", drop=2),
+    Column("TYPE"),
+    Column("PRODUCT", cut=True),
+    Column("MEMORY"),
+    Column("CC", drop=6),
+    Column("PCI BUS ID", drop=1),
+    Column("NUMA", drop=5),
+    Column("NVLINK DOMAIN", drop=3),
+    Column("UUID", drop=4),
+)
 
 
 def value_of(entry: JsonObject | None) -> str:
@@ -20,22 +48,18 @@ def value_of(entry: JsonObject | None) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def device_table(devices: Iterable[JsonObject]) -> str:
-    """One row a device: name, type, product, memory, where it is, and its NVLink domain.
+def device_table(devices: Iterable[JsonObject], width: int | None) -> str:
+    """One row a device: name, index, type, product, memory, where it is, and its NVLink domain.
 
     The MIG devices of one GPU and profile that are made on demand share a row: there are dozens a GPU.
     """
-    columns = ("DEVICE", "TYPE", "PRODUCT", "MEMORY", "CC", "PCI BUS", "NUMA", "NVLINK DOMAIN", "UUID")
     rows: dict[str, list[JsonObject]] = {}
     for device in devices:
         rows.setdefault(_row_key(device), []).append(device)
-    return table(
-        columns,
-        [
-            _row(same[0]) if _row_key(same[0]) == same[0]["name"] else _common_row(same)
-            for same in rows.values()
-        ],
-    )
+    cells = [
+        _row(same[0]) if _row_key(same[0]) == same[0]["name"] else _common_row(same) for same in rows.values()
+    ]
+    return table(_DEVICE_COLUMNS, cells, width)
 
 
 def _row_key(device: JsonObject) -> str:
@@ -63,6 +87,7 @@ def _row(device: JsonObject) -> tuple[str, ...]:
     kind = text("type")
     return (
         device["name"],
+        text("index"),
         kind if profile == "-" else f"{kind} {profile}",
         text("productName"),
         capacity.get("memory", {}).get("value", "-"),
@@ -74,18 +99,45 @@ def _row(device: JsonObject) -> tuple[str, ...]:
     )
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An aligned table without frames, which pipes and small terminals take as well."""
-    from rich.console import Console
-    from rich.table import Table
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> str:
+    """Aligned columns with a title each. No cell is folded, and none is read as markup.
 
-    buffer = io.StringIO()
-    on_terminal = sys.stdout.isatty()
-    console = Console(file=buffer, width=None if on_terminal else _PLAIN_WIDTH, force_terminal=on_terminal)
-    grid = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for column in columns:
-        grid.add_column(column, overflow="fold", no_wrap=not on_terminal)
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    `width` is how many columns the terminal has, None for all there is: see `terminal_width`.
+    """
+    chosen = list(range(len(columns)))
+    cells = [[_printable(cell) for cell in row] for row in ([column.title for column in columns], *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+    def excess() -> int:
+        taken = sum(widths[index] for index in chosen) + len(_GAP) * (len(chosen) - 1)
+        return 0 if width is None else max(0, taken - width)
+
+    for index in sorted(
+        (index for index in chosen if columns[index].drop), key=lambda index: -columns[index].drop
+    ):
+        if excess():
+            chosen.remove(index)
+    for index in chosen:
+        if columns[index].cut:
+            widths[index] = max(_LEAST_CUT, widths[index] - excess())
+    return "".join(
+        _GAP.join(f"{_shortened(row[index], widths[index]):<{widths[index]}}" for index in chosen).rstrip()
+        + "\n"
+        for row in cells
+    )
+
+
+def terminal_width(*, all_columns: bool = False) -> int | None:
+    """How wide a table may be: that of the terminal, and None for a pipe or where all columns are asked for."""
+    if all_columns or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def _shortened(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else cell[: width - len(_CUT)] + _CUT
+
+
+def _printable(cell: str) -> str:
+    """Names come from drivers, files and the API: nothing in them may move a terminal's cursor."""
+    return "".join(sign if sign.isprintable() else "?" for sign in cell)

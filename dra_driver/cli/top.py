@@ -62,11 +62,12 @@ def top(
     simulator_dir: SimulatorDir = None,
     dynamic_mig: DynamicMig = None,
 ) -> None:
-    """Show this node live: GPUs, NVLink domains, claims, MIG instances, health, MPS daemons. Changes nothing.
+    """Show this node live: GPUs, claims, health.
 
-    On a terminal it is drawn again at each interval, until q or Ctrl-C; into a pipe it is printed once. Works
-    without API server and without a running driver; without NVML it shows what the driver wrote down, and why
-    NVML says nothing. Run it in the driver's pod (`kubectl exec`), or on the node with the options of `run`.
+    Also NVLink domains, MIG instances and MPS daemons. Changes nothing. On a terminal it is drawn again at each
+    interval, until q or Ctrl-C; into a pipe it is printed once. Works without API server and without a running
+    driver; without NVML it shows what the driver wrote down, and why NVML says nothing. Run it in the driver's pod
+    (`kubectl exec`), or on the node with the options of `run`.
     """
     given = dict(locals())
     from dra_driver.app.offline import node_snapshot
@@ -74,14 +75,14 @@ def top(
 
     configure_logs("critical", "console")
     with scratch_settings("top", given, config) as settings, closing(node_snapshot(settings)) as snapshot:
-        if once or output is not Output.table or not _is_screen():
+        if once or not output.is_for_people or not _is_screen():
             _print(snapshot.view(_WAIT_ONCE_S), output)
         else:
             _run_live(snapshot, interval)
 
 
 def _print(view: NodeView, output: Output) -> None:
-    if output is not Output.table:
+    if not output.is_for_people:
         print_object(asdict(view), output)
         return
     from dra_driver.diagnostics.rules.top_screen import WIDTH, draw_node

@@ -43,10 +43,11 @@ def validate(
     ] = None,
     dynamic_mig: DynamicMig = None,
 ) -> None:
-    """Check ResourceClaims, their templates, DeviceClasses, pods and configuration files.
+    """Check manifests and configuration files.
 
-    Claims are then tried on an empty machine: a simulated one, or this node with the configuration given by --config
-    or among the files. Exit code 0: all fine, 1: faults, 2: wrong usage.
+    ResourceClaims, their templates, DeviceClasses, pods and the driver's own configuration. Claims are then tried on
+    an empty machine: a simulated one, or this node with the configuration given by --config or among the files. Exit
+    code 0: all fine, 1: faults, 2: wrong usage.
     """
     given = dict(locals())
     from dra_driver.errors import InvalidConfigError
@@ -79,7 +80,7 @@ def _reports(
 
 def _print(reports: Sequence[DocumentReport], machine: str, output: Output) -> None:
     bad = sum(1 for report in reports if report.faults)
-    if output is not Output.table:
+    if not output.is_for_people:
         checked = [asdict(report) for report in reports]
         print_object({"machine": machine, "faulty": bad, "documents": checked}, output)
         return

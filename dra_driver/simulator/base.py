@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.model.ids import gpu_device_names
 from dra_driver.simulator import mig, policy
 from dra_driver.simulator.hostroot import HostRoot
 from dra_driver.simulator.sessions import Session, Sessions
@@ -64,17 +65,20 @@ class MachineBase:
         present = state.present
         if text.isdigit() and int(text) < len(present):
             return present[int(text)]
+        names = gpu_device_names(gpu.uuid for gpu in present)
         for gpu in present:
-            if text == gpu.uuid or (":" in text and sysfs_bus_id(text) == gpu.bus_id):
+            if text in (gpu.uuid, names[gpu.uuid]) or (":" in text and sysfs_bus_id(text) == gpu.bus_id):
                 return gpu
-        known = ", ".join(f"{index}={gpu.bus_id}" for index, gpu in enumerate(present)) or "none"
+        known = ", ".join(f"{index}={names[gpu.uuid]}" for index, gpu in enumerate(present)) or "none"
         raise InvalidConfigError(
-            f"machine {state.machine} has no GPU {text!r}; give an index, a UUID or a PCI bus id (GPUs: {known})"
+            f"machine {state.machine} has no GPU {text!r}; give a device name, an index, a UUID or a PCI bus ID "
+            f"(GPUs: {known})"
         )
 
     def describe(self) -> list[dict[str, str]]:
         """One row for each GPU, for people."""
         state = self.current()
+        devices = gpu_device_names(gpu.uuid for gpu in state.present)
         rows = []
         for index, gpu in enumerate(state.present):
             model = state.model_of(gpu)
@@ -87,8 +91,9 @@ class MachineBase:
             layout = [f"{row.name}@{gi.start}" for row, gi in zip(names, gpu.instances, strict=True) if row]
             rows.append(
                 {
+                    "device": devices[gpu.uuid],
                     "index": str(index),
-                    "bus id": gpu.bus_id,
+                    "pci bus id": gpu.bus_id,
                     "minor": str(gpu.minor),
                     "uuid": gpu.uuid,
                     "model": model.name,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dra_driver.cli.tables import device_table, terminal_width
 from dra_driver.logs import configure_logs
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import Pool, build_pool
@@ -151,17 +152,12 @@ def as_text(inventory: Inventory, pool: Pool, sections: list[Section]) -> str:
     versions = f"driver {inventory.versions.driver or 'unknown'}"
     if cuda is not None:
         versions += f", CUDA {cuda[0]}.{cuda[1]}"
-    lines = [f"{versions}, GPUs: {len(inventory.gpus)}, devices: {len(devices)}", "", *_table(devices), ""]
+    lines = [
+        f"{versions}, GPUs: {len(inventory.gpus)}, devices: {len(devices)}",
+        "",
+        *device_table(devices, terminal_width()).splitlines(),
+        "",
+    ]
     for section in sections:
         lines += section.as_lines()
     return "\n".join([*lines, "", f"gpu-check: {verdict(sections)}"])
-
-
-def _table(devices: list[JsonObject]) -> list[str]:
-    """The table of `inspect`; without the library that draws it, one line a device."""
-    try:
-        from dra_driver.cli.tables import device_table
-
-        return device_table(devices).splitlines()
-    except ImportError:
-        return [json.dumps(device, sort_keys=True) for device in devices]

@@ -13,7 +13,7 @@ import typer
 
 from dra_driver.app.daemon import Driver
 from dra_driver.cli.scratch import scratch_directory
-from dra_driver.cli.tables import device_table
+from dra_driver.cli.tables import device_table, terminal_width
 from dra_driver.errors import FatalError, InvalidConfigError
 from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef, Failed
@@ -89,7 +89,7 @@ class _Demo:
         _wait("the slices to be published", lambda: bool(self._node.devices()))
         published = time.monotonic() - started
         _scene(1, f"The node publishes its devices ({self._node.settings.simulate})")
-        typer.echo(device_table(self._node.devices()), nl=False)
+        typer.echo(device_table(self._node.devices(), terminal_width()), nl=False)
         typer.echo(
             f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s"
         )

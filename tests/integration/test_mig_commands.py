@@ -118,7 +118,8 @@ def test_table_has_one_row_for_the_placements_of_a_profile() -> None:
             device("gpu-1-mig-7g80gb-0-0", type="mig", profile="7g.80gb"),
             device("gpu-2-mig-1g10gb-19-0", type="mig", profile="1g.10gb", uuid="MIG-1"),
             device("gpu-2-mig-1g10gb-19-1", type="mig", profile="1g.10gb", uuid="MIG-2"),
-        ]
+        ],
+        None,
     )
     rows = [(line.split()[0], line.split()[-1]) for line in listed.splitlines()[1:]]
     assert rows == [

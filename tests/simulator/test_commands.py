@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
-from dra_driver.cli.simulate import app
+from dra_driver.cli.main import main
 from dra_driver.simulator import machine_names, open_machine
 
 
 @pytest.fixture
-def simulate(tmp_path):
-    """Runs a command on one directory; returns its output after checking the exit code."""
-    runner = CliRunner()
+def simulate(tmp_path, monkeypatch, capsys):
+    """Runs a command on one directory; returns what it prints after checking the exit code."""
+    monkeypatch.setenv("SIMULATOR_DIR", str(tmp_path / "machine"))
 
     def command(*arguments, code=0):
-        result = runner.invoke(app, list(arguments), env={"SIMULATOR_DIR": str(tmp_path / "machine")})
-        assert result.exit_code == code, result.output
-        return result.output
+        monkeypatch.setattr("sys.argv", ["gpu-dra-driver", "simulate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = "".join(capsys.readouterr())
+        assert ended.value.code == code, printed
+        return printed
 
     return command
 
@@ -61,7 +63,7 @@ def test_a_life(simulate, tmp_path):
 
 
 def test_errors_are_one_line(simulate):
-    assert simulate("show", code=1).startswith("error: there is no simulated machine in")
+    assert simulate("show", code=1).startswith("gpu-dra-driver: there is no simulated machine in")
     assert simulate("create", "dgx-9", code=2).count("\n") == 1
     simulate("create", "t4-4")
     assert "holds the machine t4-4" in simulate("create", "a10-8", code=1)
