@@ -108,6 +108,7 @@ def node_snapshot(settings: Settings) -> NodeSnapshot:
         plugin_directory=settings.plugin_directory,
         cdi_root=Path(settings.cdi_root),
         boot_id=_boot_id(platform),
+        proc=platform.paths.proc,
     )
     reader = NvmlReader(platform.load_nvml, on_demand)
     return NodeSnapshot(

@@ -25,15 +25,19 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
-from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.output import Color, ColorOption, Output, OutputOption, print_object
 from dra_driver.cli.scratch import this_machine
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.doctor.checks import Outcome
 
 
+_COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "bright_red", "SKIP": "bright_black"}
+
+
 def doctor(
     output: OutputOption = Output.table,
+    color: ColorOption = Color.auto,
     node_name: NodeName = None,
     driver_name: DriverName = None,
     config: Config = None,
@@ -63,12 +67,12 @@ def doctor(
 
     configure_logs("critical", "console")
     outcomes = run_checks(doctor_checks(resolve(given, config, {"node_name": this_machine()})))
-    _print(outcomes, output)
+    _print(outcomes, output, is_coloured=color.is_on())
     if any(outcome.finding.status == "FAIL" for outcome in outcomes):
         raise typer.Exit(1)
 
 
-def _print(outcomes: Sequence[Outcome], output: Output) -> None:
+def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) -> None:
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
     if not output.is_for_people:
@@ -78,7 +82,10 @@ def _print(outcomes: Sequence[Outcome], output: Output) -> None:
     width = max(len(outcome.check) for outcome in outcomes)
     for outcome in outcomes:
         finding = outcome.finding
-        typer.echo(f"{finding.status:<4}  {outcome.check:<{width}}  {finding.seen}")
+        status = f"{finding.status:<4}"
+        if is_coloured:
+            status = typer.style(status, fg=_COLORS[finding.status])
+        typer.echo(f"{status}  {outcome.check:<{width}}  {finding.seen}", color=is_coloured)
         if finding.remedy is not None:
             typer.echo(f"      {'':<{width}}  -> {finding.remedy}")
     typer.echo("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))

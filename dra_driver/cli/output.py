@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -23,6 +25,23 @@ class Output(StrEnum):
         return self in (Output.table, Output.wide)
 
 
+class Color(StrEnum):
+    """When to colour."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+    def is_on(self) -> bool:
+        """With auto on a terminal that is not dumb, unless NO_COLOR is set (no-color.org)."""
+        if self is not Color.auto:
+            return self is Color.always
+        return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+ColorOption = Annotated[
+    Color, typer.Option("--color", help="Colour the text. With auto: on a terminal, unless NO_COLOR is set.")
+]
 OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print.")]
 
 

@@ -32,11 +32,14 @@ DEFAULT_DIRECTORY = Path("/var/lib/gpu-dra-simulator")
 def _table(rows: list[dict[str, str]], *, drop: Sequence[str] = (), cut: Sequence[str] = ()) -> None:
     """A column for each key. Where the terminal is narrow, those of `drop` go, the first one first, and those of `cut`
     are shortened."""
-    from dra_driver.cli.tables import Column, table, terminal_width
+    from dra_driver.cli.tables import terminal_width
+    from dra_driver.diagnostics.rules.tables import Column, table
 
     if rows:
         order = {key: len(drop) - index for index, key in enumerate(drop)}
-        columns = [Column(key.upper(), drop=order.get(key, 0), cut=key in cut) for key in rows[0]]
+        columns = [
+            Column(key.upper(), drop=order.get(key, 0), cut=12 if key in cut else 0) for key in rows[0]
+        ]
         typer.echo(table(columns, [list(row.values()) for row in rows], terminal_width()), nl=False)
 
 

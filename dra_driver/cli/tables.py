@@ -5,32 +5,17 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from dra_driver.diagnostics.rules.tables import Column, table
+
 JsonObject = dict[str, Any]
-
-_GAP = "   "
-_CUT = ".."
-_LEAST_CUT = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table. Where the terminal is too narrow, the column with the highest `drop` goes first, and 0
-    stays; then what may be `cut` is shortened. What still does not fit runs over the edge.
-    """
-
-    title: str
-    drop: int = 0
-    cut: bool = False
-
 
 _DEVICE_COLUMNS = (
     Column("DEVICE"),
     Column("INDEX", drop=2),
     Column("TYPE"),
-    Column("PRODUCT", cut=True),
+    Column("PRODUCT", cut=16),
     Column("MEMORY"),
     Column("CC", drop=6),
     Column("PCI BUS ID", drop=1),
@@ -99,45 +84,8 @@ def _row(device: JsonObject) -> tuple[str, ...]:
     )
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> str:
-    """Aligned columns with a title each. No cell is folded, and none is read as markup.
-
-    `width` is how many columns the terminal has, None for all there is: see `terminal_width`.
-    """
-    chosen = list(range(len(columns)))
-    cells = [[_printable(cell) for cell in row] for row in ([column.title for column in columns], *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-
-    def excess() -> int:
-        taken = sum(widths[index] for index in chosen) + len(_GAP) * (len(chosen) - 1)
-        return 0 if width is None else max(0, taken - width)
-
-    for index in sorted(
-        (index for index in chosen if columns[index].drop), key=lambda index: -columns[index].drop
-    ):
-        if excess():
-            chosen.remove(index)
-    for index in chosen:
-        if columns[index].cut:
-            widths[index] = max(_LEAST_CUT, widths[index] - excess())
-    return "".join(
-        _GAP.join(f"{_shortened(row[index], widths[index]):<{widths[index]}}" for index in chosen).rstrip()
-        + "\n"
-        for row in cells
-    )
-
-
 def terminal_width(*, all_columns: bool = False) -> int | None:
     """How wide a table may be: that of the terminal, and None for a pipe or where all columns are asked for."""
     if all_columns or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
-
-
-def _shortened(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else cell[: width - len(_CUT)] + _CUT
-
-
-def _printable(cell: str) -> str:
-    """Names come from drivers, files and the API: nothing in them may move a terminal's cursor."""
-    return "".join(sign if sign.isprintable() else "?" for sign in cell)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
@@ -27,13 +29,16 @@ from dra_driver.cli.options import (
     Simulate,
     SimulatorDir,
 )
-from dra_driver.cli.output import Output, print_object
+from dra_driver.cli.output import Color, ColorOption, Output, print_object
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.cli.tables import terminal_width
+from dra_driver.diagnostics.rules.top_screen import Order
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.rules.top_screen import NodeView
+    from dra_driver.diagnostics.rules.top_screen import Line, NodeView, Style
     from dra_driver.diagnostics.snapshot import NodeSnapshot
 
+_LAST = 1 << 30
 _WAIT_ONCE_S = 15.0
 """Without another client NVML wakes every GPU first, which takes seconds each."""
 _WAIT_LIVE_S = 2.0
@@ -42,15 +47,32 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 _FROM_TOP = "\x1b[H"
 _CLEAR_LINE = "\x1b[K"
 _CLEAR_REST = "\x1b[J"
-_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+_WIDE = 1 << 20
+_PLAIN = "\x1b[0m"
+_BOLD = "\x1b[1m"
+_COLORS: Mapping[Style, str] = {
+    "title": _BOLD,
+    "good": "\x1b[32m",
+    "notice": "\x1b[36m",
+    "warning": "\x1b[33m",
+    "bad": "\x1b[1;31m",
+    "dim": "\x1b[2m",
+}
+_ORDERS: Mapping[str, Order] = {"i": "index", "m": "memory", "u": "utilisation", "h": "health"}
+_KEYS = re.compile(r"\x1b(?:\[|O)[A-Z]|\x1b\[[0-9]+~|.", re.S)
+_MOVES = {"j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1}
+_PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
+_ENDS = {"g": 0, "\x1b[H": 0, "\x1b[1~": 0, "G": _LAST, "\x1b[F": _LAST, "\x1b[4~": _LAST}
 
 
 def top(
     interval: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end, also on a terminal.")] = False,
     output: Annotated[
-        Output, typer.Option("-o", "--output", help="How to print; json and yaml print one look.")
+        Output, typer.Option("-o", "--output", help="How to print; wide, json and yaml print one look.")
     ] = Output.table,
+    sort: Annotated[Order, typer.Option("--sort", help="Which GPUs come first.")] = "index",
+    color: ColorOption = Color.auto,
     node_name: NodeName = None,
     driver_name: DriverName = None,
     config: Config = None,
@@ -75,51 +97,74 @@ def top(
 
     configure_logs("critical", "console")
     with scratch_settings("top", given, config) as settings, closing(node_snapshot(settings)) as snapshot:
-        if once or not output.is_for_people or not _is_screen():
-            _print(snapshot.view(_WAIT_ONCE_S), output)
+        if once or output is not Output.table or not _is_screen():
+            _print(snapshot.view(_WAIT_ONCE_S), output, sort, color)
         else:
-            _run_live(snapshot, interval)
+            _run_live(snapshot, interval, sort, is_coloured=color.is_on())
 
 
-def _print(view: NodeView, output: Output) -> None:
+def _print(view: NodeView, output: Output, order: Order, color: Color) -> None:
     if not output.is_for_people:
         print_object(asdict(view), output)
         return
-    from dra_driver.diagnostics.rules.top_screen import WIDTH, draw_node
+    from dra_driver.diagnostics.rules.top_screen import node_lines
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-    typer.echo(draw_node(view, width), nl=False)
+    width = terminal_width(all_columns=output is Output.wide) or _WIDE
+    for line in node_lines(view, width, order):
+        typer.echo(drawn(line, is_coloured=color.is_on()), color=True)
 
 
 def _is_screen() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _run_live(snapshot: NodeSnapshot, interval_s: float) -> None:
+def _run_live(snapshot: NodeSnapshot, interval_s: float, order: Order, *, is_coloured: bool) -> None:
     """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
-    from dra_driver.diagnostics.rules.top_screen import draw_node
+    from dra_driver.diagnostics.rules.top_screen import node_lines
 
+    first = 0
     with suppress(KeyboardInterrupt), _own_screen() as keys:
         while True:
-            size = shutil.get_terminal_size()
-            text = draw_node(snapshot.view(_WAIT_LIVE_S), size.columns)
-            sys.stdout.write(screen(text, size.columns, size.lines))
-            sys.stdout.flush()
-            if _wants_end(keys, interval_s):
-                return
+            view = snapshot.view(_WAIT_LIVE_S)
+            next_look = time.monotonic() + interval_s
+            while (wait_s := next_look - time.monotonic()) > 0:
+                size = shutil.get_terminal_size()
+                lines = node_lines(view, size.columns, order)
+                first = max(0, min(first, len(lines) - (size.lines - 1)))
+                sys.stdout.write(screen(lines, first, size, order, is_coloured=is_coloured))
+                sys.stdout.flush()
+                typed = _typed(keys, max(0.0, wait_s))
+                if typed is None:
+                    break
+                for key in _KEYS.findall(typed):
+                    if key in "qQ":
+                        return
+                    order = _ORDERS.get(key, order)
+                    first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * (size.lines - 2)
+                    first = _ENDS.get(key, max(0, first))
 
 
-def screen(text: str, columns: int, lines: int) -> str:
-    """The text as what a terminal of that size is sent: titles in bold, and what does not fit cut off."""
-    rows = text.splitlines()
-    if len(rows) > lines - 1:
-        hidden = len(rows) - (lines - 2)
-        rows = [*rows[: max(0, lines - 2)], f"... {hidden} more lines: a larger window or --once shows them"]
-    drawn = []
-    for row in [*rows, "q ends"] if len(rows) < lines - 1 else rows:
-        cut = row[: max(1, columns)]
-        drawn.append((f"{_BOLD}{cut}{_PLAIN}" if cut.isupper() and cut[0] != " " else cut) + _CLEAR_LINE)
-    return _FROM_TOP + "\r\n".join(drawn) + _CLEAR_REST
+def screen(
+    lines: Sequence[Line], first: int, size: os.terminal_size, order: Order, *, is_coloured: bool
+) -> str:
+    """What a terminal of that size is sent: the lines from `first` on, and below them the keys."""
+    room = max(0, size.lines - 1)
+    shown = [drawn(line, is_coloured=is_coloured) for line in lines[first : first + room]]
+    last = first + len(shown)
+    where = f"lines {first + 1}-{last} of {len(lines)}, j k space b scroll; " if len(lines) > room else ""
+    keys = f"q quits; {where}sorted by {order}: i index, m memory, u utilisation, h health"
+    shown += [""] * (room - len(shown)) + [keys[: max(1, size.columns)]]
+    return _FROM_TOP + "\r\n".join(text + _CLEAR_LINE for text in shown) + _CLEAR_REST
+
+
+def drawn(line: Line, *, is_coloured: bool) -> str:
+    """A line as text, with the codes of a terminal if it is coloured."""
+    if not is_coloured:
+        return "".join(span.text for span in line).rstrip()
+    codes = (_COLORS.get(span.style, "") if span.text.strip() else "" for span in line)
+    return "".join(
+        f"{code}{span.text}{_PLAIN}" if code else span.text for code, span in zip(codes, line, strict=True)
+    )
 
 
 @contextmanager
@@ -148,10 +193,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _wants_end(keys: int | None, wait_s: float) -> bool:
-    """Wait for the next drawing, or for q, or for the terminal to go away."""
+def _typed(keys: int | None, wait_s: float) -> str | None:
+    """What is typed within that time; None for nothing, and q where the terminal has gone away."""
     ready, _, _ = select.select([] if keys is None else [keys], [], [], wait_s)
     if not ready or keys is None:
-        return False
-    typed = os.read(keys, 64)
-    return not typed or b"q" in typed.lower()
+        return None
+    return os.read(keys, 64).decode(errors="replace") or "q"

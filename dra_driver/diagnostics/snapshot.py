@@ -21,8 +21,9 @@ from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.files.atomic import read_plain
 from dra_driver.health.store import decode
+from dra_driver.host.processes import pod_uid
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
-from dra_driver.model.gpu import Gpu, GpuLoad
+from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import HealthState, PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
@@ -32,6 +33,7 @@ from dra_driver.nvml.health import read_health
 from dra_driver.nvml.instance_handles import gpu_handle
 from dra_driver.nvml.load import read_load
 from dra_driver.nvml.partitions import PartitionReader
+from dra_driver.nvml.processes import read_gpu_processes
 from dra_driver.nvml.reader import NvmlReader
 
 HEALTH_FILE = "health.json"
@@ -40,13 +42,15 @@ _MPS_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class NodePaths:
-    """A node's name, its driver's, and the directories to read. `boot_id` None: it could not be read."""
+    """A node's name, its driver's, and the directories to read. `boot_id` None: it could not be read; `proc` shows the
+    processes that NVML names."""
 
     node: str
     driver: str
     plugin_directory: Path
     cdi_root: Path
     boot_id: str | None
+    proc: str = "/proc"
 
 
 class NodeSnapshot:
@@ -132,12 +136,14 @@ class NodeSnapshot:
         inventory = replace(inventory, gpus=tuple(self._cut(gpu, inventory) for gpu in inventory.gpus))
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
+        processes: dict[str, Sequence[GpuProcess]] = {}
         lost: set[str] = set()
         for gpu in inventory.gpus:
             try:
                 handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
                 loads[gpu.uuid] = read_load(gpu.uuid, handle)
                 polled[gpu.uuid] = read_health(gpu.uuid, handle)
+                processes[gpu.uuid] = read_gpu_processes(gpu.uuid, handle)
             except DeviceLostError:
                 lost.add(gpu.uuid)
             except NvmlUnavailableError:
@@ -145,7 +151,9 @@ class NodeSnapshot:
             except DraDriverError:
                 continue
         self._is_open = None not in self._nvml.nvml_fingerprint()
-        return NvmlFacts(inventory, loads, polled, frozenset(lost))
+        pids = {process.pid for listed in processes.values() for process in listed}
+        pods = {pid: uid for pid in pids if (uid := pod_uid(self._paths.proc, pid)) is not None}
+        return NvmlFacts(inventory, loads, polled, frozenset(lost), processes, pods)
 
     def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
         """With the GPU instances of a GPU in MIG mode, also where the driver has nothing to do with them.

@@ -45,6 +45,15 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     return False if shows_pods else None
 
 
+def pod_uid(proc: str, pid: int) -> str | None:
+    """The UID of the pod that a process belongs to; None for a process of the host, and if its cgroup does not tell."""
+    found = _POD.search(_text(proc, pid, "cgroup"))
+    if found is None:
+        return None
+    digits = re.sub("[-_]", "", found[0].partition("pod")[2])
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
 def gpu_users(proc: str, pod_uids: Collection[str]) -> list[str] | None:
     """Name and process of each program that has a GPU's device file open, such as `nv-hostengine (process 812)`, in the
     order of their IDs; None if that cannot be told, because this process does not see all processes.

@@ -59,6 +59,17 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that NVML lists on a GPU. `gpu_instance_id` is set in MIG mode; memory is in bytes, None if it is not
+    told; the name is empty for a process of another PID namespace."""
+
+    pid: int
+    name: str
+    memory_bytes: int | None = None
+    gpu_instance_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuLoad:
     """How busy a GPU is at one moment; a value that the GPU does not tell is None.
 

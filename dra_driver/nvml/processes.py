@@ -9,6 +9,7 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.model.gpu import GpuProcess
 from dra_driver.nvml.failures import nvml_errors
 from dra_driver.nvml.instance_handles import gpu_handle
 
@@ -23,6 +24,8 @@ PROCESS_LISTS = (
 # It runs as long as its daemon, and its clients are listed themselves.
 _MPS_SERVER = "nvidia-cuda-mps-server"
 _LONGEST_NAME = 80
+_NO_INSTANCE = 0xFFFFFFFF
+_NO_MEMORY = 0xFFFFFFFFFFFFFFFF
 # NVML never tells: the caller lacks the privilege, or the device has no such list.
 _REFUSALS = frozenset({pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_INVALID_ARGUMENT})
 
@@ -34,14 +37,34 @@ def read_processes(uuid: str) -> Mapping[int, str]:
     Raises: DeviceLostError if the device does not answer or is not there; NvmlUnavailableError; RetryableError if a
     list fails for another reason.
     """
-    handle = gpu_handle(uuid, None)
-    pids = {int(process.pid) for versions in PROCESS_LISTS for process in _listed(handle, uuid, versions)}
-    names = {pid: process_name(pid) for pid in sorted(pids)}
+    found = read_gpu_processes(uuid, gpu_handle(uuid, None))
     return {
-        pid: process_text(pid, name)
-        for pid, name in names.items()
-        if PurePosixPath(name.partition(" ")[0]).name != _MPS_SERVER
+        process.pid: process_text(process.pid, process.name)
+        for process in found
+        if PurePosixPath(process.name.partition(" ")[0]).name != _MPS_SERVER
     }
+
+
+def read_gpu_processes(uuid: str, handle: Handle) -> Sequence[GpuProcess]:
+    """The processes on a GPU or MIG device in the order of their IDs, each once, also servers of MPS.
+
+    Only those in this process's PID namespace or below it are shown. Raises as `read_processes` does.
+    """
+    listed = {
+        int(entry.pid): entry for versions in PROCESS_LISTS for entry in _listed(handle, uuid, versions)
+    }
+    return [_process(pid, entry) for pid, entry in sorted(listed.items())]
+
+
+def _process(pid: int, entry: Any) -> GpuProcess:
+    memory, instance = entry.usedGpuMemory, getattr(entry, "gpuInstanceId", _NO_INSTANCE)
+    is_told = memory is not None and memory != _NO_MEMORY
+    return GpuProcess(
+        pid,
+        process_name(pid),
+        int(memory) if is_told else None,
+        None if instance in (None, _NO_INSTANCE) else int(instance),
+    )
 
 
 def process_name(pid: int) -> str:

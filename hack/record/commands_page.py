@@ -175,19 +175,19 @@ def _stable(text: str, directory: Path, uids: Sequence[str]) -> str:
 
 def _with_made_up_daemons(text: str) -> str:
     """`top` tells the age, the process ID and, from its second look at it on, the clients of an MPS daemon."""
-    before, title, after = text.partition("MPS DAEMONS\n")
+    before, title, after = text.partition("MPS DAEMON  ")
     if not title:
         return text
-    table, blank, rest = after.partition("\n\n")
+    table, blank, rest = (title + after).partition("\n\n")
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
     for row in rows[1:]:
         row[2:5] = ["40m", "0", "4242"]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(["", *(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))]).rstrip()
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return before + title + "\n".join(lines) + (blank + rest if blank else "\n")
+    return before + "\n".join(lines) + (blank + rest if blank else "\n")
 
 
 def main() -> int:

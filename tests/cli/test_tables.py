@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.cli.tables import Column, table
+from dra_driver.diagnostics.rules.tables import Column, table
 
-COLUMNS = (Column("NAME"), Column("BUS", drop=1), Column("UUID", drop=2), Column("PRODUCT", cut=True))
+COLUMNS = (Column("NAME"), Column("BUS", drop=1), Column("UUID", drop=2), Column("PRODUCT", cut=16))
 ROW = ("gpu-1", "0000:ab:00.0", "GPU-4cf8db2d-06c0", "NVIDIA H100 80GB HBM3")
 
 
@@ -35,10 +35,11 @@ def test_a_cell_cannot_move_the_cursor() -> None:
     [
         (None, ["NAME", "BUS", "UUID", "PRODUCT"], ROW[3]),
         (80, ["NAME", "BUS", "UUID", "PRODUCT"], ROW[3]),
-        (60, ["NAME", "BUS", "PRODUCT"], ROW[3]),
+        (60, ["NAME", "BUS", "UUID", "PRODUCT"], "NVIDIA H100 80G.."),
+        (50, ["NAME", "BUS", "PRODUCT"], ROW[3]),
         (32, ["NAME", "PRODUCT"], ROW[3]),
         (24, ["NAME", "PRODUCT"], "NVIDIA H100 80.."),
-        (3, ["NAME", "PRODUCT"], "NVIDIA H10.."),
+        (3, ["NAME", "PRODUCT"], "NVIDIA H100 80.."),
     ],
 )
 def test_columns_go_by_priority_and_then_cells_are_shortened(

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from dra_driver.diagnostics.rules.top_screen import (
     NARROWEST,
-    WIDTH,
     Holding,
     NodeView,
+    Order,
     SeenDaemon,
     SeenGpu,
     SeenInstance,
+    SeenProcess,
     SeenReason,
-    draw_node,
+    node_lines,
 )
 from dra_driver.model.gpu import GpuLoad
 
@@ -30,8 +31,9 @@ VIEW = NodeView(
     nvidia_version="580.95.05",
     cuda_version="13.0",
     gpus=(
-        SeenGpu("gpu-6b45fc99", "GPU-1", H100, "on", GpuLoad(512 << 20, 81559 << 20, None, 30, 70.4, 700), "ok"),
-        SeenGpu("gpu-cbe0e302", "GPU-2", H100, "off", GpuLoad(None, None, 40, None, 120.0, None), "information"),
+        SeenGpu("gpu-6b45fc99", "GPU-1", H100, "on", GpuLoad(512 << 20, 81559 << 20, None, 30, 70.4, 700), "ok",
+                index=0, pci_bus_id="0000:1b:00.0"),
+        SeenGpu("gpu-cbe0e302", "GPU-2", H100, "off", GpuLoad(None, None, 40, None, 120.0, None), "information", 1),
         SeenGpu("gpu-fe441430", "GPU-3", health="lost"),
     ),
     domains=(("nvlink-222f6340", ("gpu-cbe0e302", "gpu-fe441430")),),
@@ -52,46 +54,48 @@ VIEW = NodeView(
         SeenReason("gpu-fe441430", "lost", "gpu-lost", 720.0, "the GPU does not answer"),
         SeenReason("gpu-cbe0e302", "information", "slowdown thermal", None, "the GPU is too hot and slows down"),
     ),
+    processes=(SeenProcess("gpu-6b45fc99", 4711, "python3 train.py", 512 << 20, 7, "ml/small-0"),),
     mps=(SeenDaemon("gpu-cbe0e302", "failed", 60.0, None, None, "it did not start"),),
     notes=("NVML index 2 does not answer",),
 )  # fmt: skip
 
 
+def draw_node(view: NodeView, width: int = 120, order: Order = "index") -> str:
+    """The lines without their styles."""
+    return "".join(
+        "".join(span.text for span in line).rstrip() + "\n" for line in node_lines(view, width, order)
+    )
+
+
 def test_everything_is_said() -> None:
-    assert draw_node(VIEW) == (
-        "gpu.nvidia.com  node node-a  NVIDIA driver 580.95.05  CUDA 13.0  2026-01-05 09:30:00 UTC\n"
+    assert draw_node(VIEW, 100) == (
+        "node-a  NVIDIA driver 580.95.05  CUDA 13.0  gpu.nvidia.com  2026-01-05 09:30:00 UTC\n"
         "\n"
-        "GPUS\n"
-        "  GPU           PRODUCT                MIG  MEMORY USED MiB  UTIL  TEMP  POWER W    HEALTH\n"
-        "  gpu-6b45fc99  NVIDIA H100 80GB HBM3  on   512 of 81559     -     30 C  70 of 700  ok\n"
-        "  gpu-cbe0e302  NVIDIA H100 80GB HBM3  off  -                40 %  -     120        information\n"
-        "  gpu-fe441430  -                      -    -                -     -     -          LOST\n"
+        "#  GPU           MIG  MEMORY        USED MiB   UTIL          %   TEMP  POWER W  HEALTH\n"
+        "0  gpu-6b45fc99  on   [|         ]  512/81559  -             -   30C   70/700   ok\n"
+        "   `- 1g.10gb  slices 0  GI 7 CI 0  claim ml/small\n"
+        "   `- 3g.40gb  slices 4-7  not there  claim ml/large\n"
+        "   `- 2g.20gb  slices 2-3  GI 3  not ours\n"
+        "1  gpu-cbe0e302  off  -             -          [||||      ]  40  -     120      information\n"
+        "-  gpu-fe441430  -    -             -          -             -   -     -        LOST\n"
         "\n"
-        "NVLINK DOMAINS\n"
-        "  DOMAIN           GPUS\n"
-        "  nvlink-222f6340  gpu-cbe0e302 gpu-fe441430\n"
+        "HEALTH        SEVERITY     REASON            SINCE\n"
+        "gpu-fe441430  LOST         gpu-lost          12m    the GPU does not answer\n"
+        "gpu-cbe0e302  information  slowdown thermal  now    the GPU is too hot and slows down\n"
         "\n"
-        "CLAIMS\n"
-        "  CLAIM        SINCE    DEVICE                        USE\n"
-        "  ml/training  2h00m    gpu-fe441430                  LOST\n"
-        "  ml/notebook  unknown  gpu-cbe0e302                  PREPARING; EARLIER BOOT; MPS, at most 10240\n"
-        "                                                      MiB; share 01234567; admin access\n"
-        "  ml/small     5s       gpu-6b45fc99-mig-1g10gb-19-0  1g.10gb at 0, created GI 7 CI 0\n"
+        "CLAIM        SINCE    DEVICE                        USE\n"
+        "ml/training  2h00m    gpu-fe441430                  LOST\n"
+        "ml/notebook  unknown  gpu-cbe0e302                  PREPARING; EARLIER BOOT; MPS, at most 10240 Mi..\n"
+        "ml/small     5s       gpu-6b45fc99-mig-1g10gb-19-0  1g.10gb at 0, created GI 7 CI 0\n"
         "\n"
-        "MIG INSTANCES\n"
-        "  GPU           SLICES  PROFILE  IDS        HELD BY\n"
-        "  gpu-6b45fc99  0       1g.10gb  GI 7 CI 0  claim ml/small\n"
-        "  gpu-6b45fc99  4-7     3g.40gb  not there  claim ml/large\n"
-        "  gpu-6b45fc99  2-3     2g.20gb  GI 3       not ours\n"
+        "PROCESS  GPU           GI  MEMORY MiB  POD         COMMAND\n"
+        "4711     gpu-6b45fc99  7   512         ml/small-0  python3 train.py\n"
         "\n"
-        "HEALTH\n"
-        "  DEVICE        SEVERITY     REASON            SINCE  WHAT\n"
-        "  gpu-fe441430  LOST         gpu-lost          12m    the GPU does not answer\n"
-        "  gpu-cbe0e302  information  slowdown thermal  now    the GPU is too hot and slows down\n"
+        "MPS DAEMON    STATE   SINCE  CLIENTS  PID  PROBLEM\n"
+        "gpu-cbe0e302  FAILED  1m     -        -    it did not start\n"
         "\n"
-        "MPS DAEMONS\n"
-        "  DEVICE        STATE   SINCE  CLIENTS  PID  PROBLEM\n"
-        "  gpu-cbe0e302  FAILED  1m     -        -    it did not start\n"
+        "NVLINK DOMAIN    GPUS  #\n"
+        "nvlink-222f6340  2     1 gpu-fe441430\n"
         "\n"
         "note: NVML index 2 does not answer\n"
     )
@@ -109,35 +113,47 @@ PODS = (LONG, *(f"other-{number}" for number in range(9))), (), ("small-0",)
 
 def test_pods_are_shown_where_there_is_room_for_them() -> None:
     def claims(width: int) -> list[str]:
-        return draw_node(with_pods(*PODS), width).split("\n\n")[3].splitlines()
+        [part] = [
+            part for part in draw_node(with_pods(*PODS), width).split("\n\n") if part.startswith("CLAIM")
+        ]
+        return part.splitlines()
 
-    assert claims(100) == [
-        "CLAIMS",
-        "  CLAIM        PODS              SINCE    DEVICE                        USE",
-        "  ml/training  train..-x2k9q +9  2h00m    gpu-fe441430                  LOST",
-        "  ml/notebook  none              unknown  gpu-cbe0e302                  PREPARING; EARLIER BOOT;",
-        "                                                                        MPS, at most 10240 MiB;",
-        "                                                                        share 01234567; admin access",
-        "  ml/small     small-0           5s       gpu-6b45fc99-mig-1g10gb-19-0  1g.10gb at 0, created GI 7",
-        "                                                                        CI 0",
-    ]
-    assert f"{LONG} +9" in claims(140)[2]
-    for narrow in (60, 90):
-        assert "PODS" not in claims(narrow)[1], "names of claims and devices go before"
-        assert "small-0" not in "".join(claims(narrow))
+    assert [line.split()[1] for line in claims(150)] == ["POD", LONG, "none", "small-0"]
+    assert f"{LONG} +9 " in claims(150)[1]
+    assert "POD" in claims(100)[0].split()
+    assert "POD" not in claims(60)[0].split(), "names of claims and devices stay"
+    assert claims(50)[1].split() == ["ml/training", "gpu-fe441430", "LOST"]
 
 
 def test_pods_that_nobody_knows_take_no_room() -> None:
-    assert "PODS" not in draw_node(VIEW, 200)
-    shown = draw_node(with_pods(None, None, ("small-0",)), 200).split("\n\n")[3].splitlines()
-    assert [line.split()[1] for line in shown[1:]] == ["PODS", "-", "-", "small-0"]
+    assert "POD" not in draw_node(VIEW, 200).partition("\n\nCLAIM ")[2].splitlines()[0]
+    [part] = [
+        part
+        for part in draw_node(with_pods(None, None, ("small-0",)), 200).split("\n\n")
+        if part[:5] == "CLAIM"
+    ]
+    assert [line.split()[1] for line in part.splitlines()] == ["POD", "-", "-", "small-0"]
 
 
-def test_narrow_terminals_do_without_the_product() -> None:
-    gpus = draw_node(VIEW, 94).split("\n\n")[1]
-    assert "PRODUCT" not in gpus
-    assert gpus.splitlines()[2] == "  gpu-6b45fc99  on   512 of 81559     -     30 C  70 of 700  ok"
-    assert draw_node(VIEW, 95).count(f"  {H100}  ") == 2
+def test_at_80_columns_each_gpu_shows_memory_load_and_health() -> None:
+    head, *rows = draw_node(VIEW, 80).split("\n\n")[1].splitlines()
+    assert head.split() == ["#", "GPU", "MIG", "MEMORY", "USED", "MiB", "%", "TEMP", "POWER", "W", "HEALTH"]
+    assert rows[-1].endswith("LOST")
+    assert "PRODUCT" in draw_node(VIEW, 140)
+
+
+@pytest.mark.parametrize(("order", "first"), [("index", 0), ("memory", 0), ("utilisation", 1), ("health", 2)])
+def test_orders(order: Order, first: int) -> None:
+    rows = draw_node(VIEW, 140, order).split("\n\n")[1].splitlines()[1:]
+    assert VIEW.gpus[first].name in rows[0]
+
+
+def test_styles_say_what_the_text_says() -> None:
+    spans = [span for line in node_lines(VIEW, 120) for span in line]
+    styles = {span.text.strip(): span.style for span in spans}
+    assert (styles["LOST"], styles["information"], styles["ok"]) == ("bad", "notice", "good")
+    assert styles["FAILED"] == "bad"
+    assert "[||||      ]" in styles
 
 
 @pytest.mark.parametrize(
@@ -150,8 +166,8 @@ def test_narrow_terminals_do_without_the_product() -> None:
 )
 def test_health_is_not_claimed_where_nobody_looked(gpus: tuple[SeenGpu, ...], said: str) -> None:
     drawn = draw_node(NodeView("n", "d", "now", gpus=gpus))
-    assert f"\nHEALTH\n  {said}\n" in drawn
-    assert "\nCLAIMS\n  none\n" in drawn
+    assert f"\nHEALTH\n{said}\n" in drawn
+    assert "\nCLAIM\nno claim is prepared\n" in drawn
     assert "NVIDIA driver unknown" in drawn
 
 
@@ -160,7 +176,7 @@ ANYTHING = st.text(max_size=90)
 
 @given(
     ANYTHING, ANYTHING, ANYTHING, st.integers(1, 250),
-    st.sampled_from(["gpus", "holdings", "instances", "health", "mps", "domains", "notes"]),
+    st.sampled_from(["gpus", "holdings", "instances", "health", "mps", "processes", "domains", "notes"]),
 )  # fmt: skip
 def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, field: str) -> None:
     odd = {
@@ -171,6 +187,7 @@ def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, fi
         "instances": (SeenInstance(one, two, 10**9, 10**9, 10**9, (10**9,), three),),
         "health": (SeenReason(one, two, three, 1e12, one * 3),),
         "mps": (SeenDaemon(one, two, 1e12, 10**12, 10**12, three),),
+        "processes": (SeenProcess(one, 10**12, two, 10**18, 10**9, three),),
         "domains": ((one, (two, three) * 9),),
         "notes": (one, two * 5),
     }
@@ -178,5 +195,4 @@ def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, fi
     assert max(len(line) for line in drawn.splitlines()) <= max(width, NARROWEST)
     assert all(line == line.rstrip() for line in drawn.splitlines())
     assert set(drawn) <= {"\n", *map(chr, range(32, 127))}
-    assert drawn.count("\nMPS DAEMONS\n") == 1
-    assert WIDTH == 100
+    assert drawn.count("\nMPS DAEMON ") == 1

@@ -22,7 +22,7 @@ import yaml
 
 from dra_driver.cli.top import screen
 from dra_driver.diagnostics import snapshot as snapshot_module
-from dra_driver.diagnostics.rules.top_screen import NodeView
+from dra_driver.diagnostics.rules.top_screen import Line, NodeView, Span
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError
 from dra_driver.health.store import KeptHealth, encode
@@ -34,6 +34,7 @@ from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import Machine, create_machine, nvml_library
+from tests.cli.test_tables import on_terminal
 from tests.integration.conftest import DRIVER, Node, eventually
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
@@ -65,23 +66,29 @@ def test_top_of_a_driver_at_work(node: Node) -> None:
     before = files(node.plugin_dir) | files(node.cdi)
     done = call("top", *options(node))
     assert (done.returncode, done.stderr) == (0, "")
-    sections = {part.splitlines()[0]: part.splitlines()[1:] for part in done.stdout.split("\n\n")}
-    gpus = {line.split()[0]: line.split() for line in sections["GPUS"][1:]}
+    sections = {part.split()[0]: part.splitlines()[1:] for part in done.stdout.split("\n\n")}
+    gpus = {line.split()[1]: line.split() for line in sections["#"]}
     assert list(gpus) == names
+    assert [gpus[name][0] for name in names] == [str(index) for index in range(len(names))]
     assert gpus[names[2]][-1] == "ok"
-    assert gpus[names[2]][6:11] == ["512", "of", "81559", "40", "%"]
+    assert "512/81559" in gpus[names[2]]
     assert gpus[names[3]][-1] == "UNHEALTHY"
-    assert [[*line.split()[:2], line.split()[3]] for line in sections["CLAIMS"][1:]] == [
+    assert [[*line.split()[:2], line.split()[3]] for line in sections["CLAIM"]] == [
         ["default/training", "pod-of-training", names[2]],
         ["default/training", "pod-of-training", names[3]],
     ]
-    assert sections["CLAIMS"][2].endswith("  UNHEALTHY")
-    assert [line.split()[:4] for line in sections["HEALTH"][1:] if line.startswith("  gpu")] == [
+    assert sections["CLAIM"][1].endswith("  UNHEALTHY")
+    assert [line.split()[:4] for line in sections["HEALTH"] if line.startswith("gpu")] == [
         [names[3], "UNHEALTHY", "xid", "79"],
         [names[3], "DEGRADED", "row-remap", "pending"],
     ]
-    domains = " ".join(sections["NVLINK DOMAINS"][1:]).split()
-    assert domains[1:] == names
+    assert [line.split() for line in sections["PROCESS"]] == [["4711", names[2], "512", "-", "python"]]
+    assert sections["NVLINK"][0].split()[1:] == [
+        str(len(names)),
+        *(str(index) for index in range(len(names))),
+    ]
+    worst = call("top", "--sort", "health", *options(node)).stdout.splitlines()
+    assert names[3] in worst[3]
     as_json = json.loads(call("top", "-o", "json", *options(node)).stdout)
     assert yaml.safe_load(call("top", "-o", "yaml", *options(node)).stdout).keys() == as_json.keys()
     assert as_json["holdings"][1]["trouble"] == "unhealthy"
@@ -130,7 +137,7 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
     terminal = Terminal("--simulate", "t4-4", *nothing)
     try:
         terminal.read_until(b"HEALTH")
-        terminal.read_until(b"q ends")
+        terminal.read_until(b"q quits")
         assert terminal.seen.startswith(b"\x1b[?1049h\x1b[?25l")
         terminal.seen = b""
         terminal.read_until(b"\x1b[1mHEALTH\x1b[0m")
@@ -146,17 +153,65 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
         terminal.close()
 
 
-def test_screen_is_never_larger_than_the_terminal() -> None:
-    text = "TITLE\n" + "".join(f"  row {number} {'x' * 40}\n" for number in range(30))
-    drawn = (
-        screen(text, 20, 10).replace("\x1b[H", "").replace("\x1b[J", "").replace("\x1b[K", "").split("\r\n")
+def test_keys_sort_and_scroll(tmp_path: Path) -> None:
+    nothing = ["--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")]
+    terminal = Terminal("--simulate", "dgx-h100", *nothing)
+    try:
+        termios.tcsetwinsize(terminal.slave, (10, 80))
+        terminal.read_until(b"lines 1-9 of ")
+        for key, said in (
+            (b"m", b"sorted by memory"),
+            (b"u", b"sorted by util"),
+            (b"h", b"sorted by health"),
+            (b"j", b"lines 2-10 of "),
+            (b"\x1b[A", b"lines 1-9 of "),
+            (b" ", b"lines 9-17 of "),
+            (b"\x1b[5~", b"lines 1-9 of "),
+            (b"Gk", b"q quits"),
+            (b"g", b"lines 1-9 of "),
+            (b"\x1b", b"lines 1-9 of "),  # a key without a meaning
+        ):
+            terminal.seen = b""
+            os.write(terminal.master, key)
+            terminal.read_until(said)
+        os.write(terminal.master, b"q")
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "is_coloured"),
+    [
+        ([], {}, True),
+        ([], {"NO_COLOR": "1"}, False),
+        (["--color", "never"], {}, False),
+        (["--color", "always"], {"NO_COLOR": "1"}, True),
+        ([], {"TERM": "dumb"}, False),
+    ],
+)
+def test_colour(arguments: list[str], more: dict[str, str], is_coloured: bool, tmp_path: Path) -> None:
+    nothing = ["--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")]
+    shown = on_terminal(
+        80, "top", "--once", "--simulate", "t4-4", *nothing, *arguments, **{"TERM": "xterm", **more}
     )
-    assert len(drawn) == 9
+    assert ("\x1b[" in "".join(shown)) == is_coloured
+
+
+def test_screen_is_never_larger_than_the_terminal() -> None:
+    lines: list[Line] = [(Span("TITLE", "title"),), *((Span(f"row {number}"),) for number in range(30))]
+
+    def rows(first: int, columns: int, height: int) -> list[str]:
+        sent = screen(lines, first, os.terminal_size((columns, height)), "index", is_coloured=True)
+        return sent.replace("\x1b[H", "").replace("\x1b[J", "").replace("\x1b[K", "").split("\r\n")
+
+    drawn = rows(0, 20, 10)
+    assert len(drawn) == 10
     assert drawn[0] == "\x1b[1mTITLE\x1b[0m"
-    assert {len(line) for line in drawn[1:]} == {20}
-    assert drawn[-1] == "... 23 more lines: a"
-    assert screen("A\n", 20, 10).endswith("q ends\x1b[K\x1b[J")
-    assert screen(text, 1, 1).count("\r\n") == 0
+    assert drawn[8:] == ["row 7", "q quits; lines 1-9 o"]
+    assert rows(5, 80, 4)[:3] == ["row 4", "row 5", "row 6"]
+    assert rows(0, 80, 40)[-1].startswith("q quits; sorted by index: ")
+    assert rows(0, 1, 1) == ["q"]
 
 
 # --- trouble ------------------------------------------------------------------------------------
@@ -179,7 +234,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     assert "libnvidia-ml.so.1 is not below the driver root" in notes
     assert "uid-1.json cannot be read" in notes
     assert "health.json cannot be read: not a JSON object" in notes
-    assert "GPUS\n  none is known\n" in done.stdout
+    assert "\nno GPU is known\n" in done.stdout
     assert files(tmp_path) == before
     health.unlink()
     os.mkfifo(health)

@@ -14,11 +14,12 @@ from dra_driver.diagnostics.rules.top_screen import (
     SeenDaemon,
     SeenGpu,
     SeenInstance,
+    SeenProcess,
     SeenReason,
 )
 from dra_driver.health.rules.polling import FABRIC, reasons_found
 from dra_driver.health.rules.taints import instances_by_device
-from dra_driver.model.gpu import Gpu, GpuLoad
+from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import (
     LOST,
     HealthState,
@@ -39,12 +40,15 @@ _NO_ANSWER = "the GPU does not answer NVML"
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls."""
+    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls. `pods` are the UIDs
+    of the pods that processes belong to, by process ID."""
 
     inventory: Inventory = field(default_factory=Inventory)
     loads: Mapping[str, GpuLoad] = field(default_factory=dict)
     polled: Mapping[str, PolledHealth] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
+    processes: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
+    pods: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
             for status in found.daemons
             for device in status.spec.devices
         ),
+        processes=tuple(_processes(found.nvml, found.claims, names)),
         notes=tuple(dict.fromkeys([*found.problems, *debts, *found.claims.problems, *unread])),
     )
 
@@ -186,7 +191,24 @@ def _gpus(facts: NvmlFacts, names: Mapping[str, str], reasons: Sequence[_ShownRe
             yield SeenGpu(name, uuid, health=health)
         else:
             mode = None if not gpu.mig_capable else "on" if gpu.mig_enabled else "off"
-            yield SeenGpu(name, uuid, gpu.product_name, mode, facts.loads.get(uuid), health)
+            load = facts.loads.get(uuid)
+            yield SeenGpu(name, uuid, gpu.product_name, mode, load, health, gpu.index, gpu.pci_bus_id)
+
+
+def _processes(facts: NvmlFacts, claims: NodeClaims, names: Mapping[str, str]) -> Iterator[SeenProcess]:
+    known = {pod.uid: f"{claim.namespace}/{pod.name}" for claim in claims.claims for pod in claim.pods or ()}
+    for uuid, processes in facts.processes.items():
+        for process in processes:
+            pod = facts.pods.get(process.pid)
+            program, blank, rest = process.name.partition(" ")
+            yield SeenProcess(
+                names[uuid],
+                process.pid,
+                f"{program.rpartition('/')[2]}{blank}{rest}",
+                process.memory_bytes,
+                process.gpu_instance_id,
+                None if pod is None else known.get(pod, f"pod {pod}"),
+            )
 
 
 def _domains(inventory: Inventory, names: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

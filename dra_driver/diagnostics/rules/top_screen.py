@@ -1,27 +1,48 @@
-"""A node at one moment as text for people: its GPUs, the claims that hold them, and their health.
+"""A node at one moment as lines for people: its GPUs, the claims that hold them, who computes there, and their health.
 
-ASCII only; no line is longer than the width, unless that is below `NARROWEST`.
+ASCII only; no line is longer than the width, unless that is below `NARROWEST`. Each line is a row of spans with a style
+in words: whoever draws it decides what a style looks like, and every style says something that the text says too.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from typing import Literal
 
 from dra_driver.diagnostics.rules.prepared_claims import age_text
+from dra_driver.diagnostics.rules.tables import Column, fitted
 from dra_driver.model.gpu import GpuLoad
 
-WIDTH = 100
 NARROWEST = 60
+Style = Literal["", "title", "good", "notice", "warning", "bad", "dim"]
 _INDENT = "  "
 _GAP = "  "
-_LEAST_COLUMN = 4
 _MIB = 1 << 20
 _SHARE_ID_SHOWN = 8
-_LEAST_PODS, _MOST_PODS = 14, 28
+_MOST_PODS = 28
 _POD_TAIL = 8
+_BAR = 10
+_LEAST_TEXT = 30
+_STYLES: Mapping[str, Style] = {
+    "ok": "good",
+    "information": "notice",
+    "degraded": "warning",
+    "unhealthy": "bad",
+    "lost": "bad",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a line."""
+
+    text: str
+    style: Style = ""
+
+
+Line = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +58,8 @@ class SeenGpu:
     mode: str | None = None
     load: GpuLoad | None = None
     health: str = "unknown"
+    index: int | None = None
+    pci_bus_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +120,19 @@ class SeenDaemon:
 
 
 @dataclass(frozen=True, slots=True)
+class SeenProcess:
+    """A process that has memory on the GPU with the device name `gpu`; `gpu_instance_id` in MIG mode only. `pod` is
+    `NAMESPACE/NAME`, or the UID of a pod whose claims are not known, and None for a process of the host."""
+
+    gpu: str
+    pid: int
+    name: str
+    memory_bytes: int | None = None
+    gpu_instance_id: int | None = None
+    pod: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
     """All that is shown. `domains` are NVLink domains with the names of their GPUs; `notes` are sentences."""
 
@@ -111,49 +147,140 @@ class NodeView:
     instances: tuple[SeenInstance, ...] = ()
     health: tuple[SeenReason, ...] = ()
     mps: tuple[SeenDaemon, ...] = ()
+    processes: tuple[SeenProcess, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def draw_node(view: NodeView, width: int = WIDTH) -> str:
-    """The whole view. Titles begin at the left edge, everything else is indented."""
+def node_lines(view: NodeView, width: int, order: Order = "index") -> list[Line]:
+    """The whole view: GPUs with their MIG devices, what is wrong, claims, processes, MPS daemons, NVLink domains.
+
+    `order` is that of GPUs and processes: by memory or utilisation the busiest come first, by health the worst.
+    """
     width = max(width, NARROWEST)
-    sections = [_head(view, width), _gpus(view.gpus, width), _domains(view, width), _claims(view, width)]
-    sections += [_instances(view, width), _health(view, width), _mps(view, width)]
-    sections.append([line for note in view.notes for line in _folded(f"note: {note}", "", width)])
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+    sections = [
+        _head(view, width),
+        _gpus(view, width, order),
+        _health(view, width),
+        _claims(view, width),
+        _processes(view, width, order),
+        _mps(view, width),
+        _domains(view, width),
+        [line for note in view.notes for line in _folded(f"note: {note}", "", width, "warning")],
+    ]
+    lines: list[Line] = []
+    for section in filter(None, sections):
+        lines += [(), *section] if lines else section
+    return lines
 
 
-def _head(view: NodeView, width: int) -> list[str]:
+def _head(view: NodeView, width: int) -> list[Line]:
     versions = [
         f"NVIDIA driver {view.nvidia_version}" if view.nvidia_version else "NVIDIA driver unknown",
         f"CUDA {view.cuda_version}" if view.cuda_version else None,
     ]
-    parts = [view.driver, f"node {view.node}", *filter(None, versions), view.taken_at]
-    return _folded(_GAP.join(parts), "", width)
+    return _folded(_GAP.join([view.node, *filter(None, versions), view.driver, view.taken_at]), "", width)
 
 
-def _gpus(gpus: Sequence[SeenGpu], width: int) -> list[str]:
-    columns = ["GPU", "PRODUCT", "MIG", "MEMORY USED MiB", "UTIL", "TEMP", "POWER W", "HEALTH"]
-    rows = [_gpu(gpu) for gpu in gpus]
-    if sum(_widths([columns, *rows])) + _margins(len(columns)) > width:
-        columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
-    return ["GPUS", *(_table(columns, rows, width) if rows else [f"{_INDENT}none is known"])]
+_SEVERITY = ("unknown", "ok", "information", "degraded", "unhealthy", "lost")
+_ORDERS: Mapping[str, Callable[[SeenGpu], float]] = {
+    "index": lambda _: 0,
+    "memory": lambda gpu: -(_fraction(gpu) or 0),
+    "utilisation": lambda gpu: -((gpu.load and gpu.load.utilisation_percent) or 0),
+    "health": lambda gpu: -(_SEVERITY.index(gpu.health) if gpu.health in _SEVERITY else 0),
+}
+Order = Literal["index", "memory", "utilisation", "health"]
+
+_GPU_COLUMNS = (
+    Column("#"),
+    Column("GPU"),
+    Column("PRODUCT", drop=5),
+    Column("PCI BUS ID", drop=6),
+    Column("MIG", drop=3),
+    Column("MEMORY", drop=2),
+    Column("USED MiB"),
+    Column("UTIL", drop=4),
+    Column("%"),
+    Column("TEMP"),
+    Column("POWER W", drop=1),
+    Column("HEALTH"),
+)
 
 
-def _gpu(gpu: SeenGpu) -> list[str]:
+def _gpus(view: NodeView, width: int, order: Order) -> list[Line]:
+    """A line a GPU, and below it one for each of its GPU instances."""
+    if not view.gpus:
+        return [(Span("no GPU is known", "title"),)]
+    gpus = sorted(view.gpus, key=_ORDERS[order])
+    kept = [
+        index
+        for index, column in enumerate(_GPU_COLUMNS)
+        if column.title != "MIG" or any(gpu.mode is not None for gpu in gpus)
+    ]
+    cells = [_gpu(gpu) for gpu in gpus]
+    head, *rows = fitted(
+        [_GPU_COLUMNS[index] for index in kept],
+        [[row[index].text for index in kept] for row in cells],
+        width,
+        _GAP,
+    )
+    lines: list[Line] = [_cut(_spans(head, {}, "title"), width)]
+    for gpu, row, styled in zip(gpus, rows, cells, strict=True):
+        lines.append(_cut(_spans(row, {at: styled[index].style for at, index in enumerate(kept)}), width))
+        lines += [_instance(seen, width) for seen in view.instances if seen.gpu == gpu.name]
+    return lines
+
+
+def _gpu(gpu: SeenGpu) -> list[Span]:
     load = gpu.load or GpuLoad()
     used, total = (_mib(value) for value in (load.memory_used_bytes, load.memory_total_bytes))
     power, limit = (_number(value) for value in (load.power_w, load.power_limit_w))
+    percent = load.utilisation_percent
     return [
-        gpu.name,
-        gpu.product or "-",
-        gpu.mode or "-",
-        "-" if total == "-" else f"{used} of {total}",
-        _with_unit(load.utilisation_percent, " %"),
-        _with_unit(load.temperature_c, " C"),
-        power if limit == "-" else f"{power} of {limit}",
-        _word(gpu.health),
+        Span("-" if gpu.index is None else str(gpu.index)),
+        Span(gpu.name),
+        Span(gpu.product or "-", "dim"),
+        Span(gpu.pci_bus_id or "-", "dim"),
+        Span(gpu.mode or "-"),
+        _bar(_fraction(gpu)),
+        Span("-" if total == "-" else f"{used}/{total}"),
+        _bar(None if percent is None else percent / 100),
+        Span("-" if percent is None else str(percent)),
+        Span("-" if load.temperature_c is None else f"{load.temperature_c}C"),
+        Span(power if limit == "-" else f"{power}/{limit}"),
+        Span(_word(gpu.health), _STYLES.get(gpu.health, "dim")),
     ]
+
+
+def _fraction(gpu: SeenGpu) -> float | None:
+    """How much of the memory is in use."""
+    if gpu.load is None or gpu.load.memory_used_bytes is None or not gpu.load.memory_total_bytes:
+        return None
+    return gpu.load.memory_used_bytes / gpu.load.memory_total_bytes
+
+
+def _bar(fraction: float | None) -> Span:
+    """`[|||       ]`; what is used at all shows."""
+    if fraction is None:
+        return Span("-")
+    filled = min(_BAR, max(round(fraction * _BAR), 1 if fraction > 0 else 0))
+    style: Style = "bad" if fraction > 0.9 else "warning" if fraction > 0.7 else "good"
+    return Span(f"[{'|' * filled}{' ' * (_BAR - filled)}]", style)
+
+
+def _instance(seen: SeenInstance, width: int) -> Line:
+    text = f"   `- {seen.profile}  slices {_slices(seen.start, seen.size)}  {_ids(seen)}  {seen.holder}"
+    return (Span(_ascii(text)[:width]),)
+
+
+def _slices(start: int, size: int) -> str:
+    return str(start) if size == 1 else f"{start}-{start + size - 1}"
+
+
+def _ids(seen: SeenInstance) -> str:
+    if seen.gpu_instance_id is None:
+        return "not there"
+    compute = ",".join(str(number) for number in seen.compute_instance_ids)
+    return f"GI {seen.gpu_instance_id}" + (f" CI {compute}" if compute else "")
 
 
 def _word(severity: str) -> str:
@@ -169,44 +296,66 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def _with_unit(value: int | None, unit: str) -> str:
-    return "-" if value is None else f"{value}{unit}"
-
-
-def _domains(view: NodeView, width: int) -> list[str]:
-    if not view.domains:
-        return []
-    rows = [[domain, " ".join(names)] for domain, names in view.domains]
-    return ["NVLINK DOMAINS", *_table(["DOMAIN", "GPUS"], rows, width)]
-
-
-def _claims(view: NodeView, width: int) -> list[str]:
-    if not view.holdings:
-        return ["CLAIMS", f"{_INDENT}none"]
-    columns = ["CLAIM", "SINCE", "DEVICE", "USE"]
+def _health(view: NodeView, width: int) -> list[Line]:
+    if not view.health:
+        is_known = bool(view.gpus) and all(gpu.health != "unknown" for gpu in view.gpus)
+        return [
+            (Span("HEALTH", "title"),),
+            *_folded(
+                "nothing is wrong" if is_known else "nothing is known to be wrong",
+                "",
+                width,
+                "good" if is_known else "",
+            ),
+        ]
+    columns = [Column("HEALTH", cut=12), Column("SEVERITY"), Column("REASON", cut=12), Column("SINCE")]
     rows = [
-        [held.claim, _since(held.since_s), held.device, "; ".join(_how(held)) or "-"]
+        [entry.subject, _word(entry.severity), entry.reason, _since(entry.since_s, "now")]
+        for entry in view.health
+    ]
+    head, *found = fitted(columns, rows, width, _GAP)
+    lines: list[Line] = [_spans(head, {}, "title")]
+    for entry, row in zip(view.health, found, strict=True):
+        line = _spans(row, {1: _STYLES.get(entry.severity, "")})
+        taken = sum(len(span.text) for span in line)
+        room = width - taken - len(_GAP)
+        texts = textwrap.wrap(_ascii(entry.text), room, break_on_hyphens=False) if room >= _LEAST_TEXT else []
+        if texts:
+            lines.append((*line, Span(_GAP + texts[0])))
+            lines += [(Span(" " * (taken + len(_GAP)) + text),) for text in texts[1:]]
+        else:
+            lines += [line, *_folded(entry.text, _INDENT * 2, width)]
+    return lines
+
+
+def _claims(view: NodeView, width: int) -> list[Line]:
+    if not view.holdings:
+        return [(Span("CLAIM", "title"),), (Span("no claim is prepared"),)]
+    columns = [
+        Column("CLAIM", cut=14),
+        Column("POD", drop=1, cut=14),
+        Column("SINCE", drop=2),
+        Column("DEVICE", cut=14),
+        Column("USE", cut=16),
+    ]
+    rows = [
+        [held.claim, _pods(held.pods), _since(held.since_s), held.device, "; ".join(_how(held)) or "-"]
         for held in view.holdings
     ]
-    *others, use = _widths([columns, *rows])
-    # The widest column is folded first, which is to be the use and no name.
-    room = width - _margins(len(columns) + 1) - sum(others) - min(use, max(others))
-    if room >= _LEAST_PODS and any(held.pods is not None for held in view.holdings):
-        columns.insert(1, "PODS")
-        for row, held in zip(rows, view.holdings, strict=True):
-            row.insert(1, _pods(held.pods, min(room, _MOST_PODS)))
-    return ["CLAIMS", *_table(columns, rows, width)]
+    if all(held.pods is None for held in view.holdings):
+        columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
+    styles = [_STYLES.get(held.trouble or "", "") for held in view.holdings]
+    return _table(columns, rows, width, len(columns) - 1, styles)
 
 
-def _pods(names: tuple[str, ...] | None, size: int) -> str:
-    """The first of the pods, and how many more there are, in so many characters; the end of a name tells pods apart."""
+def _pods(names: tuple[str, ...] | None) -> str:
+    """The first of the pods, and how many more there are; the end of a name tells pods apart."""
     if not names:
         return "-" if names is None else "none"
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
-    name, left = names[0], size - len(more)
+    name, left = names[0], _MOST_PODS - len(more)
     if len(name) > left:
-        tail = min(_POD_TAIL, left // 2)
-        name = f"{name[: left - tail - 2]}..{name[-tail:]}"
+        name = f"{name[: left - _POD_TAIL - 2]}..{name[-_POD_TAIL:]}"
     return name + more
 
 
@@ -231,41 +380,45 @@ def _since(seconds: float | None, unknown: str = "unknown") -> str:
     return unknown if seconds is None else age_text(seconds)
 
 
-def _instances(view: NodeView, width: int) -> list[str]:
-    if not view.instances:
+def _processes(view: NodeView, width: int, order: Order) -> list[Line]:
+    if not view.processes:
         return []
-    rows = [
-        [seen.gpu, _slices(seen.start, seen.size), seen.profile, _ids(seen), seen.holder]
-        for seen in view.instances
+    columns = [
+        Column("PROCESS"),
+        Column("GPU"),
+        Column("GI", drop=2),
+        Column("MEMORY MiB"),
+        Column("POD", drop=1, cut=12),
+        Column("COMMAND", cut=12),
     ]
-    return ["MIG INSTANCES", *_table(["GPU", "SLICES", "PROFILE", "IDS", "HELD BY"], rows, width)]
-
-
-def _slices(start: int, size: int) -> str:
-    return str(start) if size == 1 else f"{start}-{start + size - 1}"
-
-
-def _ids(seen: SeenInstance) -> str:
-    if seen.gpu_instance_id is None:
-        return "not there"
-    compute = ",".join(str(number) for number in seen.compute_instance_ids)
-    return f"GI {seen.gpu_instance_id}" + (f" CI {compute}" if compute else "")
-
-
-def _health(view: NodeView, width: int) -> list[str]:
-    if not view.health:
-        is_known = bool(view.gpus) and all(gpu.health != "unknown" for gpu in view.gpus)
-        return ["HEALTH", _INDENT + ("nothing is wrong" if is_known else "nothing is known to be wrong")]
+    found = sorted(view.processes, key=lambda one: -(one.memory_bytes or 0) if order == "memory" else 0)
     rows = [
-        [entry.subject, _word(entry.severity), entry.reason, _since(entry.since_s, "now"), entry.text]
-        for entry in view.health
+        [
+            str(one.pid),
+            one.gpu,
+            "-" if one.gpu_instance_id is None else str(one.gpu_instance_id),
+            _mib(one.memory_bytes),
+            one.pod or "-",
+            one.name or "-",
+        ]
+        for one in found
     ]
-    return ["HEALTH", *_table(["DEVICE", "SEVERITY", "REASON", "SINCE", "WHAT"], rows, width)]
+    if all(one.gpu_instance_id is None for one in found):
+        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
+    return _table(columns, rows, width)
 
 
-def _mps(view: NodeView, width: int) -> list[str]:
+def _mps(view: NodeView, width: int) -> list[Line]:
     if not view.mps:
         return []
+    columns = [
+        Column("MPS DAEMON", cut=12),
+        Column("STATE", cut=12),
+        Column("SINCE", drop=1),
+        Column("CLIENTS", drop=2),
+        Column("PID", drop=3),
+        Column("PROBLEM", cut=12),
+    ]
     rows = [
         [
             daemon.device,
@@ -277,35 +430,53 @@ def _mps(view: NodeView, width: int) -> list[str]:
         ]
         for daemon in view.mps
     ]
-    return ["MPS DAEMONS", *_table(["DEVICE", "STATE", "SINCE", "CLIENTS", "PID", "PROBLEM"], rows, width)]
+    states: Mapping[str, Style] = {"ready": "good", "starting": "notice"}
+    return _table(columns, rows, width, 1, [states.get(daemon.state, "bad") for daemon in view.mps])
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Aligned columns; where they do not fit, the widest are folded."""
-    cells = [[_ascii(cell) for cell in row] for row in (columns, *rows)]
-    widths = _widths(cells)
-    room = width - _margins(len(columns))
-    while sum(widths) > room and max(widths) > _LEAST_COLUMN:
-        widths[widths.index(max(widths))] -= 1
-    return [line for row in cells for line in _row(row, widths)]
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-
-
-def _margins(columns: int) -> int:
-    return len(_INDENT) + len(_GAP) * (columns - 1)
-
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    folded = [
-        textwrap.wrap(cell, size, break_on_hyphens=False) or [""]
-        for cell, size in zip(cells, widths, strict=True)
+def _domains(view: NodeView, width: int) -> list[Line]:
+    if not view.domains:
+        return []
+    numbers = {gpu.name: str(gpu.index) for gpu in view.gpus if gpu.index is not None}
+    rows = [
+        [domain, str(len(names)), " ".join(numbers.get(name, name) for name in names)]
+        for domain, names in view.domains
     ]
-    for parts in zip_longest(*folded, fillvalue=""):
-        padded = (f"{part:<{size}}" for part, size in zip(parts, widths, strict=True))
-        yield (_INDENT + _GAP.join(padded)).rstrip()
+    return _table([Column("NVLINK DOMAIN", cut=12), Column("GPUS"), Column("#", cut=12)], rows, width)
+
+
+def _table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    styled: int | None = None,
+    styles: Sequence[Style] = (),
+) -> list[Line]:
+    """A table whose column `styled` has a style a row."""
+    head, *found = fitted(columns, rows, width, _GAP)
+    lines = [_spans(head, {}, "title")]
+    for number, row in enumerate(found):
+        lines.append(_spans(row, {} if styled is None else {styled: styles[number]}))
+    return [_cut(line, width) for line in lines]
+
+
+def _spans(row: Sequence[tuple[int, str]], styles: Mapping[int, Style], others: Style = "") -> Line:
+    """A row of a table with what lies between the columns; `styles` by the index of a column."""
+    made: list[Span] = []
+    for index, text in row:
+        gap = [Span(_GAP)] if made else []
+        made += [*gap, Span(_ascii(text), styles.get(index, others))]
+    return tuple(made)
+
+
+def _cut(line: Line, width: int) -> Line:
+    """What of the line a terminal of that width shows."""
+    made: list[Span] = []
+    for span in line:
+        text = span.text[: max(0, width - sum(len(done.text) for done in made))]
+        if text:
+            made.append(Span(text, span.style))
+    return tuple(made)
 
 
 def _ascii(text: str) -> str:
@@ -313,7 +484,8 @@ def _ascii(text: str) -> str:
     return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
 
 
-def _folded(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
+def _folded(text: str, indent: str, width: int, style: Style = "") -> list[Line]:
+    lines = textwrap.wrap(
         _ascii(text), width, initial_indent=indent, subsequent_indent=indent + _INDENT, break_on_hyphens=False
     )
+    return [(Span(line, style),) for line in lines]

@@ -1,0 +1,61 @@
+"""Tables as kubectl prints them: aligned, a line a row, nothing folded, nothing read as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_GAP = "   "
+_CUT = ".."
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. Where there is too little room, what may be `cut` to so many characters is shortened, the
+    last column first. If that is not enough, the columns with the highest `drop` go first, and 0 stays. What still does
+    not fit runs over the edge."""
+
+    title: str
+    drop: int = 0
+    cut: int = 0
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> str:
+    """Titles and rows as text. `width` is how many columns a terminal has, None for all there is."""
+    return "".join(
+        _GAP.join(text for _, text in line).rstrip() + "\n" for line in fitted(columns, rows, width, _GAP)
+    )
+
+
+def fitted(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, gap: str
+) -> list[list[tuple[int, str]]]:
+    """The titles and the rows: of each cell that has room, the index of its column and its padded text."""
+    chosen = list(range(len(columns)))
+    cells = [[printable(cell) for cell in row] for row in ([column.title for column in columns], *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+    least = [min(size, column.cut or size) for column, size in zip(columns, widths, strict=True)]
+
+    def excess(sizes: Sequence[int]) -> int:
+        needed = sum(sizes[index] for index in chosen) + len(gap) * (len(chosen) - 1)
+        return 0 if width is None else max(0, needed - width)
+
+    for index in sorted(chosen, key=lambda index: -columns[index].drop):
+        if columns[index].drop and excess(least):
+            chosen.remove(index)
+    for index in reversed(chosen):
+        widths[index] = max(least[index], widths[index] - excess(widths))
+    return [
+        [(index, f"{_shortened(row[index], widths[index]):<{widths[index]}}") for index in chosen]
+        for row in cells
+    ]
+
+
+def printable(cell: str) -> str:
+    """Names come from drivers, files and the API: nothing in them may move a terminal's cursor."""
+    return "".join(sign if sign.isprintable() else "?" for sign in cell)
+
+
+def _shortened(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else cell[: width - len(_CUT)] + _CUT
