@@ -251,6 +251,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
     from dra_driver.diagnostics.doctor.driver import DriverChecks
     from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
     from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
+    from dra_driver.diagnostics.state_on_disk import read_state
     from dra_driver.host.processes import gpu_users
 
     platform = _platform(settings)
@@ -279,6 +280,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.dynamic_mig,
         sharing=bool(settings.sharing.entries),
         configured=settings.kubeconfig is not None or in_pod,
+        claims=lambda: [record.ref for record in read_state(settings.plugin_directory).records],
     )
     return [*driver.all(), *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]
 

@@ -84,12 +84,14 @@ class ApiClient:
         user_agent: str = USER_AGENT,
         pool_size: int = POOL_SIZE,
         observe: Callable[[str, int | None], None] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`observe` hears of each request: its method, and the status of the answer or None if there was none."""
+        """`observe` hears of each request: its method, and the status of the answer or None if there was none;
+        `headers` go with each request."""
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._limiter = limiter
-        self._headers = {"User-Agent": user_agent, "Accept": JSON}
+        self._headers = {"User-Agent": user_agent, "Accept": JSON, **(headers or {})}
         self._pool_size = pool_size
         self._observe = observe
         self._lock = threading.Lock()
@@ -140,6 +142,13 @@ class ApiClient:
                 response.close()
                 raise
         return WatchStream(response, action)
+
+    def acting_as(self, user: str, extra: Mapping[str, str]) -> ApiClient:
+        """A client whose requests the API server takes for those of another user, if it lets these credentials do so
+        (impersonation). `extra` is what the server would read from the user's token."""
+        headers = {f"Impersonate-Extra-{quote(key, safe='')}": value for key, value in extra.items()}
+        headers["Impersonate-User"] = user
+        return ApiClient(self.endpoint, timeout_s=self._timeout_s, headers=headers)
 
     def close(self) -> None:
         """Close idle connections; calls under way end by themselves."""

@@ -139,6 +139,7 @@ def test_the_role_grants_what_is_used_and_no_more() -> None:
         ("resourceclaims/status", "patch"),
         ("resourceclaims/driver", "associated-node:patch"),
         ("resourceslices", "create", "delete", "get", "list", "patch", "update", "watch"),
+        ("drivers", "confine"),
         ("nodes", "get"),
         ("events", "create", "patch"),
     }

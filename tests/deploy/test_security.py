@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from dra_driver.api.decode import MAX_BYTES
+from dra_driver.diagnostics.rules.admission import accounts_with_the_mark, binding_problem
 from dra_driver.kubelet import grpc_health as health
 from dra_driver.kubelet import listener, v1
 from dra_driver.mps.protocol import LARGEST_MESSAGE
@@ -209,6 +211,29 @@ def test_limits_are_those_of_the_table() -> None:
         MAX_BYTES,
         LARGEST_MESSAGE,
     ]
+
+
+RENAMED = {"namePrefix": "team-a-", "nameSuffix": "-x", "namespace": "gpus", "resources": ["../daemonset"]}
+
+
+def test_a_rename_keeps_the_mark_that_the_policies_look_for(tmp_path: Path) -> None:
+    """tests/e2e/test_permissions.py shows the same with a real API server."""
+    shutil.copytree(DAEMONSET, tmp_path / "daemonset")
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay/kustomization.yaml").write_text(yaml.safe_dump(RENAMED))
+    renamed = rendered(tmp_path / "overlay")
+    by_kind = {
+        kind: [entry for entry in renamed if entry["kind"] == kind] for kind in {e["kind"] for e in renamed}
+    }
+    accounts = accounts_with_the_mark("gpu.nvidia.com", by_kind["ClusterRole"], by_kind["ClusterRoleBinding"])
+    assert accounts == [("gpus", "team-a-gpu-dra-driver-x")]
+    (daemonset,) = by_kind["DaemonSet"]
+    assert daemonset["metadata"]["namespace"] == "gpus"
+    assert daemonset["spec"]["template"]["spec"]["serviceAccountName"] == accounts[0][1]
+    policies, bindings = (by_kind[f"ValidatingAdmissionPolicy{part}"] for part in ("", "Binding"))
+    for resource in ("resourceslices", "resourceclaims/status"):
+        assert binding_problem(resource, "gpu.nvidia.com", policies, bindings) is None
+    assert not any("gpu-dra-driver" in str(policy["spec"]["matchConditions"]) for policy in policies)
 
 
 def test_the_policy_covers_every_write_in_every_version_and_fails_closed(installed: list[Manifest]) -> None:

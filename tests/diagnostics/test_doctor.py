@@ -21,7 +21,7 @@ from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.diagnostics.doctor import kubelet as kubelet_checks
 from dra_driver.diagnostics.doctor.checks import Check, Shared, run_checks
-from dra_driver.diagnostics.doctor.cluster import POLICY, ClusterChecks, needed_permissions
+from dra_driver.diagnostics.doctor.cluster import ClusterChecks, needed_permissions
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
@@ -680,11 +680,13 @@ def test_the_resource_api(
 
 
 def test_permissions(cluster: ClusterChecks, answers: Answers) -> None:
-    says(cluster.permissions(), "OK", "all 13")
+    says(cluster.permissions(), "OK", "all 14")
     answers.denied = {"patch events", "create events"}
     says(cluster.permissions(), "WARN", "create events, patch events", "kubectl apply -k daemonset")
     answers.denied = {"delete resourceslices", "create events"}
     says(cluster.permissions(), "FAIL", "not allowed: delete resourceslices ->", "ClusterRole")
+    answers.denied = {"confine drivers"}
+    says(cluster.permissions(), "WARN", "lacks the mark (confine drivers.gpu.nvidia.com)", "ClusterRole")
 
 
 def test_what_is_asked_is_exactly_what_the_cluster_role_gives(
@@ -748,17 +750,6 @@ def test_the_clock(cluster: ClusterChecks, answers: Answers, skew_s: int, status
     says(replace(cluster, now=lambda: moment).clock(), status, part)
     answers.time = None
     says(cluster.clock(), "SKIP", "the API server sends no time")
-
-
-def test_the_admission_policy(cluster: ClusterChecks, answers: Answers) -> None:
-    path = f"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/{POLICY}"
-    says(cluster.admission_policy(), "WARN", f"{POLICY} is not installed", "kubectl apply -k daemonset")
-    answers.answers[path] = {"metadata": {}}
-    says(cluster.admission_policy(), "OK")
-    answers.answers[path] = FORBIDDEN
-    says(cluster.admission_policy(), "SKIP", "may not ask")
-    documents = yaml.safe_load_all((ROOT / "daemonset/base/admission-policy.yaml").read_text())
-    assert POLICY in {item["metadata"]["name"] for item in documents}
 
 
 @pytest.mark.parametrize(
@@ -839,6 +830,15 @@ def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None
     says(checks.resource_api(), "OK", "v1 is used")
     says(checks.clock(), "OK")
     says(checks.device_classes(), "WARN", "missing: gpu.nvidia.com, mig.nvidia.com", "device-classes.yaml")
+    for name in ("gpu.nvidia.com", "mig.nvidia.com"):
+        for renamed in (f"timeslice.{name}", f"team-a-{name}-x"):
+            server.add("deviceclasses", {"metadata": {"name": renamed}, "spec": {}}, group="resource.k8s.io")
+    says(
+        checks.device_classes(),
+        "WARN",
+        "missing: gpu",
+        "to team-a-gpu.nvidia.com-x, team-a-mig.nvidia.com-x, but",
+    )
     for name in ("gpu.nvidia.com", "mig.nvidia.com"):
         server.add("deviceclasses", {"metadata": {"name": name}, "spec": {}}, group="resource.k8s.io")
     says(checks.device_classes(), "OK", "gpu.nvidia.com, mig.nvidia.com")

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import ssl
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
+from tests.e2e.conftest import NAMESPACE, ROOT, SIMULATOR_DIR, Cluster, claim_and_pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
 VERSIONS = ("v1", "v1beta2", "v1beta1")
 SPACE = "permissions"
 OLDER = "e2e-older-server"
+LABEL = "app.kubernetes.io/name=gpu-dra-driver"
 Json = dict[str, Any]
 
 
@@ -245,6 +250,9 @@ def test_status_of_own_devices_and_nothing_else_of_a_claim(
         assert api.ask("PATCH", path_of(version, name), {"metadata": metadata}, MERGE).status == 403
 
 
+RENAMED = ("gpus-elsewhere", "team-a-gpu-dra-driver-x")
+
+
 @pytest.fixture
 def older_server(cluster: Cluster) -> Iterator[None]:
     """Grants what Kubernetes before 1.36 does not ask for, so that the policy stands alone."""
@@ -258,13 +266,16 @@ def older_server(cluster: Cluster) -> Iterator[None]:
     ]
     rbac = "rbac.authorization.k8s.io"
     role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": OLDER}, "rules": rules}
-    account = {"kind": "ServiceAccount", "name": "gpu-dra-driver", "namespace": NAMESPACE}
+    accounts = [
+        {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+        for namespace, name in ((NAMESPACE, "gpu-dra-driver"), RENAMED)
+    ]
     binding = {
         "apiVersion": f"{rbac}/v1",
         "kind": "ClusterRoleBinding",
         "metadata": {"name": OLDER},
         "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": OLDER},
-        "subjects": [account],
+        "subjects": accounts,
     }
     cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": [role, binding]}))
     yield
@@ -291,6 +302,141 @@ def test_the_policy_alone_confines_the_status_as_well(
     assert apply_status(nobody, version, "mine", [entry(driver, pool)]).refused_by(POLICY)
 
 
+@pytest.fixture
+def renamed(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
+    """A token of the driver as kustomize renames it, in another namespace; only its policies are there meanwhile."""
+    namespace, account = RENAMED
+    shutil.copytree(ROOT / "daemonset", tmp_path / "daemonset")
+    (tmp_path / "overlay").mkdir()
+    names = {"namePrefix": "team-a-", "nameSuffix": "-x", "namespace": namespace}
+    overlay = yaml.safe_dump({**names, "resources": ["../daemonset/base"]})
+    (tmp_path / "overlay/kustomization.yaml").write_text(overlay)
+    manifests = list(yaml.safe_load_all(cluster.kubectl("kustomize", str(tmp_path / "overlay"))))
+    # Two drivers of one name on a node is another story.
+    manifests = [entry for entry in manifests if entry["kind"] not in ("DaemonSet", "DeviceClass")]
+    policies = ("validatingadmissionpolicies,validatingadmissionpolicybindings", "-l", LABEL)
+    before = cluster.get(*policies)
+    for entry in before["items"]:
+        entry["metadata"] = {key: entry["metadata"][key] for key in ("name", "labels")}
+        entry.pop("status", None)
+    cluster.kubectl("delete", *policies)
+    try:
+        cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests}))
+        cluster.apply(
+            f"""apiVersion: v1
+kind: Pod
+metadata: {{name: renamed, namespace: {namespace}}}
+spec:
+  serviceAccountName: {account}
+  terminationGracePeriodSeconds: 0
+  containers:
+    - {{name: main, image: "local/workload:e2e", command: [sleep, "3600"]}}
+"""
+        )
+        wait_for("the pod to be bound", lambda: cluster.pod("renamed", namespace)["spec"].get("nodeName"))
+        bound = ["--bound-object-kind", "Pod", "--bound-object-name", "renamed"]
+        yield cluster.kubectl("create", "token", account, "-n", namespace, *bound).strip()
+    finally:
+        kinds = (
+            "validatingadmissionpolicies,validatingadmissionpolicybindings,clusterroles,clusterrolebindings"
+        )
+        mine = [entry["metadata"]["name"] for entry in manifests if entry["kind"] != "Namespace"]
+        cluster.kubectl("delete", kinds, "--ignore-not-found", *sorted(set(mine)))
+        cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=300s")
+        cluster.apply(json.dumps(before))
+
+
+@pytest.mark.usefixtures("older_server")
+def test_a_renamed_driver_is_confined_all_the_same(
+    cluster: Cluster, renamed: str, claims: dict[str, tuple[str, str]]
+) -> None:
+    api = Api(cluster, renamed)
+    slices = "/apis/resource.k8s.io/v1/resourceslices"
+    other = a_slice("v1", "permission-test", pool="other-node", where={"nodeName": "other-node"})
+    mine = a_slice("v1", "permission-test", pool=cluster.node, where={"nodeName": cluster.node})
+    by_name = "'team-a-gpu-dra-driver-own-{}-x' denied request"
+    wait_for(
+        "the renamed policy to refuse",
+        lambda: api.ask("POST", slices, other).refused_by(by_name.format("node")),
+    )
+    assert api.ask("POST", slices, mine).status == 201
+    wait_for(
+        "the renamed policy of the status to refuse",
+        lambda: all(
+            answer.refused_by(by_name.format("devices"))
+            for answer in harmful(api, "v1", cluster.node).values()
+        ),
+    )
+    assert apply_status(api, "v1", "mine", [entry(*claims["mine"])]).status == 200
+
+
+def test_an_account_that_may_do_everything_is_left_alone(cluster: Cluster) -> None:
+    account = ("serviceaccount", "may-do-everything", "-n", "default")
+    role = ("clusterrolebinding", "e2e-may-do-everything")
+    cluster.kubectl("create", *account)
+    try:
+        cluster.kubectl(
+            *("create", *role, "--clusterrole=cluster-admin", "--serviceaccount=default:may-do-everything")
+        )
+        api = Api(cluster, cluster.kubectl("create", "token", *account[1:]).strip())
+        other = a_slice("v1", "permission-test", pool="other-node", where={"nodeName": "other-node"})
+        slices = "/apis/resource.k8s.io/v1/resourceslices"
+        wait_for("the right to be known", lambda: api.ask("POST", slices, other).status == 201)
+    finally:
+        cluster.kubectl("delete", *role, "--ignore-not-found")
+        cluster.kubectl("delete", *account)
+
+
+def test_doctor_proves_both_policies(cluster: Cluster, claims: dict[str, tuple[str, str]]) -> None:
+    """In the pod with its own token, and outside with that of an administrator."""
+    assert claims
+    pod = cluster.staying_pods("node")[-1]["metadata"]["name"]
+    inside = ("exec", pod, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor", "-o", "json")
+    cluster.apply(claim_and_pod("proof"))
+    cluster.wait_running("proof")
+    found = findings(cluster.kubectl(*inside, check=False))
+    assert found["admission policy"] == (
+        "OK",
+        "the policy gpu-dra-driver-own-node refused this account a slice of another node",
+    )
+    assert found["claim policy"][0] == "OK"
+    assert found["claim policy"][1].startswith("the API server itself refused this account")
+    outside = [str(Path(sys.executable).parent / "gpu-dra-driver"), "doctor", "-o", "json"]
+    outside += ["--kubeconfig", str(cluster.local.kubeconfig()), "--node-name", cluster.node]
+    outside += ["--simulate", "dgx-h100", "--simulator-dir", str(SIMULATOR_DIR)]
+
+    def seen() -> dict[str, tuple[str, str]]:
+        return findings(subprocess.run(outside, capture_output=True, text=True, check=False).stdout)
+
+    account = f"{NAMESPACE}/gpu-dra-driver"
+    assert seen()["admission policy"] == (
+        "OK",
+        f"the policy gpu-dra-driver-own-node refused {account} a slice of another node",
+    )
+    assert seen()["claim policy"][1].endswith("the policy for older ones is bound")
+    warning = json.dumps({"spec": {"validationActions": ["Warn"]}})
+    names = ("gpu-dra-driver-own-node", "gpu-dra-driver-own-devices")
+    patch = ("patch", "validatingadmissionpolicybinding")
+    for name in names:
+        cluster.kubectl(*patch, name, "--type=merge", "-p", warning)
+    try:
+        wait_for("the API server to heed the binding", lambda: seen()["admission policy"][0] == "WARN")
+        assert f"the binding {names[0]} of the policy {names[0]} says Warn" in seen()["admission policy"][1]
+        assert f"the binding {names[1]} of the policy {names[1]} says Warn" in seen()["claim policy"][1]
+        status, text = findings(cluster.kubectl(*inside, check=False))["admission policy"]
+        assert (status, "this account was not refused" in text) == ("WARN", True)
+    finally:
+        denying = json.dumps({"spec": {"validationActions": ["Deny"]}})
+        for name in names:
+            cluster.kubectl(*patch, name, "--type=merge", "-p", denying)
+        wait_for("the policy to be back", lambda: seen()["admission policy"][0] == "OK")
+
+
+def findings(document: str) -> dict[str, tuple[str, str]]:
+    """Status and text of each check that doctor printed."""
+    return {check["check"]: (check["status"], check["seen"]) for check in json.loads(document)["checks"]}
+
+
 def test_rights_are_the_contract_and_nothing_more(cluster: Cluster, token: str) -> None:
     """What the API server itself says that the token may do, beyond asking about itself."""
     review = {
@@ -314,6 +460,7 @@ def test_rights_are_the_contract_and_nothing_more(cluster: Cluster, token: str) 
         (dra, "resourceclaims/status", "patch"),
         (dra, "resourceclaims/driver", "associated-node:patch", "gpu.nvidia.com"),
         *((dra, "resourceslices", verb) for verb in every),
+        ("gpu.nvidia.com", "drivers", "confine"),
         ("", "nodes", "get"),
         ("", "events", "create"),
         ("", "events", "patch"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from dra_driver.diagnostics.doctor.admission import AdmissionProof
 from dra_driver.diagnostics.doctor.checks import Check, Shared
+from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
@@ -16,6 +18,7 @@ from dra_driver.kube.client import ApiClient, path_segment
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.convert import GROUP, VERSIONS
 from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import ClaimRef
 from dra_driver.slices.api_support import partitions_problem
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner, slice_changes
@@ -25,7 +28,6 @@ JsonObject = dict[str, Any]
 
 UPGRADE_LABEL = "nvidia.com/gpu.deploy.dra-driver"
 """The driver manager of NVIDIA's GPU operator gives it another value while it upgrades the NVIDIA driver."""
-POLICY = "gpu-dra-driver-own-node"
 _OLDEST_MINOR = 32
 _SKEW_S = 5.0
 _MUCH_SKEW_S = 60.0
@@ -62,6 +64,7 @@ def needed_permissions(driver: str) -> tuple[Permission, ...]:
     return (
         Permission("get", "resourceclaims"),
         *(Permission(verb, "resourceslices") for verb in slices),
+        Permission(MARK_VERB, MARK_RESOURCE, driver, optional=True),
         Permission("get", "nodes", ""),
         Permission("patch", "resourceclaims", subresource="status", optional=True),
         Permission(
@@ -84,6 +87,7 @@ class ClusterChecks:
     sharing: bool = False
     configured: bool = True
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    claims: Callable[[], Sequence[ClaimRef]] = tuple
 
     def api_server(self) -> Finding:
         """Does it answer, and is it new enough?"""
@@ -149,6 +153,12 @@ class ClusterChecks:
         if hard:
             return fail(
                 f"not allowed: {', '.join(hard)}", f"{_APPLY} (ClusterRole and binding gpu-dra-driver)"
+            )
+        if any(permission.verb == MARK_VERB for permission in denied):
+            return warn(
+                f"the role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}), so the admission policies do "
+                "not confine this account to its node",
+                f"{_APPLY} (ClusterRole gpu-dra-driver)",
             )
         if denied:
             return warn(
@@ -218,20 +228,14 @@ class ClusterChecks:
 
     def admission_policy(self) -> Finding:
         """Is a node kept from publishing devices of another?"""
-        return self._asked(self._admission_policy)
+        return self._asked(lambda: self._proof().slices())
 
-    def _admission_policy(self) -> Finding:
-        path = f"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/{POLICY}"
-        try:
-            self._get(path, f"get the admission policy {POLICY}")
-        except ApiRejectedError as error:
-            if error.status != 404:
-                raise
-            return warn(
-                f"{POLICY} is not installed; a node that was broken into could change the slices of others",
-                _APPLY,
-            )
-        return ok(f"{POLICY} is installed")
+    def claim_policy(self) -> Finding:
+        """Is a node kept from giving devices to other claims and pods?"""
+        return self._asked(lambda: self._proof().claim_status())
+
+    def _proof(self) -> AdmissionProof:
+        return AdmissionProof(self.client.get(), self.driver, self.node, self.claims)
 
     def driver_upgrades(self) -> Finding:
         """Which nodes would components/driver-upgrades take the driver from?"""
@@ -270,9 +274,11 @@ class ClusterChecks:
         names = [str(item["metadata"]["name"]) for item in listed.get("items") or ()]
         ours = [name for name in names if name.endswith("nvidia.com")]
         missing = [name for name in ("gpu.nvidia.com", "mig.nvidia.com") if name not in names]
+        renamed = [other for other in names if any(_is_renamed(name, other) for name in missing)]
         if missing:
+            why = f"; renamed, it seems, to {named(renamed)}, but claims ask by the name" if renamed else ""
             return warn(
-                f"missing: {', '.join(missing)}", "`kubectl apply -f daemonset/base/device-classes.yaml`"
+                f"missing: {', '.join(missing)}{why}", "`kubectl apply -f daemonset/base/device-classes.yaml`"
             )
         return ok(named(ours))
 
@@ -389,6 +395,7 @@ class ClusterChecks:
             Check("allocatable", self.allocatable),
             Check("clock", self.clock),
             Check("admission policy", self.admission_policy),
+            Check("claim policy", self.claim_policy),
             Check("driver upgrades", self.driver_upgrades),
             Check("DeviceClasses", self.device_classes),
             Check("slices", self.slices),
@@ -427,3 +434,9 @@ class ClusterChecks:
             if error.status == 404:
                 return None
             raise
+
+
+def _is_renamed(name: str, other: str) -> bool:
+    """Whether a class looks like another one to whose name something was added, as kustomize does by namePrefix."""
+    before, found, behind = other.partition(name)
+    return bool(found and (before or behind)) and not before.endswith(".")
