@@ -11,7 +11,7 @@ ARGS ?=
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e lock proto clean
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e lock policy proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -97,6 +97,9 @@ cluster-down: ## Stop the cluster and remove what it left
 
 e2e: $(STAMP) ## Tests on a real Kubernetes, unattended; cleans up (root)
 	@$(BIN)/python hack/e2e.py $(ARGS)
+
+policy: $(STAMP) ## Write the admission policy for parameters from their fields; a test compares it
+	@$(BIN)/python hack/parameters_policy.py
 
 proto: $(STAMP) ## Generate the gRPC code from proto/
 	@$(BIN)/python hack/proto/generate.py

@@ -12,7 +12,7 @@ from dra_driver.errors import InvalidConfigError
 
 MAX_BYTES = 10 * 1024
 
-_PARTS = {"TimeSlicing": "timeSlicingConfig", "MPS": "mpsConfig"}
+STRATEGY_PARTS: Mapping[str, str] = {"TimeSlicing": "timeSlicingConfig", "MPS": "mpsConfig"}
 
 
 def decode(parameters: Any) -> OpaqueConfig:
@@ -32,11 +32,11 @@ def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
     """Parts of `sharing` that do not fit its strategy: a mistake even when they are empty or null."""
     sharing = parameters.get("sharing")
     strategy = sharing.get("strategy") if isinstance(sharing, Mapping) else None
-    if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in _PARTS:
+    if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in STRATEGY_PARTS:
         return []
     return [
         f"sharing.{part}: does not fit strategy {strategy}; remove it or use strategy {other}"
-        for other, part in _PARTS.items()
+        for other, part in STRATEGY_PARTS.items()
         if part in sharing and other != strategy
     ]
 
@@ -52,12 +52,19 @@ def _checked_kind(parameters: Any) -> str:
         raise _invalid(f"the parameters are not valid JSON: {error}") from error
     if size > MAX_BYTES:
         raise _invalid(f"the parameters have {size} bytes; at most {MAX_BYTES} are allowed")
-    version, kind = parameters.get("apiVersion"), parameters.get("kind")
-    if version != GROUP_VERSION:
-        raise _invalid(f"apiVersion: {version!r} is not supported; use {GROUP_VERSION}")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise _invalid(f"kind: {kind!r} is not supported; use one of {', '.join(KINDS)}")
-    return kind
+    _check_word(parameters, "apiVersion", (GROUP_VERSION,), f"use {GROUP_VERSION}")
+    return _check_word(parameters, "kind", tuple(KINDS), f"use one of {', '.join(KINDS)}")
+
+
+def _check_word(parameters: Mapping[str, Any], name: str, known: tuple[str, ...], remedy: str) -> str:
+    value = parameters.get(name)
+    if value is None:
+        raise _invalid(f"{name}: is required; {remedy}")
+    if not isinstance(value, str):
+        raise _invalid(f"{name}: must be a string; {remedy}")
+    if value not in known:
+        raise _invalid(f"{name}: {value!r} is not supported; {remedy}")
+    return value
 
 
 def _invalid(fault: str) -> InvalidConfigError:

@@ -27,8 +27,9 @@ from dra_driver.api.config import (
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.units import quantity_bytes
 
-_MIB = 1024 * 1024
-_DEVICE_KEY = re.compile(r"^(?:\d{1,4}|(?:GPU|MIG)-[0-9A-Za-z-]{4,})\Z")
+LEAST_MEMORY = 1024 * 1024
+DEVICE_KEY = r"[0-9]{1,4}|(?:GPU|MIG)-[0-9A-Za-z-]{4,}"
+"""What a UUID or an index looks like, for Python and for RE2."""
 
 
 class _Fault(Exception):  # noqa: N818  found input, not a failure of ours
@@ -112,7 +113,7 @@ class Memory(SingleValue):
             number = quantity_bytes(str(value))
         except InvalidConfigError as error:
             raise _Fault(str(error)) from error
-        if number < _MIB:
+        if number < LEAST_MEMORY:
             raise _Fault(f"{value} is below the least limit, 1Mi")
         return number
 
@@ -126,7 +127,7 @@ class MemoryByDevice(Field):
         if not isinstance(value, Mapping):
             faults.append(f"{path}: must be an object")
             return {}
-        wrong = [key for key in value if not isinstance(key, str) or _DEVICE_KEY.match(key) is None]
+        wrong = [key for key in value if not isinstance(key, str) or re.fullmatch(DEVICE_KEY, key) is None]
         if wrong:
             shown = " ".join(", ".join(map(repr, wrong)).split())
             faults.append(f"{path}: {shown} is not a device UUID or an index")

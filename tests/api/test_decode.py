@@ -89,7 +89,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
     [
         (None, "the parameters must be an object with apiVersion and kind, not null"),
         ("text", "the parameters must be an object with apiVersion and kind, not str"),
-        ({}, f"apiVersion: None is not supported; use {GROUP_VERSION}"),
+        ({}, f"apiVersion: is required; use {GROUP_VERSION}"),
         (
             {"apiVersion": "resource.nvidia.com/v1", "kind": "GpuConfig"},
             f"apiVersion: 'resource.nvidia.com/v1' is not supported; use {GROUP_VERSION}",
@@ -100,7 +100,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
         ),
         (
             parameters({"a": 1}),
-            "kind: {'a': 1} is not supported; use one of GpuConfig, MigDeviceConfig, VfioDeviceConfig",
+            "kind: must be a string; use one of GpuConfig, MigDeviceConfig, VfioDeviceConfig",
         ),
         (parameters(x="a" * 11000), "the parameters have 11070 bytes; at most 10240 are allowed"),
         (parameters(x={1}), "the parameters are not valid JSON: Object of type set is not JSON serializable"),

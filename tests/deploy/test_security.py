@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import parameters_policy
 import pytest
 import yaml
 
@@ -213,6 +214,22 @@ def test_limits_are_those_of_the_table() -> None:
     ]
 
 
+def test_the_policy_for_parameters_is_what_their_fields_say() -> None:
+    assert parameters_policy.TARGET.read_text() == parameters_policy.policy(), "run `make policy`"
+
+
+def test_the_policy_for_parameters_hinders_nothing_that_is_stored(installed: list[Manifest]) -> None:
+    spec = one(installed, "ValidatingAdmissionPolicy", "gpu-dra-driver-parameters")["spec"]
+    assert spec["failurePolicy"] == "Ignore"
+    (rule,) = spec["matchConstraints"]["resourceRules"]
+    assert rule["operations"] == ["CREATE", "UPDATE"]
+    assert not [name for name in rule["resources"] if "/" in name], "no status"
+    (condition,) = spec["matchConditions"]
+    assert condition["expression"] == "oldObject == null || object.spec != oldObject.spec"
+    binding = one(installed, "ValidatingAdmissionPolicyBinding", "gpu-dra-driver-parameters")["spec"]
+    assert binding == {"policyName": "gpu-dra-driver-parameters", "validationActions": ["Deny"]}
+
+
 RENAMED = {"namePrefix": "team-a-", "nameSuffix": "-x", "namespace": "gpus", "resources": ["../daemonset"]}
 
 
@@ -234,6 +251,8 @@ def test_a_rename_keeps_the_mark_that_the_policies_look_for(tmp_path: Path) -> N
     for resource in ("resourceslices", "resourceclaims/status"):
         assert binding_problem(resource, "gpu.nvidia.com", policies, bindings) is None
     assert not any("gpu-dra-driver" in str(policy["spec"]["matchConditions"]) for policy in policies)
+    names = {policy["metadata"]["name"] for policy in policies}
+    assert {binding["spec"]["policyName"] for binding in bindings} == names
 
 
 def test_the_policy_covers_every_write_in_every_version_and_fails_closed(installed: list[Manifest]) -> None:

@@ -199,7 +199,7 @@ def test_a_fault_in_a_template(spec: Json, expected: str) -> None:
         ({"selectors": [{"cel": {"expression": "devic.driver == 'x'"}}]}, "did you mean device?"),
         ({"suitableNodes": {}}, "spec.suitableNodes: belongs to an alpha version"),
         ({"config": [{"requests": [], "opaque": OPAQUE}]}, "requests: unknown field"),
-        ({"config": [{"opaque": OPAQUE | {"parameters": {}}}]}, "config[0].opaque.parameters.apiVersion: None is"),
+        ({"config": [{"opaque": OPAQUE | {"parameters": {}}}]}, "config[0].opaque.parameters.apiVersion: is required"),
     ],
 )  # fmt: skip
 def test_a_fault_in_a_class(spec: Json, expected: str) -> None:

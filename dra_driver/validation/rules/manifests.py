@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from dra_driver.api.config import GROUP_VERSION
+from dra_driver.api.config import GROUP_VERSION, DeviceType
+from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.decode import decode
 from dra_driver.api.resolve import unbuilt_features
 from dra_driver.errors import InvalidConfigError
@@ -33,6 +34,15 @@ JsonObject = dict[str, Any]
 GROUP = "resource.k8s.io"
 SERVED = ("v1", "v1beta2", "v1beta1")
 KINDS = ("ResourceClaim", "ResourceClaimTemplate", "DeviceClass")
+CLASS_TYPES: Mapping[str, DeviceType] = {
+    "gpu.nvidia.com": "gpu",
+    "timeslice.gpu.nvidia.com": "gpu",
+    "mps.gpu.nvidia.com": "gpu",
+    "mig.nvidia.com": "mig",
+}
+"""What the classes that are installed with the driver give."""
+PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
+"""How the names of the classes for MIG profiles begin and end."""
 
 _SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
 _ATTRIBUTE = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
@@ -272,7 +282,40 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
                 FieldFault(here, "exactly one of `matchAttribute` and `distinctAttribute` is required")
             )
         found += _unknown_requests(constraint.get("requests"), f"{here}.requests", seen)
-    return found + _config_faults(devices.get("config") or [], f"{path}.config", seen, driver)
+    entries = devices.get("config") or []
+    misfits = [] if found else _misfits(entries, f"{path}.config", requests, driver)
+    return found + _config_faults(entries, f"{path}.config", seen, driver) + misfits
+
+
+def _misfits(
+    entries: Sequence[JsonObject], path: str, requests: Sequence[JsonObject], driver: str
+) -> list[FieldFault]:
+    """Parameters that name a request none of whose classes gives devices of their kind: Prepare would refuse them."""
+    found: list[FieldFault] = []
+    for number, entry in enumerate(entries):
+        parameters = entry["opaque"]["parameters"]
+        if entry["opaque"]["driver"] != driver or not is_parameters(parameters):
+            continue
+        kind = str(parameters.get("kind"))
+        if kind not in CONFIG_KINDS:
+            continue
+        for index, name in enumerate(entry.get("requests") or ()):
+            classes = [
+                body["deviceClassName"]
+                for request in requests
+                for full, body in alternatives(request)
+                if name in (full, request["name"])
+            ]
+            if classes and all(class_type(asked) not in (None, CONFIG_KINDS[kind]) for asked in classes):
+                text = f"{kind} does not fit request {name!r} of class {', '.join(classes)}"
+                found.append(FieldFault(f"{path}[{number}].requests[{index}]", text))
+    return found
+
+
+def class_type(name: str) -> DeviceType | None:
+    """What a class of this driver gives; None for one that it does not know."""
+    begin, end = PROFILE_CLASS
+    return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
 
 def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
@@ -312,7 +355,7 @@ def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
         dot = "." if path else ""
         return [
             FieldFault(f"{path}{dot}{field}", text)
-            if text and " " not in field
+            if not field.startswith("the parameters ")
             else FieldFault(path, f"{field}{colon}{text}")
             for field, colon, text in split
         ]
@@ -330,9 +373,12 @@ def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault
     ]
 
 
-def is_parameters(document: Mapping[str, Any]) -> bool:
+def is_parameters(document: Any) -> bool:
     """Whether a document is opaque parameters that stand alone."""
-    return str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
+    return (
+        isinstance(document, Mapping)
+        and str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
+    )
 
 
 def pod_spec(document: Mapping[str, Any]) -> tuple[str, JsonObject] | None:

@@ -1,0 +1,285 @@
+"""`make policy`: daemonset/base/parameters-policy.yaml, from the fields of opaque parameters in dra_driver/api.
+
+The expressions keep to what API servers since 1.34 compile. Each variable is a list: of places, which are maps of a
+path (`at`) and the value there (`is`), or of faults as the driver words them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from dra_driver.api.config import GROUP_VERSION, KINDS, DeviceType
+from dra_driver.api.decode import STRATEGY_PARTS
+from dra_driver.api.schema import (
+    DEVICE_KEY,
+    FIELDS,
+    LEAST_MEMORY,
+    Choice,
+    Field,
+    Memory,
+    MemoryByDevice,
+    Section,
+    Switch,
+    WholeNumber,
+)
+from dra_driver.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "daemonset/base/parameters-policy.yaml"
+DRIVER = "gpu.nvidia.com"
+NAME = "gpu-dra-driver-parameters"
+MOST_TEXT = 4000
+"""Beyond 5120 bytes the API server takes `message` instead."""
+
+_HEAD = f"""\
+# Made by hack/parameters_policy.py (`make policy`) from the fields of the driver's opaque parameters: change those.
+#
+# Refuses claims, templates and classes whose parameters the driver would refuse in a Prepare, in its words.
+# What it cannot judge passes, and the driver's Prepare looks at it again: hence failurePolicy Ignore.
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata:
+  name: {NAME}
+spec:
+  failurePolicy: Ignore
+  matchConstraints:
+    # Objects of other served versions are converted to this one.
+    matchPolicy: Equivalent
+    resourceRules:
+      - apiGroups: [resource.k8s.io]
+        apiVersions: [v1]
+        operations: [CREATE, UPDATE]
+        resources: [resourceclaims, resourceclaimtemplates, deviceclasses]
+  matchConditions:
+    # What is stored already may end: finalizers, labels and status never meet this policy.
+    - name: spec-is-new
+      expression: oldObject == null || object.spec != oldObject.spec
+"""
+
+Variables = list[tuple[str, str]]
+
+
+class Policy:
+    """Collects the variables; `faults` are the names of those that list faults."""
+
+    def __init__(self) -> None:
+        self.variables: Variables = []
+        self.faults: list[str] = []
+        self._places: dict[int, tuple[Field, str, list[str]]] = {}
+
+    def add(self, name: str, expression: str) -> str:
+        """A variable; how expressions call it."""
+        self.variables.append((name, expression))
+        return f"variables.{name}"
+
+    def fault(self, name: str, expression: str) -> None:
+        """A variable that lists faults."""
+        self.faults.append(self.add(name, expression))
+
+    def fields(self, name: str, section: Section, places: str, others: tuple[str, ...] = ()) -> None:
+        """What `Section.read` says: `places` are objects with these fields, and with others that are looked at
+        elsewhere."""
+        for field, kind in section.fields.items():
+            if kind.is_required:
+                missing = f"{places}.filter(p, p.is.?{field}.orValue(null) == null)"
+                self.fault(f"{name}_{field}_missing", f"{missing}.map(p, p.at + '.{field}: is required')")
+            child = f"{places}.filter(p, p.is.?{field}.orValue(null) != null)"
+            child += f".map(p, {{'at': dyn(p.at + '.{field}'), 'is': p.is.{field}}})"
+            self._found(f"{name}_{field}", kind, child)
+        known = ", ".join(f"'{field}'" for field in (*others, *section.fields))
+        unknown = f"p.is.filter(k, !(k in [{known}]) && p.is[k] != null)"
+        self.fault(
+            f"{name}_unknown",
+            f"{places}.map(p, {unknown}.map(k, p.at + '.' + k + ': unknown field').join('; '))"
+            ".filter(f, f != '')",
+        )
+
+    def _found(self, name: str, field: Field, places: str) -> None:
+        """Fields that several sections have in common are checked once, at all their places."""
+        found = self._places.setdefault(id(field), (field, name, []))
+        found[2].append(places)
+
+    def check_found(self) -> None:
+        """The rules of all fields that were found; they may find more."""
+        while self._places:
+            field, name, places = self._places.pop(next(iter(self._places)))
+            self._check(name, field, self.add(name, " +\n".join(places)))
+
+    def _check(self, name: str, field: Field, places: str) -> None:
+        match field:
+            case Section():
+                self._faulty(name, places, "type(p.is) != map", "'must be an object'")
+                objects = self.add(f"{name}_objects", f"{places}.filter(p, type(p.is) == map)")
+                self.fields(name, field, objects)
+            case Choice(words):
+                known = ", ".join(f"'{word}'" for word in words)
+                text = f"'must be {', '.join(words[:-1])} or {words[-1]}'"
+                self._faulty(name, places, f"!(p.is in [{known}])", text)
+            case WholeNumber(least, most):
+                wrong = f"type(p.is) != int || p.is < {least} || p.is > {most}"
+                self._faulty(name, places, wrong, f"'must be a whole number from {least} to {most}'")
+            case Switch():
+                self._faulty(name, places, "type(p.is) != bool", "'must be true or false'")
+            case Memory():
+                self.fault(name + "_wrong", _joined(f"{places}.map(p, {_memory('p.at', 'p.is')})"))
+            case MemoryByDevice():
+                self._by_device(name, places)
+            case _:
+                raise NotImplementedError(f"{name}: no rule for a {type(field).__name__}")
+
+    def _faulty(self, name: str, places: str, wrong: str, text: str) -> None:
+        self.fault(f"{name}_wrong", f"{places}.filter(p, {wrong}).map(p, p.at + ': ' + {text})")
+
+    def _by_device(self, name: str, places: str) -> None:
+        self._faulty(name, places, "type(p.is) != map", "'must be an object'")
+        objects = self.add(f"{name}_objects", f"{places}.filter(p, type(p.is) == map)")
+        key = f"k.matches('^(?:{DEVICE_KEY})$')"
+        wrong = f"p.is.filter(k, !{key})"
+        self.fault(
+            f"{name}_keys",
+            f"{objects}.filter(p, {wrong}.size() > 0).map(p, p.at + ': ' + "
+            f"{wrong}.map(k, \"'\" + k + \"'\").join(', ') + ' is not a device UUID or an index')",
+        )
+        inner = _joined(f"p.is.filter(k, {key}).map(k, {_memory('p.at + `.` + k', 'p.is[k]')})")
+        self.fault(f"{name}_values", _joined(f"{objects}.map(p, {inner}.join('; '))"))
+
+
+def _joined(texts: str) -> str:
+    return f"{texts}.filter(f, f != '')"
+
+
+def _memory(at: str, value: str) -> str:
+    """The fault of a quantity of memory, or nothing: as `Memory.parse`."""
+    at = at.replace("`", "'")
+    text = f"{at} + ': "
+    below = f"{text}' + string({value}) + ' is below the least limit, 1Mi'"
+    return textwrap.dedent(f"""\
+        type({value}) == string ?
+          (!isQuantity({value}) || !{value}.matches('[0-9]') || {value}.size() > 64 ?
+            {text}\\'' + {value} + '\\' is not a quantity; expected a number with a suffix such as Mi or G' :
+          !quantity({value}).isGreaterThan(quantity('{LEAST_MEMORY - 1}')) ? {below} : '') :
+        type({value}) == int ? ({value} < {LEAST_MEMORY} ? {below} : '') :
+        type({value}) == double ? ({value} <= {LEAST_MEMORY - 1}.0 ? {below} : '') :
+          {text}must be a quantity such as 10Gi'""")
+
+
+def _others(device: DeviceType) -> str:
+    """CEL: whether the class of `b` gives devices of another type for sure."""
+    named = ", ".join(f"'{name}'" for name, kind in CLASS_TYPES.items() if kind != device)
+    begin, end = PROFILE_CLASS
+    profile = f"b.deviceClassName.startsWith('{begin}') && b.deviceClassName.endsWith('{end}')"
+    return f"b.deviceClassName in [{named}]" + ("" if device == "mig" else f" || ({profile})")
+
+
+def _misfits(kind: str) -> str:
+    """As `_misfits` of `validate`, for the places of one kind. A request's name is that of all its alternatives, or
+    has the name of one behind a slash."""
+    asked = (
+        "[variables.bodies[?r.split('/')[0]].orValue([])"
+        ".filter(b, !r.contains('/') || b.?name.orValue('') == r.split('/')[1])]"
+    )
+    unfit = (
+        f"{asked}\n.filter(l, l.size() > 0 && l.all(b, {_others(KINDS[kind])}))\n"
+        f".map(l, p.config + '.requests[' + string(j) + \"]: {kind} does not fit request '\" + r + \"' of class \" +\n"
+        "l.map(b, b.deviceClassName).join(', ')).join('')"
+    )
+    return _joined(
+        f"variables.{kind}.map(p, p.requests.transformList(j, r,\n{unfit})\n.filter(f, f != '').join('; '))"
+    )
+
+
+def policy() -> str:
+    """The manifest."""
+    found = Policy()
+    found.add(
+        "config_path",
+        "request.kind.kind == 'DeviceClass' ? 'spec.config' :\n"
+        "request.kind.kind == 'ResourceClaimTemplate' ? 'spec.spec.devices.config' : 'spec.devices.config'",
+    )
+    # A type that is known for one of the three kinds is not for the others.
+    found.add(
+        "devices",
+        "request.kind.kind == 'DeviceClass' ? dyn({'config': dyn(object).spec.?config.orValue([])}) :\n"
+        "request.kind.kind == 'ResourceClaimTemplate' ? dyn(object).spec.spec.?devices.orValue({}) :\n"
+        "dyn(object).spec.?devices.orValue({})",
+    )
+    found.add(
+        "bodies",
+        "variables.devices.?requests.orValue([]).transformMapEntry(i, q,\n"
+        "{q.name: has(q.exactly) ? [q.exactly] : q.?firstAvailable.orValue([])})",
+    )
+    given = found.add(
+        "given",
+        "variables.devices.?config.orValue([]).transformList(i, c, "
+        f"c.?opaque.driver.orValue('') == '{DRIVER}',\n"
+        "{'config': dyn(variables.config_path + '[' + string(i) + ']'), "
+        "'at': dyn(variables.config_path + '[' + string(i) + '].opaque.parameters'),\n"
+        "'requests': dyn(c.?requests.orValue([])), 'is': c.opaque.parameters})",
+    )
+    understood = _words(found, "apiVersion", given, (GROUP_VERSION,), f"use {GROUP_VERSION}")
+    understood = _words(found, "kind", understood, tuple(KINDS), f"use one of {', '.join(KINDS)}")
+    _strategy_parts(found, understood)
+    for kind, section in FIELDS.items():
+        places = found.add(kind, f"{understood}.filter(p, p.is.kind == '{kind}')")
+        found.fields(kind, section, places, ("apiVersion", "kind"))
+    found.check_found()
+    for kind in KINDS:
+        found.fault(f"{kind}_misfits", _misfits(kind))
+    found.add("faults", " +\n".join(found.faults))
+    found.add("text", "variables.faults.join('; ').replace('\\n', ' ')")
+    return _HEAD + "".join(_written(found.variables)) + _VALIDATION
+
+
+_VALIDATION = f"""\
+  validations:
+    - expression: variables.text == ''
+      reason: Invalid
+      message: >-
+        the parameters of {DRIVER} are not valid; `gpu-dra-driver validate` says what is wrong with them
+      messageExpression: >-
+        variables.text.size() > {MOST_TEXT} ? variables.text.substring(0, {MOST_TEXT}) + ' …' : variables.text
+"""
+
+
+def _words(found: Policy, name: str, places: str, known: tuple[str, ...], remedy: str) -> str:
+    """As `_check_word` of the decoder; the places that pass."""
+    value, texts = f"p.is.?{name}.orValue(null)", ", ".join(f"'{word}'" for word in known)
+    found.fault(
+        f"{name}_wrong",
+        f"{places}.filter(p, !({value} in [{texts}])).map(p, p.at + '.{name}: ' +\n"
+        f"({value} == null ? 'is required' : type({value}) != string ? 'must be a string' :\n"
+        f"'\\'' + p.is.{name} + '\\' is not supported') + '; {remedy}')",
+    )
+    return found.add(f"{name}_known", f"{places}.filter(p, {value} in [{texts}])")
+
+
+def _strategy_parts(found: Policy, places: str) -> None:
+    """As `_unfitting_parts` of the decoder."""
+    shared = found.add(
+        "shared",
+        f"{places}.filter(p, type(p.is.?sharing.orValue(null)) == map)"
+        ".map(p, {'at': dyn(p.at + '.sharing'), 'is': p.is.sharing})",
+    )
+    for strategy in STRATEGY_PARTS:
+        for other, part in STRATEGY_PARTS.items():
+            if other != strategy:
+                found.fault(
+                    f"{part}_unfitting",
+                    f"{shared}.filter(p, p.is.?strategy.orValue('') == '{strategy}' && '{part}' in p.is)\n"
+                    f".map(p, p.at + '.{part}: does not fit strategy {strategy}; "
+                    f"remove it or use strategy {other}')",
+                )
+
+
+def _written(variables: Variables) -> Iterator[str]:
+    yield "  variables:\n"
+    for name, expression in variables:
+        yield f"    - name: {name}\n      expression: >-\n"
+        for line in expression.splitlines():
+            yield f"        {line.strip()}\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(policy())

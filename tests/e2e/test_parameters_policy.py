@@ -1,0 +1,211 @@
+"""The API server refuses by a policy what a Prepare would refuse: the table of tests/api, with the same words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.client import MERGE_PATCH, ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from tests.api.parameter_table import CLAIMS, PARAMETERS, Claim, Json, Parameters, parameters
+from tests.e2e.conftest import Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+DRIVER = "gpu.nvidia.com"
+POLICY = "gpu-dra-driver-parameters"
+DENIED = f"ValidatingAdmissionPolicy '{POLICY}' with binding '{POLICY}' denied request: "
+GROUP = "/apis/resource.k8s.io"
+VERSIONS = ("v1", "v1beta2", "v1beta1")
+PATHS = {
+    "ResourceClaim": "spec.devices.",
+    "ResourceClaimTemplate": "spec.spec.devices.",
+    "DeviceClass": "spec.",
+}
+
+
+class Server:
+    """An API server, and what it says of claims, templates and classes."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self.client = ApiClient(load_endpoint(kubeconfig), timeout_s=60)
+
+    def refusal(self, kind: str, devices: Json, version: str = "v1", *, dry_run: bool = True) -> str | None:
+        """Why an object with these devices may not be created; None if it may."""
+        places = {
+            "ResourceClaim": ("namespaces/default/resourceclaims", {"devices": devices}),
+            "ResourceClaimTemplate": (
+                "namespaces/default/resourceclaimtemplates",
+                {"spec": {"devices": devices}},
+            ),
+            "DeviceClass": ("deviceclasses", {"config": devices["config"]}),
+        }
+        place, spec = places[kind]
+        metadata = {"name": "parameters.example.com"}
+        body = {"apiVersion": f"resource.k8s.io/{version}", "kind": kind, "metadata": metadata, "spec": spec}
+        return self.asked("POST", f"{GROUP}/{version}/{place}", body, dry_run=dry_run)
+
+    def asked(self, method: str, path: str, body: Json | None = None, *, dry_run: bool = False) -> str | None:
+        """Why a request was refused; None if it was not."""
+        try:
+            self.client.request(
+                method,
+                path,
+                action="ask",
+                body=body,
+                query={"dryRun": "All"} if dry_run else {},
+                content_type=MERGE_PATCH if method == "PATCH" else "application/json",
+            )
+        except ApiRejectedError as error:
+            return str(error)
+        return None
+
+
+@pytest.fixture
+def server(cluster: Cluster) -> Iterator[Server]:
+    made = Server(cluster.local.kubeconfig())
+    # A moment after an install the API server may not know the policy yet.
+    bad = with_parameters({})
+    wait_for("the policy to be in force", lambda: made.refusal("ResourceClaim", bad))
+    yield made
+    made.client.close()
+
+
+def with_parameters(value: Any) -> Json:
+    """Parameters of another driver, which are none of ours, and then these."""
+    others = {"driver": "nic.example.com", "parameters": {"kind": "Nic"}}
+    return {
+        "requests": [{"name": "a", "exactly": {"deviceClassName": "gpu.nvidia.com"}}],
+        "config": [{"opaque": others}, {"opaque": {"driver": DRIVER, "parameters": value}}],
+    }
+
+
+def in_version(devices: Json, version: str) -> Json:
+    """Requests of v1beta1 have no `exactly`."""
+    if version != "v1beta1":
+        return devices
+    requests = [
+        {"name": request["name"], **request.get("exactly", {}), **without(request, "name", "exactly")}
+        for request in devices["requests"]
+    ]
+    return devices | {"requests": requests}
+
+
+def without(given: Json, *names: str) -> Json:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+def told(refusal: str | None) -> list[str]:
+    """The faults in a refusal by the policy. Their order is the server's."""
+    _, by_the_policy, text = str(refusal).partition(DENIED)
+    assert by_the_policy, refusal
+    return split(text.removesuffix(" (HTTP 422)"))
+
+
+def wanted(faults: tuple[str, ...], path: str) -> list[str]:
+    return split("; ".join(f"{path}{fault}" for fault in faults))
+
+
+def split(text: str) -> list[str]:
+    """The sentences of faults, some of which have two parts, in an order that does not depend on the server."""
+    return sorted(text.split("; "))
+
+
+def judge(server: Server, case: Parameters, kind: str, version: str) -> None:
+    devices = in_version(with_parameters(case.value), version)
+    refusal = server.refusal(kind, devices, version)
+    if case.refused_by_server:
+        assert case.refused_by_server in str(refusal)
+    elif case.policy or not case.faults:
+        assert refusal is None
+    else:
+        assert told(refusal) == wanted(case.faults, f"{PATHS[kind]}config[1].opaque.parameters.")
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_parameters(server: Server, kind: str) -> None:
+    for case in PARAMETERS:
+        judge(server, case, kind, "v1")
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_every_version_is_judged(server: Server, version: str) -> None:
+    for case in PARAMETERS[:: len(PARAMETERS) // 8]:
+        for kind in PATHS:
+            judge(server, case, kind, version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_parameters_that_do_not_fit_the_class(server: Server, version: str) -> None:
+    for case in CLAIMS:
+        judge_claim(server, case, version)
+
+
+def judge_claim(server: Server, case: Claim, version: str) -> None:
+    for kind in ("ResourceClaim", "ResourceClaimTemplate"):
+        refusal = server.refusal(kind, in_version(case.devices, version), version)
+        if case.faults:
+            assert told(refusal) == wanted(case.faults, PATHS[kind])
+        else:
+            assert refusal is None, case.name
+
+
+def test_many_faults_are_told_as_far_as_the_server_takes_a_text(server: Server) -> None:
+    many = parameters(**{f"unknown{number}": 1 for number in range(500)})
+    (text,) = [str(server.refusal("ResourceClaim", with_parameters(many)))]
+    assert "opaque.parameters.unknown" in text
+
+
+def test_what_costs_too_much_to_judge_is_left_to_prepare(server: Server) -> None:
+    """32 entries of 10 KiB each: more than the API server lets a policy compute."""
+    limits = {str(number): "1Gi" for number in range(700)}
+    sharing = {"strategy": "MPS", "mpsConfig": {"defaultPerDevicePinnedMemoryLimit": limits}}
+    entry = {"opaque": {"driver": DRIVER, "parameters": parameters(sharing=sharing)}}
+    devices = with_parameters(parameters())
+    assert server.refusal("ResourceClaim", devices | {"config": [entry] * 32}) is None
+
+
+def test_what_was_stored_before_can_still_change_and_end(cluster: Cluster, server: Server) -> None:
+    """Labels, finalizers, status and deletion of claims whose parameters the policy would refuse."""
+    cluster.kubectl("delete", "validatingadmissionpolicybinding", POLICY)
+    bad = with_parameters(parameters(shring=1))
+    metadata = {"name": "parameters.example.com"}
+    try:
+        for kind in PATHS:
+            wait_for(
+                f"a {kind} to be let in",
+                lambda kind=kind: server.refusal(kind, bad, dry_run=False) is None,  # type: ignore[misc]
+            )
+    finally:
+        cluster.kubectl("apply", "-f", "daemonset/base/parameters-policy-binding.yaml")
+    try:
+        wait_for(
+            "the policy to be back",
+            lambda: server.refusal("ResourceClaimTemplate", with_parameters({})),
+        )
+        base = f"{GROUP}/v1/namespaces/default"
+        places = (f"{base}/resourceclaims", f"{base}/resourceclaimtemplates", f"{GROUP}/v1/deviceclasses")
+        for place in places:
+            for finalizers in (["a.example.com/b"], None):
+                change = {"metadata": {"labels": {"a": "b"}, "finalizers": finalizers}}
+                assert server.asked("PATCH", f"{place}/{metadata['name']}", change) is None
+        status = {"status": {"devices": None}}
+        assert server.asked("PATCH", f"{places[0]}/{metadata['name']}/status", status) is None
+        # The spec of a class may change, and then it is looked at.
+        config = [{"opaque": {"driver": DRIVER, "parameters": parameters(sharing=1)}}]
+        changed = server.asked("PATCH", f"{places[2]}/{metadata['name']}", {"spec": {"config": config}})
+        assert told(changed) == ["spec.config[0].opaque.parameters.sharing: must be an object"]
+    finally:
+        for kind in PATHS:
+            cluster.kubectl("delete", kind.lower(), metadata["name"], "--ignore-not-found", "--timeout=60s")
+
+
+def test_the_policy_compiles_without_a_warning(cluster: Cluster, server: Server) -> None:
+    assert server
+    found = json.loads(cluster.kubectl("get", "validatingadmissionpolicy", POLICY, "-o", "json"))
+    assert not found.get("status", {}).get("typeChecking", {}).get("expressionWarnings")
