@@ -38,6 +38,7 @@ _HEAD = f"""\
 #
 # Refuses claims, templates and classes whose parameters the driver would refuse in a Prepare, in its words.
 # What it cannot judge passes, and the driver's Prepare looks at it again: hence failurePolicy Ignore.
+# Each variable lists either places, which have a path (`at`) and the value there (`is`), or faults of such places.
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicy
 metadata:
@@ -105,6 +106,7 @@ class Policy:
         """The rules of all fields that were found; they may find more."""
         while self._places:
             field, name, places = self._places.pop(next(iter(self._places)))
+            name = name if len(places) == 1 else name.partition("_")[2]  # not of one kind
             self._check(name, field, self.add(name, " +\n".join(places)))
 
     def _check(self, name: str, field: Field, places: str) -> None:

@@ -230,6 +230,24 @@ def test_the_policy_for_parameters_hinders_nothing_that_is_stored(installed: lis
     assert binding == {"policyName": "gpu-dra-driver-parameters", "validationActions": ["Deny"]}
 
 
+def test_the_manuals_patch_warns_of_parameters_only(tmp_path: Path) -> None:
+    manual = (DAEMONSET / "README.md").read_text().partition("gpu-dra-driver-parameters")[2]
+    text = manual.partition("```yaml\n")[2].partition("```")[0]
+    shutil.copytree(DAEMONSET, tmp_path / "daemonset")
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay/kustomization.yaml").write_text(f"resources: [../daemonset]\n{text}")
+    found = {
+        entry["metadata"]["name"]: entry["spec"]["validationActions"]
+        for entry in rendered(tmp_path / "overlay")
+        if entry["kind"] == "ValidatingAdmissionPolicyBinding"
+    }
+    assert found == {
+        "gpu-dra-driver-own-devices": ["Deny"],
+        "gpu-dra-driver-own-node": ["Deny"],
+        "gpu-dra-driver-parameters": ["Warn"],
+    }
+
+
 RENAMED = {"namePrefix": "team-a-", "nameSuffix": "-x", "namespace": "gpus", "resources": ["../daemonset"]}
 
 

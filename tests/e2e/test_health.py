@@ -23,8 +23,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 XID, LOST, RESTART = 5, 4, 3
 SPARE = (6, 1)
 TAINTED_WITHIN_S = 2.0
-PARAMETERS_OF_ANOTHER = (
-    '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "Guessing"}}'
+# Kubernetes takes that for a quantity, and so does the policy for parameters.
+BEYOND_REASON = (
+    '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "MPS", '
+    '"mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1e65"}}}'
 )
 
 
@@ -189,13 +191,13 @@ def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
 
 
 def test_cause_of_a_failure_is_in_the_claims_description(cluster: Cluster) -> None:
-    cluster.apply(claim_and_pod("wrong", parameters=PARAMETERS_OF_ANOTHER))
+    cluster.apply(claim_and_pod("wrong", parameters=BEYOND_REASON))
 
     def events() -> str:
         return cluster.kubectl("describe", "resourceclaim", "wrong").partition("Events:")[2]
 
     wait_for("the cause", lambda: "PrepareFailed" in events())
-    assert "sharing.strategy" in events()
+    assert "sharing.mpsConfig" in events()
     wait_for("the event on the pod", lambda: "PrepareFailed" in cluster.kubectl("describe", "pod", "wrong"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from tests.api.parameter_table import CLAIMS, PARAMETERS, Claim, Json, Parameters, parameters
+from tests.api.parameter_table import CLAIMS, PARAMETERS, Claim, Json, Parameters, mps, parameters
 from tests.e2e.conftest import Cluster, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -159,6 +159,22 @@ def test_many_faults_are_told_as_far_as_the_server_takes_a_text(server: Server) 
     many = parameters(**{f"unknown{number}": 1 for number in range(500)})
     (text,) = [str(server.refusal("ResourceClaim", with_parameters(many)))]
     assert "opaque.parameters.unknown" in text
+
+
+def test_a_fault_is_found_among_as_many_entries_as_a_claim_may_have(server: Server) -> None:
+    """The API server limits what a policy may compute."""
+    names = [f"request-{number}" for number in range(32)]
+    asked = [{"name": name, "exactly": {"deviceClassName": "gpu.nvidia.com"}} for name in names]
+    limits = {str(number): "10Gi" for number in range(16)}
+
+    def entries() -> Iterator[Json]:
+        for name in names:
+            value = mps(defaultPerDevicePinnedMemoryLimit=limits, multiUser=name != names[-1] or "yes")
+            yield {"requests": names, "opaque": {"driver": DRIVER, "parameters": value}}
+
+    refusal = server.refusal("ResourceClaim", {"requests": asked, "config": list(entries())})
+    path = "spec.devices.config[31].opaque.parameters.sharing.mpsConfig"
+    assert told(refusal) == [f"{path}.multiUser: must be true or false"]
 
 
 def test_what_costs_too_much_to_judge_is_left_to_prepare(server: Server) -> None:

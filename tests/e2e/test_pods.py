@@ -199,7 +199,10 @@ spec:
             parameters:
               apiVersion: resource.nvidia.com/v1beta1
               kind: GpuConfig
-              shraing: {}
+              sharing:
+                strategy: MPS
+                # Kubernetes takes that for a quantity, and so does the policy for parameters.
+                mpsConfig: {defaultPinnedDeviceMemoryLimit: "1e65"}
 """
     )
     cluster.apply(pods(1, "burst"))
@@ -213,7 +216,7 @@ spec:
 
     wait_for(
         "the cause in the kubelet's event",
-        lambda: any("shraing" in message and "requests gpu" in message for message in messages()),
+        lambda: any("1e65" in message and "requests gpu" in message for message in messages()),
     )
 
 
