@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +23,13 @@ from urllib3.exceptions import (
 )
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.endpoint import Endpoint
 
 RETRYABLE_STATUS = frozenset({408, 429})
 _BRIEF_STATUS = frozenset({429, 502, 503, 504})
 """The API server, or what balances the load before it, is busy or starts."""
 _MAX_TEXT = 600
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d+) ?(.*)")
 _LONGEST_ASKED_S = 300.0
 """A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
 
@@ -40,7 +43,7 @@ class WatchExpiredError(ApiRejectedError):
 
 
 @contextmanager
-def api_errors(action: str) -> Iterator[None]:
+def api_errors(action: str, endpoint: Endpoint | None = None) -> Iterator[None]:
     """Map what urllib3 and JSON decoding raise inside the block; `action` starts every text.
 
     Raises: ApiUnavailableError.
@@ -49,7 +52,9 @@ def api_errors(action: str) -> Iterator[None]:
         yield
     except HTTPError as error:
         is_brief = isinstance(_cause(error), NewConnectionError | ProtocolError)
-        raise ApiUnavailableError(f"{action}: {_transport_text(error)}", is_brief=is_brief) from error
+        raise ApiUnavailableError(
+            f"{action}: {_transport_text(error, endpoint)}", is_brief=is_brief
+        ) from error
     # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
@@ -120,11 +125,11 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
     return details if isinstance(details, dict) else {}
 
 
-def _transport_text(error: HTTPError) -> str:
+def _transport_text(error: HTTPError, endpoint: Endpoint | None) -> str:
     """A cause that a person understands; urllib3's own texts carry object addresses."""
     cause = _cause(error)
     if isinstance(cause, ProxyError):
-        return f"the proxy of the kubeconfig failed: {one_line(str(cause.original_error))}"
+        return _proxy_text(cause, endpoint)
     if isinstance(cause, SSLError):
         return _tls_text(cause)
     if isinstance(cause, NewConnectionError):
@@ -132,6 +137,22 @@ def _transport_text(error: HTTPError) -> str:
     if isinstance(cause, TimeoutError):
         return "the API server did not answer in time"
     return f"connection to the API server broke: {_root_text(cause)}"
+
+
+def _proxy_text(error: ProxyError, endpoint: Endpoint | None) -> str:
+    """What the proxy said, and where it is set. The password does not show."""
+    proxy = None if endpoint is None else endpoint.proxy
+    named = "the proxy" if proxy is None else f"the proxy {proxy.url} ({proxy.origin})"
+    said = _TUNNEL.fullmatch(str(error.original_error))
+    if said is None:
+        return f"{named} cannot be used: {_root_text(error.original_error)}"
+    server = "the API server" if endpoint is None else endpoint.server
+    refused = f"{named} refused the way to {server}: {one_line(said[2])} (HTTP {said[1]})"
+    if said[1] == "407":
+        wrong = "wants" if proxy is None or proxy.credentials is None else "does not take these"
+        return f"{refused}; it {wrong} credentials: write http://USER:PASSWORD@HOST:PORT"
+    past = "remove the proxy-url" if proxy is None or proxy.origin.startswith("proxy-url") else "set NO_PROXY"
+    return f"{refused}; allow it there, or {past} if the API server can be reached without"
 
 
 def _cause(error: HTTPError) -> BaseException:

@@ -112,7 +112,7 @@ class ApiClient:
         """The decoded answer; `action` (such as "get claim ns/name") starts every error text. Everything together, from
         the wait for the limit of requests to the last byte, takes `timeout_s` at most."""
         until = self._until(timeout_s)
-        with api_errors(action):
+        with api_errors(action, self.endpoint):
             data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
             response = self._send(_Request(method, self._url(path, query), until, data, content_type))
             check_status(action, response)
@@ -122,7 +122,7 @@ class ApiClient:
     def server_time(self) -> datetime | None:
         """The API server's clock, to the second; None where its answer carries no date. Raises: as `request`."""
         action = "ask the API server for the time"
-        with api_errors(action):
+        with api_errors(action, self.endpoint):
             response = self._send(_Request("GET", self._url("/version", None), self._until(None)))
             check_status(action, response)
             header = response.headers.get("Date")
@@ -132,7 +132,7 @@ class ApiClient:
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
         """Start a watch; the stream breaks if nothing, not even a bookmark, arrives for `idle_timeout_s`."""
-        with api_errors(action):
+        with api_errors(action, self.endpoint):
             response = self._send(_Request("GET", self._url(path, query), None, idle_s=idle_timeout_s))
             try:
                 if response.status >= 300:
@@ -229,8 +229,10 @@ class ApiClient:
             if tls.insecure:
                 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
                 options |= {"assert_hostname": False}
-        if self.endpoint.proxy:
-            return time_answers(urllib3.ProxyManager(self.endpoint.proxy, **options))
+        proxy = self.endpoint.proxy
+        if proxy is not None:
+            headers = urllib3.make_headers(proxy_basic_auth=proxy.credentials) if proxy.credentials else None
+            return time_answers(urllib3.ProxyManager(proxy.url, proxy_headers=headers, **options))
         return time_answers(urllib3.PoolManager(**options))
 
     def _url(self, path: str, query: Mapping[str, str] | None) -> str:

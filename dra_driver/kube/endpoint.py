@@ -7,7 +7,7 @@ import binascii
 import os
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dra_driver.kube.credentials import (
     TokenSource,
     fingerprint,
 )
+from dra_driver.kube.proxies import Proxy, proxy_of_environment, proxy_of_url
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -69,7 +70,7 @@ class Endpoint:
     origin: str
     tls: TlsSettings = field(default_factory=TlsSettings)
     token: TokenSource = field(default_factory=NoToken)
-    proxy: str | None = None
+    proxy: Proxy | None = None
 
 
 def load_endpoint(
@@ -79,13 +80,19 @@ def load_endpoint(
     environ: Mapping[str, str] | None = None,
     service_account_dir: Path = SERVICE_ACCOUNT_DIR,
 ) -> Endpoint:
-    """The kubeconfig if one is given, else the pod's service account.
+    """The kubeconfig if one is given, else the pod's service account; through the proxy of the kubeconfig, else that of
+    the environment.
 
     Raises: InvalidConfigError naming the file and what to do.
     """
+    environ = os.environ if environ is None else environ
     if kubeconfig:
-        return kubeconfig_endpoint(Path(kubeconfig).expanduser(), context=context)
-    return in_cluster_endpoint(os.environ if environ is None else environ, service_account_dir)
+        endpoint = kubeconfig_endpoint(Path(kubeconfig).expanduser(), context=context)
+    else:
+        endpoint = in_cluster_endpoint(environ, service_account_dir)
+    if endpoint.proxy is not None:
+        return endpoint
+    return replace(endpoint, proxy=proxy_of_environment(endpoint.server, environ))
 
 
 def in_cluster_endpoint(environ: Mapping[str, str], directory: Path) -> Endpoint:
@@ -120,12 +127,14 @@ def kubeconfig_endpoint(path: Path, *, context: str | None = None) -> Endpoint:
         raise InvalidConfigError(
             f"kubeconfig {path}: cluster {chosen.get('cluster')!r} has no http(s) `server`"
         )
+    proxy = cluster.get("proxy-url")
+    proxy = proxy_of_url(str(proxy), f"proxy-url of kubeconfig {path}") if proxy else None
     if "exec" in user or "auth-provider" in user:
-        return _library_endpoint(path, name, server)
+        return replace(_library_endpoint(path, name, server), proxy=proxy)
     tls = _tls_of(cluster, user, path)
     if server.startswith("https://"):
         _check_tls(tls, f"kubeconfig {path}")
-    return Endpoint(server, str(path), tls, _token_of(user, path), cluster.get("proxy-url"))
+    return Endpoint(server, str(path), tls, _token_of(user, path), proxy)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -222,7 +231,7 @@ def _library_endpoint(path: Path, context: str, server: str) -> Endpoint:
         insecure=not configuration.verify_ssl,
         server_name=configuration.tls_server_name,
     )
-    return Endpoint(server, str(path), tls, LibraryToken(configuration), configuration.proxy)
+    return Endpoint(server, str(path), tls, LibraryToken(configuration))
 
 
 def _check_tls(tls: TlsSettings, origin: str) -> None:
