@@ -12,12 +12,12 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localcluster import locking, progress, shell
 from localcluster.errors import ClusterError
-from localcluster.layout import CLUSTER_SOURCE, Layout
+from localcluster.layout import CLUSTER_SOURCE, KUBERNETES, Layout
 
 _MODULES = CLUSTER_SOURCE / "go"
 _TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs"}
@@ -35,13 +35,17 @@ class Part:
     module: str
     package: str
 
+    def module_of(self, layout: Layout) -> str:
+        """The folder of the module: that of Kubernetes depends on the release."""
+        return layout.kubernetes if self.module == KUBERNETES else self.module
+
 
 PARTS = (
-    Part("kube-apiserver", "kubernetes", "k8s.io/kubernetes/cmd/kube-apiserver"),
-    Part("kube-controller-manager", "kubernetes", "k8s.io/kubernetes/cmd/kube-controller-manager"),
-    Part("kube-scheduler", "kubernetes", "k8s.io/kubernetes/cmd/kube-scheduler"),
-    Part("kubelet", "kubernetes", "k8s.io/kubernetes/cmd/kubelet"),
-    Part("kubectl", "kubernetes", "k8s.io/kubernetes/cmd/kubectl"),
+    Part("kube-apiserver", KUBERNETES, "k8s.io/kubernetes/cmd/kube-apiserver"),
+    Part("kube-controller-manager", KUBERNETES, "k8s.io/kubernetes/cmd/kube-controller-manager"),
+    Part("kube-scheduler", KUBERNETES, "k8s.io/kubernetes/cmd/kube-scheduler"),
+    Part("kubelet", KUBERNETES, "k8s.io/kubernetes/cmd/kubelet"),
+    Part("kubectl", KUBERNETES, "k8s.io/kubernetes/cmd/kubectl"),
     Part("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
     Part("containerd", "containerd", "github.com/containerd/containerd/v2/cmd/containerd"),
     Part(
@@ -56,7 +60,7 @@ PARTS = (
 def directory(layout: Layout) -> Path:
     """Where the programs lie that the present go.mod files and flags give."""
     digest = hashlib.sha256(_machine().encode())
-    for module in sorted({part.module for part in PARTS}):
+    for module in sorted({part.module_of(layout) for part in PARTS}):
         digest.update("\0".join(_flags(module)).encode())
         for name in ("go.mod", "go.sum"):
             digest.update((_MODULES / module / name).read_bytes())
@@ -75,7 +79,7 @@ def build(layout: Layout) -> Path:
             target.mkdir(parents=True, exist_ok=True)
         for part in missing:
             with progress.step(f"[{PARTS.index(part) + 1}/{len(PARTS)}] {part.name}"):
-                _build_part(part, target)
+                _provide_part(part, layout, target)
     return target
 
 
@@ -83,15 +87,24 @@ def _missing(target: Path) -> Iterator[Part]:
     return (part for part in PARTS if not (target / part.name).exists())
 
 
-def _build_part(part: Part, target: Path) -> None:
+def _provide_part(part: Part, layout: Layout, target: Path) -> None:
+    """What every release of Kubernetes shares is there already if the usual one was built."""
+    usual = directory(replace(layout, kubernetes=KUBERNETES)) / part.name
+    if part.module != KUBERNETES and usual.exists():
+        os.link(usual, target / part.name)
+    else:
+        _build_part(part, part.module_of(layout), target)
+
+
+def _build_part(part: Part, module: str, target: Path) -> None:
     """Build beside and rename, so that an interrupted build leaves no half file."""
     unfinished = target / f".{part.name}.unfinished"
-    argv = ["go", "build", *_flags(part.module), "-o", str(unfinished), part.package]
+    argv = ["go", "build", *_flags(module), "-o", str(unfinished), part.package]
     # Go gives up at the first module that does not come; those that came are kept for the next try.
     for tries_left in (2, 1, 0):
         done = subprocess.run(
             argv,
-            cwd=_MODULES / part.module,
+            cwd=_MODULES / module,
             env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
             capture_output=True,
             text=True,
@@ -108,8 +121,8 @@ def _build_part(part: Part, target: Path) -> None:
 def _flags(module: str) -> list[str]:
     """Build flags; without the version Kubernetes programs call themselves v0.0.0."""
     linker = "-s -w"
-    if module == "kubernetes":
-        version = _kubernetes_version()
+    if module.startswith(KUBERNETES):
+        version = _kubernetes_version(module)
         major, minor = version.removeprefix("v").split(".")[:2]
         prefix = "-X k8s.io/component-base/version."
         linker += f" {prefix}gitVersion={version} {prefix}gitMajor={major} {prefix}gitMinor={minor}"
@@ -117,11 +130,11 @@ def _flags(module: str) -> list[str]:
     return ["-trimpath", "-buildvcs=false", *tags, f"-ldflags={linker}"]
 
 
-def _kubernetes_version() -> str:
-    text = (_MODULES / "kubernetes" / "go.mod").read_text()
+def _kubernetes_version(module: str) -> str:
+    text = (_MODULES / module / "go.mod").read_text()
     found = re.search(r"k8s\.io/kubernetes (v\d\S+)", text)
     if found is None:
-        raise ClusterError("go/kubernetes/go.mod does not require k8s.io/kubernetes.")
+        raise ClusterError(f"go/{module}/go.mod does not require k8s.io/kubernetes.")
     return found[1]
 
 
@@ -136,7 +149,7 @@ def _require_go() -> None:
         raise ClusterError(f"Go {wanted} or newer is needed to build the cluster's programs.")
     done = subprocess.run(
         ["go", "env", "GOVERSION"],
-        cwd=_MODULES / "kubernetes",
+        cwd=_MODULES / KUBERNETES,
         capture_output=True,
         text=True,
         check=False,

@@ -30,6 +30,7 @@ SHIM_SOCKETS = Path("/run/containerd/s")
 CONTAINER_LOG_LINKS = Path("/var/log/containers")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+KUBERNETES = "kubernetes"
 CLUSTER_SOURCE = Path(__file__).resolve().parent.parent
 
 
@@ -81,17 +82,26 @@ def endpoint(address: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where one cluster keeps its files: ``state`` dies with it, ``cache`` stays."""
+    """Where one cluster keeps its files: ``state`` dies with it, ``cache`` stays.
+
+    ``kubernetes`` is the folder below ``go/`` that its programs are built in.
+    """
 
     state: Path
     cache: Path
+    kubernetes: str = KUBERNETES
 
     @classmethod
     def from_environment(cls) -> Layout:
-        """The layout that GPU_DRA_CLUSTER_DIR and XDG_CACHE_HOME ask for."""
+        """The layout that GPU_DRA_CLUSTER_DIR, XDG_CACHE_HOME and GPU_DRA_KUBERNETES ask for."""
         state = Path(os.environ.get("GPU_DRA_CLUSTER_DIR") or "/var/lib/gpu-dra-cluster")
         cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return cls(state=state.absolute(), cache=Path(cache_home).absolute() / "gpu-dra-driver")
+        release = os.environ.get("GPU_DRA_KUBERNETES")
+        return cls(
+            state=state.absolute(),
+            cache=Path(cache_home).absolute() / "gpu-dra-driver",
+            kubernetes=f"{KUBERNETES}-{release}" if release else KUBERNETES,
+        )
 
     @property
     def binaries(self) -> Path:
