@@ -41,6 +41,7 @@ class PlaygroundNode:
         cdi: Path | None = None,
         device_nodes: Literal["auto", "described"] = "described",
         cdi_hook: bool | None = None,
+        server: PlaygroundApiServer | None = None,
     ) -> None:
         self.root = root
         self.name = name
@@ -68,7 +69,7 @@ class PlaygroundNode:
             "--kubelet-plugins-directory-path": str(root / "plugins"),
         }
         """What a command of `gpu-dra-driver` is told to find this node: `settings` as flags."""
-        self.server = PlaygroundApiServer()
+        self.server = server or PlaygroundApiServer()
         self.server.start()
         self.server.add("nodes", {"metadata": {"name": name}})
         for entry in standard_classes(DRIVER).values():

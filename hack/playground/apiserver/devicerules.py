@@ -16,6 +16,8 @@ _MOST_BYTES = 64
 _MOST_CONSUMED_SETS = 2
 _MOST_COUNTERS = 32
 _MOST_TAINTS = 16
+_MOST_TAINTS_BEFORE = 4
+_MANY_TAINTS = 35  # also those without an effect
 _MOST_CONDITIONS = 4
 _MOST_VALID_VALUES = 10
 _SCALARS = {"int": int, "bool": bool, "string": str, "version": str}
@@ -28,8 +30,9 @@ _SEMVER = re.compile(
 _NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes")
 
 
-def check_device(device: dict[str, Any], path: str, faults: FaultList, *, own_node: bool) -> None:
-    """Add every fault of one device; `own_node`: the slice leaves node selection to its devices."""
+def check_device(device: dict[str, Any], path: str, faults: FaultList, minor: int, *, own_node: bool) -> None:
+    """Add every fault of one device for Kubernetes 1.`minor`; `own_node`: the slice leaves node selection to its
+    devices."""
     attributes, capacity = device.get("attributes") or {}, device.get("capacity") or {}
     faults.too_many(path, len(attributes) + len(capacity), _MOST_NAMES)
     values = sum(_check_attribute(n, a, f"{path}.attributes[{n}]", faults) for n, a in attributes.items())
@@ -39,7 +42,7 @@ def check_device(device: dict[str, Any], path: str, faults: FaultList, *, own_no
             name, entry, f"{path}.capacity[{name}]", faults, bool(device.get("allowMultipleAllocations"))
         )
     _check_consumption(device.get("consumesCounters") or [], f"{path}.consumesCounters", faults)
-    _check_taints(device.get("taints") or [], f"{path}.taints", faults)
+    _check_taints(device.get("taints") or [], f"{path}.taints", faults, minor)
     _check_conditions(device, path, faults)
     chosen = [field for field in _NODE_CHOICES if device.get(field)]
     if own_node and len(chosen) != 1:
@@ -146,17 +149,16 @@ def _check_consumption(consumed: list[dict[str, Any]], path: str, faults: FaultL
                 faults.invalid(f"{path}[{index}].counters[{key}]", counter, "must be a label and a quantity")
 
 
-def _check_taints(taints: list[dict[str, Any]], path: str, faults: FaultList) -> None:
-    faults.too_many(path, len(taints), _MOST_TAINTS)
+def _check_taints(taints: list[dict[str, Any]], path: str, faults: FaultList, minor: int) -> None:
+    faults.too_many(path, len(taints), _MOST_TAINTS if minor >= _MANY_TAINTS else _MOST_TAINTS_BEFORE)
+    effects = ("None", "NoSchedule", "NoExecute") if minor >= _MANY_TAINTS else ("NoSchedule", "NoExecute")
     for index, taint in enumerate(taints):
         if not is_label_key(taint.get("key")):
             faults.invalid(f"{path}[{index}].key", taint.get("key"), "must be a label name")
         if not is_label_value(taint.get("value") or ""):
             faults.invalid(f"{path}[{index}].value", taint.get("value"), "must be a label value")
-        if taint.get("effect") not in ("None", "NoSchedule", "NoExecute"):
-            faults.invalid(
-                f"{path}[{index}].effect", taint.get("effect"), "must be None, NoSchedule or NoExecute"
-            )
+        if taint.get("effect") not in effects:
+            faults.invalid(f"{path}[{index}].effect", taint.get("effect"), f"must be one of {effects}")
 
 
 def _check_conditions(device: dict[str, Any], path: str, faults: FaultList) -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 from playground.apiserver.resources import RESOURCE_GROUP, RESOURCES, Resource
 
-VERSION_INFO = {
+_VERSION_INFO = {
     "major": "1",
-    "minor": "36",
-    "gitVersion": "v1.36.0-playground",
     "gitCommit": "",
     "gitTreeState": "",
     "buildDate": "",
@@ -19,12 +17,12 @@ VERSION_INFO = {
 }
 
 
-def document(path: str, served: tuple[str, ...]) -> dict[str, Any] | None:
-    """The discovery document at a path, None if there is none there."""
+def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] | None:
+    """The discovery document at a path of Kubernetes 1.`minor`, None if there is none there."""
     parts = [part for part in path.split("/") if part]
     match parts:
         case ["version"]:
-            return VERSION_INFO
+            return {**_VERSION_INFO, "minor": str(minor), "gitVersion": f"v1.{minor}.0-playground"}
         case ["api"]:
             return {"kind": "APIVersions", "apiVersion": "v1", "versions": ["v1"]}
         case ["api", "v1"]:

@@ -1,4 +1,4 @@
-"""Feature gates: what the API server silently drops from an object while a gate is off."""
+"""Feature gates: which are on by default, and what the API server silently drops while one is off."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ DEFAULT_GATES: Mapping[str, bool] = {
     "DRAPrioritizedList": True,
     "DRAResourceClaimDeviceStatus": True,
 }
+_ALPHA_UNTIL_35 = (
+    "DRADeviceTaints",
+    "DRAPartitionableDevices",
+    "DRAConsumableCapacity",
+    "DRADeviceBindingConditions",
+)
+
+
+def default_gates(minor: int) -> dict[str, bool]:
+    """The gates of Kubernetes 1.`minor`, as they are if nobody sets them; from 1.34 on."""
+    old = dict.fromkeys(_ALPHA_UNTIL_35, False) if minor < 36 else {}
+    return {**DEFAULT_GATES, **old}
+
+
 _SLICE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "DRAPartitionableDevices": ("sharedCounters", "perDeviceNodeSelection")
 }

@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_bytes(200, b"ok", "text/plain", {})
             return
         identity = self._identity()
-        found = document(path, self.api.served)
+        found = document(path, self.api.served, self.api.operations.minor)
         if found is not None and self.command == "GET":
             self._record(path, query, 200)
             self._send(200, found, {})

@@ -31,7 +31,6 @@ from playground.apiserver.slicerules import slice_faults
 from playground.apiserver.store import Key, Object, Store
 
 _CHECKS: Mapping[str, Callable[[Object, Object | None], list[Cause]]] = {
-    "ResourceSlice": slice_faults,
     "ResourceClaim": claim_faults,
     "ResourceClaimTemplate": template_faults,
     "DeviceClass": class_faults,
@@ -48,9 +47,10 @@ class Operations:
     A dry run goes through every check and answers what would be stored.
     """
 
-    def __init__(self, store: Store, gates: Mapping[str, bool]) -> None:
+    def __init__(self, store: Store, gates: Mapping[str, bool], minor: int) -> None:
         self.store = store
         self.gates = gates
+        self.minor = minor
 
     def create(
         self, resource: Resource, namespace: str | None, obj: Object, *, dry_run: bool = False
@@ -150,7 +150,10 @@ class Operations:
 
     def _check(self, resource: Resource, obj: Object, before: Object | None) -> None:
         name = str(obj["metadata"].get("name", ""))
-        causes = _CHECKS[resource.kind](obj, before) if resource.kind in _CHECKS else []
+        if resource.kind == "ResourceSlice":
+            causes = slice_faults(obj, before, self.minor)
+        else:
+            causes = _CHECKS[resource.kind](obj, before) if resource.kind in _CHECKS else []
         if not is_subdomain(name):
             causes.insert(0, Cause("metadata.name", f'Invalid value: "{name}": must be a DNS subdomain'))
         if causes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dra_driver.model.json_copy import copy_json
 from playground.apiserver.faults import Faults
-from playground.apiserver.gates import DEFAULT_GATES
+from playground.apiserver.gates import default_gates
 from playground.apiserver.handler import Handler
 from playground.apiserver.operations import Operations
 from playground.apiserver.resources import BY_PLURAL, RESOURCE_VERSIONS, Resource
@@ -48,13 +48,15 @@ class PlaygroundApiServer:
     """An API server on loopback; a context manager, or `start()` and `stop()`.
 
     Objects survive `stop()` and a later `start()`, which takes the same port again. `tokens` None lets
-    everybody in. `gates` override the defaults of Kubernetes 1.36. `tls` is (certificate file, key file).
+    everybody in. `minor` is that of the release of Kubernetes, from 34 on; `gates` override its defaults.
+    `tls` is (certificate file, key file).
     """
 
     def __init__(
         self,
         *,
         served: tuple[str, ...] = RESOURCE_VERSIONS,
+        minor: int = 36,
         gates: Mapping[str, bool] | None = None,
         tokens: Mapping[str, Identity] | None = None,
         history: int = 1000,
@@ -65,11 +67,11 @@ class PlaygroundApiServer:
         self.served = served
         self.tokens = tokens
         self.bookmark_s = bookmark_s
-        self.gates = {**DEFAULT_GATES, **(gates or {})}
+        self.gates = {**default_gates(minor), **(gates or {})}
         self.store = Store(history)
         self.faults = Faults(self.store.wake)
         self.requests: list[RecordedRequest] = []
-        self.operations = Operations(self.store, self.gates)
+        self.operations = Operations(self.store, self.gates, minor)
         self.rest = Rest(self.operations)
         self._port = port
         self._tls = tls

@@ -1,4 +1,4 @@
-"""Validation of ResourceSlices, to the limits of Kubernetes 1.36. Source: its API validation."""
+"""Validation of ResourceSlices, to the limits of Kubernetes 1.34 to 1.36. Source: its API validation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ _MOST_DEVICES = 128
 _MOST_RICH_DEVICES = 64  # if any has taints, counters or list attributes
 _MOST_COUNTER_SETS = 8
 _MOST_COUNTERS = 32
+_APART = 35  # before, counters and the devices that use them are in one slice
 _NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes", "perDeviceNodeSelection")
 
 
-def slice_faults(obj: dict[str, Any], before: dict[str, Any] | None) -> list[Cause]:
-    """Every fault of a stored-form slice; `before` is the object it replaces."""
+def slice_faults(obj: dict[str, Any], before: dict[str, Any] | None, minor: int = 36) -> list[Cause]:
+    """Every fault of a stored-form slice for Kubernetes 1.`minor`; `before` is the object it replaces."""
     faults = FaultList()
     spec = obj.get("spec") or {}
     if not is_subdomain(spec.get("driver"), 63):
         faults.invalid("spec.driver", spec.get("driver"), "must be a lower-case DNS subdomain of at most 63")
     _check_pool(spec.get("pool") or {}, faults)
     _check_node_choice(spec, faults)
-    _check_devices(spec, faults)
+    _check_devices(spec, faults, minor)
     _check_counter_sets(spec.get("sharedCounters") or [], faults)
-    if spec.get("sharedCounters") and spec.get("devices"):
+    if minor < _APART:
+        _check_together(spec, faults)
+    elif spec.get("sharedCounters") and spec.get("devices"):
         faults.invalid(
             "spec", "sharedCounters", "sharedCounters and devices are mutually exclusive in a slice"
         )
@@ -64,7 +67,18 @@ def _check_node_choice(spec: dict[str, Any], faults: FaultList) -> None:
         faults.invalid("spec.nodeSelector.nodeSelectorTerms", len(terms or ()), "must have exactly one term")
 
 
-def _check_devices(spec: dict[str, Any], faults: FaultList) -> None:
+def _check_together(spec: dict[str, Any], faults: FaultList) -> None:
+    known = {entry.get("name") for entry in spec.get("sharedCounters") or ()}
+    for index, device in enumerate(spec.get("devices") or ()):
+        for use in device.get("consumesCounters") or ():
+            if use.get("counterSet") not in known:
+                path = f"spec.devices[{index}].consumesCounters"
+                faults.invalid(
+                    path, use.get("counterSet"), "must reference a counterSet defined in the slice"
+                )
+
+
+def _check_devices(spec: dict[str, Any], faults: FaultList, minor: int) -> None:
     devices = spec.get("devices") or []
     most = _MOST_RICH_DEVICES if any(_is_rich(device) for device in devices) else _MOST_DEVICES
     faults.too_many("spec.devices", len(devices), most)
@@ -77,7 +91,7 @@ def _check_devices(spec: dict[str, Any], faults: FaultList) -> None:
         elif name in seen:
             faults.duplicate(f"{path}.name", name)
         seen.add(str(name))
-        check_device(device, path, faults, own_node=bool(spec.get("perDeviceNodeSelection")))
+        check_device(device, path, faults, minor, own_node=bool(spec.get("perDeviceNodeSelection")))
 
 
 def _is_rich(device: dict[str, Any]) -> bool:
