@@ -175,6 +175,7 @@ class HealthSection(BaseModel):
     ignored_xids: _Xids | None = None
     fatal_xids: _Xids | None = None
     taints: dict[str, Literal["None", "NoSchedule", "NoExecute"]] | None = None
+    unhealthy_devices: Literal["auto", "taint", "withdraw"] | None = None
 
     @field_validator("taints")
     @classmethod
@@ -186,10 +187,12 @@ class HealthSection(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """By the names of Settings."""
+        mode = {} if self.unhealthy_devices is None else {"unhealthy_devices": self.unhealthy_devices}
         return {
             "ignored_xids": frozenset(self.ignored_xids or ()),
             "fatal_xids": frozenset(self.fatal_xids or ()),
             "taint_effects": dict(self.taints or {}),
+            **mode,
         }
 
 

@@ -31,6 +31,7 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "both": ("v1beta1", "v1alpha1"),
 }
 """The versions to write, newest first, for each value of `device_metadata`."""
+UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 
 
@@ -44,7 +45,8 @@ class Settings:
     `dynamic_mig_gpus` selects and that are capable of it; `adopt_mig` is `leave` or `destroy`, for the GPU
     instances that somebody else made there. `ignored_xids` and `fatal_xids` come on top of those that are known;
     `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions of
-    the files that describe a container's devices to it: `v1alpha1`, `v1beta1` or `both`.
+    the files that describe a container's devices to it: `v1alpha1`, `v1beta1` or `both`. `unhealthy_devices` is how new
+    pods are kept from them: `taint`, `withdraw` or `auto`.
     """
 
     node_name: str
@@ -76,6 +78,7 @@ class Settings:
     fatal_xids: frozenset[int] = frozenset()
     taint_effects: Mapping[str, TaintEffect] = field(default_factory=dict)
     device_metadata: str = "off"
+    unhealthy_devices: str = "auto"
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
@@ -125,6 +128,11 @@ def resolve(
         )
     if values.get("adopt_mig", "leave") not in ("leave", "destroy"):
         raise InvalidConfigError(f"--adopt-mig {values['adopt_mig']!r}: expected leave or destroy")
+    mode = values.get("unhealthy_devices", "auto")
+    if mode not in UNHEALTHY_DEVICES:
+        raise InvalidConfigError(
+            f"--unhealthy-devices {mode!r}: expected one of {', '.join(UNHEALTHY_DEVICES)}"
+        )
     _check_metadata(values)
     known = {entry.name for entry in fields(Settings)}
     return Settings(**{name: value for name, value in values.items() if name in known})

@@ -49,6 +49,10 @@ class MigSpaceFreed(NamedTuple):
     """An obstacle to the offer of MIG devices is gone: discovery has to look again."""
 
 
+class ClaimReleased(NamedTuple):
+    """A claim was unprepared: nothing of it is left on the node."""
+
+
 class DebtsChanged(NamedTuple):
     """A claim has ended and owes something to the node, or a debt was paid."""
 
@@ -62,6 +66,7 @@ Change = (
     | HealthChanged
     | MigDeviceChanged
     | MigSpaceFreed
+    | ClaimReleased
     | DebtsChanged
 )
 Hearers = Mapping[type, Sequence[Callable[..., Any]]]

@@ -12,6 +12,7 @@ import structlog
 
 from dra_driver.app.changes import (
     Changes,
+    ClaimReleased,
     DebtsChanged,
     DriverReloaded,
     HardwareChanged,
@@ -68,6 +69,7 @@ from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.child_host import ChildMpsHost
@@ -173,6 +175,7 @@ class Driver:
             self.mig,
             may_tell,
             lambda: self.debts.ended(),  # noqa: PLW0108  it is made later
+            partial(changes.tell, ClaimReleased()),
         )
 
         # Claims, and what they owe.
@@ -239,6 +242,7 @@ class Driver:
             observer=self.reporting.reporter,
             make_sure=partial(node_uid, self._client, settings.node_name),
             pods_run=lambda record: any_runs("/proc", self.reporting.consumers.known_pods(record)),
+            setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
         )
@@ -250,7 +254,8 @@ class Driver:
             api,
             leadership,
             self.discovery.latest,
-            self.health.taints,
+            self.health,
+            self.records.all,
             lambda: is_owing(self.debts),
             self.reporting.reporter.partitions_missing,
             self.reporting.reporter.scheduler_outdated,
@@ -303,6 +308,7 @@ class Driver:
                 HealthChanged: (self.reporting.claims.health_changed,),
                 MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 MigSpaceFreed: (self.discovery.request_rescan,),
+                ClaimReleased: (self.mig.claim_gone, self.publishing.claim_released),
                 DebtsChanged: (
                     self.publishing.publisher.mark_dirty,
                     self.keeper.look_soon,

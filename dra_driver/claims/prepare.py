@@ -87,7 +87,9 @@ class Preparer:
         line: WaitingLine,
         unpreparer: Unpreparer,
         observer: Observer,
+        setting_for_lost: Callable[[], str | None],
     ) -> None:
+        """`setting_for_lost` answers what to set so that new pods stay away from lost GPUs, None if they do."""
         self._identity = identity
         self._fetch = fetch
         self._discovery = discovery
@@ -102,6 +104,7 @@ class Preparer:
         self._line = line
         self._unpreparer = unpreparer
         self._observer = observer
+        self._setting_for_lost = setting_for_lost
 
     def prepare(
         self,
@@ -287,6 +290,7 @@ class Preparer:
             identity.sharing,
             known,
             identity.metadata,
+            setting_for_lost=self._setting_for_lost(),
         )
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:

@@ -74,6 +74,11 @@ FLAGS = (
         "[default: off]",
     ),
     Flag(
+        "unhealthy_devices",
+        "How new pods are kept from unhealthy devices: taint, withdraw (leave them out of the slices), or auto: "
+        "withdraw where the API server drops taints. [default: auto]",
+    ),
+    Flag(
         "additional_xids_to_ignore",
         "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
     ),

@@ -4,7 +4,8 @@ Partitions: a MIG device that is made on demand is only safe to offer with count
 the scheduler give the same part of a GPU out many times. So the server is asked before the first such device is
 published.
 
-Taints without an effect: Kubernetes takes them from 1.35 on; older servers refuse the whole slice.
+Taints: older servers take fewer of them, and refuse the whole slice for one without an effect. A server whose feature
+gate is off drops all of them, so a device that must not be given out can only be withdrawn there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dra_driver.slices.rules import kubernetes_releases
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, dropped_fields
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 
 _log = structlog.get_logger(__name__)
 
@@ -43,6 +45,7 @@ _DEVICE: dict[str, Any] = {
     "name": "probe",
     "consumesCounters": [{"counterSet": "probe", "counters": _COUNTERS}],
 }
+_TAINTED: dict[str, Any] = {"name": "probe", "taints": [{"key": "probe", "effect": "NoSchedule"}]}
 
 
 def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
@@ -54,25 +57,43 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
     Raises: ApiUnavailableError; ApiRejectedError if it refuses to be asked (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_DEVICE,)))
-    trial = slice_changes(Pool(owner.node_name, contents), (), owner)
-    for sent in trial.creates:
-        try:
-            stored = api.call(
-                "POST",
-                "resourceslices",
-                query={"dryRun": "All"},
-                body=sent,
-                action="ask the API server for partitionable devices",
-            )
-        except ApiRejectedError as error:
-            if error.status != _INVALID:
-                raise
-            return f"the API server refuses counters in a slice of their own ({error}); {_REMEDY}"
+    try:
+        lost = _lost_in_trial(api, owner, contents, "ask the API server for partitionable devices")
+    except ApiRejectedError as error:
+        if error.status != _INVALID:
+            raise
+        return f"the API server refuses counters in a slice of their own ({error}); {_REMEDY}"
+    if lost:
+        why = f"the API server drops {', '.join(lost)} of a slice: its feature gate {PARTITIONS_GATE} is off"
+        return f"{why}; {_REMEDY}"
+    return None
+
+
+def keeps_taints(api: ResourceApi, owner: Owner) -> bool:
+    """Whether the API server stores the taints of devices. It is asked to create a slice with one, as a dry run.
+
+    One that refuses to be asked (permissions, admission) is taken for one that does, until it drops some.
+    Raises: ApiUnavailableError.
+    """
+    try:
+        return not _lost_in_trial(
+            api, owner, (SliceContent(devices=(_TAINTED,)),), "ask the API server for taints of devices"
+        )
+    except ApiRejectedError as error:
+        _log.debug("taints_not_asked", reason=str(error))
+        return True
+
+
+def _lost_in_trial(
+    api: ResourceApi, owner: Owner, contents: tuple[SliceContent, ...], action: str
+) -> list[str]:
+    """The fields that the API server would drop of the first such slices, each asked about until one loses some."""
+    for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
+        stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
         lost = [path for path, _ in dropped_fields(sent, stored)]
         if lost:
-            why = f"the API server drops {', '.join(lost)} of a slice: its feature gate {PARTITIONS_GATE} is off"
-            return f"{why}; {_REMEDY}"
-    return None
+            return lost
+    return []
 
 
 def sharing_caution(client: ApiClient) -> str | None:
@@ -91,15 +112,15 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     return any(sharing.rule_for(device) for device in inventory.devices() if has_counters(device.gpu))
 
 
-def takes_effect_none(client: ApiClient) -> bool:
-    """Whether the server takes taints without an effect. One that does not tell its release is taken for a new one.
+def taint_limits(client: ApiClient) -> TaintLimits | None:
+    """What the server takes of taints, by its release; None if it does not tell that.
 
     Raises: ApiUnavailableError if it does not answer.
     """
     try:
-        return kubernetes_releases.takes_effect_none(server_version(client))
+        return kubernetes_releases.taint_limits(server_version(client))
     except ApiRejectedError:
-        return True
+        return None
 
 
 class PartitionSupport:
@@ -181,24 +202,65 @@ class PartitionSupport:
             self._tell(problem)
 
 
-class InformationalTaints:
-    """Remembers whether the server takes taints without an effect.
+class TaintSupport:
+    """Remembers what the server does with taints. For the publisher's thread; any thread may read `dropped`.
 
-    `ask` is called once, and again while the server does not answer and after it refused a slice as invalid: it may
-    have been downgraded, or one of several servers may be older. For the publisher's thread.
+    `limits` is called once, and again while the server does not answer and after it refused a slice as invalid: it may
+    have been downgraded, or one of several servers may be older. `keeps` is called when it first matters, and each hour
+    while the answer was no.
     """
 
-    def __init__(self, ask: Callable[[], bool]) -> None:
-        self._ask = ask
-        self._supported: bool | None = None
+    def __init__(
+        self,
+        limits: Callable[[], TaintLimits | None],
+        keeps: Callable[[], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask_limits = limits
+        self._ask_keeps = keeps
+        self._clock = clock
+        self._limits: TaintLimits | None = None
+        self._was_refused = False
+        self._keeps: bool | None = None
+        self._asked_at = 0.0
+        self._matters = False
 
-    def supported(self) -> bool:
-        """Whether such taints may be sent. Raises: ApiUnavailableError."""
-        if self._supported is None:
-            self._supported = self._ask()
-        return self._supported
+    @property
+    def dropped(self) -> bool:
+        """Whether the server is known to drop taints."""
+        return self._keeps is False
+
+    @property
+    def ask_at(self) -> float:
+        """When the server should be asked again, as the clock tells it; infinity if there is no need."""
+        return self._asked_at + _ASK_AGAIN_S if self._matters and self.dropped else math.inf
+
+    def limits(self) -> TaintLimits:
+        """What may be sent. A server that does not tell its release is taken for a new one until it refuses a slice.
+        Raises: ApiUnavailableError."""
+        if self._limits is None:
+            unknown = OLDEST_TAINTS if self._was_refused else NEWEST_TAINTS
+            self._limits = self._ask_limits() or unknown
+        return self._limits
+
+    def drops(self, *, matters: bool) -> bool:
+        """Whether devices are not kept from pods by their taints; `matters` says whether there are such taints now.
+        Raises: ApiUnavailableError."""
+        self._matters = matters
+        if not matters:
+            return self.dropped
+        overdue = not self._keeps and self._clock() - self._asked_at >= _ASK_AGAIN_S
+        if self._keeps is None or overdue:
+            self._keeps = self._ask_keeps()
+            self._asked_at = self._clock()
+        return self.dropped
+
+    def fields_dropped(self) -> None:
+        """The server dropped taints of a slice."""
+        self._keeps, self._asked_at = False, self._clock()
 
     def publish_failed(self, error: Exception) -> None:
         """Slices could not be written."""
         if isinstance(error, ApiRejectedError) and error.status == _INVALID:
-            self._supported = None
+            self._limits, self._was_refused = None, True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,11 +22,13 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.sharing import SharingPolicy
-from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.api_support import PartitionSupport, TaintSupport
+from dra_driver.slices.refusals import RefusedSlices
 from dra_driver.slices.remembered_drops import RememberedDrops
 from dra_driver.slices.rules.build import Pool, Taints, build_pool, none_withheld
-from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes
+from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes, slice_index
 from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, TAINTS_GATE
+from dra_driver.slices.rules.kubernetes_releases import TaintLimits
 from dra_driver.slices.rules.pacing import WritePacing
 
 _log = structlog.get_logger(__name__)
@@ -77,8 +79,8 @@ class Publisher:
 
     Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
     `partitions` reduces the inventory to what the server can take. `taints` answers how devices are tainted at the
-    moment; its argument says whether taints without an effect may be sent. `withheld` answers which devices must not be
-    given out: they are tainted, and where the API server drops taints they are left out.
+    moment; its argument is what the server takes of taints. `withheld` answers which devices are left out of the
+    slices; its argument says whether the server drops taints.
     """
 
     def __init__(
@@ -90,9 +92,9 @@ class Publisher:
         *,
         may_publish: Callable[[], bool],
         partitions: PartitionSupport,
-        informational: InformationalTaints,
-        taints: Callable[[bool], Taints],
-        withheld: Callable[[], Callable[[OfferedDevice], bool]] = lambda: none_withheld,
+        tainting: TaintSupport,
+        taints: Callable[[TaintLimits], Taints],
+        withheld: Callable[[bool], Callable[[OfferedDevice], bool]] = lambda _dropped: none_withheld,
         observer: PublishObserver,
     ) -> None:
         self._inventory = inventory
@@ -103,10 +105,9 @@ class Publisher:
         self._sharing = sharing
         self._may_publish = may_publish
         self._partitions = partitions
-        self._informational = informational
+        self._tainting = tainting
         self._taints = taints
         self._withheld = withheld
-        self._are_taints_dropped = False
         self._observer = observer
         self._marked_at: float | None = None
         self._behind_since: float | None = None  # the publisher's thread's own
@@ -115,8 +116,10 @@ class Publisher:
         self._standing_by = False
         self._known_faults: tuple[str, ...] = ()
         self._known_notes: tuple[str, ...] = ()
+        self._known_withheld: tuple[str, ...] = ()
         self._known_gates: frozenset[str] = frozenset()
         self._refused: dict[str, _Refusal] = {}  # by UID
+        self._refused_slices = RefusedSlices()
         self._pacing = WritePacing()
         self._due_at = math.inf
         self._backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
@@ -191,10 +194,11 @@ class Publisher:
         known = self._owner
         owner = known or self._owner_source()
         offered = self._partitions.usable(inventory)
-        taints = self._taints(self._informational.supported())
-        withheld = self._withheld() if self._are_taints_dropped else none_withheld
-        pool = build_pool(offered, owner.node_name, self._sharing, taints, withheld)
-        self._report_faults(pool)
+        taints = self._taints(self._tainting.limits())
+        withheld = self._withheld(self._are_taints_dropped(offered, taints))
+        wanted = build_pool(offered, owner.node_name, self._sharing, taints, withheld)
+        self._report_faults(wanted)
+        pool = self._refused_slices.publishable(wanted)
         self._memory.ask_again(self._slices.snapshot())
         changes = self._changes(pool, owner)
         if changes and self._pacing.lately(time.monotonic()):
@@ -212,9 +216,17 @@ class Publisher:
         elif self._is_held_back(pool) or not self._leads():
             return
         else:
-            self._write(changes, pool, owner)
+            self._write(changes, pool, wanted, owner)
         if not self._standing_by:
             self._settle()
+
+    def _are_taints_dropped(self, offered: Inventory, taints: Taints) -> bool:
+        """Asked before a tainted device is published, so that no pod gets it in between."""
+        was_dropped = self._tainting.dropped
+        is_dropped = self._tainting.drops(matters=any(taints(device) for device in offered.devices()))
+        if is_dropped and not was_dropped:
+            self._tell_dropped({TAINTS_GATE})
+        return is_dropped
 
     def _leads(self) -> bool:
         ours = self._may_publish()
@@ -241,20 +253,27 @@ class Publisher:
         return True
 
     def _settle(self) -> None:
-        """All that is wanted is published; only a slice that cannot be deleted may be left."""
+        """All that the server takes is published; a slice that cannot be deleted may be left."""
         left = next(iter(self._refused.values()), None)
         self._problem = f"a slice that is obsolete is still there: {left.reason}" if left else None
+        if self._refused_slices.problem is not None:
+            self._problem = f"a slice is not what it should be: {self._refused_slices.problem}"
+        self._again_at(self._refused_slices.due)
         for refusal in self._refused.values():
             self._again_at(refusal.due)
         self._again_at(self._memory.ask_at)
         self._again_at(self._partitions.ask_at)
+        self._again_at(self._tainting.ask_at)
         self._behind_since = None
-        self._published.set()
+        if self._refused_slices.problem is None:
+            self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """What is to be written now; deletions that were refused come back when they are due."""
         existing = self._slices.snapshot()
-        changes = slice_changes(pool, self._memory.as_sent(existing), owner, self._refused)
+        changes = slice_changes(
+            pool, self._memory.as_sent(existing), owner, self._refused, self._refused_slices.indexes
+        )
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._refused = {uid: refusal for uid, refusal in self._refused.items() if uid in obsolete}
         now = time.monotonic()
@@ -263,21 +282,34 @@ class Publisher:
             for uid, entry in obsolete.items()
             if uid not in self._refused or self._refused[uid].due <= now
         )
-        return replace(changes, deletes=tuple(due))
+        return replace(
+            changes,
+            deletes=tuple(due),
+            updates=tuple(self._not_hopeless(changes.updates)),
+            creates=tuple(self._not_hopeless(changes.creates)),
+        )
 
-    def _write(self, changes: SliceChanges, pool: Pool, owner: Owner) -> None:
+    def _not_hopeless(self, entries: Iterable[JsonObject]) -> Iterator[JsonObject]:
+        return (entry for entry in entries if not self._refused_slices.is_hopeless(slice_index(entry)))
+
+    def _write(self, changes: SliceChanges, pool: Pool, wanted: Pool, owner: Owner) -> None:
         """Deletes come first, so that devices that are gone disappear even if what is new is refused."""
         started = time.monotonic()
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
             changes = self._changes(pool, owner)
-        for entry in changes.updates:
-            self._memory.stored(entry, self._slices.update(entry))
+        updated = [
+            entry for entry in changes.updates if self._stores(entry, pool, wanted, self._slices.update)
+        ]
+        created = []
         for entry in changes.creates:
             if not self._leads():
                 return
-            self._memory.stored(entry, self._slices.create(entry))
-        written = (*changes.updates, *changes.creates)
+            if self._stores(entry, pool, wanted, self._slices.create):
+                created.append(entry)
+        if len(updated) + len(created) < len(changes.updates) + len(changes.creates):
+            self.mark_dirty()  # another content is to stand in
+        written = (*updated, *created)
         if not written and not deleted:
             return
         now = time.monotonic()
@@ -286,12 +318,31 @@ class Publisher:
             self._observer.published(now - self._behind_since)
         _log.info(
             "pool_published",
-            created=len(changes.creates),
-            updated=len(changes.updates),
+            created=len(created),
+            updated=len(updated),
             deleted=deleted,
             generation=max((entry["spec"]["pool"]["generation"] for entry in written), default=0),
             duration_s=round(now - started, 4),
         )
+
+    def _stores(
+        self, entry: JsonObject, pool: Pool, wanted: Pool, write: Callable[[JsonObject], JsonObject]
+    ) -> bool:
+        """Whether the API server takes a slice. One that it refuses does not hold up the others."""
+        index = slice_index(entry)
+        sent, meant = pool.slices[index], wanted.slices[index]
+        try:
+            stored = write(entry)
+        except DraDriverError as error:
+            name = entry["metadata"].get("name")
+            known = next((one for one in self._slices.snapshot() if one["metadata"]["name"] == name), None)
+            if not self._refused_slices.refused(index, meant, sent, known, error):
+                raise
+            self._report_failure(error)
+            return False
+        self._memory.stored(entry, stored)
+        self._refused_slices.written(index, meant, sent)
+        return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
         """How many are gone. One that stays is logged once and tried again, and does not hold up other writes: an
@@ -319,19 +370,22 @@ class Publisher:
 
     def _fields_dropped(self, gates: AbstractSet[str]) -> None:
         """The API server did not store fields that these feature gates guard."""
+        self._tell_dropped(gates)
+        if PARTITIONS_GATE in gates:
+            self._partitions.fields_dropped()
+            self.mark_dirty()
+        if TAINTS_GATE in gates and not self._tainting.dropped:
+            self._tainting.fields_dropped()
+            self.mark_dirty()
+
+    def _tell_dropped(self, gates: AbstractSet[str]) -> None:
         new = gates - self._known_gates
         if new:
             self._known_gates |= new
             self._observer.fields_dropped(", ".join(sorted(new)))
-        if PARTITIONS_GATE in gates:
-            self._partitions.fields_dropped()
-            self.mark_dirty()
-        if TAINTS_GATE in gates and not self._are_taints_dropped:
-            self._are_taints_dropped = True
-            self.mark_dirty()
 
     def _report_failure(self, error: Exception) -> None:
-        self._informational.publish_failed(error)
+        self._tainting.publish_failed(error)
         self._observer.publish_failed(error)
 
     def _report_faults(self, pool: Pool) -> None:
@@ -345,3 +399,6 @@ class Publisher:
             for note in pool.notes:
                 _log.warning("mps_shares_bounded", reason=note)
         self._known_notes = pool.notes
+        if pool.withheld != self._known_withheld:
+            _log.info("devices_withdrawn", devices=pool.withheld)
+        self._known_withheld = pool.withheld

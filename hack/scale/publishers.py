@@ -26,7 +26,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings
-from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.api_support import PartitionSupport, TaintSupport
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import untainted
 from dra_driver.slices.rules.diff import Owner
@@ -91,7 +91,7 @@ class NodePublisher:
             partitions=PartitionSupport(
                 lambda: None, _log.warning, caution=lambda _: None, warn=_log.warning
             ),
-            informational=InformationalTaints(lambda: True),
+            tainting=TaintSupport(lambda: None, lambda: True),
             taints=lambda _: untainted,
             observer=_Failures(),
         )

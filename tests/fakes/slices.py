@@ -10,7 +10,7 @@ from typing import Any
 from dra_driver.errors import ApiRejectedError
 from dra_driver.model.json_copy import copy_json
 from dra_driver.model.sharing import NO_SHARING
-from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.api_support import PartitionSupport, TaintSupport
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import untainted
 
@@ -49,8 +49,8 @@ def publisher_of(
     parts: dict[str, Any] = {
         "may_publish": lambda: True,
         "partitions": partitions,
-        "informational": InformationalTaints(lambda: True),
-        "taints": lambda informational: untainted,
+        "tainting": TaintSupport(lambda: None, lambda: True),
+        "taints": lambda limits: untainted,
         "observer": Heard(),
     }
     return Publisher(inventory, slices, owner, NO_SHARING, **parts | more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from dra_driver.health.rules.taints import (
     device_reasons,
     device_taints,
     instances_by_device,
+    is_withdrawn,
     rfc3339,
     taints_of,
 )
@@ -34,14 +37,18 @@ from dra_driver.model.health import (
     Xid,
 )
 from dra_driver.model.inventory import DynamicMigDevice
-from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.model.mig import OwnedInstance, Partitioning, Placement
 from dra_driver.slices.rules.api_limits import MAX_TAINTS
+from dra_driver.slices.rules.kubernetes_releases import OLDEST_TAINTS
 from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, h100, uuid
 
 NOW = 1_800_000_000
 TIME = "2027-01-15T08:00:00Z"
 WHOLE, SMALL, LARGE = (MIXED.by_name[name] for name in (GPU_0, MIG_1G, MIG_3G))
 ON_DEMAND = DynamicMigDevice("gpu-00000003-mig-1g10gb-19-2", h100(3), ONE_G, Placement(2, 1))
+
+CUT = replace(h100(3), partitioning=Partitioning((), ((ONE_G, Placement(2, 1)),)))
+COUNTED = replace(ON_DEMAND, gpu=CUT)
 
 
 def states(*entries: tuple[HealthTarget, Observation]) -> HealthStates:
@@ -185,7 +192,7 @@ def test_the_operator_sets_effects():
 
 
 def test_servers_that_refuse_the_effect_none_get_no_such_taint():
-    policy = TaintPolicy({"xid": "None"}, informational=False)
+    policy = TaintPolicy({"xid": "None"}, OLDEST_TAINTS)
     found = states((HealthTarget(WHOLE.uuid), Xid(79)), (HealthTarget(WHOLE.uuid), MonitoringState("no")))
     assert device_taints(WHOLE, found, {}, policy) == ()
 
@@ -197,6 +204,44 @@ def test_what_does_not_fit_is_the_least():
     ]
     keys = [item["key"] for item in taints_of(reasons, TaintPolicy())]
     assert keys == [f"{PREFIX}key-{number:02}" for number in range(4, 20)]
+
+
+def test_older_servers_get_the_four_worst_and_eviction_before_all_else():
+    reasons = [
+        Reason(key, "", severity, NOW, NOW, "x")
+        for key, severity in [
+            ("ecc", Severity.UNHEALTHY), ("fabric", Severity.DEGRADED), ("gpu-lost", Severity.LOST),
+            ("recovery-action", Severity.UNHEALTHY), ("row-remap", Severity.DEGRADED), ("xid", Severity.UNHEALTHY),
+        ]
+    ]  # fmt: skip
+    policy = TaintPolicy({"fabric": "NoExecute"}, OLDEST_TAINTS)
+    found = [(item["key"].removeprefix(PREFIX), item["effect"]) for item in taints_of(reasons, policy)]
+    assert found == [
+        ("ecc", "NoSchedule"),
+        ("fabric", "NoExecute"),
+        ("gpu-lost", "NoSchedule"),
+        ("recovery-action", "NoSchedule"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "effect", "is_held", "is_shared", "withdrawn"),
+    [
+        (WHOLE, "None", False, False, False),
+        (WHOLE, "NoSchedule", False, False, True),
+        (WHOLE, "NoExecute", False, False, True),
+        (WHOLE, "NoSchedule", True, False, False),
+        (WHOLE, "NoSchedule", True, True, True),
+        (SMALL, "NoSchedule", True, True, True),
+        (COUNTED, "NoSchedule", False, False, True),
+        (COUNTED, "NoSchedule", True, False, False),
+        (COUNTED, "NoSchedule", True, True, False),
+    ],
+)
+def test_what_is_withdrawn_where_taints_keep_nobody_away(device, effect, is_held, is_shared, withdrawn):
+    found = [{"key": "k", "effect": effect}]
+    assert is_withdrawn(device, found, is_held=is_held, is_shared=is_shared) is withdrawn
+    assert not is_withdrawn(device, [], is_held=is_held, is_shared=is_shared)
 
 
 _reasons = st.builds(

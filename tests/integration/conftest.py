@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from playground.apiserver import PlaygroundApiServer
 from playground.node import DRIVER, PlaygroundNode
 from playground.scheduler import reserve
 
@@ -34,8 +35,8 @@ def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
 class Node(PlaygroundNode):
     """One node below `root`. `start_driver` may be called again after `driver.stop()`, as after a restart."""
 
-    def __init__(self, root: Path, machine: str = "dgx-h100") -> None:
-        super().__init__(root, machine, name=NODE)
+    def __init__(self, root: Path, machine: str = "dgx-h100", **server: Any) -> None:
+        super().__init__(root, machine, name=NODE, server=PlaygroundApiServer(**server))
         self.driver: Driver | None = None
 
     def start_driver(self, **changes: Any) -> Driver:
@@ -115,9 +116,9 @@ def make_node() -> Iterator[Callable[..., Node]]:
     """Nodes in short directories of their own: the path of a socket has 107 bytes at most."""
     with ExitStack() as stack:
 
-        def make(machine: str = "dgx-h100") -> Node:
+        def make(machine: str = "dgx-h100", **server: Any) -> Node:
             root = Path(stack.enter_context(TemporaryDirectory(prefix="n-")))
-            node = Node(root, machine)
+            node = Node(root, machine, **server)
             stack.callback(node.stop)
             return node
 

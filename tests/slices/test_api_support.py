@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
-from dra_driver.slices.api_support import InformationalTaints, PartitionSupport
+from dra_driver.slices.api_support import PartitionSupport, TaintSupport, keeps_taints
+from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 from tests.fakes.samples import ONE_G, h100, inventory
 
 PLAIN = inventory(h100(0))
@@ -98,31 +104,85 @@ def test_concern_is_told_once_where_counters_are_used(bench: Bench, logs: list) 
 
 
 def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does() -> None:
-    answers = [True, False]
-    taints = InformationalTaints(lambda: answers.pop(0))
-    assert taints.supported()
+    answers = [NEWEST_TAINTS, OLDEST_TAINTS]
+    taints = TaintSupport(lambda: answers.pop(0), lambda: True)
+    assert taints.limits() == NEWEST_TAINTS
     for error in (
         ApiUnavailableError("away"),
         ApiRejectedError("forbidden", status=403),
         ValueError("surprise"),
     ):
         taints.publish_failed(error)
-        assert taints.supported()
+        assert taints.limits() == NEWEST_TAINTS
     taints.publish_failed(ApiRejectedError("unsupported effect", status=422))
-    assert not taints.supported()
-    assert not taints.supported()
+    assert taints.limits() == OLDEST_TAINTS
+    assert taints.limits() == OLDEST_TAINTS
 
 
 def test_no_answer_is_no_answer() -> None:
     asked: list[bool] = []
 
-    def ask() -> bool:
+    def ask() -> TaintLimits:
         asked.append(True)
         if len(asked) == 1:
             raise ApiUnavailableError("away")
-        return False
+        return OLDEST_TAINTS
 
-    taints = InformationalTaints(ask)
+    taints = TaintSupport(ask, lambda: True)
     with pytest.raises(ApiUnavailableError):
-        taints.supported()
-    assert not taints.supported()
+        taints.limits()
+    assert taints.limits() == OLDEST_TAINTS
+
+
+def test_a_server_that_does_not_tell_its_release_is_taken_for_new_until_it_refuses() -> None:
+    taints = TaintSupport(lambda: None, lambda: True)
+    assert taints.limits() == NEWEST_TAINTS
+    taints.publish_failed(ApiRejectedError("too many taints", status=422))
+    assert taints.limits() == OLDEST_TAINTS
+
+
+def test_whether_taints_are_kept_is_asked_when_it_matters_and_hourly_while_they_are_not() -> None:
+    now = [0.0]
+    answers = [False, False, True]
+    asked: list[float] = []
+
+    def keeps() -> bool:
+        asked.append(now[0])
+        return answers.pop(0)
+
+    taints = TaintSupport(lambda: None, keeps, clock=lambda: now[0])
+    assert not taints.drops(matters=False)
+    assert (asked, taints.ask_at) == ([], math.inf)
+    assert taints.drops(matters=True)
+    assert taints.drops(matters=True)
+    assert (asked, taints.ask_at) == ([0.0], HOUR)
+    assert taints.drops(matters=False), "it is known, and needs no asking"
+    assert taints.ask_at == math.inf
+    for now[0] in (HOUR, HOUR + 1):
+        assert taints.drops(matters=True)
+    now[0] = 2 * HOUR
+    assert not taints.drops(matters=True)
+    assert asked == [0.0, HOUR, 2 * HOUR]
+    now[0] = 9 * HOUR
+    assert not taints.drops(matters=True)
+    assert len(asked) == 3, "a server that keeps them shows in its answers if it stops"
+    taints.fields_dropped()
+    assert taints.drops(matters=True)
+
+
+@pytest.mark.parametrize(("minor", "gate", "kept"), [(34, {}, False), (35, {}, False), (36, {}, True),
+                                                     (34, {"DRADeviceTaints": True}, True)])  # fmt: skip
+def test_servers_are_asked_without_a_write(
+    connect: Callable[..., ApiClient], minor: int, gate: dict[str, bool], kept: bool
+) -> None:
+    with PlaygroundApiServer(minor=minor, gates=gate) as server:
+        assert keeps_taints(ResourceApi(connect(server)), Owner("gpu.nvidia.com", "n1", "u" * 36)) is kept
+        assert server.objects("resourceslices") == []
+
+
+def test_a_server_that_refuses_to_be_asked_is_believed_to_keep_taints(
+    connect: Callable[..., ApiClient],
+) -> None:
+    with PlaygroundApiServer(minor=34) as server:
+        server.faults.fail(1, 403, reason="Forbidden", method="POST")
+        assert keeps_taints(ResourceApi(connect(server)), Owner("gpu.nvidia.com", "n1", "u" * 36))

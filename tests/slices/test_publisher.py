@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, StateError
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices import publisher as module
+from dra_driver.slices import refusals
 from dra_driver.slices import remembered_drops as drop_memory
 from dra_driver.slices.rules import pacing
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.pacing import WritePacing
+from dra_driver.slices.rules.stand_ins import with_stand_ins
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, Heard, publisher_of
 
@@ -233,8 +236,6 @@ def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
 
 
 def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> None:
-    from dataclasses import replace
-
     from tests.fakes.samples import ONE_G, mig, partitioned
 
     bad = partitioned(1, mig(1, replace(ONE_G, name=f"1g.{'9' * 50}gb"), 0, 1, 7))
@@ -264,7 +265,7 @@ def test_bounded_shares_are_told_once(bench: Bench, logs: list[dict[str, Any]]) 
     "error",
     [
         ApiUnavailableError("create slice: the API server does not answer"),
-        ApiRejectedError("create slice: refused", status=422),
+        ApiRejectedError("create slice: the token is not valid", status=401),
         ApiRejectedError("update slice: it was changed meanwhile", status=409),
         ValueError("a bug"),
     ],
@@ -283,7 +284,8 @@ def test_problem_says_why_while_publishing_fails(bench: Bench) -> None:
     bench.slices.failures = [ApiRejectedError("create slice: spec.devices: too many", status=422)] * 1000
     bench.publisher._worker._stopping = Waits()
     bench.start()
-    eventually(lambda: bench.publisher.problem == "create slice: spec.devices: too many")
+    eventually(lambda: "create slice: spec.devices: too many" in (bench.publisher.problem or ""))
+    assert not bench.publisher.wait_published(0)
 
 
 def test_server_is_not_asked_before_it_wants_to_be(bench: Bench) -> None:
@@ -553,6 +555,135 @@ def test_refused_deletions_are_tried_again_ever_more_rarely(
     assert bench.slices.refusals <= most, "at 0, 0.1, 0.3, 0.7, 1.1, 1.5 s"
 
 
+# --- slices that are refused ---------------------------------------------------------------------
+
+
+FLEET = [h100(number) for number in range(130)]
+"""Three slices: of 64, 64 and 2 devices."""
+
+
+class Refusing(GuardedSlices):
+    """Refuses every slice for which `faulty` says so, as an API server does that finds it invalid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faulty: Callable[[dict], bool] = lambda entry: False
+        self.refused: list[str] = []
+        self.store = self._checked
+
+    def _checked(self, entry: dict) -> dict:
+        if self.faulty(entry):
+            self.refused.append(entry["metadata"]["name"])
+            raise ApiRejectedError("slice: spec.devices[3]: Invalid value (HTTP 422)", status=422)
+        return entry
+
+    def by_index(self) -> list[tuple[int, int]]:
+        """Generation and number of devices of each slice."""
+        return [
+            (entry["spec"]["pool"]["generation"], len(entry["spec"].get("devices", [])))
+            for entry in self.snapshot()
+        ]
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(refusals, "_FIRST_S", 0.05)
+    monkeypatch.setattr(refusals, "_MOST_S", 0.2)
+    made = Bench(Refusing())
+    made.inventory = inventory(*FLEET)
+    yield made
+    made.publisher.stop()
+
+
+def has_many(entry: dict) -> bool:
+    return (
+        entry["metadata"]["generateName"].startswith("00001-") and len(entry["spec"].get("devices", [])) > 0
+    )
+
+
+def test_a_refused_slice_costs_no_other_its_place_and_is_tried_again(refusing: Bench, logs: list) -> None:
+    slices: Any = refusing.slices
+    slices.faulty = has_many
+    refusing.start()
+    eventually(lambda: slices.by_index() == [(1, 64), (1, 0), (1, 2)])
+    eventually(lambda: len(slices.refused) >= 5)
+    assert slices.by_index() == [(1, 64), (1, 0), (1, 2)]
+    stored = [name for verb, name in slices.writes if name.startswith(("00000", "00002"))]
+    assert len(stored) == 2, "the others are written once"
+    assert "a slice is not what it should be: slice: spec.devices[3]" in str(refusing.publisher.problem)
+    assert not refusing.publisher.wait_published(0)
+    assert [line["event"] for line in logs].count("slice_refused") == 1
+    assert len(refusing.heard.failures) >= 5
+    slices.faulty = lambda entry: False
+    eventually(lambda: refusing.publisher.problem is None)
+    assert slices.by_index() == [(1, 64), (1, 64), (1, 2)]
+    assert refusing.publisher.wait_published(20)
+
+
+def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Bench) -> None:
+    slices: Any = refusing.slices
+    refusing.start()
+    assert refusing.publisher.wait_published(20)
+    slices.faulty = lambda entry: (
+        any(
+            device["attributes"]["productName"]["string"] == "new"
+            for device in entry["spec"].get("devices", [])[5:6]
+        )
+        and entry["metadata"]["generateName"].startswith("00001-")
+    )
+    changed = [replace(gpu, product_name="new") for gpu in FLEET]
+    refusing.inventory = inventory(*changed[:70], *changed[71:])
+    refusing.publisher.mark_dirty()
+    eventually(lambda: [count for _, count in slices.by_index()] == [64, 63, 1])
+    eventually(lambda: len(slices.refused) >= 3)
+    generations = {generation for generation, _ in slices.by_index()}
+    assert generations == {2}, "the pool is whole"
+    middle = slices.snapshot()[1]["spec"]["devices"]
+    assert {device["attributes"]["productName"]["string"] for device in middle} != {"new"}
+    names = [name for entry in slices.snapshot() for name in (d["name"] for d in entry["spec"]["devices"])]
+    assert len(names) == len(set(names))
+    slices.faulty = lambda entry: False
+    eventually(lambda: refusing.publisher.problem is None)
+    assert slices.by_index() == [(2, 64), (2, 64), (2, 1)]
+
+
+def test_a_server_that_refuses_everything_is_asked_ever_more_rarely(refusing: Bench) -> None:
+    slices: Any = refusing.slices
+    slices.faulty = lambda entry: True
+    began = time.monotonic()
+    refusing.start()
+    while time.monotonic() < began + 1.5:
+        refusing.publisher.mark_dirty()
+        time.sleep(0.01)
+    most = 3 * 2 * (4 + (time.monotonic() - began) / 0.2)
+    assert len(slices.refused) <= most, (
+        "three slices and what would stand in for them, at 0, 0.05, 0.15, 0.35, 0.55 s"
+    )
+    slices.faulty = lambda entry: False
+    eventually(lambda: refusing.publisher.problem is None)
+    assert [count for _, count in slices.by_index()] == [64, 64, 2]
+
+
+def test_devices_go_with_the_counters_that_are_refused() -> None:
+    use = {"name": "b", "consumesCounters": [{"counterSet": "gpu", "counters": {"memory": {"value": "1Gi"}}}]}
+    pool = Pool(
+        NODE,
+        (
+            SliceContent(shared_counters=({"name": "gpu", "counters": {"memory": {"value": "8Gi"}}},)),
+            SliceContent(devices=({"name": "a"}, use)),
+        ),
+    )
+    assert with_stand_ins(pool, {}) == pool
+    assert with_stand_ins(pool, {0: SliceContent()}).slices == (
+        SliceContent(),
+        SliceContent(devices=({"name": "a"},)),
+    )
+    assert with_stand_ins(pool, {1: SliceContent(devices=({"name": "gone"}, use))}).slices == (
+        pool.slices[0],
+        SliceContent(devices=(use,)),
+    )
+
+
 # --- a server that drops fields, over a restart --------------------------------------------------
 
 
@@ -648,7 +779,7 @@ def test_publisher_sleeps_when_there_is_nothing_to_do(dropping: Bench) -> None:
 
 def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) -> None:
     bench.publisher._worker._stopping = Waits()
-    refused = ApiRejectedError("create slice: refused", status=422)
+    refused = ApiUnavailableError("create slice: no answer")
     bench.slices.failures = [refused, refused]
     bench.publisher._marked_at = time.monotonic() - 100
     bench.start()

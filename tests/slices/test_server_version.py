@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.slices.api_support import sharing_caution, takes_effect_none
+from dra_driver.slices.api_support import sharing_caution, taint_limits
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 
 
 class Server:
@@ -39,20 +40,20 @@ def test_nothing_is_said_of_newer_and_unknown_ones(answer: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "takes"),
+    ("answer", "limits"),
     [
-        ("v1.32.9", False),
-        ("v1.34.4-gke.1", False),
-        ("v1.35.0", True),
-        ("v1.36.3", True),
-        ("custom", True),
-        (ApiRejectedError("forbidden", status=403), True),
+        ("v1.32.9", OLDEST_TAINTS),
+        ("v1.34.4-gke.1", OLDEST_TAINTS),
+        ("v1.35.0", NEWEST_TAINTS),
+        ("v1.36.3", NEWEST_TAINTS),
+        ("custom", None),
+        (ApiRejectedError("forbidden", status=403), None),
     ],
 )
-def test_taints_that_only_inform_are_for_newer_servers(answer: object, takes: bool) -> None:
-    assert takes_effect_none(Server(answer)) is takes
+def test_what_is_taken_of_taints_depends_on_the_release(answer: object, limits: TaintLimits | None) -> None:
+    assert taint_limits(Server(answer)) == limits
 
 
 def test_a_server_that_does_not_answer_is_asked_again() -> None:
     with pytest.raises(ApiUnavailableError):
-        takes_effect_none(Server(ApiUnavailableError("down")))
+        taint_limits(Server(ApiUnavailableError("down")))

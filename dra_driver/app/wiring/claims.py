@@ -50,11 +50,13 @@ def claim_parts(
     observer: Observer,
     make_sure: Callable[[], object],
     pods_run: Callable[[ClaimRecord], bool | None],
+    setting_for_lost: Callable[[], str | None],
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
 ) -> ClaimParts:
     """Make the parts; none runs yet. `make_sure` raises a DraDriverError unless the API server knows this node.
-    `pods_run` answers whether a process of a claim's pods runs here, None if that is not known."""
+    `pods_run` answers whether a process of a claim's pods runs here, None if that is not known. `setting_for_lost`
+    answers what to set so that new pods stay away from lost GPUs, None if they do."""
     under_way = CallsUnderWay()
     half_done = HalfDonePrepares(records, executor, claim_locks, gpu_locks)
     unpreparer = Unpreparer(records, claim_locks, gpu_locks, executor, half_done, under_way, observer)
@@ -87,5 +89,6 @@ def claim_parts(
         line,
         unpreparer,
         observer,
+        setting_for_lost,
     )
     return ClaimParts(preparer, unpreparer, reconciler, line, under_way)

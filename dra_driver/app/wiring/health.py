@@ -20,6 +20,7 @@ from dra_driver.model.mig import OwnedInstance
 from dra_driver.nvml.events import HealthSource
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import Taints
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
 
 
 class HealthParts:
@@ -81,10 +82,10 @@ class HealthParts:
         """The made MIG devices on demand, by device name."""
         return instances_by_device(self._owned().values())
 
-    def taints(self, informs: bool) -> Taints:
-        """How devices are tainted at the moment; `informs` says whether taints without an effect are wanted."""
+    def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
+        """How devices are tainted at the moment, within what the API server takes."""
         states, instances, owing = self.monitor.states(), self.instances(), self._owing()
-        policy = replace(self.taint_policy, informational=informs)
+        policy = replace(self.taint_policy, limits=limits)
         return lambda device: device_taints(device, states, instances, policy, owing(device))
 
     def _changed(self) -> None:

@@ -38,8 +38,10 @@ class ReportingParts:
         mig: MigParts,
         may_tell: Callable[[], bool],
         ended: Callable[[], Sequence[ClaimRecord]],
+        released: Callable[[], None],
     ) -> None:
-        """`ended` answers the records of claims that have ended and of which something is still being undone."""
+        """`ended` answers the records of claims that have ended and of which something is still being undone.
+        `released` is called when a claim was unprepared."""
         self.consumers = ClaimConsumers()
         self.recorder = EventRecorder(
             settings.node_name,
@@ -59,7 +61,7 @@ class ReportingParts:
             states,
             mig.created_instance,
             lambda device: claim_using(device, [*records.all().values(), *ended()]),
-            mig.claim_gone,
+            released,
         )
 
     def parts(self) -> Iterator[Part]:

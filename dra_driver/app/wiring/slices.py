@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from dra_driver.app.part import Part
+from dra_driver.app.wiring.health import HealthParts
+from dra_driver.health.rules.taints import is_withdrawn, keep_away
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.settings import Settings
 from dra_driver.slices.api_support import (
-    InformationalTaints,
     PartitionSupport,
+    TaintSupport,
+    keeps_taints,
     partitions_problem,
     shares_counters,
     sharing_caution,
-    takes_effect_none,
+    taint_limits,
 )
 from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.publisher import Publisher
-from dra_driver.slices.rules.build import Taints
+from dra_driver.slices.rules.build import none_withheld
 from dra_driver.slices.rules.diff import Owner
 
 
@@ -37,12 +41,15 @@ class PublishingParts:
         api: ResourceApi,
         leadership: InstanceLeadership,
         inventory: Callable[[], Inventory | None],
-        taints: Callable[[bool], Taints],
-        withheld: Callable[[], Callable[[OfferedDevice], bool]],
+        health: HealthParts,
+        records: Callable[[], Mapping[str, ClaimRecord]],
+        owing: Callable[[], Callable[[OfferedDevice], bool]],
         partitions_missing: Callable[[str], None],
         scheduler_outdated: Callable[[str], None],
         news: NodeEvents,
     ) -> None:
+        """`records` answers the records of the claims, `owing` whether a debt keeps a device from being given out."""
+
         def owner() -> Owner:
             return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
 
@@ -55,6 +62,12 @@ class PublishingParts:
             caution=caution,
             warn=scheduler_outdated,
         )
+        self._settings = settings
+        self._health = health
+        self._records = records
+        self._owing = owing
+        self._are_held_tainted = False
+        self._tainting = TaintSupport(lambda: taint_limits(client), lambda: keeps_taints(api, owner()))
         self._leadership = leadership
         self._cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
         self.publisher = Publisher(
@@ -64,9 +77,9 @@ class PublishingParts:
             settings.sharing,
             may_publish=leadership.is_ours,
             partitions=self.support,
-            informational=InformationalTaints(lambda: takes_effect_none(client)),
-            taints=taints,
-            withheld=withheld,
+            tainting=self._tainting,
+            taints=health.taints,
+            withheld=self._withheld,
             observer=news,
         )
 
@@ -79,6 +92,45 @@ class PublishingParts:
     def slice_count(self) -> int:
         """Slices of ours that the API server has."""
         return len(self._cache.snapshot())
+
+    def claim_released(self) -> None:
+        """A claim was unprepared; its device may have been left in the slices for its sake."""
+        if self._are_held_tainted:
+            self._dirty()
+
+    def missing_setting(self, key: str) -> str | None:
+        """What to set so that new pods stay away from devices with this reason; None if they do."""
+        if self._health.taint_policy.effects.get(key) == "None":
+            return f"health.taints.{key} to NoSchedule"
+        if self._settings.unhealthy_devices == "taint" and self._tainting.dropped:
+            return "health.unhealthyDevices to auto"
+        return None
+
+    def _withheld(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
+        """Which devices are left out of the slices, as of now; for the publisher. A debt is always in the way of a
+        Prepare, so what the setting says of health does not matter to it."""
+        mode = self._settings.unhealthy_devices
+        self._are_held_tainted = False
+        withdraws = mode == "withdraw" or (mode == "auto" and dropped)
+        owing = self._owing() if dropped or withdraws else none_withheld
+        if not withdraws:
+            return owing
+        taints = self._health.taints()
+        held = {
+            held.device
+            for record in self._records().values()
+            for held in record.devices
+            if not held.admin_access
+        }
+
+        def is_withheld(device: OfferedDevice) -> bool:
+            found = taints(device)
+            is_held = device.name in held
+            self._are_held_tainted |= is_held and keep_away(found)
+            is_shared = self._settings.sharing.rule_for(device) is not None
+            return owing(device) or is_withdrawn(device, found, is_held=is_held, is_shared=is_shared)
+
+        return is_withheld
 
     def _dirty(self) -> None:
         self.publisher.mark_dirty()

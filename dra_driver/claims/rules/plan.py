@@ -62,18 +62,21 @@ def plan_claim(
     sharing: SharingPolicy = NO_SHARING,
     known: ClaimRecord | None = None,
     metadata: tuple[str, ...] = (),
+    *,
+    setting_for_lost: str | None = None,
 ) -> Plan:
     """The plan for our part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
-    claim's own record, `metadata` are the versions in which the node writes device metadata.
+    claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost` is
+    what to set so that new pods stay away from lost GPUs, None if they do.
 
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
     most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
     Raises: ClaimRefusedError that names the claim's request, the device and what to do (DeviceHeldError if other
     claims hold it); DeviceLostError; InvalidConfigError for opaque parameters.
     """
-    found = _found(claim, pool, inventory, known)
+    found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
     kept = _kept_usages(claim, found, known)
     usages = sharing_modes_of(claim, found, driver, sharing, inventory.versions) if kept is None else kept
@@ -92,13 +95,17 @@ def plan_claim(
 
 
 def _found(
-    claim: AllocatedClaim, pool: str, inventory: Inventory, known: ClaimRecord | None
+    claim: AllocatedClaim,
+    pool: str,
+    inventory: Inventory,
+    known: ClaimRecord | None,
+    setting_for_lost: str | None,
 ) -> list[tuple[DeviceResult, OfferedDevice]]:
     found: list[tuple[DeviceResult, OfferedDevice]] = []
     lost: DeviceLostError | None = None
     for result in claim.results:
         try:
-            found.append((result, _as_held(_find(result, pool, inventory, known), known)))
+            found.append((result, _as_held(_find(result, pool, inventory, known, setting_for_lost), known)))
         except DeviceLostError as error:
             has_it = known is not None and any(held.device == result.device for held in known.devices)
             if has_it or not result.admin_access:
@@ -183,7 +190,22 @@ def _creation(device: DynamicMigDevice) -> CreateMig:
     )
 
 
-def _find(result: DeviceResult, pool: str, inventory: Inventory, known: ClaimRecord | None) -> OfferedDevice:
+def _elsewhere(missing: str | None) -> str:
+    if missing is None:
+        return "delete the pod so that it starts elsewhere"
+    return (
+        f"set {missing} and then delete the pod; before that it may get the same GPU again, because nothing keeps new "
+        "pods from it"
+    )
+
+
+def _find(
+    result: DeviceResult,
+    pool: str,
+    inventory: Inventory,
+    known: ClaimRecord | None,
+    setting_for_lost: str | None,
+) -> OfferedDevice:
     if result.pool != pool:
         raise ClaimRefusedError(
             f"request {result.request}: device {result.device} was allocated from pool {result.pool}, but this "
@@ -197,7 +219,7 @@ def _find(result: DeviceResult, pool: str, inventory: Inventory, known: ClaimRec
         if device.gpu.uuid in inventory.lost_uuids:
             raise DeviceLostError(
                 f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which does not answer "
-                "any more; reset the GPU or reboot the node, or delete the pod so that it starts elsewhere"
+                f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"
             )
         return device
     if withheld is None:

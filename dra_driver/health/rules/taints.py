@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC, SLOWDOWN
 from dra_driver.journal.rules.debts import Debt
+from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,
@@ -22,11 +23,13 @@ from dra_driver.model.health import (
 )
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mig import OwnedInstance
-from dra_driver.slices.rules.api_limits import MAX_TAINTS
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
 
 JsonObject = dict[str, Any]
 Effect = Literal["None", "NoSchedule", "NoExecute"]
 
+_EFFECTS: tuple[Effect, ...] = ("NoExecute", "NoSchedule", "None")
+_KEEP_AWAY = frozenset({"NoExecute", "NoSchedule"})
 PREFIX = "gpu.nvidia.com/"
 DEBT = "debt"
 
@@ -37,11 +40,11 @@ class TaintPolicy:
 
     Mere information has the effect None whatever is configured for its key; only `unmonitored`, which is never
     more than information, takes what is configured. The API server takes the effect None from Kubernetes 1.35
-    on and refuses the whole slice before, so without `informational` there are no such taints.
+    on and refuses the whole slice before. What `limits` do not allow is left out, the least severe first.
     """
 
     effects: Mapping[str, Effect] = field(default_factory=dict)
-    informational: bool = True
+    limits: TaintLimits = NEWEST_TAINTS
 
 
 DEFAULT_POLICY = TaintPolicy()
@@ -128,8 +131,29 @@ def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObjec
         effect = _effect(reason, policy)
         if effect is not None:
             chosen.setdefault(reason.key, (reason, effect))
-    worst = sorted(chosen.values(), key=lambda pair: _rank(pair[0]))[:MAX_TAINTS]
+    worst = sorted(chosen.values(), key=lambda pair: (_EFFECTS.index(pair[1]), _rank(pair[0])))
+    worst = worst[: policy.limits.most]
     return tuple(_taint(*pair) for pair in sorted(worst, key=lambda pair: pair[0].key))
+
+
+def keep_away(taints: Iterable[JsonObject]) -> bool:
+    """Whether new pods stay away from a device with these taints."""
+    return any(taint["effect"] in _KEEP_AWAY for taint in taints)
+
+
+def is_withdrawn(
+    device: OfferedDevice, taints: Iterable[JsonObject], *, is_held: bool, is_shared: bool
+) -> bool:
+    """Whether a device is left out of the slices instead of being tainted, where taints keep nobody away.
+
+    A device that a claim holds stays: no other claim gets it, and readers of the slices find it. Where claims share it,
+    others would get a share, so it goes; unless it has counters, because the scheduler forgets what a device that is
+    not in the slices takes of its GPU, and would give that part of the GPU out again.
+    """
+    if not keep_away(taints):
+        return False
+    is_counted = has_counters(device.gpu) and not isinstance(device, StaticMigDevice)
+    return not is_held or (is_shared and not is_counted)
 
 
 def rfc3339(at: int) -> str:
@@ -167,7 +191,7 @@ def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
         effect = "None"
     else:
         effect = configured or "NoSchedule"
-    return None if effect == "None" and not policy.informational else effect
+    return None if effect == "None" and not policy.limits.informational else effect
 
 
 def _taint(reason: Reason, effect: Effect) -> JsonObject:

@@ -51,12 +51,13 @@ class SliceContent:
 class Pool:
     """The desired state of one pool: its slices in index order. There is always one, if only an empty one,
     which tells "no devices" from "no driver". `faults` are the devices that are left out, `notes` those that
-    are otherwise than the node's policy asks for."""
+    are otherwise than the node's policy asks for, `withheld` the names of those that must not be given out."""
 
     name: str
     slices: tuple[SliceContent, ...]
     faults: tuple[str, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
+    withheld: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,12 @@ def build_pool(
     counters, refused = _counter_sets(inventory, faults)
     names: set[str] = set()
     groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.every_gpu}
+    held_back: list[str] = []
     for offered in inventory.devices():
-        if offered.gpu.uuid in refused or withheld(offered):
+        if offered.gpu.uuid in refused:
+            continue
+        if withheld(offered):
+            held_back.append(offered.name)
             continue
         device = _entry(offered, inventory, sharing, counters)
         tainted = taints(offered)
@@ -107,7 +112,7 @@ def build_pool(
     slices += [SliceContent(devices=chunk) for chunk in _device_chunks(blocks)]
     told = (told_bound(sharing, offered, inventory.versions) for offered in inventory.devices())
     notes = tuple(note for note in told if note is not None)
-    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults), notes)
+    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults), notes, tuple(held_back))
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:

@@ -43,13 +43,18 @@ class SliceChanges:
 
 
 def slice_changes(
-    pool: Pool, existing: Iterable[JsonObject], owner: Owner, undeletable: Container[str] = ()
+    pool: Pool,
+    existing: Iterable[JsonObject],
+    owner: Owner,
+    undeletable: Container[str] = (),
+    refused: Container[int] = (),
 ) -> SliceChanges:
     """What to write so that the node's slices are exactly the pool. `existing` are all slices of this
     driver on this node, of any pool; those of other pools are obsolete.
 
     `undeletable` are UIDs of slices that the API server does not let go. One that is obsolete but of the
-    current generation would count as a part of the pool, so the pool leaves it behind in an older one.
+    current generation would count as a part of the pool, so the pool leaves it behind in an older one. `refused` are
+    the indexes of slices that the API server refused: they are tried again without a new generation for all.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -61,7 +66,9 @@ def slice_changes(
         entry["spec"]["pool"]["generation"] == current and entry["metadata"].get("uid") in undeletable
         for entry in obsolete
     )
-    generation = current if not missing and len(changed) <= 1 and not crowded else current + 1
+    counted = [index for index in missing if index not in refused]
+    several = len([index for index in changed if index not in refused]) > 1
+    generation = current + 1 if counted or several or crowded else current
     if generation != current:
         changed = set(matched)
     return SliceChanges(
@@ -69,6 +76,12 @@ def slice_changes(
         updates=tuple(_updated(matched[index], pool, index, generation, owner) for index in sorted(changed)),
         creates=tuple(_created(pool, index, generation, owner) for index in missing),
     )
+
+
+def slice_index(entry: JsonObject) -> int:
+    """The place in the pool of a slice that is to be written."""
+    metadata = entry["metadata"]
+    return int((metadata.get("name") or metadata["generateName"]).partition("-")[0], 16)
 
 
 def _index_digits(count: int) -> int:

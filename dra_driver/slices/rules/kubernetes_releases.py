@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+
+from dra_driver.slices.rules.api_limits import MAX_TAINTS
 
 Version = tuple[int, int, int]
 
 # Kubernetes 1.36.2 is the first release that counts them; no release of 1.35 does.
 _COUNTS_SHARES: Version = (1, 36, 2)
-_EFFECT_NONE: Version = (1, 35, 0)
+_MANY_TAINTS: Version = (1, 35, 0)
+_MAX_TAINTS_BEFORE = 4
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 
 
@@ -18,13 +22,26 @@ def parse_version(text: str) -> Version | None:
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
-def takes_effect_none(release: str) -> bool:
-    """Whether the API server takes taints without an effect; older ones refuse the whole slice for one.
+@dataclass(frozen=True, slots=True)
+class TaintLimits:
+    """What an API server takes of a device's taints; it refuses the whole slice for more. `informational`: also taints
+    without an effect. `most`: how many."""
 
-    A release that cannot be read is taken for a new one.
-    """
+    informational: bool = True
+    most: int = MAX_TAINTS
+
+
+NEWEST_TAINTS = TaintLimits()
+OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
+
+
+def taint_limits(release: str) -> TaintLimits | None:
+    """Of all limits of a slice that the driver uses, only those of taints depend on the release: the others are as
+    tight as the tightest. None for a release that cannot be read."""
     version = parse_version(release)
-    return version is None or version >= _EFFECT_NONE
+    if version is None:
+        return None
+    return NEWEST_TAINTS if version >= _MANY_TAINTS else OLDEST_TAINTS
 
 
 def sharing_caution(release: str) -> str | None:

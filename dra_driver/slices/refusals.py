@@ -1,0 +1,111 @@
+"""Slices that the API server refuses as they should be, remembered: one must not hold up the others, nor be sent again
+at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import structlog
+
+from dra_driver.errors import ApiRejectedError
+from dra_driver.slices.rules.build import Pool, SliceContent
+from dra_driver.slices.rules.stand_ins import with_stand_ins
+
+_log = structlog.get_logger(__name__)
+
+JsonObject = dict[str, Any]
+
+_FIRST_S = 1.0
+_MOST_S = 300.0
+_REFUSALS: Final = frozenset({400, 403, 413, 422})
+"""Statuses that speak of the content, as opposed to a slice that is gone or was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """`wanted` is refused until `due`; `before` is what the server had accepted. `is_whole` says that it refuses what
+    stands in as well."""
+
+    wanted: SliceContent
+    before: SliceContent
+    reason: str
+    delay_s: float
+    due: float
+    is_whole: bool = False
+
+
+class RefusedSlices:
+    """Of one pool, by index. For the publisher's thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refusals: dict[int, _Refusal] = {}
+
+    @property
+    def indexes(self) -> frozenset[int]:
+        """The slices that are not, or may not be, what they should be. To try them again makes no new generation."""
+        return frozenset(self._refusals)
+
+    @property
+    def problem(self) -> str | None:
+        """The first refusal in the server's words; None if there is none."""
+        return next((refusal.reason for refusal in self._refusals.values()), None)
+
+    @property
+    def due(self) -> float:
+        """When the next one is tried again."""
+        return min((refusal.due for refusal in self._refusals.values()), default=math.inf)
+
+    def publishable(self, pool: Pool) -> Pool:
+        """The pool as it can be written now: another content stands in for what was refused. What is due is in it as it
+        should be, and so is what has changed since."""
+        self._refusals = {
+            index: refusal
+            for index, refusal in self._refusals.items()
+            if index < len(pool.slices) and pool.slices[index] == refusal.wanted
+        }
+        now = self._clock()
+        waiting = {index: refusal.before for index, refusal in self._refusals.items() if refusal.due > now}
+        return with_stand_ins(pool, waiting)
+
+    def is_hopeless(self, index: int) -> bool:
+        """Whether a slice need not be written now, in whatever form."""
+        refusal = self._refusals.get(index)
+        return refusal is not None and refusal.is_whole and refusal.due > self._clock()
+
+    def refused(
+        self,
+        index: int,
+        wanted: SliceContent,
+        sent: SliceContent,
+        stored: JsonObject | None,
+        error: Exception,
+    ) -> bool:
+        """Remember that `sent` was refused for a slice that should have been `wanted`. `stored` is the slice that is
+        there. Whether this is such a refusal at all; another error has to be dealt with otherwise."""
+        if not (isinstance(error, ApiRejectedError) and error.status in _REFUSALS):
+            return False
+        known = self._refusals.get(index)
+        if known is not None and sent != wanted:
+            self._refusals[index] = replace(known, is_whole=True)
+            return True
+        delay = _FIRST_S if known is None else min(known.delay_s * 2, _MOST_S)
+        before = known.before if known is not None and stored is None else _content(stored)
+        self._refusals[index] = _Refusal(wanted, before, str(error), delay, self._clock() + delay)
+        if known is None:
+            _log.warning("slice_refused", index=index, reason=str(error), next_try_in_s=delay)
+        return True
+
+    def written(self, index: int, wanted: SliceContent, sent: SliceContent) -> None:
+        """A slice was written."""
+        if sent == wanted:
+            self._refusals.pop(index, None)
+
+
+def _content(stored: JsonObject | None) -> SliceContent:
+    spec = {} if stored is None else stored["spec"]
+    return SliceContent(tuple(spec.get("devices") or ()), tuple(spec.get("sharedCounters") or ()))

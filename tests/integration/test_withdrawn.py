@@ -1,0 +1,189 @@
+"""Unhealthy devices on a whole node where taints keep no pod away: Kubernetes 1.34 and 1.35 as they are by default, and
+a scheduler that ignores taints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pynvml
+import pytest
+
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.health import HealthTarget
+from tests.integration.conftest import Node, eventually
+from tests.integration.test_mig import named
+
+MakeNode = Callable[..., Node]
+
+
+def names(node: Node) -> list[str]:
+    return [device["name"] for device in node.devices()]
+
+
+def until_named(node: Node, expected: Iterable[str]) -> None:
+    wanted = list(expected)
+    eventually(lambda: names(node) == wanted)
+
+
+def well_again(node: Node) -> None:
+    node.machine.restore_gpu(0)
+    driver = node.driver
+    assert driver is not None
+    driver.discovery.request_rescan()
+    driver.health.monitor._next_poll = 0.0
+
+
+def error_of(node: Node, ref: ClaimRef) -> str:
+    return str(node.prepare(ref)[ref.uid])
+
+
+def told(node: Node, reason: str) -> list[str]:
+    return [
+        event["message"] for event in node.server.objects("events", group="") if event["reason"] == reason
+    ]
+
+
+@pytest.mark.parametrize("minor", [34, 35])
+def test_a_lost_gpu_is_withdrawn_where_taints_are_dropped_and_comes_back(
+    make_node: MakeNode, minor: int
+) -> None:
+    node = make_node(minor=minor)
+    node.start_driver()
+    node.wait_devices(8)
+    published = names(node)
+    node.machine.lose_gpu(0)
+    until_named(node, published[1:])
+    eventually(lambda: told(node, "SliceFieldsDropped"))
+    well_again(node)
+    until_named(node, published)
+
+
+def test_a_restart_writes_nothing(make_node: MakeNode) -> None:
+    """The server is asked what it drops before a slice is written: no pod gets the device in between."""
+    node = make_node(minor=35)
+    node.start_driver()
+    node.wait_devices(8)
+    node.machine.raise_xid(0, 79)
+    eventually(lambda: len(names(node)) == 7)
+    node.driver.stop()
+    before = node.slices()
+    node.start_driver()
+    eventually(lambda: node.driver.publishing.publisher.wait_published(0))
+    assert node.slices() == before
+
+
+def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
+    node = make_node(minor=35)
+    node.start_driver()
+    node.wait_devices(8)
+    published = names(node)
+    ref = node.claim("one")
+    node.prepare(ref)
+    node.machine.raise_xid(0, 79)
+    node.machine.raise_xid(1, 79)
+    until_named(node, [published[0], *published[2:]])
+    node.unprepare(ref)
+    until_named(node, published[2:])
+
+
+def test_a_monitor_with_admin_access_keeps_nothing_on_offer(make_node: MakeNode) -> None:
+    node = make_node(minor=35)
+    node.start_driver()
+    node.wait_devices(8)
+    published = names(node)
+    node.prepare(node.allocated_by_hand("monitor", *published, adminAccess=True))
+    node.machine.raise_xid(0, 79)
+    until_named(node, published[1:])
+
+
+def test_taints_are_enough_where_they_are_kept(make_node: MakeNode) -> None:
+    node = make_node()
+    node.start_driver()
+    node.wait_devices(8)
+    node.machine.lose_gpu(0)
+    eventually(
+        lambda: [device["name"] for device in node.devices() if device.get("taints")] == names(node)[:1]
+    )
+    assert len(names(node)) == 8
+
+
+def test_the_setting_withdraws_for_schedulers_that_ignore_taints(make_node: MakeNode) -> None:
+    node = make_node()
+    node.start_driver(unhealthy_devices="withdraw")
+    node.wait_devices(8)
+    published = names(node)
+    node.machine.lose_gpu(0)
+    until_named(node, published[1:])
+    well_again(node)
+    until_named(node, published)
+
+
+def test_information_withdraws_nothing(make_node: MakeNode) -> None:
+    node = make_node(minor=35)
+    node.start_driver()
+    node.wait_devices(8)
+    driver = node.driver
+    node.machine.raise_xid(0, 63)
+    eventually(lambda: any(state.reasons for state in driver.health.monitor.states().values()))
+    node.machine.raise_xid(1, 79)
+    eventually(lambda: len(names(node)) == 7)
+
+
+def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -> None:
+    """Counters are kept, taints are not: one gate of Kubernetes 1.35 is on."""
+    node = make_node(minor=35, gates={"DRAPartitionableDevices": True})
+    node.start_driver(dynamic_mig=True)
+    assert node.driver.publishing.publisher.wait_published(25)
+    published = names(node)
+    used = named(node, "1g.10gb", 0)
+    gpu = used.partition("-mig-")[0]
+    node.prepare(node.allocated_by_hand("small", used))
+    node.machine.raise_xid(0, 79)
+    until_named(node, [name for name in published if not name.startswith(gpu) or name == used])
+    sets = [entry["name"] for part in node.slices() for entry in part["spec"].get("sharedCounters", [])]
+    assert len(sets) == 8, "what the claim takes is counted on"
+
+
+def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make_node: MakeNode) -> None:
+    node = make_node(minor=34, gates={"DRADeviceTaints": True})
+    node.start_driver()
+    node.wait_devices(8)
+    node.machine.raise_xid(0, 95)
+    node.machine.raise_event(0, pynvml.nvmlEventTypeDoubleBitEccError, 0)
+    node.machine.set_fabric(0, state=pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS)
+    node.machine.set_remapped_rows(0, pending=1)
+    node.machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
+    node.driver.health.monitor._next_poll = 0.0
+    gpu = HealthTarget(node.devices()[0]["attributes"]["uuid"]["string"])
+    eventually(lambda: len({reason.key for reason in node.driver.health.monitor.state(gpu).reasons}) == 5)
+    eventually(lambda: len(node.devices()[0].get("taints", [])) == 4)
+    assert not node.driver.publishing.publisher.problem
+
+
+ELSEWHERE = "delete the pod so that it starts elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("minor", "settings", "advice"),
+    [
+        (35, {}, f"or {ELSEWHERE}"),
+        (36, {}, f"or {ELSEWHERE}"),
+        (35, {"unhealthy_devices": "taint"}, "set health.unhealthyDevices to auto and then delete the pod"),
+        (36, {"unhealthy_devices": "taint"}, f"or {ELSEWHERE}"),
+        (
+            36,
+            {"taint_effects": {"gpu-lost": "None"}},
+            "set health.taints.gpu-lost to NoSchedule and then delete the pod",
+        ),
+    ],
+)
+def test_a_prepare_advises_what_helps(make_node: MakeNode, minor: int, settings: dict, advice: str) -> None:
+    node = make_node(minor=minor)
+    node.start_driver(**settings)
+    node.wait_devices(8)
+    ref = node.claim("one")
+    node.machine.lose_gpu(0)
+    driver = node.driver
+    eventually(lambda: driver.discovery.latest().lost_uuids)
+    eventually(lambda: advice in error_of(node, ref))
+    assert (f"or {ELSEWHERE}" in error_of(node, ref)) == ("elsewhere" in advice)
