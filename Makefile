@@ -11,7 +11,7 @@ ARGS ?=
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e lock policy proto clean
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock policy proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -100,6 +100,9 @@ e2e: $(STAMP) ## Tests on a real Kubernetes, unattended; cleans up (root)
 
 policy: $(STAMP) ## Write the admission policy for parameters from their fields; a test compares it
 	@$(BIN)/python hack/parameters_policy.py
+
+e2e-matrix: $(STAMP) ## The core of these tests on Kubernetes 1.34, 1.35 and 1.36 as they are by default (root)
+	@$(BIN)/python hack/e2e.py --matrix $(ARGS)
 
 proto: $(STAMP) ## Generate the gRPC code from proto/
 	@$(BIN)/python hack/proto/generate.py

@@ -60,8 +60,8 @@ class Settings:
     kubelet_plugins_directory_path: str = "/var/lib/kubelet/plugins"
     pod_uid: str | None = None
     kubeconfig: str | None = None
-    kube_api_qps: float = 0.0
-    kube_api_burst: int = 10
+    kube_api_qps: float = 20.0
+    kube_api_burst: int = 100
     http_endpoint: str = ""
     metrics_path: str = "/metrics"
     healthcheck_port: int = -1

@@ -64,6 +64,7 @@ def test_file_can_set_every_setting_and_nothing_else(write) -> None:
     sections = {"sharing", "dynamic_mig", "health"}
     within = {
         "dynamic_mig", "dynamic_mig_gpus", "adopt_mig", "ignored_xids", "fatal_xids", "taint_effects", "sharing",
+        "unhealthy_devices",
     }  # fmt: skip
     names = {entry.name for entry in fields(Settings)}
     assert set(ConfigFile.model_fields) - sections == names - within

@@ -31,7 +31,7 @@ from dra_driver.model.record import HeldDevice
 
 CLAIMS_AT_ONCE = 16
 """How many claims of one call are worked on at the same time."""
-_KUBELET_DEADLINE_S = 45.0
+KUBELET_DEADLINE_S = 45.0
 _ANSWER_BEFORE_S = 2.0
 """The kubelet drops an answer that comes after its deadline, and with it the reason."""
 _KNOWN_CLAIMS_API_S = 3.0
@@ -51,7 +51,7 @@ class KubeletCall:
     @classmethod
     def begin(cls, deadline_s: float | None, has_left: Callable[[], bool] | None = None) -> KubeletCall:
         """A call that begins now; the kubelet waits `deadline_s` seconds for the answer; None means its usual time."""
-        seconds = deadline_s if deadline_s is not None else _KUBELET_DEADLINE_S
+        seconds = deadline_s if deadline_s is not None else KUBELET_DEADLINE_S
         return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S, has_left)
 
     def left(self) -> float:

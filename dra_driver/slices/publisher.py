@@ -116,7 +116,8 @@ class Publisher:
         self._standing_by = False
         self._known_faults: tuple[str, ...] = ()
         self._known_notes: tuple[str, ...] = ()
-        self._known_withheld: tuple[str, ...] = ()
+        self.withheld: tuple[str, ...] = ()
+        """Names of the devices that were left out when the pool was last built."""
         self._known_gates: frozenset[str] = frozenset()
         self._refused: dict[str, _Refusal] = {}  # by UID
         self._refused_slices = RefusedSlices()
@@ -399,6 +400,6 @@ class Publisher:
             for note in pool.notes:
                 _log.warning("mps_shares_bounded", reason=note)
         self._known_notes = pool.notes
-        if pool.withheld != self._known_withheld:
+        if pool.withheld != self.withheld:
             _log.info("devices_withdrawn", devices=pool.withheld)
-        self._known_withheld = pool.withheld
+        self.withheld = pool.withheld

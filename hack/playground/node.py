@@ -19,6 +19,8 @@ from playground.kubelet import KubeletSettings, PlaygroundKubelet
 from playground.scheduler import PlaygroundScheduler
 
 DRIVER = "gpu.nvidia.com"
+_NO_LIMIT = 0.0  # of requests: the API server is the node's own, and a week of churn passes in minutes
+_UNLIMITED = ("--kube-api-qps", str(_NO_LIMIT))
 
 JsonObject = dict[str, Any]
 
@@ -58,6 +60,7 @@ class PlaygroundNode:
             kubeconfig=str(root / "kubeconfig"),
             simulate=machine,
             simulator_dir=str(root / "machine"),
+            kube_api_qps=_NO_LIMIT,
         )
         self.options = {
             "--node-name": name,
@@ -105,7 +108,9 @@ class PlaygroundNode:
     def start_daemon(self, *arguments: str, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         """`gpu-dra-driver run` for this node with further `arguments`; its output goes to `log`, if there is one."""
         program = Path(sys.executable).parent / "gpu-dra-driver"
-        return subprocess.Popen([program, "run", *self.flags(), *arguments], stdout=log, stderr=log)
+        return subprocess.Popen(
+            [program, "run", *self.flags(), *_UNLIMITED, *arguments], stdout=log, stderr=log
+        )
 
     def devices(self) -> list[JsonObject]:
         """The published devices in their order."""

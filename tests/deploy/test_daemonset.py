@@ -138,7 +138,7 @@ def test_the_role_grants_what_is_used_and_no_more() -> None:
         ("resourceclaims", "get"),
         ("resourceclaims/status", "patch"),
         ("resourceclaims/driver", "associated-node:patch"),
-        ("resourceslices", "create", "delete", "get", "list", "patch", "update", "watch"),
+        ("resourceslices", "create", "delete", "list", "update", "watch"),
         ("drivers", "confine"),
         ("nodes", "get"),
         ("events", "create", "patch"),

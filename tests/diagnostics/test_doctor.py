@@ -680,7 +680,7 @@ def test_the_resource_api(
 
 
 def test_permissions(cluster: ClusterChecks, answers: Answers) -> None:
-    says(cluster.permissions(), "OK", "all 14")
+    says(cluster.permissions(), "OK", "all 12")
     answers.denied = {"patch events", "create events"}
     says(cluster.permissions(), "WARN", "create events, patch events", "kubectl apply -k daemonset")
     answers.denied = {"delete resourceslices", "create events"}

@@ -45,6 +45,7 @@ spec:
 """
 
 
+@pytest.mark.core
 def test_pod_sees_exactly_its_gpu(cluster: Cluster, example: Example) -> None:
     example("one-gpu")
     took = cluster.wait_running("one-gpu")
@@ -54,6 +55,7 @@ def test_pod_sees_exactly_its_gpu(cluster: Cluster, example: Example) -> None:
     assert seen == cluster.allocated(*cluster.claims_of("one-gpu"))
 
 
+@pytest.mark.core
 def test_eight_pods_at_once_get_eight_gpus(cluster: Cluster) -> None:
     cluster.apply(TEMPLATE)
     cluster.apply(pods(8, "burst"))
@@ -64,6 +66,7 @@ def test_eight_pods_at_once_get_eight_gpus(cluster: Cluster) -> None:
     assert len(seen) == len(set(seen)) == 8
 
 
+@pytest.mark.core
 def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
     cluster.apply(TEMPLATE)
     cluster.apply(pods(8, "burst"))
@@ -83,12 +86,14 @@ def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
     assert cluster.seen_by("burst-8") == freed
 
 
+@pytest.mark.core
 def test_two_pods_share_a_claim(cluster: Cluster, example: Example) -> None:
     example("shared-claim")
     cluster.wait_running("reader", "writer")
     assert cluster.seen_by("reader") == cluster.seen_by("writer") == cluster.allocated("shared")
 
 
+@pytest.mark.core
 def test_containers_see_only_their_own_claim(cluster: Cluster, example: Example) -> None:
     example("two-claims")
     cluster.wait_running("two-claims")
@@ -97,6 +102,7 @@ def test_containers_see_only_their_own_claim(cluster: Cluster, example: Example)
     assert first != second
 
 
+@pytest.mark.core
 def test_eight_gpus_in_one_nvlink_domain(cluster: Cluster, example: Example) -> None:
     example("nvlink-domain")
     cluster.wait_running("nvlink-domain")
@@ -110,6 +116,7 @@ def test_eight_gpus_in_one_nvlink_domain(cluster: Cluster, example: Example) -> 
     assert len(domains) == 1
 
 
+@pytest.mark.core
 def test_cel_selects_by_product_memory_and_compute_capability(cluster: Cluster, example: Example) -> None:
     example("selectors")
     cluster.wait_running("selectors")
@@ -139,6 +146,7 @@ def test_cel_refuses_what_does_not_fit(cluster: Cluster, expression: str) -> Non
     )
 
 
+@pytest.mark.core
 def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example: Example) -> None:
     whole = len(cluster.devices())
     cluster.simulate("mig", "enable", "7", "--force")
@@ -164,6 +172,7 @@ def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example:
     wait_for("the whole GPU to be offered again", lambda: len(cluster.devices()) == whole)
 
 
+@pytest.mark.core
 def test_admin_access_sees_all_gpus_while_one_is_in_use(cluster: Cluster, example: Example) -> None:
     example("one-gpu")
     cluster.wait_running("one-gpu")
@@ -182,6 +191,7 @@ def test_extended_resource_needs_no_claim(cluster: Cluster, example: Example) ->
     assert len(cluster.seen_by("extended-resource")) == 1
 
 
+@pytest.mark.core
 def test_refused_parameters_are_shown_on_the_pod_and_touch_nobody_else(cluster: Cluster) -> None:
     cluster.apply(
         """apiVersion: resource.k8s.io/v1

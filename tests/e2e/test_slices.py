@@ -11,7 +11,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.core]
 
 WIPED_AFTER_S = 30
 """After that long without a plugin the kubelet deletes its slices."""

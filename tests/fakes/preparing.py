@@ -193,6 +193,7 @@ def claims_of(
         observer=node.outcomes,
         make_sure=lambda: None,
         pods_run=lambda _record: None,
+        setting_for_lost=lambda: None,
         timeouts=timeouts,
         rhythm=Rhythm(),
     )

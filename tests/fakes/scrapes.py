@@ -95,7 +95,7 @@ def complete_metrics() -> Metrics:
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)
-    metrics.show.publishing(lambda: None, lambda: 1)
+    metrics.show.publishing(lambda: None, lambda: 1, lambda: 0)
     metrics.show.stuck_mig(list)
     metrics.show.debts(list)
     metrics.show.partitions_unsupported(lambda: False)

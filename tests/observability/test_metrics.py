@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from dra_driver import __version__
+from dra_driver.claims.attempt import KUBELET_DEADLINE_S
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import (
     ApiRejectedError,
@@ -67,6 +68,7 @@ def test_buckets_hold_those_of_the_incumbent(metrics: Metrics) -> None:
         for entry in labelled(scraped(metrics), "nvidia_dra_request_duration_seconds_bucket")
     }
     assert bounds >= {0.05 * 2**n for n in range(9)} | {math.inf}
+    assert max(bounds - {math.inf}) == KUBELET_DEADLINE_S
 
 
 def test_success_is_counted_and_timed(metrics: Metrics) -> None:

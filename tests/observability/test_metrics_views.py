@@ -227,7 +227,7 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
     told = Told()
     metrics.show.readiness(lambda: problems)
     metrics.show.problem(lambda: problems)
-    metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3)
+    metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3, lambda: 2)
     metrics.show.stuck_mig(lambda: problems)
     metrics.show.partitions_unsupported(lambda: bool(problems))
     metrics.show.reports(told)

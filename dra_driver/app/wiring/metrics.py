@@ -43,7 +43,7 @@ def show_node(
 
 def show_publishing(metrics: Metrics, parts: PublishingParts) -> None:
     """Slices, and what keeps them from being right."""
-    metrics.show.publishing(lambda: parts.publisher.problem, parts.slice_count)
+    metrics.show.publishing(lambda: parts.publisher.problem, parts.slice_count, parts.withdrawn_count)
     metrics.show.partitions_unsupported(lambda: parts.support.problem is not None)
 
 

@@ -93,6 +93,10 @@ class PublishingParts:
         """Slices of ours that the API server has."""
         return len(self._cache.snapshot())
 
+    def withdrawn_count(self) -> int:
+        """Devices that are left out of the slices now."""
+        return len(self.publisher.withheld)
+
     def claim_released(self) -> None:
         """A claim was unprepared; its device may have been left in the slices for its sake."""
         if self._are_held_tainted:

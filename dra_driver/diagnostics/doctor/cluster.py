@@ -60,7 +60,7 @@ class Permission:
 
 def needed_permissions(driver: str) -> tuple[Permission, ...]:
     """What the driver's ClusterRole gives it."""
-    slices = ("get", "list", "watch", "create", "update", "patch", "delete")
+    slices = ("list", "watch", "create", "update", "delete")
     return (
         Permission("get", "resourceclaims"),
         *(Permission(verb, "resourceslices") for verb in slices),

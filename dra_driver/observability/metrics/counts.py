@@ -18,8 +18,9 @@ from dra_driver.observability.metrics.readings import CAUSES, Readings
 from dra_driver.observability.metrics.reasons import REASONS, reason_of
 from dra_driver.observability.metrics.views import Views
 
-_DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(9)))
-_STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)
+_DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)), 45.0)
+"""As NVIDIA's own driver has them, and to the end of the kubelet's patience."""
+_STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0, 45.0)
 _WAIT_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
 _LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _OPERATIONS = ("prepare", "unprepare")

@@ -137,8 +137,11 @@ class Views:
         """The health of the physical GPUs, also of lost ones, which discovery does not show any more."""
         self._add("health", partial(self._read_health, inventory, health))
 
-    def publishing(self, problem: Callable[[], str | None], slices: Callable[[], int]) -> None:
-        """Whether the slices are up to date, and how many slices of this node the API server has."""
+    def publishing(
+        self, problem: Callable[[], str | None], slices: Callable[[], int], withdrawn: Callable[[], int]
+    ) -> None:
+        """Whether the slices are up to date, how many slices of this node the API server has, and how many devices are
+        left out of them because they are not well."""
 
         def read() -> Iterator[Metric]:
             yield self._one(
@@ -147,6 +150,11 @@ class Views:
                 problem() is not None,
             )
             yield self._one("nvidia_dra_published_slices", "Slices of this node in the API server.", slices())
+            yield self._one(
+                "nvidia_dra_withdrawn_devices",
+                "Devices left out of the slices because pods must not get them and taints would not keep them away.",
+                withdrawn(),
+            )
 
         self._add("publishing", read)
 

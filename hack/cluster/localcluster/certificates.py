@@ -50,6 +50,7 @@ def _certificates(addresses: Addresses) -> tuple[Certificate, ...]:
         ),
         Certificate("etcd", "/CN=etcd", ("IP:127.0.0.1", "DNS:localhost")),
         Certificate("kubelet-server", f"/CN={NODE_NAME}", (f"IP:{addresses.node}", f"DNS:{NODE_NAME}")),
+        Certificate("kubelet", f"/O=system:nodes/CN=system:node:{NODE_NAME}"),
         Certificate("admin", "/O=system:masters/CN=admin"),
         Certificate("kube-controller-manager", "/CN=system:kube-controller-manager"),
         Certificate("kube-scheduler", "/CN=system:kube-scheduler"),

@@ -73,9 +73,10 @@ def _options(parsed: argparse.Namespace) -> Options:
     """The defaults with what the command line adds or turns over."""
     defaults = Options()
     return Options(
-        feature_gates={**defaults.feature_gates, **parsed.feature_gates},
+        feature_gates={**({} if parsed.default_gates else defaults.feature_gates), **parsed.feature_gates},
         runtime_config={**defaults.runtime_config, **parsed.runtime_config},
         ip_family=parsed.ip_family,
+        kubelet_as_node=parsed.kubelet_as_node,
     )
 
 
@@ -96,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("build", help="build the programs, as any user")
     up = commands.add_parser("up", help="bring the cluster up or complete it")
     up.add_argument("--feature-gates", type=_switches, default={}, metavar="A=true,B=false")
+    up.add_argument("--default-gates", action="store_true", help="no gate but those of --feature-gates")
+    up.add_argument("--kubelet-as-node", action="store_true", help="not as administrator")
     up.add_argument("--runtime-config", type=_switches, default={}, metavar="API=true")
     up.add_argument(
         "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the only one of the cluster"

@@ -36,6 +36,7 @@ class Options:
 
     feature_gates: Mapping[str, bool] = field(default_factory=lambda: _FEATURE_GATES)
     runtime_config: Mapping[str, bool] = field(default_factory=lambda: _RUNTIME_CONFIG)
+    kubelet_as_node: bool = False
     ip_family: str = "ipv4"
 
     @property
@@ -178,17 +179,18 @@ def _scheduler(layout: Layout, binaries: Path, options: Options) -> Component:
 
 
 def _kubelet(layout: Layout, binaries: Path, options: Options) -> Component:
-    """The admin's identity, on purpose.
+    """The admin's identity, on purpose, unless somebody asks for the node's.
 
     As a node the kubelet loses a race against the node authorizer's graph for
     about one claim in eight, and such a pod waits a minute for the next try.
     """
+    kubeconfig = layout.config / "kubelet.kubeconfig" if options.kubelet_as_node else layout.kubeconfig
     return Component(
         "kubelet",
         (
             f"{binaries}/kubelet",
             f"--config={layout.config}/kubelet.json",
-            f"--kubeconfig={layout.kubeconfig}",
+            f"--kubeconfig={kubeconfig}",
             f"--root-dir={KUBELET_ROOT}",
             f"--cert-dir={layout.pki}",
             f"--hostname-override={NODE_NAME}",

@@ -21,7 +21,7 @@ from localcluster.layout import (
 )
 
 PAUSE_IMAGE = "local/pause:1"
-_USERS = ("admin", "kube-controller-manager", "kube-scheduler")
+_USERS = ("admin", "kube-controller-manager", "kube-scheduler", "kubelet")
 
 
 def write(layout: Layout, options: Options) -> None:

@@ -216,6 +216,7 @@ def _save_options(layout: Layout, options: Options) -> None:
             "feature_gates": dict(options.feature_gates),
             "runtime_config": dict(options.runtime_config),
             "ip_family": options.ip_family,
+            "kubelet_as_node": options.kubelet_as_node,
         }
         path.write_text(json.dumps(kept))
 

@@ -1,0 +1,75 @@
+"""The ClusterRole against the requests that the daemon really makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from playground.apiserver import RecordedRequest
+
+from dra_driver.reporting.event_queue import ReportLimits
+from dra_driver.reporting.event_recorder import EventRecorder
+from tests.integration.conftest import Node, eventually
+
+RBAC = Path(__file__).resolve().parents[2] / "daemonset" / "base" / "rbac.yaml"
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+
+
+def granted() -> set[tuple[str, str]]:
+    """(resource, verb) of the role. What the server asks for besides a request's own verb has a prefix."""
+    role = next(entry for entry in yaml.safe_load_all(RBAC.read_text()) if entry["kind"] == "ClusterRole")
+    return {
+        (resource, verb)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        if ":" not in verb
+    }
+
+
+def right_of(request: RecordedRequest) -> tuple[str, str] | None:
+    """What an authorizer would ask for; None for what everybody may read."""
+    parts = [part for part in request.path.split("/") if part]
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    if not parts:
+        return None
+    if parts[0] == "namespaces" and len(parts) > 2:
+        parts = parts[2:]
+    resource = "/".join([parts[0], *parts[2:]])
+    if request.method != "GET":
+        return resource, _VERBS[request.method]
+    if len(parts) > 1:
+        return resource, "get"
+    return resource, "watch" if request.query.get("watch") == "true" else "list"
+
+
+def test_the_role_has_what_the_daemon_asks_for_and_nothing_else(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon = partial(EventRecorder, limits=ReportLimits(again_s=0.1))
+    monkeypatch.setattr("dra_driver.app.wiring.reporting.EventRecorder", soon)
+    node = make_node()
+    node.start_driver()
+    node.wait_devices(8)
+    ref = node.claim("one")
+    node.prepare(ref)
+    node.machine.raise_xid(0, 79)
+    eventually(lambda: any(device.get("taints") for device in node.devices()))
+    stray = node.slices()[0]
+    stray["metadata"] = {"name": "stray"}
+    node.server.add("resourceslices", stray, group="resource.k8s.io")
+    eventually(lambda: len(node.slices()) == 1)
+    absent = node.claim("absent", status={"allocation": {"devices": {"results": [
+        {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "node-a", "device": "gpu-none"}]}}})  # fmt: skip
+    for _ in range(2):  # the second event of a kind changes the first
+        node.prepare(absent)
+
+    def asked() -> set[tuple[str, str] | None]:
+        return {right_of(request) for request in node.server.requests if request.path.startswith("/api")}
+
+    eventually(lambda: ("events", "patch") in asked() and ("resourceclaims/status", "patch") in asked())
+    node.unprepare(ref)
+    assert asked() - {None} == granted()
