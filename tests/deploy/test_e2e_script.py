@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -67,3 +70,79 @@ def test_an_own_cluster_is_taken_down(
 def test_an_own_cluster_is_kept_when_asked(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     _, steps = run(script, monkeypatch, "--keep", up=False)
     assert steps[-1] == "run the tests"
+
+
+ROW = [
+    "build the image",
+    "bring the cluster up",
+    "make the simulated machine",
+    "install the driver",
+    "run the tests",
+]
+
+
+def test_the_matrix_goes_on_after_a_release_that_fails(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str | None, str | None]] = []
+    monkeypatch.setenv("GPU_DRA_KUBERNETES", "")
+    monkeypatch.setenv("GPU_DRA_KUBELET_AS_NODE", "")
+    cleared: Callable[[], None] = script._clear_away
+
+    def clear_away() -> None:
+        asked.append((os.environ.get("GPU_DRA_KUBERNETES"), os.environ.get("GPU_DRA_KUBELET_AS_NODE")))
+        cleared()
+
+    monkeypatch.setattr(script, "_clear_away", clear_away)
+    status, steps = run(script, monkeypatch, "--matrix", up=False, failing="run the tests")
+    assert status == 7
+    assert steps == [*["take the cluster down", *ROW] * 4, "take the cluster down"]
+    assert asked[:-1] == [("1.34", ""), ("1.35", ""), ("", ""), ("", "true")]
+    said = capsys.readouterr().out
+    assert "Kubernetes 1.34: FAILED with exit code 7" in said
+    assert "Kubernetes 1.36 --kubelet-as-node: FAILED" in said
+
+
+def test_one_release_of_the_matrix(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_DRA_KUBERNETES", "")
+    monkeypatch.setenv("GPU_DRA_KUBELET_AS_NODE", "")
+    status, steps = run(script, monkeypatch, "--matrix", "--release", "1.35", up=False)
+    assert (status, steps.count("run the tests")) == (0, 1)
+
+
+def test_the_matrix_touches_no_cluster_that_is_up(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(script, monkeypatch, "--matrix", up=True) == (1, [])
+
+
+def test_each_release_has_programs_of_its_own_and_shares_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "hack" / "cluster"))
+    from localcluster import binaries
+    from localcluster.layout import Layout
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built: list[tuple[str, str]] = []
+
+    def build(part: Any, module: str, target: Path) -> None:
+        built.append((part.name, module))
+        (target / part.name).write_text(module)
+
+    monkeypatch.setattr(binaries, "_build_part", build)
+    monkeypatch.setattr(binaries, "_require_go", lambda: None)
+    monkeypatch.setenv("GPU_DRA_KUBERNETES", "")
+    usual = binaries.build(Layout.from_environment())
+    assert len(built) == len(binaries.PARTS)
+    built.clear()
+    for release in ("1.34", "1.35"):
+        monkeypatch.setenv("GPU_DRA_KUBERNETES", release)
+        other = binaries.build(Layout.from_environment())
+        assert other != usual
+        assert {module for _, module in built} == {f"kubernetes-{release}"}
+        assert (other / "etcd").samefile(usual / "etcd")
+        assert f"gitVersion=v{release}." in " ".join(binaries._flags(f"kubernetes-{release}"))
+        built.clear()
+        assert binaries.build(Layout.from_environment()) == other
+        assert built == []
