@@ -14,7 +14,7 @@ from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings, config_values
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dra_driver.journal.rules.debts import Debt
     from dra_driver.kube.client import ApiClient
     from dra_driver.model.mig import MigProfile
+    from dra_driver.slices.rules.build import Taints
     from dra_driver.validation.documents import Document
     from dra_driver.validation.machine_fit import MachineFit
 
@@ -35,15 +36,16 @@ JsonObject = dict[str, Any]
 _API_TIMEOUT_S = 4.0
 
 
-def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
-    """The slices that `run` would publish on this machine, and what is not published as asked for.
+def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
+    """The slices that `run` would publish on this machine, and what is not published as asked for. An empty machine has
+    no ill devices, no claims and no debts.
 
     Raises: NvmlUnavailableError.
     """
     from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk
     from dra_driver.inventory.discovery import discover_once
     from dra_driver.inventory.host_facts import HostView
-    from dra_driver.slices.rules.build import build_pool
+    from dra_driver.slices.rules.build import build_pool, none_withheld, untainted
     from dra_driver.slices.rules.diff import Owner, slice_changes
 
     platform = _platform(settings)
@@ -53,13 +55,47 @@ def slices_to_publish(settings: Settings) -> tuple[list[JsonObject], list[str]]:
             HostView(platform.paths),
             OwnershipOnDisk(settings.plugin_directory, _boot_id(platform) or "unknown"),
         )
-    pool = build_pool(inventory, settings.node_name, settings.sharing)
+    taints, withheld, unread = (
+        (untainted, none_withheld, []) if is_empty else _kept_taints(settings, _boot_id(platform))
+    )
+    pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld)
     changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
     slices = [
         {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}
         for entry in changes.creates
     ]
-    return slices, [*_unread(inventory), *pool.faults, *pool.notes]
+    return slices, [*_unread(inventory), *unread, *pool.faults, *pool.notes]
+
+
+def _kept_taints(
+    settings: Settings, boot_id: str | None
+) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
+    """The taints that devices have, and which ones are withdrawn, by what the driver keeps on disk; and what of that
+    could not be read. The API server is not asked whether it keeps taints."""
+    from dra_driver.diagnostics.snapshot import HEALTH_FILE, read_kept_health
+    from dra_driver.diagnostics.state_on_disk import read_state
+    from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, is_withdrawn
+    from dra_driver.journal.rules.debts import withholding
+    from dra_driver.slices.rules.build import none_withheld
+
+    kept, faults = read_kept_health(settings.plugin_directory / HEALTH_FILE, boot_id)
+    state = read_state(settings.plugin_directory, boot_id)
+    states = {entry.target: entry for entry in kept}
+    instances = instances_by_device(state.owned)
+    policy = TaintPolicy(dict(settings.taint_effects))
+
+    def taints(device: OfferedDevice) -> tuple[JsonObject, ...]:
+        debt = withholding(state.debts, device, boot_id or "")
+        return device_taints(device, states, instances, policy, debt)
+
+    held = {held.device for record in state.records for held in record.devices if not held.admin_access}
+
+    def withdrawn(device: OfferedDevice) -> bool:
+        is_shared = settings.sharing.rule_for(device) is not None
+        return is_withdrawn(device, taints(device), is_held=device.name in held, is_shared=is_shared)
+
+    withdraws = settings.unhealthy_devices == "withdraw"
+    return taints, withdrawn if withdraws else none_withheld, [*faults, *state.faults]
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
@@ -294,7 +330,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
 
     name = settings.simulate or "this node"
     try:
-        slices, _ = slices_to_publish(settings)
+        slices, _ = slices_to_publish(settings, is_empty=True)
     except NvmlUnavailableError as error:
         if settings.simulate is not None:
             raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dra_driver.cli.options import (
     Config,
+    ConsumableShares,
     ContainerDriverRoot,
     DriverName,
     DynamicMig,
@@ -23,6 +24,11 @@ from dra_driver.cli.scratch import scratch_settings
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.mig_map import GpuMap
 
+JsonObject = dict[str, Any]
+
+_WAIT_S = 60.0
+"""Without another client NVML wakes every GPU first, which takes seconds each."""
+
 
 def inspect(
     simulate: Simulate = None,
@@ -34,12 +40,13 @@ def inspect(
     simulator_dir: SimulatorDir = None,
     config: Config = None,
     dynamic_mig: DynamicMig = None,
+    consumable_shares: ConsumableShares = None,
     kubelet_plugins_directory_path: Annotated[
         str | None,
         typer.Option(
             "--kubelet-plugins-directory-path",
             envvar="KUBELET_PLUGINS_DIRECTORY_PATH",
-            help="Where the driver's records are read, to say who holds what. [default: /var/lib/kubelet/plugins]",
+            help="Where the driver keeps records and health. [default: /var/lib/kubelet/plugins]",
         ),
     ] = None,
     mig: Annotated[
@@ -55,34 +62,51 @@ def inspect(
     """
     given = dict(locals())
     from dra_driver.app.offline import mig_maps, slices_to_publish
-    from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
+    from dra_driver.concurrency.bounded_call import bounded
+    from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
     from dra_driver.logs import configure_logs
 
     if mig and not output.is_for_people:
         raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
     configure_logs("error", "console")
-    with scratch_settings("inspect", given, config) as settings, ExitStack() as session:
-        maps: list[GpuMap] = []
-        more: list[str] = []
-        if output.is_for_people:
-            # Without --mig a node without NVML has its slices, or its error, all the same.
-            with nullcontext() if mig else suppress(NvmlUnavailableError):
-                maps, more = mig_maps(settings, session)
-        slices, notes = ([], []) if mig else slices_to_publish(settings)
-    for note in dict.fromkeys([*notes, *more]):
+    # A machine that is simulated just for this command has no past.
+    is_empty = simulate is not None and simulator_dir is None
+    with scratch_settings("inspect", given, config) as settings:
+
+        def look() -> tuple[list[JsonObject], list[str], list[GpuMap]]:
+            maps: list[GpuMap] = []
+            more: list[str] = []
+            with ExitStack() as session:
+                if output.is_for_people:
+                    # Without --mig a node without NVML has its slices, or its error, all the same.
+                    with nullcontext() if mig else suppress(NvmlUnavailableError):
+                        maps, more = mig_maps(settings, session)
+                slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)
+            return slices, [*notes, *more], maps
+
+        slices, notes, maps = bounded("NVML", look, _WAIT_S)
+    for note in dict.fromkeys(notes):
         typer.echo(f"note: {note}", err=True)
+    devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
     if not output.is_for_people:
         print_objects(slices, output)
-        return
-    if not mig:
+    elif not mig and devices:
         from dra_driver.cli.tables import device_table, terminal_width
 
-        devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
         width = terminal_width(all_columns=output is Output.wide)
         typer.echo(device_table(devices, width), nl=False)
-    elif not maps:
+    elif mig and not maps:
         typer.echo("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", err=True)
     if maps:
         from dra_driver.diagnostics.rules.mig_map import draw_gpus
 
         typer.echo(("" if mig else "\n") + draw_gpus(maps), nl=False)
+    if not mig and not devices:
+        raise NotSupportedError(
+            "no device would be published: "
+            + (
+                "see the notes above"
+                if notes
+                else "NVML shows no GPU; `gpu-dra-driver doctor` looks for the cause"
+            )
+        )

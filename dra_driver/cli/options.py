@@ -32,3 +32,7 @@ KubeletPluginsDirectory = Annotated[str | None, _option(flags.KUBELET_PLUGINS_DI
 Kubeconfig = Annotated[str | None, _option(flags.KUBECONFIG)]
 HostRoot = Annotated[str | None, _option(flags.HOST_ROOT)]
 CdiHookPath = Annotated[str | None, _option(flags.CDI_HOOK_PATH)]
+ConsumableShares = Annotated[
+    str | None,
+    typer.Option("--consumable-shares", envvar="CONSUMABLE_SHARES", help="As `run` would be given it."),
+]

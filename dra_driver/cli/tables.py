@@ -21,8 +21,11 @@ _DEVICE_COLUMNS = (
     Column("PCI BUS ID", drop=1),
     Column("NUMA", drop=5),
     Column("NVLINK DOMAIN", drop=3),
+    Column("SHARED", drop=1),
+    Column("TAINTS", cut=24),
     Column("UUID", drop=4),
 )
+_WHERE_ANY = ("SHARED", "TAINTS")
 
 
 def value_of(entry: JsonObject | None) -> str:
@@ -44,7 +47,14 @@ def device_table(devices: Iterable[JsonObject], width: int | None) -> str:
     cells = [
         _row(same[0]) if _row_key(same[0]) == same[0]["name"] else _common_row(same) for same in rows.values()
     ]
-    return table(_DEVICE_COLUMNS, cells, width)
+    shown = [
+        index
+        for index, column in enumerate(_DEVICE_COLUMNS)
+        if column.title not in _WHERE_ANY or any(row[index] != "-" for row in cells)
+    ]
+    return table(
+        [_DEVICE_COLUMNS[index] for index in shown], [[row[index] for index in shown] for row in cells], width
+    )
 
 
 def _row_key(device: JsonObject) -> str:
@@ -80,8 +90,16 @@ def _row(device: JsonObject) -> tuple[str, ...]:
         text("resource.kubernetes.io/pciBusID"),
         text("resource.kubernetes.io/numaNode"),
         text("nvlinkDomain"),
+        "yes" if device.get("allowMultipleAllocations") else "-",
+        ",".join(map(_taint, device.get("taints", ()))) or "-",
         text("uuid"),
     )
+
+
+def _taint(taint: JsonObject) -> str:
+    """As kubectl writes it, without the prefix of our keys: `xid=48:NoSchedule`."""
+    value = f"={taint['value']}" if taint.get("value") else ""
+    return f"{taint['key'].rpartition('/')[2]}{value}:{taint['effect']}"
 
 
 def terminal_width(*, all_columns: bool = False) -> int | None:

@@ -11,6 +11,7 @@ import typer
 
 from dra_driver.cli.options import (
     Config,
+    ConsumableShares,
     ContainerDriverRoot,
     DriverName,
     DynamicMig,
@@ -37,10 +38,7 @@ def validate(
     container_driver_root: ContainerDriverRoot = None,
     simulator_dir: SimulatorDir = None,
     config: Config = None,
-    consumable_shares: Annotated[
-        str | None,
-        typer.Option("--consumable-shares", envvar="CONSUMABLE_SHARES", help="As `run` would be given it."),
-    ] = None,
+    consumable_shares: ConsumableShares = None,
     dynamic_mig: DynamicMig = None,
 ) -> None:
     """Check manifests and configuration files.

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
 
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import DraDriverError, RetryableError
 
 T = TypeVar("T")
+
+
+def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
+    """What `read` answers, called in a thread that is left behind if it hangs; `what` begins the sentence on that.
+
+    Raises: what `read` raises, and RetryableError after `wait_s` seconds.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(read())
+        except BaseException as error:  # noqa: BLE001  it is raised where the answer is waited for
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name=f"ask {what}", daemon=True).start()
+    try:
+        return answer.result(wait_s)
+    except FutureTimeout:
+        raise RetryableError(f"{what} has not answered for more than {wait_s:g} s") from None
 
 
 class BoundedCall(Generic[T]):

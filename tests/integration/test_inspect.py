@@ -1,0 +1,99 @@
+"""`inspect` prints what the daemon publishes, also of a node with trouble."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.conftest import Node, eventually
+from tests.integration.test_process import call, environment
+
+Json = dict[str, Any]
+
+
+def options(node: Node) -> list[str]:
+    return [
+        "--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir),
+        "--node-name", node.settings.node_name,
+        "--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path,
+    ]  # fmt: skip
+
+
+def printed(*arguments: str) -> list[Json]:
+    done = call("inspect", "-o", "json", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return content(json.loads(done.stdout)["items"])
+
+
+def content(slices: list[Json]) -> list[Json]:
+    return sorted(
+        ({**entry["spec"], "pool": {**entry["spec"]["pool"], "generation": 0}} for entry in slices),
+        key=json.dumps,
+    )
+
+
+def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"health": {"taints": {"row-remap": "NoExecute"}}}))
+    names = [device["name"] for device in node.devices()]
+    assert printed(*options(node)) == content(node.slices())
+    node.machine.raise_xid(3, 79)
+    node.machine.set_remapped_rows(5, pending=True)
+    eventually(lambda: sum(bool(device.get("taints")) for device in node.devices()) == 2)
+    eventually(lambda: printed(*options(node)) == content(node.slices()))
+    table = call("inspect", *options(node)).stdout.splitlines()
+    assert "TAINTS" in table[0]
+    assert "xid=79:NoSchedule" in next(line for line in table if line.startswith(names[3]))
+    [changed] = [
+        device["taints"]
+        for entry in printed("--config", str(config), *options(node))
+        for device in entry["devices"]
+        if device["name"] == names[5]
+    ]
+    assert {taint["key"]: taint["effect"] for taint in changed}["gpu.nvidia.com/row-remap"] == "NoExecute"
+    # As it is without a scheduler that knows taints.
+    config.write_text(yaml.safe_dump({"health": {"unhealthyDevices": "withdraw"}}))
+    left = [
+        device["name"]
+        for entry in printed("--config", str(config), *options(node))
+        for device in entry["devices"]
+    ]
+    assert set(names) - set(left) == {names[3], names[5]}
+    # A machine that is simulated for this command alone is well.
+    assert "TAINTS" not in call("inspect", "--simulate", "dgx-h100").stdout
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_nvml_that_hangs_is_told(output: str, memory_path: Path) -> None:
+    directory = str(memory_path / "machine")
+    machine = ["--simulate", "t4-4", "--simulator-dir", directory]
+    assert call("simulate", "create", *machine[1:]).returncode == 0
+    fault = ["fault", "nvmlDeviceGetCount_v2", "--delay", "30"]
+    assert call("simulate", *fault, *machine[2:]).returncode == 0
+    impatient = "import sys; from dra_driver.cli import inspect, main; inspect._WAIT_S = 0.3; main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", impatient, "inspect", "-o", output, *machine],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=25,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gpu-dra-driver: NVML has not answered for more than 0.3 s\n"
+
+
+def test_a_machine_without_gpus_is_told(memory_path: Path) -> None:
+    directory = str(memory_path / "machine")
+    machine = ["--simulate", "gb10", "--simulator-dir", directory]
+    assert call("simulate", "create", "gb10", "--simulator-dir", directory).returncode == 0
+    assert call("simulate", "remove-gpu", "0", "--simulator-dir", directory).returncode == 0
+    done = call("inspect", *machine)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no device would be published" in done.stderr
