@@ -5,6 +5,7 @@ The command line reads them once and passes them on as one value; nothing else r
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -126,14 +127,7 @@ def resolve(
         raise InvalidConfigError(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
-    if values.get("adopt_mig", "leave") not in ("leave", "destroy"):
-        raise InvalidConfigError(f"--adopt-mig {values['adopt_mig']!r}: expected leave or destroy")
-    mode = values.get("unhealthy_devices", "auto")
-    if mode not in UNHEALTHY_DEVICES:
-        raise InvalidConfigError(
-            f"--unhealthy-devices {mode!r}: expected one of {', '.join(UNHEALTHY_DEVICES)}"
-        )
-    _check_metadata(values)
+    _check_forms(values)
     known = {entry.name for entry in fields(Settings)}
     return Settings(**{name: value for name, value in values.items() if name in known})
 
@@ -142,16 +136,58 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _check_metadata(values: Mapping[str, Any]) -> None:
-    chosen = values.get("device_metadata", "off")
-    if chosen not in METADATA_VERSIONS:
-        expected = ", ".join(METADATA_VERSIONS)
-        raise InvalidConfigError(f"--device-metadata {chosen!r}: expected one of {expected}")
+_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_PATH = (lambda text: text.startswith("/"), "an absolute path")
+
+
+def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda word: word in words), f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _dns_name(longest: int) -> tuple[Callable[[Any], bool], str]:
+    return (
+        lambda text: len(text) <= longest and _DNS_NAME.fullmatch(text) is not None,
+        f"a DNS name of at most {longest} lower-case letters, digits, dots and dashes",
+    )
+
+
+_FORMS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "node_name": _dns_name(253),
+    "driver_name": _dns_name(63),
+    "cdi_root": _PATH,
+    "nvidia_driver_root": _PATH,
+    "container_driver_root": _PATH,
+    "host_root": _PATH,
+    "nvidia_cdi_hook_path": _PATH,
+    "kubelet_registrar_directory_path": _PATH,
+    "kubelet_plugins_directory_path": _PATH,
+    "metrics_path": (lambda text: text.startswith("/"), "a path that begins with /"),
+    "kube_api_qps": (lambda number: 0 <= number < math.inf, "a number from 0"),
+    "kube_api_burst": (lambda number: number >= 1, "a whole number from 1"),
+    "healthcheck_port": (lambda number: -1 <= number <= 65535, "a port up to 65535, or -1 for none"),
+    "mps_host": _one_of("external", "child"),
+    "log_format": _one_of("json", "console"),
+    "adopt_mig": _one_of("leave", "destroy"),
+    "unhealthy_devices": _one_of(*UNHEALTHY_DEVICES),
+    "device_metadata": _one_of(*METADATA_VERSIONS),
+}
+"""What each setting may be, and how that is said. The configuration file checks its own values before."""
+
+
+def _check_forms(values: Mapping[str, Any]) -> None:
+    """Raises: InvalidConfigError that lists every fault."""
+    faults = [
+        f"--{name.replace('_', '-')} {values[name]!r}: expected {expected}"
+        for name, (fits, expected) in _FORMS.items()
+        if name in values and not fits(values[name])
+    ]
     name = values.get("driver_name", DEFAULT_DRIVER_NAME)
-    if chosen != "off" and name[:1].isdecimal():
-        raise InvalidConfigError(
+    if values.get("device_metadata", "off") != "off" and name[:1].isdecimal():
+        faults.append(
             f"--device-metadata needs a driver name that begins with a letter, because CDI does; {name} does not"
         )
+    if faults:
+        raise InvalidConfigError("; ".join(faults), faults=tuple(faults))
 
 
 def consumable_shares(text: str) -> SharingPolicy:
@@ -219,7 +255,7 @@ def config_values(document: Any, path: Path) -> dict[str, Any]:
         parsed = ConfigFile.model_validate(document)
     except ValidationError as error:
         faults = tuple(
-            f"{'.'.join(str(part) for part in fault['loc']) or '(document)'}: {fault['msg']}"
+            f"{'.'.join(str(part) for part in fault['loc']) or '(document)'}: {_in_words(fault)}"
             for fault in error.errors()
         )
         raise InvalidConfigError(f"configuration file {path}: {'; '.join(faults)}", faults=faults) from error
@@ -229,3 +265,44 @@ def config_values(document: Any, path: Path) -> dict[str, Any]:
     if parsed.health is not None:
         values |= parsed.health.values()
     return values if parsed.sharing is None else values | {"sharing": parsed.sharing_policy()}
+
+
+_PYDANTIC: Final[Mapping[str, str]] = {
+    "extra_forbidden": "there is no such key",
+    "missing": "is required",
+    "string_type": "expected a text; put it into quotes",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list",
+    "dict_type": "expected keys and values",
+    "model_type": "expected keys and values",
+    "literal_error": "expected {expected}",
+    "greater_than_equal": "expected {ge} or more",
+    "less_than_equal": "expected {le} or less",
+    "greater_than": "expected more than {gt}",
+    "less_than": "expected less than {lt}",
+    "string_too_short": "expected a length of {min_length} or more",
+    "string_too_long": "expected a length of {max_length} or less",
+    "too_short": "expected {min_length} or more entries",
+    "too_long": "expected {max_length} or fewer entries",
+}
+
+
+def _in_words(fault: Mapping[str, Any]) -> str:
+    """A fault of the configuration file in our words; pydantic's own are for programmers."""
+    if fault["type"] == "string_pattern_mismatch":
+        form = _FORMS.get(_setting_name(str(fault["loc"][-1])))
+        return f"expected {form[1]}" if form else f"{fault['input']!r} has the wrong form"
+    text = _PYDANTIC.get(fault["type"])
+    limits = {
+        name: f"{value:g}" if isinstance(value, float) else value
+        for name, value in fault.get("ctx", {}).items()
+    }
+    return str(fault["msg"]) if text is None else text.format_map(limits)
+
+
+def _setting_name(key: str) -> str:
+    """`cdiRoot` is the setting cdi_root, `nvidiaCDIHookPath` nvidia_cdi_hook_path."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", key).lower()

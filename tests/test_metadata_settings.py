@@ -39,7 +39,7 @@ def test_other_values_in_the_file_are_refused(tmp_path: Path, value: str) -> Non
 
 
 def test_other_values_on_the_command_line_are_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="off, v1alpha1, v1beta1, both"):
+    with pytest.raises(InvalidConfigError, match="off, v1alpha1, v1beta1 or both"):
         resolve({"node_name": "n", "device_metadata": "v1"}, None)
 
 

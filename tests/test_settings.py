@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -102,22 +103,22 @@ def test_every_fault_is_listed_with_its_path(write) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("typo: 1", "typo: Extra inputs are not permitted"),
-        ("node_name: x", "node_name: Extra inputs are not permitted"),
-        ("nodeName: 5", "nodeName: Input should be a valid string"),
-        ("nodeName: ''", "nodeName: String should have at least 1 character"),
-        ("healthcheckPort: 65536", "healthcheckPort: Input should be less than or equal to 65535"),
-        ("healthcheckPort: -2", "healthcheckPort: Input should be greater than or equal to -1"),
-        ("healthcheckPort: true", "healthcheckPort: Input should be a valid integer"),
-        ("kubeAPIQPS: -1", "kubeAPIQPS: Input should be greater than or equal to 0"),
-        ("logFormat: xml", "logFormat: Input should be 'json' or 'console'"),
-        ("driverName: '../x'", "driverName: String should match pattern"),
-        ("driverName: GPU.nvidia.com", "driverName: String should match pattern"),
-        ("cdiRoot: relative", "cdiRoot: String should match pattern"),
-        ("metricsPath: metrics", "metricsPath: String should match pattern"),
-        ("- a\n- b", "(document): Input should be a valid dictionary"),
-        ("just text", "(document): Input should be a valid dictionary"),
-        ("5", "(document): Input should be a valid dictionary"),
+        ("typo: 1", "typo: there is no such key"),
+        ("node_name: x", "node_name: there is no such key"),
+        ("nodeName: 5", "nodeName: expected a text"),
+        ("nodeName: ''", "nodeName: expected a length of 1 or more"),
+        ("healthcheckPort: 65536", "healthcheckPort: expected 65535 or less"),
+        ("healthcheckPort: -2", "healthcheckPort: expected -1 or more"),
+        ("healthcheckPort: true", "healthcheckPort: expected a whole number"),
+        ("kubeAPIQPS: -1", "kubeAPIQPS: expected 0 or more"),
+        ("logFormat: xml", "logFormat: expected 'json' or 'console'"),
+        ("driverName: '../x'", "driverName: expected a DNS name of at most 63 "),
+        ("driverName: GPU.nvidia.com", "driverName: expected a DNS name of at most 63 "),
+        ("cdiRoot: relative", "cdiRoot: expected an absolute path"),
+        ("metricsPath: metrics", "metricsPath: expected a path that begins with /"),
+        ("- a\n- b", "(document): expected keys and values"),
+        ("just text", "(document): expected keys and values"),
+        ("5", "(document): expected keys and values"),
     ],
 )
 def test_fault_is_named(write, text: str, fault: str) -> None:
@@ -143,3 +144,63 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         f"cannot read the configuration file {tmp_path / 'gone.yaml'}: No such file or directory"
     )
     assert str(refusal(tmp_path)).endswith(": Is a directory")
+
+
+WRONG = {
+    "node_name": ["Bad_Name", "a" * 254, "a..b", "-a"],
+    "driver_name": ["Bad_", "a" * 64, "gpu/nvidia"],
+    "kube_api_qps": [-1.0, math.inf, math.nan],
+    "kube_api_burst": [0, -5],
+    "healthcheck_port": [99999, -2],
+    "mps_host": ["maybe", ""],
+    "metrics_path": ["metrics"],
+    "log_format": ["xml"],
+    "adopt_mig": ["maybe"],
+    "unhealthy_devices": ["maybe"],
+    "device_metadata": ["v2"],
+    **{
+        name: ["relative", "./x"]
+        for name in (
+            "cdi_root",
+            "nvidia_driver_root",
+            "container_driver_root",
+            "host_root",
+            "nvidia_cdi_hook_path",
+            "kubelet_registrar_directory_path",
+            "kubelet_plugins_directory_path",
+        )
+    },
+}
+"""Flags that have a form; the others are any text, or checked where they are used."""
+FREE = {
+    "pod_uid": "kubelet/sockets.py",
+    "kubeconfig": "kube/kubeconfig.py",
+    "http_endpoint": "observability/http.py",
+    "simulate": "simulator",
+    "simulator_dir": "simulator",
+    "log_level": "logs.py",
+    "sharing": "the configuration file",
+    "dynamic_mig": "a switch",
+    "dynamic_mig_gpus": "the configuration file",
+    "ignored_xids": "xid_list",
+    "fatal_xids": "the configuration file",
+    "taint_effects": "the configuration file",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_every_flag_has_its_range_and_form(name: str, value: object) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve({"node_name": "node-a", name: value}, None)
+    assert str(caught.value).startswith(f"--{name.replace('_', '-')} {value!r}: expected ")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_setting_is_forgotten() -> None:
+    assert {entry.name for entry in fields(Settings)} == WRONG.keys() | FREE.keys()
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve({"node_name": "Bad_Name", "cdi_root": "x"}, None)
+    assert len(caught.value.faults) == 2
