@@ -11,7 +11,7 @@ ARGS ?=
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock policy proto clean
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -103,6 +103,9 @@ policy: $(STAMP) ## Write the admission policy for parameters from their fields;
 
 e2e-matrix: $(STAMP) ## The core of these tests on Kubernetes 1.34, 1.35 and 1.36 as they are by default (root)
 	@$(BIN)/python hack/e2e.py --matrix $(ARGS)
+
+manifests: $(STAMP) ## Write what follows from the chart: daemonset/base, components, schema, table of values
+	@$(BIN)/python hack/manifests.py $(ARGS)
 
 proto: $(STAMP) ## Generate the gRPC code from proto/
 	@$(BIN)/python hack/proto/generate.py

@@ -164,9 +164,9 @@ def _serve(
 
 
 def _driver_root(host: str | None, inside: str | None) -> str:
-    """As this process sees it: the container's view where there is one."""
-    container = inside or _CONTAINER_ROOT
-    return container if Path(container).is_dir() else host or "/"
+    """As this process sees it: the container's view, unless only the other is there. The driver may come later."""
+    container, root = inside or _CONTAINER_ROOT, host or "/"
+    return root if Path(root).is_dir() and not Path(container).is_dir() else container
 
 
 def _simulated_root(name: str, directory: Path | None) -> tuple[str, DeviceNodeMaker]:

@@ -90,9 +90,12 @@ def test_the_driver_root_is_changed_as_a_whole(where: str, mps: bool, tmp_path: 
     for name in names:
         env, mounts = mounted(one(manifests, "DaemonSet", name))
         assert env["NVIDIA_DRIVER_ROOT"] == ROOTS[where]
-        assert host_path_of(env["DRIVER_ROOT_CTR_PATH"], mounts) == ROOTS[where]
+        inside = env["DRIVER_ROOT_CTR_PATH"].replace("$(NVIDIA_DRIVER_ROOT)", ROOTS[where])
+        assert host_path_of(inside, mounts) == ROOTS[where]
         # A mount of the root itself would go on showing a root that was replaced.
-        assert mounts["driver-root"][1] == str(Path(ROOTS[where]).parent)
+        assert mounts["driver-root"][1] == (
+            str(Path(ROOTS[where]).parent) if name == "gpu-dra-driver" else "/"
+        )
     env, mounts = mounted(one(manifests, "DaemonSet", "gpu-dra-driver"))
     assert mounts["host-root"] == (env["HOST_ROOT"], "/", True)
 

@@ -189,6 +189,8 @@ def test_no_other_component_gives_restricted_the_hosts_processes(
 def test_privileges_are_explained_where_they_are_taken() -> None:
     privileged = []
     for path in DAEMONSET.rglob("daemonset.yaml"):
+        if path.relative_to(DAEMONSET).parts[0] == "chart":
+            continue  # a template; base and mps are rendered from it
         text = path.read_text()
         for entry in yaml.safe_load_all(text):
             containers = entry["spec"]["template"]["spec"].get("containers", ())

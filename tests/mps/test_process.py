@@ -102,3 +102,15 @@ def test_help_says_what_happens_to_daemons(command):
     shown = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True).stdout
     assert "run on when" in shown
     assert "--allow-plain-shm" in shown
+
+
+def test_the_driver_root_may_appear_after_the_host_has_started(tmp_path: Path):
+    """Neither directory is there while the NVIDIA driver is not: it will be where the container sees the host."""
+    from dra_driver.cli.mps_host import _driver_root
+
+    host, inside = tmp_path / "run/nvidia/driver", tmp_path / "driver-root/run/nvidia/driver"
+    assert _driver_root(str(host), str(inside)) == str(inside)
+    host.mkdir(parents=True)
+    assert _driver_root(str(host), str(inside)) == str(host), "outside a container"
+    inside.mkdir(parents=True)
+    assert _driver_root(str(host), str(inside)) == str(inside)

@@ -284,7 +284,12 @@ def test_parameters_that_stand_alone() -> None:
 
 def test_all_that_is_shipped_is_without_fault() -> None:
     seen = 0
-    for file in (*ROOT.glob("examples/*/*.yaml"), *ROOT.glob("daemonset/**/device-class*.yaml")):
+    classes = [
+        file
+        for folder in ("base", "components", "overlays")
+        for file in ROOT.glob(f"daemonset/{folder}/**/device-class*.yaml")
+    ]
+    for file in (*ROOT.glob("examples/*/*.yaml"), *classes):
         for document in yaml.safe_load_all(file.read_text()):
             if document.get("kind") in KINDS:
                 seen += 1

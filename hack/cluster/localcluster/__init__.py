@@ -29,6 +29,7 @@ __all__ = [
     "component_log",
     "component_pid",
     "down",
+    "helm",
     "is_up",
     "kubeconfig",
     "kubectl",
@@ -107,6 +108,11 @@ def program(name: str) -> Path:
 def kubectl() -> Path:
     """The kubectl of the cluster's own version."""
     return program("kubectl")
+
+
+def helm() -> Path:
+    """Helm of a pinned version, built first if it is not there."""
+    return binaries.build(_layout(), binaries.HELM) / "helm"
 
 
 def log_dir() -> Path:

@@ -55,36 +55,38 @@ PARTS = (
     ),
     Part("ctr", "containerd", "github.com/containerd/containerd/v2/cmd/ctr"),
 )
+HELM = (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),)
+"""Apart, in a folder of its own: a cluster comes up without it, and another version of it builds nothing else anew."""
 
 
-def directory(layout: Layout) -> Path:
+def directory(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
     """Where the programs lie that the present go.mod files and flags give."""
     digest = hashlib.sha256(_machine().encode())
-    for module in sorted({part.module_of(layout) for part in PARTS}):
+    for module in sorted({part.module_of(layout) for part in parts}):
         digest.update("\0".join(_flags(module)).encode())
         for name in ("go.mod", "go.sum"):
             digest.update((_MODULES / module / name).read_bytes())
     return layout.binaries / digest.hexdigest()[:16]
 
 
-def build(layout: Layout) -> Path:
+def build(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
     """Build what is missing and return the directory; fast when nothing is."""
-    target = directory(layout)
-    if not list(_missing(target)):
+    target = directory(layout, parts)
+    if not list(_missing(target, parts)):
         return target
     with locking.exclusive(layout.binaries / "lock", wait=True):
-        missing = list(_missing(target))
+        missing = list(_missing(target, parts))
         if missing:
             _require_go()
             target.mkdir(parents=True, exist_ok=True)
         for part in missing:
-            with progress.step(f"[{PARTS.index(part) + 1}/{len(PARTS)}] {part.name}"):
+            with progress.step(f"[{parts.index(part) + 1}/{len(parts)}] {part.name}"):
                 _provide_part(part, layout, target)
     return target
 
 
-def _missing(target: Path) -> Iterator[Part]:
-    return (part for part in PARTS if not (target / part.name).exists())
+def _missing(target: Path, parts: tuple[Part, ...]) -> Iterator[Part]:
+    return (part for part in parts if not (target / part.name).exists())
 
 
 def _provide_part(part: Part, layout: Layout, target: Path) -> None:
@@ -119,10 +121,15 @@ def _build_part(part: Part, module: str, target: Path) -> None:
 
 
 def _flags(module: str) -> list[str]:
-    """Build flags; without the version Kubernetes programs call themselves v0.0.0."""
+    """Build flags; without a version Kubernetes programs call themselves v0.0.0, and helm takes 1.20 for the server."""
     linker = "-s -w"
+    if module == "helm":
+        minor = _version_of("helm", "k8s.io/client-go").split(".")[1]
+        prefix = "-X helm.sh/helm/v3/pkg/chartutil.k8sVersion"
+        linker += f" {prefix}Major=1 {prefix}Minor={minor}"
+        linker += f" -X helm.sh/helm/v3/internal/version.version={_version_of('helm', 'helm.sh/helm/v3')}"
     if module.startswith(KUBERNETES):
-        version = _kubernetes_version(module)
+        version = _version_of(module, "k8s.io/kubernetes")
         major, minor = version.removeprefix("v").split(".")[:2]
         prefix = "-X k8s.io/component-base/version."
         linker += f" {prefix}gitVersion={version} {prefix}gitMajor={major} {prefix}gitMinor={minor}"
@@ -130,11 +137,11 @@ def _flags(module: str) -> list[str]:
     return ["-trimpath", "-buildvcs=false", *tags, f"-ldflags={linker}"]
 
 
-def _kubernetes_version(module: str) -> str:
+def _version_of(module: str, required: str) -> str:
     text = (_MODULES / module / "go.mod").read_text()
-    found = re.search(r"k8s\.io/kubernetes (v\d\S+)", text)
+    found = re.search(rf"{re.escape(required)} (v\d\S+)", text)
     if found is None:
-        raise ClusterError(f"go/{module}/go.mod does not require k8s.io/kubernetes.")
+        raise ClusterError(f"go/{module}/go.mod does not require {required}.")
     return found[1]
 
 

@@ -1,0 +1,191 @@
+{{- define "gpu-dra-driver.name" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* The name of the DaemonSet, at most 63 characters. */}}
+{{- define "gpu-dra-driver.fullname" -}}
+{{- $name := include "gpu-dra-driver.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name -}}
+{{ .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name $name | trunc 63 | trimSuffix "-" }}
+{{- end -}}
+{{- end }}
+
+{{/* The name of another object: (list . "mps") is FULLNAME-mps, at most 63 characters. */}}
+{{- define "gpu-dra-driver.nameOf" -}}
+{{- $suffix := printf "-%s" (index . 1) -}}
+{{ include "gpu-dra-driver.fullname" (index . 0) | trunc (int (sub 63 (len $suffix))) | trimSuffix "-" }}{{ $suffix }}
+{{- end }}
+
+{{- define "gpu-dra-driver.namespace" -}}
+{{ default .Release.Namespace .Values.namespaceOverride }}
+{{- end }}
+
+{{- define "gpu-dra-driver.serviceAccountName" -}}
+{{ default (include "gpu-dra-driver.fullname" .) .Values.serviceAccount.name }}
+{{- end }}
+
+{{- define "gpu-dra-driver.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end }}
+
+{{/* Of every object. */}}
+{{- define "gpu-dra-driver.labels" -}}
+app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . }}
+app.kubernetes.io/part-of: gpu-dra-driver
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/*
+By what pods of the driver are found. A DaemonSet's selector cannot be changed: a release with the name of the chart
+has the selector of daemonset/base, and any other one is told apart by its name.
+*/}}
+{{- define "gpu-dra-driver.selectorLabels" -}}
+{{- if .Values.selectorLabelsOverride -}}
+{{ toYaml .Values.selectorLabelsOverride }}
+{{- else -}}
+app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . }}
+{{- if ne .Release.Name (include "gpu-dra-driver.name" .) }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "gpu-dra-driver.hostRoot" -}}
+{{- $roots := dict "host" "/" "gpu-operator" "/run/nvidia/driver" "gke" "/home/kubernetes/bin/nvidia" -}}
+{{- if .Values.driverRootPreset -}}
+{{ get $roots .Values.driverRootPreset }}
+{{- else -}}
+{{ .Values.nvidiaDriverRoot | trimSuffix "/" | default "/" }}
+{{- end -}}
+{{- end }}
+
+{{/*
+What of the host is mounted for a driver root other than "/", at the same path. The directory above: the pod may start
+before the NVIDIA driver is installed, and sees when its root is replaced. The root itself where the directory above is
+one that the image has too.
+*/}}
+{{- define "gpu-dra-driver.rootMount" -}}
+{{- $root := include "gpu-dra-driver.hostRoot" . -}}
+{{- if regexMatch "^/(usr|opt|etc|var|run|home|srv|mnt|root|lib|lib64|bin|sbin)?$" (dir $root) -}}
+{{ $root }}
+{{- else if regexMatch "^/(usr|etc|lib|lib64|bin|sbin)/" $root -}}
+{{ $root }}
+{{- else -}}
+{{ dir $root }}
+{{- end -}}
+{{- end }}
+
+{{- define "gpu-dra-driver.registry" -}}
+{{ default (printf "%s/plugins_registry" .Values.kubeletDirectory) .Values.kubeletPlugin.kubeletRegistrarDirectoryPath }}
+{{- end }}
+
+{{- define "gpu-dra-driver.plugins" -}}
+{{ default (printf "%s/plugins" .Values.kubeletDirectory) .Values.kubeletPlugin.kubeletPluginsDirectoryPath }}
+{{- end }}
+
+{{- define "gpu-dra-driver.port" -}}
+{{ .Values.kubeletPlugin.metrics.gpuHttpEndpoint | splitList ":" | last }}
+{{- end }}
+
+{{/* "true" or "": MIG devices on demand, the MPS host, devices for several claims, network policies. */}}
+{{- define "gpu-dra-driver.dynamicMig" -}}
+{{- if or .Values.dynamicMig.enabled .Values.featureGates.DynamicMIG -}}true{{- end -}}
+{{- end }}
+{{- define "gpu-dra-driver.mps" -}}
+{{- if or .Values.mps.enabled .Values.featureGates.MPSSupport -}}true{{- end -}}
+{{- end }}
+{{- define "gpu-dra-driver.consumableShares" -}}
+{{- if not (has (toString .Values.consumableShares) (list "" "disabled")) -}}{{ .Values.consumableShares }}{{- end -}}
+{{- end }}
+{{- define "gpu-dra-driver.shares" -}}
+{{- if or .Values.sharing (include "gpu-dra-driver.consumableShares" .) -}}true{{- end -}}
+{{- end }}
+{{- define "gpu-dra-driver.networkPolicies" -}}
+{{- if or .Values.networkPolicies.enabled .Values.kubeletPlugin.networkPolicy.enabled -}}true{{- end -}}
+{{- end }}
+
+{{/* The driver's configuration file, or nothing. */}}
+{{- define "gpu-dra-driver.configFile" -}}
+{{- $file := deepCopy .Values.config -}}
+{{- with .Values.sharing }}{{ $_ := set $file "sharing" . }}{{ end -}}
+{{- with .Values.health }}{{ $_ := set $file "health" . }}{{ end -}}
+{{- if and (include "gpu-dra-driver.dynamicMig" .) (or .Values.dynamicMig.gpus (ne .Values.dynamicMig.adopt "leave")) -}}
+{{- $section := dict "enabled" true "adopt" .Values.dynamicMig.adopt -}}
+{{- with .Values.dynamicMig.gpus }}{{ $_ := set $section "gpus" . }}{{ end -}}
+{{- $_ := set $file "dynamicMig" $section -}}
+{{- end -}}
+{{- if $file }}{{ toYaml $file }}{{ end -}}
+{{- end }}
+
+{{- define "gpu-dra-driver.resourceApiVersion" -}}
+{{- $found := .Values.resourceApiVersion -}}
+{{- range list "resource.k8s.io/v1" "resource.k8s.io/v1beta2" "resource.k8s.io/v1beta1" -}}
+{{- if and (not $found) ($.Capabilities.APIVersions.Has .) -}}{{- $found = . -}}{{- end -}}
+{{- end -}}
+{{ $found }}
+{{- end }}
+
+{{/* Which nodes; the same for both DaemonSets. */}}
+{{- define "gpu-dra-driver.nodes" -}}
+nodeSelector:
+  kubernetes.io/os: linux
+  {{- if .Values.driverUpgrades.enabled }}
+  nvidia.com/gpu.deploy.dra-driver: "true"
+  {{- end }}
+  {{- with omit .Values.kubeletPlugin.nodeSelector "kubernetes.io/os" }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .Values.kubeletPlugin.tolerations }}
+tolerations:
+  {{- range . }}
+  {{- toYaml (list .) | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- $affinity := deepCopy .Values.kubeletPlugin.affinity -}}
+{{- if .Values.kubeletPlugin.gpuNodesOnly -}}
+{{- $terms := include "gpu-dra-driver.gpuNodes" . | fromYamlArray -}}
+{{- $required := dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms) -}}
+{{- $affinity = mergeOverwrite $affinity (dict "nodeAffinity" $required) -}}
+{{- end -}}
+{{- with $affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* By what nodes are known to have NVIDIA GPUs; one of them is enough. */}}
+{{- define "gpu-dra-driver.gpuNodes" -}}
+{{- range $key, $values := dict
+  "nvidia.com/gpu.present" (list "true")
+  "feature.node.kubernetes.io/pci-10de.present" (list "true")
+  "feature.node.kubernetes.io/pci-0300_10de.present" (list "true")
+  "feature.node.kubernetes.io/pci-0302_10de.present" (list "true")
+  "feature.node.kubernetes.io/cpu-model.vendor_id" (list "NVIDIA")
+  "karpenter.k8s.aws/instance-gpu-manufacturer" (list "nvidia")
+  "eks.amazonaws.com/instance-gpu-manufacturer" (list "nvidia")
+  "kubernetes.azure.com/accelerator" (list "nvidia") }}
+- matchExpressions: [{key: {{ $key }}, operator: In, values: {{ toJson $values }}}]
+{{- end }}
+{{- range list "cloud.google.com/gke-accelerator" "k8s.amazonaws.com/accelerator" }}
+- matchExpressions: [{key: {{ . }}, operator: Exists}]
+{{- end }}
+{{- end }}
+
+{{/* (list PATH VALUE DEFAULT): a line for each leaf of VALUE that is not that of DEFAULT. */}}
+{{- define "gpu-dra-driver.differences" -}}
+{{- $path := index . 0 -}}{{- $value := index . 1 -}}{{- $default := index . 2 -}}
+{{- if and (kindIs "map" $value) (kindIs "map" $default) -}}
+{{- range $key, $below := $value -}}
+{{- include "gpu-dra-driver.differences" (list (printf "%s.%s" $path $key) $below (get $default $key)) -}}
+{{- end -}}
+{{- else if ne (toJson $value) (toJson $default) -}}
+{{ $path }}{{ "\n" }}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,232 @@
+"""`make manifests`: what follows from the chart in daemonset/chart, which is where the manifests are changed.
+
+It writes
+
+- the objects of daemonset/base and of the components that add objects (those that only change some are patches, written
+  by hand; tests hold each of them equal to the chart with the values of that name);
+- the parts of values.schema.json that the driver's configuration file decides;
+- the table of values in daemonset/README.md.
+
+python hack/manifests.py --check    writes nothing; fails if something would change
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DAEMONSET = ROOT / "daemonset"
+CHART = DAEMONSET / "chart"
+sys.path[:0] = [str(ROOT), str(ROOT / "hack" / "cluster")]
+
+Json = Any
+
+NAME = "gpu-dra-driver"
+"""Of release and namespace: with it the objects have the names that kustomize installs."""
+WITHOUT_EXTENDED_RESOURCE = {"deviceClasses": {"extendedResourceName": ""}}
+RENDERED: dict[str, tuple[str, Json]] = {
+    "base/rbac.yaml": ("rbac", {}),
+    "base/admission-policy.yaml": ("admission-policy", {}),
+    "base/claim-status-policy.yaml": ("claim-status-policy", {}),
+    "base/device-classes.yaml": ("device-classes", WITHOUT_EXTENDED_RESOURCE),
+    "base/daemonset.yaml": ("daemonset", {}),
+    "components/mps/daemonset.yaml": ("mps", {"mps": {"enabled": True}}),
+    "components/shares/device-class.yaml": ("shares-class", {"consumableShares": "4"}),
+    "components/network-policy/network-policy.yaml": (
+        "network-policy",
+        {"networkPolicies": {"enabled": True}},
+    ),
+    "components/driver-root-gke/quota.yaml": ("quota", {"driverRootPreset": "gke"}),
+    "components/monitoring/podmonitor.yaml": (
+        "monitoring",
+        {"monitoring": {"podMonitor": {"enabled": True}}},
+    ),
+    "components/monitoring/prometheusrule.yaml": (
+        "monitoring",
+        {"monitoring": {"prometheusRule": {"enabled": True}}},
+    ),
+}
+"""By file below daemonset/: the template that it is rendered from, and the values."""
+COPIED = {
+    "components/mig-classes/device-classes.yaml": "mig-classes.yaml",
+    "components/monitoring/prometheus/rules.yaml": "rules.yaml",
+    "components/monitoring/dashboard/dashboard.json": "dashboard.json",
+}
+"""By file below daemonset/: the file in chart/files."""
+OF_OTHER_VALUES = frozenset(
+    {
+        *("nodeName", "driverName", "cdiRoot", "nvidiaDriverRoot", "containerDriverRoot", "hostRoot"),
+        *("nvidiaCDIHookPath", "kubeletRegistrarDirectoryPath", "kubeletPluginsDirectoryPath", "podUID"),
+        *(
+            "kubeconfig",
+            "httpEndpoint",
+            "metricsPath",
+            "healthcheckPort",
+            "mpsHost",
+            "simulate",
+            "simulatorDir",
+        ),
+        *("sharing", "dynamicMig", "deviceMetadata", "health"),
+    }
+)
+"""Keys of the configuration file for which the chart has values of its own, or that belong to the pod."""
+GENERATED = "# Written by `make manifests` from daemonset/chart/{}.\n"
+_HELMS_LABELS = re.compile(
+    r"^    (app\.kubernetes\.io/(instance|version|managed-by)|helm\.sh/chart): .*\n", re.M
+)
+
+
+def helm_template(
+    values: Json, *arguments: str, name: str = NAME, namespace: str = NAME, chart: Path = CHART
+) -> str:
+    """What `helm template` prints. Raises: CalledProcessError with helm's words in `stderr`."""
+    import localcluster
+
+    command = [
+        str(localcluster.helm()),
+        "template",
+        name,
+        str(chart),
+        "--namespace",
+        namespace,
+        "-f",
+        "-",
+        *arguments,
+    ]
+    done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def rendered(template: str, values: Json) -> str:
+    """The objects of a template as kustomize takes them: without the labels that are Helm's."""
+    text = helm_template(values, "--show-only", f"templates/{template}.yaml")
+    documents = []
+    for document in re.split(r"^---\n", text, flags=re.M):
+        body = _HELMS_LABELS.sub("", re.sub(r"^# Source: .*\n", "", document)).strip("\n")
+        if body:
+            documents.append(body + "\n")
+    return GENERATED.format(f"templates/{template}.yaml") + "---\n".join(documents)
+
+
+def without_null(schema: Json) -> Json:
+    """A schema of pydantic's for what a person writes: a key is there, or it is not."""
+    if isinstance(schema, list):
+        return [without_null(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        schema = {**{key: value for key, value in schema.items() if key != "anyOf"}, **kinds[0]}
+    made = {
+        key: without_null(value)
+        for key, value in schema.items()
+        if not (key in ("title", "description") and isinstance(value, str))
+        and (key, value) != ("default", None)
+    }
+    if "off" in made.get("enum", ()):
+        # A bare `off` is the boolean false in YAML.
+        made["enum"] = [*made["enum"], False]
+        made.pop("type", None)
+    return made
+
+
+def schema() -> str:
+    """values.schema.json with the sections of the configuration file as the driver reads them."""
+    from dra_driver.config_file import ConfigFile
+
+    document = json.loads((CHART / "values.schema.json").read_text())
+    file = without_null(ConfigFile.model_json_schema(by_alias=True))
+    sections = file["properties"]
+    rest = {key: value for key, value in sections.items() if key not in OF_OTHER_VALUES}
+    document["$defs"] = {
+        **file["$defs"],
+        "sharing": sections["sharing"],
+        "health": sections["health"],
+        "config": {"type": "object", "additionalProperties": False, "properties": rest},
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def values_table() -> str:
+    """The rows of the table of values, from values.yaml and the comments above its keys."""
+    text = (CHART / "values.yaml").read_text()
+    lines = text.splitlines()
+    rows = [
+        f"| `{path}` | {default} | {why} |" for path, default, why in _values(yaml.compose(text), lines, "")
+    ]
+    return "\n".join(["| Value | Default | What it is |", "|---|---|---|", *rows]) + "\n"
+
+
+def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str, str]]:
+    """(path, default, comment) of every key that has a comment; below it everything is its default."""
+    for key, value in node.value:
+        path = f"{above}{key.value}"
+        comment: list[str] = []
+        number = key.start_mark.line - 1
+        while lines[number].lstrip().startswith("#"):
+            comment.insert(0, lines[number].lstrip("# "))
+            number -= 1
+        if comment:
+            default = yaml.safe_load(yaml.serialize(value))
+            yield (
+                path,
+                f"`{json.dumps(default)}`" if default or default in (0, False) else "",
+                " ".join(comment),
+            )
+        elif isinstance(value, yaml.MappingNode):
+            yield from _values(value, lines, f"{path}.")
+        else:
+            raise SystemExit(f"daemonset/chart/values.yaml: {path} has no comment")
+
+
+def between(text: str, name: str, content: str) -> str:
+    """A text with what stands between the markers of a name replaced."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"the markers {begin.strip()} and {end} are missing")
+    return f"{before}{begin}{content}{end}{after}"
+
+
+def written() -> Iterator[tuple[Path, str]]:
+    """Every file that follows from the chart, with what it has to hold."""
+    yield CHART / "values.schema.json", schema()
+    readme = DAEMONSET / "README.md"
+    yield readme, between(readme.read_text(), "values", values_table())
+    for place, name in COPIED.items():
+        yield DAEMONSET / place, (CHART / "files" / name).read_text()
+    for place, (template, values) in RENDERED.items():
+        yield DAEMONSET / place, rendered(template, values)
+
+
+def main() -> int:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
+    check = parser.parse_args().check
+    changed = []
+    for path, text in written():
+        if not path.exists() or path.read_text() != text:
+            changed.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text)
+    print("\n".join(changed) or "nothing changes")
+    if check and changed:
+        print("run `make manifests`")
+    return bool(check and changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,680 @@
+"""The chart: the same objects as kustomize for the same choices, names, values that are refused or mean nothing here.
+
+Helm renders, so these tests run in `make e2e`, which builds it; they need no cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.test_daemonset import DAEMONSET, Manifest, kubectl, one, rendered
+
+ROOT = DAEMONSET.parent
+sys.path.insert(0, str(ROOT / "hack"))
+import manifests as hack  # noqa: E402
+
+pytestmark = pytest.mark.cluster
+
+CHART = DAEMONSET / "chart"
+NAME = hack.NAME
+Values = dict[str, Any]
+
+SHARES = {"sharing": [{"mode": "shares", "shares": 4}]}
+VALUES: dict[str, Values] = {
+    "cdi-hook": {"cdiHook": {"enabled": True, "image": {"repository": "nvidia-container-toolkit"}}},
+    "driver-root-gke": {"driverRootPreset": "gke"},
+    "driver-root-operator": {"nvidiaDriverRoot": "/run/nvidia/driver"},
+    "driver-upgrades": {"driverUpgrades": {"enabled": True}},
+    "dynamic-mig": {"dynamicMig": {"enabled": True}},
+    "extended-resource": {"deviceClasses": {"extendedResourceName": "nvidia.com/gpu"}},
+    "mig-classes": {"deviceClasses": {"migProfiles": True}},
+    "monitoring": {
+        "monitoring": {
+            "podMonitor": {"enabled": True},
+            "prometheusRule": {"enabled": True},
+            "dashboard": {"enabled": True},
+        }
+    },
+    "mps": {"mps": {"enabled": True}},
+    "network-policy": {"networkPolicies": {"enabled": True}},
+    "restricted": {"restricted": {"enabled": True}},
+    "shares": SHARES,
+    "simulator": {"simulator": {"enabled": True}},
+}
+"""By component: the values that say the same. components/mps/simulator and the overlays are below."""
+REFUSED = {
+    frozenset({"driver-root-gke", "driver-root-operator"}): "set only one of them",
+    frozenset({"driver-root-gke", "simulator"}): "has a driver root of its own",
+    frozenset({"driver-root-operator", "simulator"}): "has a driver root of its own",
+    frozenset({"driver-root-gke", "restricted"}): "works only with the driver root /",
+    frozenset({"driver-root-operator", "restricted"}): "works only with the driver root /",
+    frozenset({"dynamic-mig", "restricted"}): "exclude each other",
+}
+"""Pairs that make no sense, and what the chart says of them."""
+IN_AN_OVERLAY = {frozenset({"simulator", "restricted"}), frozenset({"simulator", "mps"})}
+"""Pairs that kustomize needs a further patch for: overlays/e2e-restricted, components/mps/simulator."""
+OVERLAYS: dict[str, Values] = {
+    "e2e": {},
+    "e2e-mig": {
+        "deviceClasses": {"migProfiles": True},
+        "dynamicMig": {"enabled": True},
+        "mps": {"enabled": True},
+    },
+    "e2e-restricted": {
+        "deviceClasses": {"migProfiles": True},
+        "dynamicMig": {"enabled": True},
+        "mps": {"enabled": True},
+        "restricted": {"enabled": True},
+        "simulator": {"directory": "/var/lib/gpu-dra-simulator/restricted"},
+    },
+    "e2e-sharing": {
+        "sharing": yaml.safe_load((DAEMONSET / "overlays/e2e-sharing/config.yaml").read_text())["sharing"],
+        "mps": {"enabled": True},
+    },
+}
+E2E_IMAGE = {"repository": "localhost/gpu-dra-driver", "tag": "dev", "pullPolicy": "Never"}
+
+
+def merged(*parts: Values) -> Values:
+    made: Values = {}
+    for part in parts:
+        for key, value in part.items():
+            below = made.get(key)
+            made[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return made
+
+
+def template(values: Values, *arguments: str, name: str = NAME, namespace: str = NAME) -> list[Manifest]:
+    text = hack.helm_template(values, *arguments, name=name, namespace=namespace)
+    return [entry for entry in yaml.safe_load_all(text) if entry]
+
+
+def refusal(values: Values, *arguments: str, **names: str) -> str:
+    """Helm's words for values that it does not take."""
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        template(values, *arguments, **names)
+    return caught.value.stderr
+
+
+def canonical(manifests: Iterable[Manifest]) -> dict[tuple[str, str], Manifest]:
+    """Objects by kind and name, without what only one of kustomize and Helm has, lists in an order of their own."""
+    made = {}
+    for given in manifests:
+        text = json.dumps(given)
+        # The hash in the name is kustomize's way to roll out another configuration, the annotation Helm's.
+        entry = json.loads(re.sub(r"gpu-dra-driver-config-[0-9a-z]{10}", "gpu-dra-driver-config", text))
+        metadata = entry["metadata"]
+        metadata["labels"] = {
+            key: value
+            for key, value in metadata.get("labels", {}).items()
+            if not key.startswith(("app.kubernetes.io/", "helm.sh/"))
+        }
+        if entry["kind"] == "DaemonSet":
+            entry["spec"]["template"]["metadata"].pop("annotations", None)
+            pod = entry["spec"]["template"]["spec"]
+            pod["volumes"].sort(key=lambda volume: volume["name"])
+            for container in (*pod["containers"], *pod.get("initContainers", ())):
+                container["env"].sort(key=lambda variable: variable["name"])
+                container["volumeMounts"].sort(key=lambda mount: mount["mountPath"])
+                # Helm's chart says the tag.
+                container["image"] = container["image"].replace("gpu-dra-driver:0.1.0", "gpu-dra-driver")
+        if entry["kind"] == "ConfigMap":
+            entry["data"] = {name: yaml.safe_load(text) for name, text in entry["data"].items()}
+        if entry["kind"] != "Namespace":
+            made[entry["kind"], metadata["name"]] = entry
+    return made
+
+
+def built(folder: Path, *components: str) -> dict[tuple[str, str], Manifest]:
+    """What kustomize builds of daemonset/base with components, in this order."""
+    folder.mkdir(parents=True)
+    base = folder / "../../base"
+    assert base.is_dir()
+    places = [f"../../components/{name}" for name in components]
+    (folder / "kustomization.yaml").write_text(
+        yaml.safe_dump({"resources": ["../../base"], "components": places})
+    )
+    return canonical(rendered(folder))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of daemonset/, since kustomize takes nothing from outside the folder above."""
+    place = tmp_path_factory.mktemp("tree") / "daemonset"
+    shutil.copytree(DAEMONSET, place)
+    return place / "tried"
+
+
+def test_every_component_has_its_values() -> None:
+    assert set(VALUES) == {path.name for path in (DAEMONSET / "components").iterdir()}
+
+
+def test_what_follows_from_the_chart_is_up_to_date() -> None:
+    """`make manifests` writes it."""
+    assert [str(path) for path, text in hack.written() if path.read_text() != text] == []
+
+
+def test_the_base_is_the_chart(tree: Path) -> None:
+    assert built(tree / "none") == canonical(template(hack.WITHOUT_EXTENDED_RESOURCE))
+    assert canonical(rendered(DAEMONSET)) == canonical(template({}))
+
+
+@pytest.mark.parametrize("component", VALUES)
+def test_a_component_is_the_values_of_its_name(component: str, tree: Path) -> None:
+    values = merged(hack.WITHOUT_EXTENDED_RESOURCE, VALUES[component])
+    assert built(tree / component, component) == canonical(template(values))
+
+
+def largest_sets() -> list[tuple[str, ...]]:
+    """Components that may all be combined; every pair that may be is in one of them."""
+    apart = [*REFUSED, *IN_AN_OVERLAY]
+    choices = itertools.product(*(sorted(pair) for pair in apart))
+    kept = {tuple(name for name in VALUES if name not in left_out) for left_out in choices}
+    return sorted(one for one in kept if not any(set(one) < set(other) for other in kept))
+
+
+def test_every_pair_that_may_be_combined_is_tried() -> None:
+    tried = {pair for one in largest_sets() for pair in itertools.combinations(one, 2)}
+    allowed = {
+        pair
+        for pair in itertools.combinations(VALUES, 2)
+        if frozenset(pair) not in REFUSED and frozenset(pair) not in IN_AN_OVERLAY
+    }
+    assert tried == allowed
+
+
+@pytest.mark.parametrize("components", largest_sets(), ids=lambda components: f"{len(components)}")
+def test_the_order_of_components_does_not_matter(components: tuple[str, ...], tree: Path) -> None:
+    """One way and the other way round: so each two of them are there in both orders."""
+    name = "-".join(components)
+    one_way = built(tree / name, *components)
+    assert one_way == built(tree / f"{name}-turned", *reversed(components))
+    values = merged(hack.WITHOUT_EXTENDED_RESOURCE, *(VALUES[component] for component in components))
+    assert one_way == canonical(template(values))
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "+".join(sorted(pair)))
+def test_choices_that_exclude_each_other_are_refused(pair: frozenset[str]) -> None:
+    assert REFUSED[pair] in refusal(merged(*(VALUES[name] for name in sorted(pair))))
+
+
+@pytest.mark.parametrize(
+    "order", [*itertools.permutations(["mps", "driver-root-operator", "driver-upgrades"])]
+)
+def test_the_mps_host_is_where_the_driver_is_and_has_its_driver_root(
+    order: tuple[str, ...], tree: Path
+) -> None:
+    """Whatever the order: findings were an MPS host that looked for the NVIDIA driver in /, and one on other nodes."""
+    made = built(tree / "-".join(("three", *order)), *order)
+    driver, mps = (made["DaemonSet", name]["spec"]["template"]["spec"] for name in (NAME, f"{NAME}-mps"))
+    roots = [
+        variable["value"]
+        for pod in (driver, mps)
+        for variable in pod["containers"][0]["env"]
+        if variable["name"] == "NVIDIA_DRIVER_ROOT"
+    ]
+    assert roots == ["/run/nvidia/driver"] * 2
+    assert mps["nodeSelector"] == driver["nodeSelector"]
+    assert made == canonical(
+        template(merged(hack.WITHOUT_EXTENDED_RESOURCE, *(VALUES[name] for name in order)))
+    )
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_the_chart_with_its_values(overlay: str) -> None:
+    values = merged({"simulator": {"enabled": True}, "image": E2E_IMAGE}, OVERLAYS[overlay])
+    made = canonical(rendered(DAEMONSET / "overlays" / overlay))
+    made.pop(("RuntimeClass", "nvidia"), None)
+    assert made == canonical(template(values))
+
+
+def test_every_overlay_is_compared() -> None:
+    assert set(OVERLAYS) == {path.name for path in (DAEMONSET / "overlays").iterdir()}
+
+
+def test_the_charts_version_is_the_drivers() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+
+
+def names_of(manifests: list[Manifest]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for entry in manifests:
+        names.setdefault(entry["kind"], []).append(entry["metadata"]["name"])
+    return names
+
+
+ALL = merged(
+    *(VALUES[name] for name in VALUES if not {name} & {"restricted", "simulator", "driver-root-operator"})
+)
+
+
+@pytest.mark.parametrize(
+    ("release", "values", "expected"),
+    [
+        ("gpu-dra-driver", {}, "gpu-dra-driver"),
+        ("my-gpu-dra-driver", {}, "my-gpu-dra-driver"),
+        ("gpus", {}, "gpus-gpu-dra-driver"),
+        ("gpus", {"nameOverride": "drv"}, "gpus-drv"),
+        ("gpus", {"fullnameOverride": "x" * 63}, "x" * 63),
+        ("r" * 53, {}, f"{'r' * 53}-gpu-dra-d"),
+        (f"{'r' * 48}", {}, f"{'r' * 48}-gpu-dra-driver"),
+        (f"{'r' * 53}", {"nameOverride": "n" * 63}, f"{'r' * 53}-{'n' * 9}"),
+    ],
+)
+def test_a_renamed_release_hangs_together(release: str, values: Values, expected: str) -> None:
+    """No name is over 63 characters, account and policies are each other's, the classes keep their names."""
+    arguments = ("--api-versions", "security.openshift.io/v1")
+    manifests = template(merged(ALL, values), *arguments, name=release, namespace="elsewhere")
+    names = names_of(manifests)
+    assert expected in names["DaemonSet"]
+    assert max(len(name) for of_kind in names.values() for name in of_kind) <= 63
+    assert not [
+        (kind, name) for kind, of_kind in names.items() for name in set(of_kind) if of_kind.count(name) > 1
+    ]
+    plain = names_of(template(ALL, *arguments))
+    assert names["DeviceClass"] == plain["DeviceClass"]
+    assert {kind: len(of_kind) for kind, of_kind in names.items()} == {
+        kind: len(of_kind) for kind, of_kind in plain.items()
+    }
+    assert {entry["metadata"].get("namespace", "elsewhere") for entry in manifests} == {"elsewhere"}
+    pod = one(manifests, "DaemonSet", expected)["spec"]["template"]["spec"]
+    account = pod["serviceAccountName"]
+    assert account in names["ServiceAccount"]
+    for kind in ("ClusterRoleBinding", "RoleBinding"):
+        for entry in manifests:
+            if entry["kind"] == kind:
+                subjects = [(subject["name"], subject["namespace"]) for subject in entry["subjects"]]
+                assert (account, "elsewhere") in subjects
+    bound = {
+        entry["spec"]["policyName"]
+        for entry in manifests
+        if entry["kind"] == "ValidatingAdmissionPolicyBinding"
+    }
+    assert bound == set(names["ValidatingAdmissionPolicy"])
+    for entry in manifests:
+        labels = entry["metadata"].get("labels", {})
+        assert all(len(value) <= 63 for value in labels.values()), labels
+        if entry["kind"] == "DaemonSet":
+            spec = entry["spec"]
+            assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+            assert [
+                volume["configMap"]["name"]
+                for volume in spec["template"]["spec"]["volumes"]
+                if volume["name"] == "config"
+            ] in ([], [name for name in names["ConfigMap"] if name.endswith("-config")])
+
+
+def test_an_account_that_is_there_is_used() -> None:
+    manifests = template({"serviceAccount": {"create": False, "name": "mine"}})
+    assert "ServiceAccount" not in names_of(manifests)
+    assert one(manifests, "DaemonSet", NAME)["spec"]["template"]["spec"]["serviceAccountName"] == "mine"
+    [binding] = [entry for entry in manifests if entry["kind"] == "ClusterRoleBinding"]
+    assert [subject["name"] for subject in binding["subjects"]] == ["mine"]
+
+
+def test_openshift_admits_the_pods_and_others_get_no_binding() -> None:
+    values = {"mps": {"enabled": True}}
+    assert "RoleBinding" not in names_of(template(values))
+    manifests = template(values, "--api-versions", "security.openshift.io/v1")
+    [binding] = [entry for entry in manifests if entry["kind"] == "RoleBinding"]
+    accounts = {
+        entry["spec"]["template"]["spec"]["serviceAccountName"]
+        for entry in manifests
+        if entry["kind"] == "DaemonSet"
+    }
+    assert {subject["name"] for subject in binding["subjects"]} == accounts
+    assert binding["roleRef"]["name"] == "system:openshift:scc:privileged"
+
+
+INCUMBENT = CHART / "files/no-meaning.yaml"
+
+
+def unused_values() -> Values:
+    """What has no meaning here, as NVIDIA's chart has it by default."""
+    unused: Values = {}
+    for entry in yaml.safe_load(INCUMBENT.read_text()):
+        value = entry["default"]
+        for key in reversed(entry["path"].split(".")):
+            value = {key: value}
+        unused = merged(unused, value)
+    return unused
+
+
+def incumbents_defaults() -> Values:
+    """The values file of NVIDIA's chart 0.4 with every key that it has, as an operator copies it."""
+    own = {
+        "nvidiaDriverRoot": "/",
+        "nvidiaCDIHookPath": "",
+        "nameOverride": "",
+        "fullnameOverride": "",
+        "namespaceOverride": "",
+        "selectorLabelsOverride": {},
+        "gpuResourcesEnabledOverride": True,
+        "consumableShares": "",
+        "allowDefaultNamespace": False,
+        "resourceApiVersion": "",
+        "imagePullSecrets": [],
+        "image": {"repository": "mirror.example.com/gpu-dra-driver", "pullPolicy": "IfNotPresent", "tag": ""},
+        "serviceAccount": {"create": True, "annotations": {}, "name": ""},
+        "resources": {"gpus": {"enabled": True}, "computeDomains": {"enabled": True}},
+        "featureGates": {"DynamicMIG": True, "MPSSupport": True, "NVMLDeviceHealthCheck": True},
+        "logVerbosity": "6",
+        "webhook": {"enabled": True, "replicas": 2},
+        "kubeletPlugin": {
+            "metrics": {"enabled": True, "gpuHttpEndpoint": ":8090", "metricsPath": "/m"},
+            "priorityClassName": "system-node-critical",
+            "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}},
+            "podAnnotations": {"a": "b"},
+            "podSecurityContext": {},
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "kubeletRegistrarDirectoryPath": "/k/plugins_registry",
+            "kubeletPluginsDirectoryPath": "/k/plugins",
+            "containers": {
+                "gpus": {
+                    "env": [{"name": "NVIDIA_FABRICMANAGER_ADDRESS", "value": "x"}],
+                    "securityContext": {"privileged": True},
+                    "resources": {},
+                    "healthcheckPort": 51516,
+                }
+            },
+            "affinity": {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {
+                        "nodeSelectorTerms": [
+                            {
+                                "matchExpressions": [
+                                    {"key": "nvidia.com/gpu.present", "operator": "In", "values": ["true"]}
+                                ]
+                            }
+                        ]
+                    }
+                }
+            },
+            "networkPolicy": {"enabled": True},
+        },
+    }
+    return merged(unused_values(), own)
+
+
+def test_a_values_file_of_nvidias_chart_installs_this_driver() -> None:
+    manifests = template(incumbents_defaults())
+    driver = one(manifests, "DaemonSet", NAME)["spec"]
+    pod = driver["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert driver["updateStrategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}}
+    assert driver["template"]["metadata"]["annotations"] == {"a": "b"}
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "gpu"}
+    assert [toleration.get("effect") for toleration in pod["tolerations"]] == ["NoSchedule"]
+    assert pod["affinity"]["nodeAffinity"]
+    assert container["image"] == "mirror.example.com/gpu-dra-driver:0.1.0"
+    assert container["securityContext"] == {"privileged": True, "readOnlyRootFilesystem": True}
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
+        "metrics": 8090,
+        "healthcheck": 51516,
+    }
+    assert (env["HTTP_ENDPOINT"], env["METRICS_PATH"], env["HEALTHCHECK_PORT"]) == (":8090", "/m", "51516")
+    assert (env["DYNAMIC_MIG"], env["LOG_LEVEL"]) == ("true", "debug")
+    assert env["FEATURE_GATES"] == "DynamicMIG=true,MPSSupport=true,NVMLDeviceHealthCheck=true"
+    assert env["NVIDIA_FABRICMANAGER_ADDRESS"] == "x"
+    assert env["KUBELET_REGISTRAR_DIRECTORY_PATH"] == "/k/plugins_registry"
+    assert {"/k/plugins_registry", "/k/plugins"} <= {
+        mount["mountPath"] for mount in container["volumeMounts"]
+    }
+    assert (
+        one(manifests, "DaemonSet", f"{NAME}-mps")["spec"]["template"]["spec"]["nodeSelector"]["pool"]
+        == "gpu"
+    )
+    assert "NetworkPolicy" in names_of(manifests)
+
+
+@pytest.fixture(scope="module")
+def chart_with_notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart with what `helm install` prints as an object, since `helm template` prints objects only."""
+    place = tmp_path_factory.mktemp("chart") / "chart"
+    shutil.copytree(CHART, place)
+    text = (place / "templates/NOTES.txt").read_text()
+    made = f'{{{{ define "notes" }}}}{text}{{{{ end }}}}notes: {{{{ include "notes" . | toJson }}}}\n'
+    (place / "templates/notes.yaml").write_text(made)
+    return place
+
+
+@pytest.fixture
+def notes(chart_with_notes: Path) -> Callable[..., str]:
+    """What `helm install` prints at the end, where there is nothing on the cluster."""
+
+    def printed(values: Values, *arguments: str) -> str:
+        only = ("--show-only", "templates/notes.yaml", *arguments)
+        text = hack.helm_template(values, *only, chart=chart_with_notes)
+        return str(yaml.safe_load(text)["notes"])
+
+    return printed
+
+
+def test_the_notes_tell_of_values_without_meaning_and_of_no_others(notes: Callable[..., str]) -> None:
+    text = notes({})
+    assert "Values without meaning" not in text
+    assert text.count("\n  kubectl ") == 3
+    text = notes(incumbents_defaults())
+    told = text.partition("Values without meaning here:\n")[2].splitlines()
+    assert [line.partition(":")[0] for line in told] == [
+        "- gpuResourcesEnabledOverride",
+        "- resources.computeDomains.enabled",
+        "- webhook.enabled",
+        "- webhook.replicas",
+    ]
+    assert all(len(line.partition(": ")[2]) > 10 for line in told)
+    assert "without maxSurge" in text
+
+
+def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..., str]) -> None:
+    assert "Values without meaning" not in notes(unused_values())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kubeletPlugn": {}}, "additional properties 'kubeletPlugn' not allowed"),
+        ({"kubeletPlugin": {"tolerationz": []}}, "at '/kubeletPlugin': additional properties 'tolerationz'"),
+        ({"image": {"tag": 5}}, "at '/image/tag': got number, want string"),
+        ({"mps": {"enabled": "yes"}}, "at '/mps/enabled': got string, want boolean"),
+        ({"driverRootPreset": "gcp"}, "value must be one of '', 'host', 'gpu-operator', 'gke'"),
+        ({"nvidiaDriverRoot": "run/nvidia"}, "at '/nvidiaDriverRoot'"),
+        ({"fullnameOverride": "x" * 64}, "at '/fullnameOverride': maxLength: got 64, want 63"),
+        ({"fullnameOverride": "Upper"}, "at '/fullnameOverride'"),
+        ({"sharing": [{"mode": "halves"}]}, "at '/sharing/0/mode': value must be one of"),
+        ({"health": {"taintz": {}}}, "at '/health': additional properties 'taintz' not allowed"),
+        ({"config": {"kubeApiQps": 3}}, "at '/config': additional properties 'kubeApiQps' not allowed"),
+        ({"config": {"nodeName": "x"}}, "at '/config': additional properties 'nodeName' not allowed"),
+        ({"consumableShares": "0"}, "at '/consumableShares'"),
+        ({"featureGates": {"DynamicMIG": "true"}}, "at '/featureGates/DynamicMIG': got string, want boolean"),
+        ({"kubeletPlugin": {"updateStrategy": {"rollingUpdate": {"maxSurge": "ten"}}}}, "maxSurge"),
+        ({"resources": {"gpus": {"enabled": False}}}, "this driver serves GPUs and nothing else"),
+        ({"image": {"repository": "nvcr.io/nvidia/k8s-dra-driver-gpu"}}, "is the image of NVIDIA's driver"),
+        ({"nvidiaDriverRoot": "/opt"}, "nvidiaDriverRoot /opt cannot be a driver root"),
+        ({"nvidiaDriverRoot": "/run/../etc"}, "cannot be a driver root"),
+        ({"driverRootPreset": "gke", "nvidiaDriverRoot": "/run/nvidia/driver"}, "set only one of them"),
+        ({"cdiHook": {"enabled": True}}, "needs cdiHook.image.repository"),
+        ({"serviceAccount": {"create": False}}, "set serviceAccount.name"),
+        ({"consumableShares": 4, **SHARES}, "consumableShares and sharing contradict each other"),
+        (
+            {"kubeletPlugin": {"updateStrategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": "5%"}}}},
+            "Kubernetes takes one of them",
+        ),
+        (
+            {"kubeletPlugin": {"containers": {"gpus": {"env": [{"name": "CDI_ROOT", "value": "/x"}]}}}},
+            "env sets CDI_ROOT, which the chart sets itself",
+        ),
+        (
+            {
+                "kubeletPlugin": {
+                    "gpuNodesOnly": True,
+                    "affinity": {
+                        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"a": 1}}
+                    },
+                }
+            },
+            "gpuNodesOnly and a required node affinity",
+        ),
+        ({"resourceApiVersion": "resource.k8s.io/v1alpha3"}, "at '/resourceApiVersion'"),
+    ],
+)
+def test_bad_values_are_refused_with_the_path_or_a_sentence(values: Values, words: str) -> None:
+    text = refusal(values)
+    assert words in text, text
+    faults = [line for line in text.splitlines() if line.startswith("- at") or "execution error" in line]
+    assert len(faults) == 1, text
+
+
+def test_a_server_that_is_too_old_is_refused() -> None:
+    assert ">=1.34.0-0 which is incompatible with Kubernetes v1.33.4" in refusal(
+        {}, "--kube-version", "1.33.4"
+    )
+
+
+def test_the_default_namespace_is_refused_unless_it_is_wanted() -> None:
+    assert "in the namespace default" in refusal({}, namespace="default")
+    assert template({"allowDefaultNamespace": True}, namespace="default")
+
+
+@pytest.mark.parametrize(
+    ("values", "root", "mounted"),
+    [
+        ({}, "/", "/"),
+        ({"driverRootPreset": "host"}, "/", "/"),
+        ({"driverRootPreset": "gpu-operator"}, "/run/nvidia/driver", "/run/nvidia"),
+        (
+            {"nvidiaDriverRoot": "/home/kubernetes/bin/nvidia"},
+            "/home/kubernetes/bin/nvidia",
+            "/home/kubernetes/bin",
+        ),
+        ({"nvidiaDriverRoot": "/srv/gpu/driver/"}, "/srv/gpu/driver", "/srv/gpu"),
+        # The directory above would hide what the image has there: the driver itself, its libraries, the token.
+        ({"nvidiaDriverRoot": "/opt/nvidia"}, "/opt/nvidia", "/opt/nvidia"),
+        ({"nvidiaDriverRoot": "/run/nvidia"}, "/run/nvidia", "/run/nvidia"),
+        ({"nvidiaDriverRoot": "/usr/lib/nvidia"}, "/usr/lib/nvidia", "/usr/lib/nvidia"),
+        ({"nvidiaDriverRoot": "/nvidia"}, "/nvidia", "/nvidia"),
+    ],
+)
+def test_the_driver_root_and_its_mount_agree(values: Values, root: str, mounted: str) -> None:
+    manifests = template(merged(values, VALUES["mps"]))
+    for name in (NAME, f"{NAME}-mps"):
+        pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+        volumes = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
+        (place,) = (
+            mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "driver-root"
+        )
+        inside = env["DRIVER_ROOT_CTR_PATH"].replace("$(NVIDIA_DRIVER_ROOT)", env["NVIDIA_DRIVER_ROOT"])
+        assert env["NVIDIA_DRIVER_ROOT"] == root
+        on_host = volumes["driver-root"].rstrip("/") + inside.rstrip("/").removeprefix(place)
+        assert (on_host or "/") == root
+        if name == NAME:
+            assert volumes["driver-root"] == mounted
+
+
+def test_only_nodes_with_gpus_are_chosen_when_that_is_wanted() -> None:
+    plain = one(template({}), "DaemonSet", NAME)["spec"]["template"]["spec"]
+    assert "affinity" not in plain, "an upgrade takes the driver from no node"
+    manifests = template({"kubeletPlugin": {"gpuNodesOnly": True}, "mps": {"enabled": True}})
+    for name in (NAME, f"{NAME}-mps"):
+        pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
+        required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        keys = [term["matchExpressions"][0]["key"] for term in required["nodeSelectorTerms"]]
+        assert len(set(keys)) == len(keys) == 10
+        assert {"nvidia.com/gpu.present", "cloud.google.com/gke-accelerator"} <= set(keys)
+        assert "kubernetes.io/arch" not in json.dumps(pod), "every architecture"
+
+
+def test_egress_reaches_the_api_server_only_when_that_is_wanted() -> None:
+    values = {
+        "networkPolicies": {
+            "enabled": True,
+            "egress": {"enabled": True, "to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
+        }
+    }
+    found = {
+        entry["metadata"]["name"]: entry["spec"]
+        for entry in template(values)
+        if entry["kind"] == "NetworkPolicy"
+    }
+    assert found[NAME]["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in found[NAME], "nothing leaves the MPS host"
+    [rule] = found[f"{NAME}-api-server"]["egress"]
+    assert [port["port"] for port in rule["ports"]] == [443, 6443]
+    assert rule["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+
+
+def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> None:
+    from dra_driver.settings import resolve
+
+    values = {
+        "sharing": [{"selector": {"devices": "mig"}, "mode": "off"}, {"mode": "memory", "enforce": "mps"}],
+        "health": {"ignoredXids": [94], "taints": {"gpu-lost": "NoExecute"}},
+        "dynamicMig": {"enabled": True, "adopt": "destroy", "gpus": {"productName": "NVIDIA H100*"}},
+        "config": {"kubeAPIQPS": 7.5, "logFormat": "console"},
+    }
+    manifests = template(values)
+    file = tmp_path / "config.yaml"
+    file.write_text(one(manifests, "ConfigMap", f"{NAME}-config")["data"]["config.yaml"])
+    settings = resolve({"node_name": "n"}, file)
+    assert (settings.kube_api_qps, settings.log_format, settings.adopt_mig) == (7.5, "console", "destroy")
+    assert settings.ignored_xids == {94}
+    assert settings.dynamic_mig
+    assert len(settings.sharing.entries) == 2
+    before = one(manifests, "DaemonSet", NAME)["spec"]["template"]["metadata"]["annotations"]
+    other = template(merged(values, {"config": {"logFormat": "json"}}))
+    after = one(other, "DaemonSet", NAME)["spec"]["template"]["metadata"]["annotations"]
+    assert before != after, "a change rolls the DaemonSet"
+
+
+def test_a_values_file_may_say_off_without_quotes() -> None:
+    """It is the boolean false in YAML."""
+    manifests = template({"deviceMetadata": False, "sharing": [{"mode": False}]})
+    env = one(manifests, "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert "DEVICE_METADATA" not in {entry["name"] for entry in env}
+
+
+def test_alerts_of_a_renamed_release_name_its_objects_and_its_job() -> None:
+    values = merged(VALUES["monitoring"], VALUES["mps"], {"fullnameOverride": "other", "nameOverride": "drv"})
+    manifests = template(values, name="r", namespace="elsewhere")
+    text = json.dumps(one(manifests, "PrometheusRule", "other"))
+    assert "kubectl -n elsewhere" in text
+    assert "-n gpu-dra-driver " not in text
+    assert "ds/other-mps" in text
+    monitor = one(manifests, "PodMonitor", "other")["spec"]
+    job = [
+        entry for entry in monitor["podMetricsEndpoints"][0]["relabelings"] if entry["targetLabel"] == "job"
+    ]
+    assert job == [{"targetLabel": "job", "replacement": "gpu-dra-driver"}]
+    labels = one(manifests, "DaemonSet", "other")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_helm_finds_nothing_to_say_against_the_chart() -> None:
+    import localcluster
+
+    done = subprocess.run(
+        [str(localcluster.helm()), "lint", "--strict", str(CHART)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert kubectl()
