@@ -1,0 +1,279 @@
+"""The chart on the real cluster: it takes over what kubectl applied, is upgraded, rolled back, renamed and uninstalled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import (
+    CDI_DIR,
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    ROOT,
+    Cluster,
+    claim_and_pod,
+    install,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+Json = dict[str, Any]
+
+RELEASE = "gpu-dra-driver"
+REGISTRY = PLUGIN_DIR.parent.with_name("plugins_registry")
+VALUES: Json = {
+    "simulator": {"enabled": True},
+    "image": {"repository": "localhost/gpu-dra-driver", "tag": "dev", "pullPolicy": "Never"},
+}
+KINDS = (
+    "daemonsets,serviceaccounts,configmaps,clusterroles,clusterrolebindings,networkpolicies,resourcequotas,"
+    "deviceclasses,validatingadmissionpolicies,validatingadmissionpolicybindings"
+)
+GPUS = 8
+
+
+class Chart:
+    """Helm with the chart of this tree, and the cluster it works on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def helm(self, *arguments: str, values: Json | None = None) -> subprocess.CompletedProcess[str]:
+        command = [str(self.cluster.local.helm()), *arguments]
+        if values is not None:
+            command += ["-f", "-"]
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "KUBECONFIG": str(self.cluster.local.kubeconfig())},
+            input=json.dumps(values or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def upgrade(self, *arguments: str, values: Json | None = None, name: str = RELEASE) -> str:
+        """`helm upgrade --install`, seen rolled out; what it printed."""
+        done = self.helm(
+            *("upgrade", "--install", RELEASE, "daemonset/chart", "-n", NAMESPACE, *arguments),
+            values=VALUES | (values or {}),
+        )
+        assert done.returncode == 0, done.stderr
+        self.rolled_out(name)
+        return done.stdout
+
+    def rolled_out(self, name: str = RELEASE) -> None:
+        self.cluster.kubectl("rollout", "status", f"daemonset/{name}", "-n", NAMESPACE, "--timeout=300s")
+        wait_for("the driver to have settled", self.cluster.driver_has_settled)
+
+    def variables(self, name: str = RELEASE) -> dict[str, str]:
+        """The driver's environment, as the DaemonSet has it."""
+        [container] = self.cluster.get("daemonset", name, "-n", NAMESPACE)["spec"]["template"]["spec"][
+            "containers"
+        ]
+        return {variable["name"]: variable.get("value", "") for variable in container["env"]}
+
+    def objects(self) -> list[str]:
+        """What is there of any release or overlay of this driver, as KIND/NAME."""
+        found = self.cluster.kubectl(
+            "get",
+            KINDS,
+            "-A",
+            "-l",
+            "app.kubernetes.io/part-of=gpu-dra-driver",
+            "-o",
+            "name",
+            "--ignore-not-found",
+        )
+        return sorted(found.split())
+
+    def release_is_there(self) -> bool:
+        return RELEASE in self.helm("list", "-n", NAMESPACE, "-a", "-q").stdout.split()
+
+
+@pytest.fixture(scope="module")
+def _chart(_cluster: Cluster) -> Iterator[Chart]:
+    chart = Chart(_cluster)
+    yield chart
+    if chart.release_is_there():
+        done = chart.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait")
+        assert done.returncode == 0, done.stderr
+        wait_for("the driver's pods to be gone", lambda: not _cluster.driver_pods())
+    install(_cluster, "e2e")
+    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
+
+
+@pytest.fixture
+def chart(_chart: Chart, cluster: Cluster) -> Iterator[Chart]:
+    """With one pod that has a GPU; nothing that happens to the release may disturb it."""
+    cluster.apply(claim_and_pod("before"))
+    cluster.wait_running("before")
+    before = container_of(cluster, "before")
+    yield _chart
+    assert container_of(cluster, "before") == before
+
+
+def container_of(cluster: Cluster, pod: str) -> tuple[str, int]:
+    [status] = cluster.pod(pod)["status"]["containerStatuses"]
+    return status["containerID"], status["restartCount"]
+
+
+def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> None:
+    """As an older release left it: with a variable that the chart does not have, and another way to be updated."""
+    old = {"name": "driver", "env": [{"name": "HEALTHCHECK_PORT", "value": "51516"}]}
+    strategy = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    patch = {"spec": {"updateStrategy": strategy, "template": {"spec": {"containers": [old]}}}}
+    cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps(patch))
+    before = cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"]
+    refused = chart.helm("install", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=VALUES)
+    assert "cannot be imported into the current release" in refused.stderr
+    assert cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"] == before
+    there = chart.objects()
+    told = chart.upgrade("--take-ownership")
+    assert "on a simulated dgx-h100" in told
+    assert chart.objects() == there, "the same objects"
+    assert "HEALTHCHECK_PORT" not in chart.variables()
+    spec = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]
+    assert spec["updateStrategy"]["rollingUpdate"] == {"maxSurge": "10%", "maxUnavailable": 0}
+    assert len(cluster.devices()) == GPUS
+    cluster.apply(claim_and_pod("after"))
+    cluster.wait_running("after")
+    assert len(cluster.seen_by("after")) == 1
+    cluster.kubectl("delete", "pods,resourceclaims", "after", "-n", "default", "--timeout=300s")
+    wait_for("its claim to be unprepared", lambda: len(cluster.leftovers()) == 2)
+
+
+def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_back(
+    chart: Chart, cluster: Cluster
+) -> None:
+    if not chart.release_is_there():
+        chart.upgrade("--take-ownership")
+    before = chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
+    wrong = VALUES | {"kubeletPlugin": {"tolerationz": []}}
+    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
+    assert done.returncode
+    assert "additional properties 'tolerationz' not allowed" in done.stderr
+    assert chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout == before
+    sharing = {"sharing": [{"selector": {"pciBusIDs": ["0000:1b:00.0"]}, "mode": "shares", "shares": 2}]}
+    chart.upgrade(values=sharing)
+    wait_for(
+        "a device with shares",
+        lambda: sum(bool(device.get("allowMultipleAllocations")) for device in cluster.devices()) == 1,
+    )
+    assert "deviceclass.resource.k8s.io/shares.gpu.nvidia.com" in chart.objects()
+    cluster.apply(claim_and_pod("shared", "shares.gpu.nvidia.com"))
+    cluster.wait_running("shared")
+    cluster.kubectl("delete", "pods,resourceclaims", "shared", "-n", "default", "--timeout=300s")
+    done = chart.helm("rollback", RELEASE, "-n", NAMESPACE)
+    assert done.returncode == 0, done.stderr
+    chart.rolled_out()
+    wait_for(
+        "devices without shares",
+        lambda: not any("allowMultipleAllocations" in one for one in cluster.devices()),
+    )
+    assert not [name for name in chart.objects() if "config" in name or "shares" in name]
+
+
+def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: Cluster) -> None:
+    """Two DaemonSets for a moment, as in an update: the claims of one are ended by the other."""
+    if not chart.release_is_there():
+        chart.upgrade("--take-ownership")
+    published = len(cluster.devices())
+    chart.upgrade(values={"fullnameOverride": "graphics", "nameOverride": "cards"}, name="graphics")
+    names = [name.rpartition("/")[2] for name in chart.objects()]
+    assert not [name for name in names if name.startswith(RELEASE)]
+    assert {"graphics", "graphics-own-node", "graphics-own-devices", "gpu.nvidia.com"} <= set(names)
+    assert len(cluster.devices()) == published
+    account = cluster.get("daemonset", "graphics", "-n", NAMESPACE)["spec"]["template"]["spec"][
+        "serviceAccountName"
+    ]
+    [pod] = cluster.staying_pods("node")
+    name = pod["metadata"]["name"]
+    bound = ("--bound-object-kind", "Pod", "--bound-object-name", name)
+    token = cluster.kubectl("create", "token", account, "-n", NAMESPACE, *bound).strip()
+    refused = refusal_of_a_foreign_slice(cluster, token)
+    assert "may not modify" in refused, "the policy knows the driver by its new name"
+    cluster.kubectl("delete", "pods,resourceclaims", "before", "-n", "default", "--timeout=300s")
+    wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
+    chart.upgrade()
+    cluster.apply(claim_and_pod("before"))
+    cluster.wait_running("before")
+
+
+def refusal_of_a_foreign_slice(cluster: Cluster, token: str) -> str:
+    """What the server answers to the driver's token that makes a slice for another node, as a dry run."""
+    slice_ = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": "of-another-node"},
+        "spec": {
+            "driver": "gpu.nvidia.com",
+            "nodeName": "another",
+            "pool": {"name": "another", "generation": 1, "resourceSliceCount": 1},
+            "devices": [],
+        },
+    }
+    api = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))["clusters"][0]["cluster"]
+    # Without the administrator's certificate, which would win over the token.
+    command = [
+        str(cluster.local.kubectl()),
+        "--kubeconfig",
+        "/dev/null",
+        "--server",
+        api["server"],
+        "--insecure-skip-tls-verify",
+    ]
+    command += ["--token", token, "create", "--dry-run=server", "-f", "-"]
+    done = subprocess.run(command, input=json.dumps(slice_), capture_output=True, text=True, check=False)
+    assert done.returncode
+    return done.stderr
+
+
+def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cluster) -> None:
+    if not chart.release_is_there():
+        chart.upgrade("--take-ownership")
+    before = chart.objects()
+    second = ("install", "second", "daemonset/chart", "-n", "second", "--create-namespace")
+    done = chart.helm(*second, values=VALUES)
+    assert "DeviceClass gpu.nvidia.com belongs to the release gpu-dra-driver" in done.stderr
+    done = chart.helm(*second, values=VALUES | {"deviceClasses": {"create": False}})
+    assert "serves gpu.nvidia.com on the same nodes" in done.stderr
+    assert chart.objects() == before
+    assert not cluster.kubectl("get", "namespace", "second", "--ignore-not-found")
+    # A label with two values keeps them apart: the release that is there gets it, the other asks for another one.
+    cluster.kubectl("label", "node", cluster.node, "pool=a", "--overwrite")
+    try:
+        chart.upgrade(values={"kubeletPlugin": {"nodeSelector": {"pool": "a"}}})
+        apart = {"deviceClasses": {"create": False}, "kubeletPlugin": {"nodeSelector": {"pool": "b"}}}
+        done = chart.helm(*second, "--dry-run=server", values=VALUES | apart)
+        assert done.returncode == 0, done.stderr
+    finally:
+        chart.upgrade()
+        cluster.kubectl("label", "node", cluster.node, "pool-")
+
+
+def test_uninstalling_leaves_nothing(_chart: Chart, cluster: Cluster) -> None:
+    """Neither objects nor sockets nor specs, and the kubelet takes the slices away."""
+    if not _chart.release_is_there():
+        _chart.upgrade("--take-ownership")
+    cluster.apply(claim_and_pod("last"))
+    cluster.wait_running("last")
+    cluster.kubectl("delete", "pods,resourceclaims", "last", "-n", "default", "--timeout=300s")
+    wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
+    done = _chart.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
+    assert done.returncode == 0, done.stderr
+    wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
+    assert _chart.objects() == []
+    sockets = [*REGISTRY.glob("gpu.nvidia.com*"), *PLUGIN_DIR.glob("*.sock")]
+    assert sockets == []
+    assert not [*CDI_DIR.glob("*gpu.nvidia.com*")]
+    wait_for("the kubelet to take the slices away", lambda: not cluster.slices())
+    _chart.upgrade()
+    wait_for("the devices to be back", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
