@@ -26,7 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 DAEMONSET = ROOT / "daemonset"
 CHART = DAEMONSET / "chart"
-sys.path[:0] = [str(ROOT), str(ROOT / "hack" / "cluster")]
+sys.path[:0] = [str(ROOT), str(ROOT / "hack"), str(ROOT / "hack" / "cluster")]
 
 Json = Any
 
@@ -200,9 +200,13 @@ def between(text: str, name: str, content: str) -> str:
 
 def written() -> Iterator[tuple[Path, str]]:
     """Every file that follows from the chart, with what it has to hold."""
+    import parameters_policy
+
     yield CHART / "values.schema.json", schema()
     readme = DAEMONSET / "README.md"
     yield readme, between(readme.read_text(), "values", values_table())
+    # In the base `make policy` writes it.
+    yield CHART / "files/parameters-policy.yaml", parameters_policy.policy()
     for place, name in COPIED.items():
         yield DAEMONSET / place, (CHART / "files" / name).read_text()
     for place, (template, values) in RENDERED.items():

@@ -644,6 +644,20 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
     assert before != after, "a change rolls the DaemonSet"
 
 
+def test_faulty_parameters_are_refused_unless_a_warning_is_wanted() -> None:
+    def actions(values: Values) -> list[list[str]]:
+        return [
+            entry["spec"]["validationActions"]
+            for entry in template(values)
+            if entry["kind"] == "ValidatingAdmissionPolicyBinding"
+            and "parameters" in entry["metadata"]["name"]
+        ]
+
+    assert actions({}) == [["Deny"]]
+    assert actions({"parametersPolicy": {"action": "Warn"}}) == [["Warn"]]
+    assert actions({"parametersPolicy": {"enabled": False}}) == []
+
+
 def test_a_values_file_may_say_off_without_quotes() -> None:
     """It is the boolean false in YAML."""
     manifests = template({"deviceMetadata": False, "sharing": [{"mode": False}]})
