@@ -1,4 +1,4 @@
-"""The chart on the real cluster: it takes over what kubectl applied, is upgraded, rolled back, renamed and uninstalled."""
+"""The chart on the real cluster takes over what kubectl applied, is upgraded, rolled back, renamed and uninstalled."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Chart:
 
 
 @pytest.fixture(scope="module")
-def _chart(_cluster: Cluster) -> Iterator[Chart]:
+def released(_cluster: Cluster) -> Iterator[Chart]:
     chart = Chart(_cluster)
     yield chart
     if chart.release_is_there():
@@ -111,12 +111,12 @@ def _chart(_cluster: Cluster) -> Iterator[Chart]:
 
 
 @pytest.fixture
-def chart(_chart: Chart, cluster: Cluster) -> Iterator[Chart]:
+def chart(released: Chart, cluster: Cluster) -> Iterator[Chart]:
     """With one pod that has a GPU; nothing that happens to the release may disturb it."""
     cluster.apply(claim_and_pod("before"))
     cluster.wait_running("before")
     before = container_of(cluster, "before")
-    yield _chart
+    yield released
     assert container_of(cluster, "before") == before
 
 
@@ -259,21 +259,21 @@ def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cl
         cluster.kubectl("label", "node", cluster.node, "pool-")
 
 
-def test_uninstalling_leaves_nothing(_chart: Chart, cluster: Cluster) -> None:
+def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     """Neither objects nor sockets nor specs, and the kubelet takes the slices away."""
-    if not _chart.release_is_there():
-        _chart.upgrade("--take-ownership")
+    if not released.release_is_there():
+        released.upgrade("--take-ownership")
     cluster.apply(claim_and_pod("last"))
     cluster.wait_running("last")
     cluster.kubectl("delete", "pods,resourceclaims", "last", "-n", "default", "--timeout=300s")
     wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
-    done = _chart.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
+    done = released.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
     assert done.returncode == 0, done.stderr
     wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
-    assert _chart.objects() == []
+    assert released.objects() == []
     sockets = [*REGISTRY.glob("gpu.nvidia.com*"), *PLUGIN_DIR.glob("*.sock")]
     assert sockets == []
     assert not [*CDI_DIR.glob("*gpu.nvidia.com*")]
     wait_for("the kubelet to take the slices away", lambda: not cluster.slices())
-    _chart.upgrade()
+    released.upgrade()
     wait_for("the devices to be back", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
