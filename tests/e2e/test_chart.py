@@ -37,6 +37,8 @@ KINDS = (
     "deviceclasses,validatingadmissionpolicies,validatingadmissionpolicybindings"
 )
 GPUS = 8
+TAKE_OVER = ("--take-ownership", "--force")
+"""With force Helm replaces what is there; without, it would leave what only the older objects have."""
 
 
 class Chart:
@@ -136,7 +138,7 @@ def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> N
     assert "cannot be imported into the current release" in refused.stderr
     assert cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"] == before
     there = chart.objects()
-    told = chart.upgrade("--take-ownership")
+    told = chart.upgrade(*TAKE_OVER)
     assert "on a simulated dgx-h100" in told
     assert chart.objects() == there, "the same objects"
     assert "HEALTHCHECK_PORT" not in chart.variables()
@@ -154,14 +156,17 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
     chart: Chart, cluster: Cluster
 ) -> None:
     if not chart.release_is_there():
-        chart.upgrade("--take-ownership")
+        chart.upgrade(*TAKE_OVER)
     before = chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
     wrong = VALUES | {"kubeletPlugin": {"tolerationz": []}}
     done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
     assert done.returncode
     assert "additional properties 'tolerationz' not allowed" in done.stderr
     assert chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout == before
-    sharing = {"sharing": [{"selector": {"pciBusIDs": ["0000:1b:00.0"]}, "mode": "shares", "shares": 2}]}
+    [taken] = cluster.allocated("before")
+    uuids = [device["attributes"]["uuid"]["string"] for device in cluster.devices()]
+    free = next(uuid for uuid in uuids if uuid != taken)
+    sharing = {"sharing": [{"selector": {"uuids": [free]}, "mode": "shares", "shares": 2}]}
     chart.upgrade(values=sharing)
     wait_for(
         "a device with shares",
@@ -184,7 +189,7 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
 def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: Cluster) -> None:
     """Two DaemonSets for a moment, as in an update: the claims of one are ended by the other."""
     if not chart.release_is_there():
-        chart.upgrade("--take-ownership")
+        chart.upgrade(*TAKE_OVER)
     published = len(cluster.devices())
     chart.upgrade(values={"fullnameOverride": "graphics", "nameOverride": "cards"}, name="graphics")
     names = [name.rpartition("/")[2] for name in chart.objects()]
@@ -238,7 +243,7 @@ def refusal_of_a_foreign_slice(cluster: Cluster, token: str) -> str:
 
 def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cluster) -> None:
     if not chart.release_is_there():
-        chart.upgrade("--take-ownership")
+        chart.upgrade(*TAKE_OVER)
     before = chart.objects()
     second = ("install", "second", "daemonset/chart", "-n", "second", "--create-namespace")
     done = chart.helm(*second, values=VALUES)
@@ -247,6 +252,9 @@ def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cl
     assert "serves gpu.nvidia.com on the same nodes" in done.stderr
     assert chart.objects() == before
     assert not cluster.kubectl("get", "namespace", "second", "--ignore-not-found")
+    other = VALUES | {"selectorLabelsOverride": {"app": "other"}}
+    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=other)
+    assert "finds its pods by other labels" in done.stderr
     # A label with two values keeps them apart: the release that is there gets it, the other asks for another one.
     cluster.kubectl("label", "node", cluster.node, "pool=a", "--overwrite")
     try:
@@ -259,10 +267,35 @@ def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cl
         cluster.kubectl("label", "node", cluster.node, "pool-")
 
 
+def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
+    if not chart.release_is_there():
+        chart.upgrade(*TAKE_OVER)
+
+    def notes() -> str:
+        values = VALUES | {"kubeletPlugin": {"gpuNodesOnly": True}}
+        command = ("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--dry-run=server")
+        done = chart.helm(*command, values=values)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("\nNOTES:\n")[2]
+
+    assert "no node has a label that tells of a GPU" in notes()
+    assert "does not say that it admits privileged pods" not in notes()
+    cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present=true")
+    privileged = "pod-security.kubernetes.io/enforce"
+    cluster.kubectl("label", "namespace", NAMESPACE, f"{privileged}-")
+    try:
+        text = notes()
+        assert "no node has a label" not in text
+        assert f"kubectl label namespace {NAMESPACE} {privileged}=privileged" in text
+    finally:
+        cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present-")
+        cluster.kubectl("label", "namespace", NAMESPACE, f"{privileged}=privileged")
+
+
 def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     """Neither objects nor sockets nor specs, and the kubelet takes the slices away."""
     if not released.release_is_there():
-        released.upgrade("--take-ownership")
+        released.upgrade(*TAKE_OVER)
     cluster.apply(claim_and_pod("last"))
     cluster.wait_running("last")
     cluster.kubectl("delete", "pods,resourceclaims", "last", "-n", "default", "--timeout=300s")
