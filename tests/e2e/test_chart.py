@@ -190,6 +190,8 @@ def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: 
     """Two DaemonSets for a moment, as in an update: the claims of one are ended by the other."""
     if not chart.release_is_there():
         chart.upgrade(*TAKE_OVER)
+    cluster.apply(claim_and_pod("earlier"))
+    cluster.wait_running("earlier")
     published = len(cluster.devices())
     chart.upgrade(values={"fullnameOverride": "graphics", "nameOverride": "cards"}, name="graphics")
     names = [name.rpartition("/")[2] for name in chart.objects()]
@@ -205,11 +207,9 @@ def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: 
     token = cluster.kubectl("create", "token", account, "-n", NAMESPACE, *bound).strip()
     refused = refusal_of_a_foreign_slice(cluster, token)
     assert "may not modify" in refused, "the policy knows the driver by its new name"
-    cluster.kubectl("delete", "pods,resourceclaims", "before", "-n", "default", "--timeout=300s")
-    wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
+    cluster.kubectl("delete", "pods,resourceclaims", "earlier", "-n", "default", "--timeout=300s")
+    wait_for("its claim to be unprepared", lambda: len(cluster.leftovers()) == 2)
     chart.upgrade()
-    cluster.apply(claim_and_pod("before"))
-    cluster.wait_running("before")
 
 
 def refusal_of_a_foreign_slice(cluster: Cluster, token: str) -> str:
