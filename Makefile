@@ -82,7 +82,7 @@ fuzz: $(STAMP) ## Every parser of bytes from outside, guided by coverage, 10 s e
 gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be published with nvidia-smi; reads only
 	@hack/gpu-check $(ARGS)
 
-image: $(STAMP) ## Build the container image (root)
+image: ## Build the container image as an OCI archive and print its path
 	@$(PYTHON) hack/image/build.py
 
 cluster: image ## A real Kubernetes on this machine with the driver installed (root)
@@ -116,6 +116,7 @@ COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --no-emit-index-url --no
 lock: ## Lock the dependencies anew
 	@$(COMPILE) -o requirements.txt pyproject.toml
 	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
+	@$(PYTHON) hack/image/requirements.py | $(COMPILE) -c requirements.txt -o requirements-image.txt -
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

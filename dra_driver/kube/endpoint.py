@@ -209,9 +209,15 @@ def _token_of(user: Mapping[str, Any], path: Path) -> TokenSource:
 
 
 def _library_endpoint(path: Path, context: str, server: str) -> Endpoint:
-    from kubernetes import config
-    from kubernetes.client import Configuration
-
+    try:
+        from kubernetes import config
+        from kubernetes.client import Configuration
+    except ModuleNotFoundError as error:
+        raise InvalidConfigError(
+            f"kubeconfig {path}: the credentials of {context!r} come from a plugin, and for that the Python package "
+            "`kubernetes` is missing; run the command where it is installed (`pip install kubernetes`, the driver's "
+            "image does not have it), or give a kubeconfig with a token or a certificate"
+        ) from error
     configuration = Configuration()
     try:
         config.load_kube_config(  # type: ignore[no-untyped-call]

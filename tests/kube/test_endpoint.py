@@ -168,6 +168,20 @@ def test_exec_plugin_gives_the_token(tmp_path):
         client.close()
 
 
+def test_error_says_what_to_install_when_the_image_lacks_the_library_for_plugins(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    exec_plugin = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "command": "true",
+        "interactiveMode": "Never",
+    }
+    path = write(tmp_path / "kubeconfig", user={"exec": exec_plugin})
+    with pytest.raises(
+        InvalidConfigError, match="`pip install kubernetes`, the driver's image does not have it"
+    ):
+        load_endpoint(path)
+
+
 def test_models_are_not_imported_when_not_needed(tmp_path):
     path = write(tmp_path / "kubeconfig")
     code = f"""

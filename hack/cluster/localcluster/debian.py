@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from localcluster import progress, shell
@@ -48,12 +48,15 @@ def own_release() -> str:
 
 def mirror(release: str) -> str:
     """The package source this machine's apt uses for its own release."""
-    listed = shell.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(RELEASE) $(SITE)"])
-    for line in listed.splitlines():
-        kind, found, site = line.split()
-        if kind == "Packages" and found == release:
-            return site
-    raise ClusterError(f"apt has no package source for {release}.")
+    site = _sites().get(release)
+    if site is None:
+        raise ClusterError(f"apt has no package source for {release}.")
+    return site
+
+
+def is_debian() -> bool:
+    """Whether this is Debian itself, whose mirror has all its releases, and none of its children."""
+    return _of_system("ID") == "debian"
 
 
 def unpack(package: str, release: str, folder: Path) -> None:
@@ -63,26 +66,68 @@ def unpack(package: str, release: str, folder: Path) -> None:
     has no such release, or if no key of this machine has signed it.
     """
     with tempfile.TemporaryDirectory() as name:
-        top = Path(name)
-        for directory in ("state/lists/partial", "cache/archives/partial"):
-            (top / directory).mkdir(parents=True)
-        (top / "status").touch()
-        keys = f"/usr/share/keyrings/{_of_system('ID')}-archive-keyring.gpg"
-        (top / "sources.list").write_text(f"deb [signed-by={keys}] {mirror(own_release())} {release} main\n")
-        options = [
-            f"--option=Dir::State={top}/state",
-            f"--option=Dir::State::status={top}/status",
-            f"--option=Dir::Cache={top}/cache",
-            f"--option=Dir::Etc::sourcelist={top}/sources.list",
-            "--option=Dir::Etc::sourceparts=-",
-            "--option=Acquire::Languages=none",
-            "--option=Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
-            "--option=APT::Sandbox::User=root",
-        ]
+        options = _apart(Path(name), release)
         _apt_get(*options, "update", "--error-on=any")
-        _apt_get(*options, "download", package, folder=top)
+        _apt_get(*options, "download", package, folder=Path(name))
         folder.mkdir(parents=True)
-        shell.run(["dpkg-deb", "--extract", next(top.glob("*.deb")), folder])
+        shell.run(["dpkg-deb", "--extract", next(Path(name).glob("*.deb")), folder])
+
+
+def download(packages: Sequence[str], release: str, architecture: str, folder: Path) -> list[Path]:
+    """The files of packages and of all that they need, of any release and architecture, in ``folder``; sorted.
+
+    As with `unpack` nothing is installed. Raises: ClusterError as `unpack` does.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        options = [
+            *_apart(Path(name), release, "-updates", "-security"),
+            f"--option=APT::Architecture={architecture}",
+            f"--option=APT::Architectures={architecture}",
+            "--option=APT::Install-Recommends=false",
+            f"--option=Dir::Cache::archives={folder}",
+        ]
+        (folder / "partial").mkdir()
+        _apt_get(*options, "update", "--error-on=any")
+        _apt_get(*options, "install", "--yes", "--download-only", *packages)
+    return sorted(folder.glob("*.deb"))
+
+
+def control_fields(text: str) -> dict[str, str]:
+    """The fields of one paragraph of control data that take one line."""
+    pairs = (line.partition(": ") for line in text.splitlines() if not line.startswith((" ", "\t")))
+    return {name: value for name, _, value in pairs}
+
+
+def _sites() -> dict[str, str]:
+    """The package sources of this machine's apt by release, such as bookworm and bookworm-security."""
+    listed = shell.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(RELEASE) $(SITE)"])
+    rows = [line.split() for line in listed.splitlines()]
+    return {found: site for kind, found, site in rows if kind == "Packages"}
+
+
+def _apart(top: Path, release: str, *suites: str) -> list[str]:
+    """Options with which apt knows only a release of this machine's mirror, and keeps all it has below ``top``.
+
+    Of the suites beside the release those too whose like this machine uses for its own.
+    """
+    for directory in ("state/lists/partial", "cache/archives/partial"):
+        (top / directory).mkdir(parents=True)
+    (top / "status").touch()
+    keys = f"/usr/share/keyrings/{_of_system('ID')}-archive-keyring.gpg"
+    sites = {"": mirror(own_release())}
+    sites |= {suite: site for suite in suites if (site := _sites().get(own_release() + suite))}
+    lines = [f"deb [signed-by={keys}] {site} {release}{suite} main\n" for suite, site in sites.items()]
+    (top / "sources.list").write_text("".join(lines))
+    return [
+        f"--option=Dir::State={top}/state",
+        f"--option=Dir::State::status={top}/status",
+        f"--option=Dir::Cache={top}/cache",
+        f"--option=Dir::Etc::sourcelist={top}/sources.list",
+        "--option=Dir::Etc::sourceparts=-",
+        "--option=Acquire::Languages=none",
+        "--option=Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
+        "--option=APT::Sandbox::User=root",
+    ]
 
 
 def _of_system(wanted: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from localcluster import progress
 from localcluster.errors import ClusterError
 
 from imagebuild import image
+from imagebuild.architectures import ARCHITECTURES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,9 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         if parsed.command == "context":
-            print(image.context(parsed.folder, parsed.python_version))
+            wanted = parsed.architecture or list(ARCHITECTURES)
+            print(
+                image.context(parsed.folder, parsed.python_version, [ARCHITECTURES[name] for name in wanted])
+            )
         else:
-            print(image.archive())
+            print(image.archive(getattr(parsed, "architecture", None)))
     except ClusterError as error:
         progress.say(f"image: {error}")
         return 1
@@ -32,9 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="build.py", description="Build the driver's image.")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("archive", help="build the image as an archive (the default)")
+    archive = commands.add_parser("archive", help="build the image as an OCI archive (the default)")
+    archive.add_argument("--architecture", choices=ARCHITECTURES, help="default: this machine's")
     context = commands.add_parser("context", help="only make a build context for another builder")
     context.add_argument("folder", type=Path)
-    here = "{}.{}".format(*sys.version_info)
-    context.add_argument("--python-version", default=here, help="of the base image you will use")
+    context.add_argument("--python-version", required=True, help="that of the base image you will use: 3.13")
+    context.add_argument(
+        "--architecture", choices=ARCHITECTURES, action="append", help="may be repeated; default: all of them"
+    )
     return parser

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from localcluster.layout import Layout
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONTAINERFILE = REPOSITORY / "daemonset" / "Containerfile"
-REQUIREMENTS = REPOSITORY / "requirements.txt"
+REQUIREMENTS = REPOSITORY / "requirements-image.txt"
+TOOLS_LOCK = REPOSITORY / "requirements-dev.txt"
 PACKAGE = "dra_driver"
 # What the project's wheel is made of; a licence or manifest file may be absent.
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 IMAGE = "localhost/gpu-dra-driver:dev"
+"""The image of the cluster of hack/cluster; released ones have the version as tag."""
 
 
 def cache() -> Path:
     """The build's folder in the user's cache; it may be deleted at any time."""
     return Layout.from_environment().cache / "image"
+
+
+def project_settings() -> dict[str, Any]:
+    """pyproject.toml."""
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 
 
 def project_sources() -> list[Path]:

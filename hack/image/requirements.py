@@ -1,0 +1,24 @@
+"""Print what the image needs of pyproject.toml's dependencies, for `make lock`.
+
+The client library `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs whose
+credentials come from a plugin; a pod has a token of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+NOT_IN_IMAGE = frozenset({"kubernetes"})
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+def wanted() -> list[str]:
+    """The requirements as pyproject.toml has them."""
+    listed: list[str] = tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"]
+    return [entry for entry in listed if re.split(r"[^A-Za-z0-9._-]", entry)[0] not in NOT_IN_IMAGE]
+
+
+if __name__ == "__main__":
+    print("\n".join(wanted()))
