@@ -11,7 +11,7 @@ ARGS ?=
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean clean-room release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -84,6 +84,12 @@ gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be publi
 
 image: ## Build the container image as an OCI archive and print its path
 	@$(PYTHON) hack/image/build.py
+
+release: $(STAMP) ## Everything of a version into dist/: VERSION=0.2.0; IMAGE=registry/name for the manifests
+	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) "$(VERSION)"
+
+clean-room: ## The README's first commands on a bare Debian 12 and 13, each in a chroot of its own (root)
+	@$(PYTHON) hack/clean_room.py $(ARGS)
 
 cluster: image ## A real Kubernetes on this machine with the driver installed (root)
 	@$(CLUSTER) up

@@ -174,35 +174,52 @@ def needed(installed: Mapping[str, Installed]) -> set[str]:
     return found
 
 
-def sbom(locked: Sequence[Locked], installed: Mapping[str, Installed]) -> Json:
-    """A CycloneDX 1.6 document; the same lock file gives the same document."""
+def sbom(
+    locked: Sequence[Locked],
+    installed: Mapping[str, Installed],
+    *,
+    version: str = "",
+    image: Json | None = None,
+    beside: Sequence[Json] = (),
+) -> Json:
+    """A CycloneDX 1.6 document; the same lock file gives the same document.
+
+    It describes the package of `version`, by default the installed one; or an `image` given as component, which holds
+    the package, what is locked, and the components `beside` those.
+    """
     own = installed.get(PROJECT)
-    version = own.version if own else "0"
+    version = version or (own.version if own else "0")
     known = {entry.name for entry in locked}
     refs = {entry.name: _purl(entry.name, entry.version) for entry in locked}
-    root = _purl(PROJECT, version)
+    package: Json = {
+        "type": "application", "bom-ref": _purl(PROJECT, version), "name": PROJECT, "version": version,
+        "purl": _purl(PROJECT, version), "licenses": [{"expression": "Apache-2.0"}],
+    }  # fmt: skip
+    subject = image or package
+    inside = [package] if image else []
+    listed = [*inside, *(_component(entry, installed.get(entry.name)) for entry in locked), *beside]
+    names = "".join([subject["bom-ref"], *sorted(entry["bom-ref"] for entry in listed)])
+    dependencies = [
+        {"ref": package["bom-ref"], "dependsOn": sorted(refs[name] for name in _direct(own, known))},
+        *(
+            {"ref": refs[entry.name],
+             "dependsOn": sorted(refs[name] for name in _direct(installed.get(entry.name), known))}
+            for entry in locked
+        ),
+    ]  # fmt: skip
+    if image:
+        holds = sorted(entry["bom-ref"] for entry in [*inside, *beside])
+        dependencies.insert(0, {"ref": image["bom-ref"], "dependsOn": holds})
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, root + ''.join(sorted(refs.values())))}",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, names)}",
         "version": 1,
-        "metadata": {
-            "component": {
-                "type": "application", "bom-ref": root, "name": PROJECT, "version": version, "purl": root,
-                "licenses": [{"expression": "Apache-2.0"}],
-            }
-        },
-        "components": [_component(entry, installed.get(entry.name)) for entry in locked],
-        "dependencies": [
-            {"ref": root, "dependsOn": sorted(refs[name] for name in _direct(own, known))},
-            *(
-                {"ref": refs[entry.name],
-                 "dependsOn": sorted(refs[name] for name in _direct(installed.get(entry.name), known))}
-                for entry in locked
-            ),
-        ],
-    }  # fmt: skip
+        "metadata": {"component": subject},
+        "components": listed,
+        "dependencies": dependencies,
+    }
 
 
 def _direct(package: Installed | None, known: set[str]) -> set[str]:

@@ -64,8 +64,8 @@ def read_layer(file: Path) -> Layer | None:
 
 def write_image(
     file: Path, name: str, platform: Mapping[str, str], config: Json, layers: Sequence[Layer], epoch: int
-) -> None:
-    """Write an image as an OCI archive under its full name, registry and tag included."""
+) -> str:
+    """Write an image as an OCI archive under its full name, registry and tag included; its digest."""
     created = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     described = {
         **platform,
@@ -106,6 +106,7 @@ def write_image(
         _add_blob(archive, "index.json", _json(index))
         _add_blob(archive, "oci-layout", _json({"imageLayoutVersion": "1.0.0"}))
     unfinished.replace(file)
+    return str(image["digest"])
 
 
 def write_tar_gz(file: Path, entries: Iterable[tuple[str, Path]], epoch: int) -> None:

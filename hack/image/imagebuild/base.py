@@ -100,7 +100,7 @@ def ensure(architecture: Architecture, *, newest: bool = False) -> Base:
     if kept and not newest:
         return _read(architecture, kept[-1])
     own = architecture == architectures.own()
-    compiler = None if own else ensure(architectures.own(), newest=newest)
+    compiler = None if own else ensure(architectures.own())
     downloads = places.cache() / f"packages-{architecture.name}.unfinished"
     with progress.step(f"base layer: packages of Debian {release} for {architecture.name}"):
         files = debian.download(_PACKAGES, release, architecture.name, _fresh(downloads))

@@ -37,13 +37,10 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An archive, and what is in it: Python packages as name and version, Debian packages as control data."""
+    """A released image: the digest of its manifest, and the control data of its Debian packages."""
 
-    archive: Path
-    architecture: Architecture
-    layers: tuple[Layer, ...]
+    digest: str
     debian: dict[str, dict[str, str]]
-    python_version: str
 
 
 def archive(architecture: str | None = None) -> Path:
@@ -66,9 +63,9 @@ def release(architecture: Architecture, name: str, target: Path, epoch: int) -> 
     with locking.exclusive(places.cache() / "lock", wait=True):
         ground = base.ensure(architecture, newest=True)
         layers = _layers(ground, epoch)
-        _write(target, name, ground, layers, epoch)
+        digest = _write(target, name, ground, layers, epoch)
         _tell(target, ground, layers)
-        return Image(target, architecture, tuple(layers), ground.packages, ground.python_version)
+        return Image(digest, ground.packages)
 
 
 def context(folder: Path, python_version: str, processors: Sequence[Architecture]) -> Path:
@@ -157,7 +154,7 @@ def _write_script(folder: Path) -> None:
         script.chmod(0o755)
 
 
-def _write(target: Path, name: str, ground: Base, layers: Sequence[Layer], epoch: int) -> None:
+def _write(target: Path, name: str, ground: Base, layers: Sequence[Layer], epoch: int) -> str:
     architecture = ground.architecture
     platform = {"architecture": architecture.name, "os": "linux"}
     if architecture.variant:
@@ -170,7 +167,7 @@ def _write(target: Path, name: str, ground: Base, layers: Sequence[Layer], epoch
         "org.opencontainers.image.licenses": project["license"],
     }
     with progress.step(f"image {name} for {architecture.name}"):
-        archives.write_image(target, name, platform, {**_CONFIG, "Labels": labels}, layers, epoch)
+        return archives.write_image(target, name, platform, {**_CONFIG, "Labels": labels}, layers, epoch)
 
 
 def _tell(target: Path, ground: Base, layers: Sequence[Layer]) -> None:

@@ -23,9 +23,11 @@ from imagebuild.architectures import Architecture
 
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 _VERSION = re.compile(r"3\.\d+")
+# setuptools gives what it writes itself the modes of who builds.
 _BUILD = """
-import sys
+import os, sys
 from setuptools import build_meta
+os.umask(0o022)
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
 

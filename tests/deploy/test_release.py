@@ -1,0 +1,215 @@
+"""`make release`: what it refuses, and that its files follow from the commit alone."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import release
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MANIFEST = """kind: DaemonSet
+spec:
+  containers:
+    - image: gpu-dra-driver:1.2.3
+"""
+
+
+def git(root: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "core.hooksPath=/dev/null"]
+    subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """All that names the version, and nothing else."""
+    root = tmp_path / "repository"
+    for name, text in {
+        "pyproject.toml": '[project]\nversion = "1.2.3"\n',
+        "dra_driver/__init__.py": '"""The driver."""\n\n__version__ = "1.2.3"\n',
+        "daemonset/base/daemonset.yaml": MANIFEST,
+        "daemonset/chart/Chart.yaml": "name: gpu-dra-driver\nversion: 1.2.3\nappVersion: 1.2.3\n",
+        "daemonset/chart/templates/one.yaml": "kind: One\n",
+        "CHANGELOG.md": "# Changelog\n\n## 1.2.3 - 2026-01-02\n\n### Fixed\n- One.\n\n## 1.2.2\n\n- Two.\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    git(root.parent, "init", "--quiet", str(root))
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message=first")
+    return root
+
+
+def change(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def apply(root: Path) -> None:
+        file = root / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+        git(root, "commit", "--quiet", "--all", "--message=change")
+
+    return apply
+
+
+def test_commit_whose_files_agree_is_released(repository: Path) -> None:
+    release.check(repository, "1.2.3")
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "",
+        "1",
+        "1.2",
+        "v1.2.3",
+        "1.2.3.4",
+        "01.2.3",
+        "1.2.3rc1",
+        "1.2.3-rc1",
+        "1.2.3+x",
+        "1.2.3-rc.01",
+        "1.2.3\n",
+    ],
+)
+def test_version_is_refused_when_not_one_for_python_and_charts(repository: Path, version: str) -> None:
+    with pytest.raises(
+        release.RefusedError, match=r"is no version: write VERSION=1\.2\.3 or VERSION=1\.2\.3-rc\.1\.$"
+    ):
+        release.check(repository, version)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (change("pyproject.toml", "1.2.3", "1.2.4"), "pyproject.toml says 1.2.4;"),
+        (change("dra_driver/__init__.py", "1.2.3", "1.2.2"), "dra_driver/__init__.py says 1.2.2;"),
+        (
+            change("daemonset/base/daemonset.yaml", ":1.2.3", ":1.2.0"),
+            "daemonset/base/daemonset.yaml says 1.2.0;",
+        ),
+        (
+            change("daemonset/base/daemonset.yaml", ":1.2.3", ""),
+            "daemonset/base/daemonset.yaml says nothing;",
+        ),
+        (
+            change("daemonset/chart/Chart.yaml", "appVersion: 1.2.3", "appVersion: 1.2"),
+            "appVersion says 1.2;",
+        ),
+        (change("daemonset/chart/Chart.yaml", "\nversion: 1.2.3", "\nversion: 0.0.1"), "version says 0.0.1;"),
+        (
+            change("CHANGELOG.md", "## 1.2.3", "## Unreleased"),
+            "CHANGELOG.md has no section '## 1.2.3' with text",
+        ),
+        (
+            change("CHANGELOG.md", "### Fixed\n- One.\n", ""),
+            "CHANGELOG.md has no section '## 1.2.3' with text",
+        ),
+    ],
+)
+def test_version_is_refused_when_a_file_disagrees(
+    repository: Path, changed: Callable[[Path], None], said: str
+) -> None:
+    changed(repository)
+    with pytest.raises(release.RefusedError, match=re.escape(said)):
+        release.check(repository, "1.2.3")
+
+
+def test_tree_is_refused_when_it_has_changes(repository: Path) -> None:
+    (repository / "new").touch()
+    with pytest.raises(release.RefusedError, match=r"not committed \(new\): commit or stash them"):
+        release.check(repository, "1.2.3")
+
+
+def test_release_is_refused_when_the_chart_is_missing(repository: Path) -> None:
+    shutil.rmtree(repository / "daemonset" / "chart")
+    with pytest.raises(release.RefusedError, match=r"Chart\.yaml is missing: a release has a chart"):
+        release.check(repository, "1.2.3")
+
+
+def test_refusal_is_one_sentence_and_leaves_dist_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert release.main(["0.0.0"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("release: ")
+
+
+def test_files_of_this_repository_agree_on_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert set(release.versions(ROOT).values()) == {version}
+
+
+@pytest.mark.parametrize(
+    "heading", ["## 1.2.3", "## 1.2.3 - 2026-01-02", "## [1.2.3] - 2026-01-02", "## v1.2.3"]
+)
+def test_notes_are_the_section_of_the_version(heading: str) -> None:
+    text = (
+        f"# Changelog\n\n## Unreleased\n\n- New.\n\n{heading}\n\n### Fixed\n- One.\n\n## 1.2.30\n\n- Two.\n"
+    )
+    assert release.notes(text, "1.2.3") == "### Fixed\n- One."
+    assert release.notes(text, "1.2.30") == "- Two."
+    assert release.notes(text, "1.2") == ""
+
+
+def test_chart_is_what_git_has_and_the_same_bytes_from_every_checkout(
+    repository: Path, tmp_path: Path
+) -> None:
+    (repository / "daemonset" / "chart" / "editor.swp").touch()
+    first = release.chart(repository, 1_700_000_000)
+    git(tmp_path, "clone", "--quiet", str(repository), "again")
+    assert release.chart(tmp_path / "again", 1_700_000_000) == first
+    with tarfile.open(fileobj=io.BytesIO(first)) as archive:
+        assert archive.getnames() == ["gpu-dra-driver/Chart.yaml", "gpu-dra-driver/templates/one.yaml"]
+        assert {entry.mtime for entry in archive} == {1_700_000_000}
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("gpu-dra-driver", "docker.io/library/gpu-dra-driver:1.2.3"),
+        ("me/driver", "docker.io/me/driver:1.2.3"),
+        ("registry.example.com/driver", "registry.example.com/driver:1.2.3"),
+        ("localhost:5000/a/driver", "localhost:5000/a/driver:1.2.3"),
+    ],
+)
+def test_image_is_called_as_runtimes_call_it(name: str, full: str) -> None:
+    assert release.full_name(name, "1.2.3") == full
+
+
+@pytest.mark.parametrize("folder", ["daemonset", "daemonset/base"])
+def test_rendered_manifests_ask_for_the_released_image(folder: str) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    text = release.rendered(ROOT / folder, "registry.example.com/gpu/driver", version)
+    images = [
+        container["image"]
+        for entry in yaml.safe_load_all(text)
+        if entry["kind"] == "DaemonSet"
+        for container in entry["spec"]["template"]["spec"]["containers"]
+    ]
+    assert images == [f"registry.example.com/gpu/driver:{version}"]
+
+
+def test_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"two")
+    (tmp_path / "a").write_bytes(b"one")
+    lines = [f"{hashlib.sha256(text).hexdigest()}  {name}" for name, text in (("a", b"one"), ("b", b"two"))]
+    assert list(release.checksums(tmp_path)) == lines
+    subprocess.run(
+        ["sha256sum", "--check", "--strict"], cwd=tmp_path, input="\n".join(lines), text=True, check=True
+    )
+
+
+def test_licence_is_apache_2() -> None:
+    """The text that Debian ships, byte for byte."""
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == (
+        "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
