@@ -1,4 +1,4 @@
-"""The README's steps to install the driver, as they are printed.
+"""The commands of the README and of docs/install.md for who installs the driver, as they are printed.
 
 `docker` is a stand-in with buildah below it: it builds on the base of `make image`, since there is no registry to pull
 `python:3.13-slim` from, and it pushes into the node. Everything else is what a reader runs.
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,13 +15,24 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from imagebuild import architectures, archives, base, image
+from imagebuild import architectures, archives, base, image, places
 from localcluster import debian
+from localcluster.layout import Layout
 
 import dra_driver
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, ROOT, Cluster, install, wait_for
+from tests.e2e.conftest import (
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    ROOT,
+    Cluster,
+    claim_and_pod,
+    install,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -38,6 +50,28 @@ elif command == "push":
 else:
     sys.exit(f"docker {{command}} is not known here")
 """
+
+
+Json = dict[str, Any]
+REGISTRY = "registry.example.com/gpu"
+DEVICE_PLUGIN = {
+    "apiVersion": "apps/v1",
+    "kind": "DaemonSet",
+    "metadata": {"name": "nvidia-device-plugin-daemonset", "namespace": "kube-system"},
+    "spec": {
+        "selector": {"matchLabels": {"name": "device-plugin"}},
+        "template": {
+            "metadata": {"labels": {"name": "device-plugin"}},
+            "spec": {
+                "terminationGracePeriodSeconds": 1,
+                "containers": [
+                    {"name": "plugin", "image": "local/workload:e2e", "command": ["sleep", "2147483647"]}
+                ],
+            },
+        },
+    },
+}
+"""Stands in for NVIDIA's device plugin, as far as its DaemonSet goes."""
 
 
 def printed_steps() -> str:
@@ -88,6 +122,13 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     install(cluster, "e2e")
 
 
+def checkout(folder: Path) -> Path:
+    clone = folder / "gpu-dra-driver"
+    left_out = shutil.ignore_patterns(".venv", ".git", "build", "dist", ".*_cache")
+    shutil.copytree(ROOT, clone, symlinks=True, ignore=left_out)
+    return clone
+
+
 def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, str], tmp_path: Path) -> None:
     clone = tmp_path / "gpu-dra-driver"
     shutil.copytree(
@@ -106,7 +147,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     )
     assert done.returncode == 0, done.stdout + done.stderr
     installed = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]["containers"][0]
-    assert installed["image"] == f"registry.example.com/gpu/gpu-dra-driver:{dra_driver.__version__}"
+    assert installed["image"] == f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
     # Not Never, as in the other tests: the kubelet finds the image under the very name that the manifests ask for.
     assert installed["imagePullPolicy"] == "IfNotPresent"
     wait_for(
@@ -118,3 +159,111 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     # The node of the tests has no GPU, and its pool says so.
     wait_for("the pool without devices", lambda: cluster.devices() == [])
     assert cluster.pod("one-gpu")["status"]["phase"] == "Pending"
+
+
+def printed_blocks(heading: str) -> list[str]:
+    """The shell blocks of a section of docs/install.md."""
+    page = (ROOT / "docs/install.md").read_text()
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [textwrap.dedent(block) for block in re.findall(r" *```bash\n(.*?\n) *```", section, re.DOTALL)]
+
+
+@pytest.fixture
+def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A shell with the released image in the registry and a device plugin on the node; all as before afterwards."""
+    ctr = [
+        str(cluster.local.program("ctr")),
+        "--namespace",
+        "k8s.io",
+        "--address",
+        str(Layout.from_environment().containerd_socket),
+    ]
+    name = f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
+    subprocess.run([*ctr, "images", "tag", "--force", places.IMAGE, name], check=True, capture_output=True)
+    cluster.apply(json.dumps(DEVICE_PLUGIN))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "kubectl").symlink_to(cluster.local.kubectl())
+    yield {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "KUBECONFIG": str(cluster.local.kubeconfig()),
+        "NODE": cluster.node,
+        "REGISTRY": REGISTRY,
+    }
+    cluster.kubectl("uncordon", cluster.node)
+    cluster.kubectl("label", "node", cluster.node, "gpus-by-")
+    cluster.kubectl(
+        "delete", "daemonset", "nvidia-device-plugin-daemonset", "-n", "kube-system", "--timeout=300s"
+    )
+    install(cluster, "e2e")
+
+
+def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
+    cluster: Cluster, administrator: dict[str, str], tmp_path: Path
+) -> None:
+    clone = checkout(tmp_path)
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-eu", "-c", command],
+            cwd=clone,
+            env=administrator,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def runs_on_node() -> set[str]:
+        """Which of the two gives out the node's GPUs, as the pods on it that are not ending say."""
+        pods = cluster.get("pods", "-A")["items"]
+        kinds = {"nvidia-device-plugin-daemonset": "plugin", "gpu-dra-driver": "driver"}
+        return {
+            kinds[owner["name"]]
+            for pod in pods
+            for owner in pod["metadata"].get("ownerReferences", [])
+            if owner["name"] in kinds
+        }
+
+    exclude, restrict, move = printed_blocks("From NVIDIA's device plugin")
+    [upgrade, replace_mps_host] = printed_blocks("Upgrade")
+    [pay] = printed_blocks("Rollback")
+    [claims, delete, remove_state] = printed_blocks("Uninstall")
+
+    cluster.apply(claim_and_pod("left"))
+    cluster.wait_running("left")
+    unallocated = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "waits"}}
+    request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
+    cluster.apply(json.dumps({**unallocated, "spec": {"devices": {"requests": [request]}}}))
+    assert run(claims) == "default/left\n"
+    run(pay)
+    cluster.kubectl("delete", "pod/left", "resourceclaim/left", "resourceclaim/waits", "--timeout=300s")
+    wait_for("the claim to end", lambda: not cluster.leftovers())
+    assert run(claims) == ""
+
+    # The node is the device plugin's until it has the label, then the driver's, and the device plugin's again.
+    run(exclude)
+    run(restrict)
+    wait_for("the device plugin alone", lambda: runs_on_node() == {"plugin"})
+    run(move)
+    wait_for("the driver alone", lambda: runs_on_node() == {"driver"})
+    assert not cluster.get("node", cluster.node)["spec"].get("unschedulable")
+    run(upgrade)
+    run(replace_mps_host)
+    run("kubectl label node $NODE gpus-by-")
+    wait_for("the device plugin again", lambda: runs_on_node() == {"plugin"})
+
+    run("kubectl label node $NODE gpus-by=dra")
+    wait_for("the driver again", lambda: runs_on_node() == {"driver"})
+    run(delete)
+    assert remove_state == f"rm -rf {PLUGIN_DIR}\n"
+    left = [file for file in PLUGIN_DIR.rglob("*") if file.is_socket()]
+    assert left + list(PLUGIN_DIR.parent.with_name("plugins_registry").glob("gpu.nvidia.com*")) == []
+    assert cluster.leftovers() == []
+    run(remove_state)
+    kinds = "namespaces,clusterroles,clusterrolebindings,deviceclasses,resourceslices"
+    kinds += ",validatingadmissionpolicies,validatingadmissionpolicybindings"
+    names = cluster.kubectl("get", kinds, "-o", "name").split()
+    assert [name for name in names if "gpu-dra-driver" in name or "nvidia" in name] == []

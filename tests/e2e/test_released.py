@@ -217,7 +217,8 @@ def test_commands_of_the_image_run_without_root_and_without_writing(cluster: Clu
             "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
         },
     }  # fmt: skip
-    spec = {"restartPolicy": "Never", "containers": [container]}
+    container["volumeMounts"] = [{"name": "tmp", "mountPath": "/tmp"}]
+    spec = {"restartPolicy": "Never", "containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]}
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",

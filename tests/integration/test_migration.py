@@ -1,0 +1,107 @@
+"""A node on which NVIDIA's DRA driver ran: it has the same name, directory and CDI file names, and other device names.
+
+docs/install.md tells people to drain such a node first; here is what happens to those who do, and to those who do not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from playground.kubelet_client import Failed, Prepared
+
+from dra_driver.model.claim import ClaimRef
+from tests.integration.conftest import NODE, Json, Node, eventually
+
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+def checkpoint(ref: ClaimRef) -> Json:
+    """The records of NVIDIA's DRA driver with one prepared claim, in the form of its releases since 25.3."""
+    device = {"Requests": ["gpu"], "PoolName": NODE, "DeviceName": "gpu-0"}
+    device["CDIDeviceIDs"] = [f"k8s.gpu.nvidia.com/claim={ref.uid}-gpu-0"]
+    group = {
+        "devices": [{"gpu": {"info": {"uuid": GPU}, "device": device}}],
+        "configState": {"mpsControlDaemonID": "", "timeSliceApplied": True},
+    }
+    claim = {
+        "checkpointState": "PrepareCompleted",
+        "status": {"allocation": {}},
+        "name": ref.name,
+        "namespace": ref.namespace,
+        "preparedDevices": [group],
+    }
+    return {
+        "checksum": 123,
+        "v1": {"preparedClaims": {}},
+        "v2": {"checksum": 456, "nodeBootID": "", "preparedClaims": {ref.uid: claim}},
+    }
+
+
+def spec_file(node: Node, ref: ClaimRef) -> Path:
+    return node.cdi / f"k8s.gpu.nvidia.com-claim_{ref.uid}.yaml"
+
+
+@pytest.fixture
+def left(make_node: Callable[..., Node]) -> tuple[Node, ClaimRef, bytes]:
+    """A node with a claim that NVIDIA's DRA driver prepared, its pod still there; this driver starts on it."""
+    node = make_node()
+    ref = node.allocated_by_hand("theirs", "gpu-0")
+    node.plugin_dir.mkdir(parents=True)
+    file = node.plugin_dir / "checkpoint.json"
+    file.write_text(json.dumps(checkpoint(ref)))
+    node.cdi.mkdir(exist_ok=True)
+    edits = {"deviceNodes": [{"path": "/dev/nvidia0"}]}
+    spec = {
+        "cdiVersion": "0.5.0",
+        "kind": "k8s.gpu.nvidia.com/claim",
+        "devices": [{"name": f"{ref.uid}-gpu-0", "containerEdits": edits}],
+    }
+    spec_file(node, ref).write_text(yaml.safe_dump(spec))
+    node.start_driver()
+    node.wait_devices(8)
+    return node, ref, file.read_bytes()
+
+
+def test_claim_of_the_other_driver_ends_and_its_spec_goes(left: tuple[Node, ClaimRef, bytes]) -> None:
+    node, ref, content = left
+    assert spec_file(node, ref).exists(), "a pod that runs may restart its containers"
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert not spec_file(node, ref).exists()
+    assert (node.plugin_dir / "checkpoint.json").read_bytes() == content, "the way back stays open"
+
+
+def test_claim_of_the_other_driver_is_not_prepared_anew(left: tuple[Node, ClaimRef, bytes]) -> None:
+    """As after a reboot, when the kubelet asks again: the names of devices are others, and a guess could be wrong."""
+    node, ref, _ = left
+    answer = node.prepare(ref)[ref.uid]
+    assert isinstance(answer, Failed)
+    assert "device gpu-0 of pool node-a does not exist on this node" in answer.error
+    assert "delete the pod and its claim" in answer.error
+    assert node.records() == []
+    assert spec_file(node, ref).exists()
+
+
+def test_gpu_of_the_other_drivers_claim_is_on_offer(left: tuple[Node, ClaimRef, bytes]) -> None:
+    """Why the node must be drained first: the scheduler knows the GPU by a new name, which no claim has."""
+    node, _, _ = left
+    ours = [node.claim(f"ours-{number}") for number in range(8)]
+    prepared = node.prepare(*ours)
+    assert all(isinstance(prepared[ref.uid], Prepared) for ref in ours)
+
+
+def test_way_back_leaves_nothing_of_ours_in_the_way(left: tuple[Node, ClaimRef, bytes]) -> None:
+    node, theirs, content = left
+    ours = node.claim("ours")
+    node.prepare(ours)
+    node.unprepare(ours)
+    node.unprepare(theirs)
+    assert node.driver is not None
+    node.driver.stop()
+    eventually(lambda: not node.kubelet.instances("gpu.nvidia.com"))
+    assert (node.specs(), node.records()) == ([], [])
+    assert not (node.plugin_dir / "dra.sock").exists()
+    assert (node.plugin_dir / "checkpoint.json").read_bytes() == content
