@@ -135,7 +135,9 @@ def _make(architecture: Architecture, files: Sequence[Path], folder: Path, compi
     for name in _MERGED:
         (tree / "usr" / name).mkdir(parents=True)
         (tree / name).symlink_to(f"usr/{name}")
-    unpack = 'dpkg-deb --fsys-tarfile "$1" | tar --extract --keep-directory-symlink --no-same-owner --directory "$2"'
+    # Permissions as they are packed: without root tar would drop the sticky bit of /tmp.
+    options = "--keep-directory-symlink --no-same-owner --preserve-permissions"
+    unpack = f'dpkg-deb --fsys-tarfile "$1" | tar --extract {options} --directory "$2"'
     for file in files:
         shell.run(["bash", "-o", "pipefail", "-c", unpack, "unpack", file, tree])
     _finish(tree, files)

@@ -54,7 +54,7 @@ def archive(architecture: str | None = None) -> Path:
         if not target.exists():
             _write(target, places.IMAGE, ground, layers, epoch=0)
             _tell(target, ground, layers)
-            _drop_old(wanted, target)
+            _drop_old(wanted, target, layers)
         return target
 
 
@@ -179,21 +179,12 @@ def _tell(target: Path, ground: Base, layers: Sequence[Layer]) -> None:
     )
 
 
-def _drop_old(architecture: Architecture, target: Path) -> None:
-    """Keep one archive and one layer of code: each change of code makes new ones."""
-    kept = {target}
-    for pattern in (f"gpu-dra-driver-{architecture.name}-*.tar", "project-*"):
-        newest_first = sorted(
-            places.cache().glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True
-        )
-        for path in newest_first[1:]:
-            if path not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    driver = sorted(
-        places.cache().glob(f"layer-{architecture.name}-driver-*.gz"),
-        key=lambda path: path.stat().st_mtime,
-        reverse=True,
-    )
-    for path in driver[1:]:
-        path.unlink()
-        path.with_suffix(".json").unlink(missing_ok=True)
+def _drop_old(architecture: Architecture, target: Path, layers: Sequence[Layer]) -> None:
+    """Keep one archive, its layers and one project: each change of code or of the lock makes new ones."""
+    kept = {target, *(layer.file for layer in layers), *(layer.file.with_suffix(".json") for layer in layers)}
+    for pattern in (f"gpu-dra-driver-{architecture.name}-*.tar", f"layer-{architecture.name}-*"):
+        for path in set(places.cache().glob(pattern)) - kept:
+            path.unlink()
+    projects = sorted(places.cache().glob("project-*"), key=lambda path: path.stat().st_mtime)
+    for path in projects[:-1]:
+        shutil.rmtree(path)
