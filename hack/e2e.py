@@ -6,8 +6,8 @@ python hack/e2e.py            all tests of tests/e2e
 python hack/e2e.py --keep     leave the cluster up afterwards
 python hack/e2e.py --ip-family ipv6   a cluster that has no IPv4 address
 python hack/e2e.py -- -k mig  arguments for pytest
-python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes, as it is by default, and with the
-                              kubelet as a node
+python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes, as it is by default, with the
+                              kubelet as a node, and with IPv6 only
 
 A kubelet that acts as a node loses a race against the node authorizer for about one claim in eight. The pod then waits
 for the kubelet's second try, a minute or more. That is not the driver's, and the tests allow for it there.
@@ -41,7 +41,13 @@ MACHINE = [
     "create",
     "dgx-h100",
 ]
-MATRIX = (("1.34", ()), ("1.35", ()), ("1.36", ()), ("1.36", ("--kubelet-as-node",)))
+MATRIX = (
+    ("1.34", ()),
+    ("1.35", ()),
+    ("1.36", ()),
+    ("1.36", ("--kubelet-as-node",)),
+    ("1.36", ("--ip-family=ipv6",)),
+)
 """Each release of Kubernetes as it is by default, and how else the cluster differs."""
 IMAGE = [sys.executable, "hack/image/build.py"]
 
@@ -110,7 +116,7 @@ def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
             continue
         # The usual programs are those of the newest release.
         os.environ["GPU_DRA_KUBERNETES"] = "" if release == MATRIX[-1][0] else release
-        os.environ["GPU_DRA_KUBELET_AS_NODE"] = "true" if flags else ""
+        os.environ["GPU_DRA_KUBELET_AS_NODE"] = "true" if "--kubelet-as-node" in flags else ""
         _clear_away()
         status = _run_all(["--default-gates", *flags], ["-m", "core", *pytest_args])
         verdicts.append((" ".join((release, *flags)), status))

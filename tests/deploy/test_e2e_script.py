@@ -96,11 +96,12 @@ def test_the_matrix_goes_on_after_a_release_that_fails(
     monkeypatch.setattr(script, "_clear_away", clear_away)
     status, steps = run(script, monkeypatch, "--matrix", up=False, failing="run the tests")
     assert status == 7
-    assert steps == [*["take the cluster down", *ROW] * 4, "take the cluster down"]
-    assert asked[:-1] == [("1.34", ""), ("1.35", ""), ("", ""), ("", "true")]
+    assert steps == [*["take the cluster down", *ROW] * 5, "take the cluster down"]
+    assert asked[:-1] == [("1.34", ""), ("1.35", ""), ("", ""), ("", "true"), ("", "")]
     said = capsys.readouterr().out
     assert "Kubernetes 1.34: FAILED with exit code 7" in said
     assert "Kubernetes 1.36 --kubelet-as-node: FAILED" in said
+    assert "Kubernetes 1.36 --ip-family=ipv6: FAILED" in said
 
 
 def test_one_release_of_the_matrix(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,10 @@ DEVICE_PLUGIN = {
 """Stands in for NVIDIA's device plugin, as far as its DaemonSet goes."""
 
 
-def printed_steps() -> str:
-    """All commands of the section, in the order in which they stand there."""
+def printed_steps() -> list[str]:
+    """The commands of the section, in the order in which they stand there."""
     section = (ROOT / "README.md").read_text().partition("## Install on a cluster\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"\n\n((?:       .*\n)+)", section)
-    assert len(blocks) == 3
-    return "".join(textwrap.dedent(block) for block in blocks)
+    return [textwrap.dedent(block) for block in re.findall(r"\n\n((?:       .*\n)+)", section)]
 
 
 @pytest.fixture
@@ -113,10 +111,12 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     (programs / "docker").write_text(text)
     (programs / "docker").chmod(0o755)
     (programs / "kubectl").symlink_to(cluster.local.kubectl())
+    (programs / "helm").symlink_to(cluster.local.helm())
     yield {
         **os.environ,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "KUBECONFIG": str(cluster.local.kubeconfig()),
+        "REGISTRY": REGISTRY,
     }
     cluster.kubectl("delete", "-f", "examples/one-gpu", "--ignore-not-found", "--timeout=300s")
     install(cluster, "e2e")
@@ -130,34 +130,44 @@ def checkout(folder: Path) -> Path:
 
 
 def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, str], tmp_path: Path) -> None:
-    clone = tmp_path / "gpu-dra-driver"
-    shutil.copytree(
-        ROOT,
-        clone,
-        symlinks=True,
-        ignore=shutil.ignore_patterns(".venv", ".git", "build", "dist", ".*_cache"),
-    )
-    done = subprocess.run(
-        ["bash", "-eux", "-c", printed_steps()],
-        cwd=clone,
-        env=reader,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    installed = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]["containers"][0]
-    assert installed["image"] == f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
-    # Not Never, as in the other tests: the kubelet finds the image under the very name that the manifests ask for.
-    assert installed["imagePullPolicy"] == "IfNotPresent"
-    wait_for(
-        "the driver of the README",
-        lambda: len(cluster.staying_pods("node")) == 1 and cluster.driver_is_ready(),
-    )
-    said = cluster.kubectl("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "--version")
-    assert said == f"gpu-dra-driver {dra_driver.__version__}\n"
-    # The node of the tests has no GPU, and its pool says so.
-    wait_for("the pool without devices", lambda: cluster.devices() == [])
+    clone = checkout(tmp_path)
+
+    def run(command: str) -> None:
+        done = subprocess.run(
+            ["bash", "-eux", "-c", command],
+            cwd=clone,
+            env=reader,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def is_installed() -> None:
+        [pod] = [cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]]
+        installed = pod["containers"][0]
+        assert installed["image"] == f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
+        # Not Never, as in the other tests: the kubelet finds the image under the very name that the manifests ask for.
+        assert installed["imagePullPolicy"] == "IfNotPresent"
+        wait_for(
+            "the driver of the README",
+            lambda: len(cluster.staying_pods("node")) == 1 and cluster.driver_is_ready(),
+        )
+        said = cluster.kubectl("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "--version")
+        assert said == f"gpu-dra-driver {dra_driver.__version__}\n"
+        # The node of the tests has no GPU, and its pool says so.
+        wait_for("the pool without devices", lambda: cluster.devices() == [])
+
+    build, with_helm, with_kustomize, look = printed_steps()
+    run(build)
+    cluster.kubectl("delete", "-k", "daemonset/overlays/e2e", "--ignore-not-found", "--timeout=300s")
+    run(with_helm)
+    is_installed()
+    run("helm uninstall gpu-dra-driver --namespace gpu-dra-driver --wait")
+    wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
+    run(with_kustomize)
+    is_installed()
+    run(look)
     assert cluster.pod("one-gpu")["status"]["phase"] == "Pending"
 
 
