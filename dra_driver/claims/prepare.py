@@ -290,7 +290,7 @@ class Preparer:
             identity.sharing,
             known,
             identity.metadata,
-            setting_for_lost=self._setting_for_lost(),
+            setting_for_lost=self._setting_for_lost,
         )
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:

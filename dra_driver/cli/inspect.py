@@ -103,10 +103,6 @@ def inspect(
         typer.echo(("" if mig else "\n") + draw_gpus(maps), nl=False)
     if not mig and not devices:
         raise NotSupportedError(
-            "no device would be published: "
-            + (
-                "see the notes above"
-                if notes
-                else "NVML shows no GPU; `gpu-dra-driver doctor` looks for the cause"
-            )
+            "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU that could be "
+            "offered; `gpu-dra-driver doctor` looks for the cause"
         )

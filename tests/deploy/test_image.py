@@ -126,7 +126,11 @@ def test_manifests_name_the_version_as_tag() -> None:
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == dra_driver.__version__
     )
     tagged = f"gpu-dra-driver:{dra_driver.__version__}"
-    texts = [path.read_text() for path in DAEMONSET.rglob("*.yaml") if "chart" not in path.parts]
+    texts = [
+        path.read_text()
+        for path in DAEMONSET.rglob("*.yaml")
+        if "chart" not in path.relative_to(DAEMONSET).parts
+    ]
     named = {
         line.partition("image: ")[2] for text in texts for line in text.splitlines() if "image: " in line
     }

@@ -168,7 +168,7 @@ def test_commands_work(command: list[str], tmp_path: Path) -> None:
         (["inspect", *machine, "--config", str(config)], "room for"),
         (["device-classes", *machine], "kind: DeviceClass"),
         (["validate", *machine, str(ROOT / "examples/nvlink-domain"), str(config)], " 0 with faults"),
-        (["top", "--once", *machine, *files], "NVLINK DOMAINS"),
+        (["top", "--once", *machine, *files], "NVLINK DOMAIN "),
         (["claims", "-o", "yaml", *files], "claims: []"),
         (["simulate", "list"], "dgx-h100"),
         (["simulate", "create", "dgx-h100", "--device-nodes", "described", *simulated], "dgx-h100"),

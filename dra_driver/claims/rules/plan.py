@@ -13,7 +13,7 @@ reboot or a clean-up may have removed what they made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
@@ -63,13 +63,13 @@ def plan_claim(
     known: ClaimRecord | None = None,
     metadata: tuple[str, ...] = (),
     *,
-    setting_for_lost: str | None = None,
+    setting_for_lost: Callable[[], str | None] = lambda: None,
 ) -> Plan:
     """The plan for our part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
-    claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost` is
-    what to set so that new pods stay away from lost GPUs, None if they do.
+    claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost`
+    answers what to set so that new pods stay away from lost GPUs, None if they do; it is asked only if one is lost.
 
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
     most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
@@ -99,7 +99,7 @@ def _found(
     pool: str,
     inventory: Inventory,
     known: ClaimRecord | None,
-    setting_for_lost: str | None,
+    setting_for_lost: Callable[[], str | None],
 ) -> list[tuple[DeviceResult, OfferedDevice]]:
     found: list[tuple[DeviceResult, OfferedDevice]] = []
     lost: DeviceLostError | None = None
@@ -204,7 +204,7 @@ def _find(
     pool: str,
     inventory: Inventory,
     known: ClaimRecord | None,
-    setting_for_lost: str | None,
+    setting_for_lost: Callable[[], str | None],
 ) -> OfferedDevice:
     if result.pool != pool:
         raise ClaimRefusedError(
@@ -219,7 +219,7 @@ def _find(
         if device.gpu.uuid in inventory.lost_uuids:
             raise DeviceLostError(
                 f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which does not answer "
-                f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"
+                f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost())}"
             )
         return device
     if withheld is None:
