@@ -19,7 +19,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-_FOR_PEOPLE = ("inspect", "device-classes", "doctor", "claims", "debts", "detach", "top", "validate")
+_FOR_PEOPLE = (
+    "inspect",
+    "cluster",
+    "device-classes",
+    "doctor",
+    "claims",
+    "debts",
+    "detach",
+    "top",
+    "validate",
+)
 _DAEMON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

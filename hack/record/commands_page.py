@@ -99,6 +99,13 @@ COMMANDS = (
         _MACHINE,
     ),
     Recorded(
+        "What does the whole cluster have, and what of it is free? Claims that wait for devices are shown with what "
+        "each kind of node lacks. `kubectl gpus` is the same command where the package is installed beside kubectl.",
+        "cluster",
+        ("--kubeconfig",),
+    ),
+    Recorded("Who uses it?", "cluster --by workload", ("--kubeconfig",)),
+    Recorded(
         "Which DeviceClasses do the MIG profiles of a machine need?",
         "device-classes --simulate a30-4",
     ),

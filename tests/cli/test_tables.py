@@ -111,7 +111,7 @@ def test_help_says_at_80_columns_what_each_command_does(command: list[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["docter"], "No such command 'docter'. Did you mean 'doctor'? (see gpu-dra-driver -h)"),
+        (["docter"], "No such command 'docter'. Did you mean 'doctor'"),
         (["simulate", "lst"], "No such command 'lst'. Did you mean 'list'? (see gpu-dra-driver simulate -h)"),
         (["inspect", "--outptu", "json"], "No such option: --outptu (Possible options: --output)"),
         (["inspect", "-o", "jsn"], "'jsn' is not one of 'table', 'wide', 'json', 'yaml'"),

@@ -1,0 +1,322 @@
+"""What a whole cluster has and who uses it, from its ResourceSlices and ResourceClaims alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.units import parse_quantity
+
+JsonObject = dict[str, Any]
+State = Literal["free", "allocated", "blocked", "tainted"]
+Slot = tuple[str, str]
+"""Pool and device name."""
+
+_KEEP_AWAY = frozenset({"NoSchedule", "NoExecute"})
+_REPLICA_SET = re.compile(r"-[a-z0-9]{6,10}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A claim that has a device, or a share of it. `consumed` are its capacities by name, empty for a whole device."""
+
+    namespace: str
+    claim: str
+    uid: str
+    pods: tuple[str, ...]
+    consumed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDevice:
+    """A device of the driver. `state` is of the whole device: `blocked` if what other devices take of the same GPU
+    leaves too little for it. A device that is shared is allocated from its first holder on."""
+
+    node: str
+    pool: str
+    name: str
+    kind: str
+    product: str
+    profile: str | None
+    is_possible: bool
+    """A MIG device that would be made on demand, and that nobody has."""
+    is_shared: bool
+    state: State
+    taints: tuple[str, ...]
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """GPUs and MIG devices of a node or a product. The states of `gpus` add up to it."""
+
+    gpus: int = 0
+    free: int = 0
+    allocated: int = 0
+    blocked: int = 0
+    tainted: int = 0
+    mig: int = 0
+    mig_allocated: int = 0
+    shares: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A node with its products, and why its pool is not whole, None if it is."""
+
+    node: str
+    products: tuple[str, ...]
+    count: Count
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserRow:
+    """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares."""
+
+    namespace: str
+    name: str
+    claims: int
+    gpus: int
+    mig: Mapping[str, int]
+    shares: int
+    nodes: tuple[str, ...]
+
+
+def pools_of(driver: str, slices: Iterable[JsonObject]) -> tuple[dict[str, list[JsonObject]], dict[str, str]]:
+    """The slices of each pool's newest generation, and why a pool is not whole."""
+    newest: dict[str, int] = {}
+    members: dict[str, list[JsonObject]] = {}
+    for entry in slices:
+        spec = entry["spec"]
+        if spec.get("driver") != driver:
+            continue
+        pool, generation = spec["pool"]["name"], spec["pool"].get("generation", 0)
+        if generation > newest.get(pool, -1):
+            newest[pool], members[pool] = generation, []
+        if generation == newest[pool]:
+            members[pool].append(entry)
+    problems = {
+        pool: f"{len(found)} of {found[0]['spec']['pool']['resourceSliceCount']} slices are there"
+        for pool, found in members.items()
+        if len(found) != found[0]["spec"]["pool"].get("resourceSliceCount", len(found))
+    }
+    return members, problems
+
+
+def holders_of(driver: str, claims: Iterable[JsonObject]) -> dict[Slot, list[Holder]]:
+    """Who has each device; admin access takes nothing from others and is left out."""
+    found: dict[Slot, list[Holder]] = {}
+    for claim in claims:
+        for result in results_of(claim):
+            if result.get("driver") == driver and not result.get("adminAccess"):
+                found.setdefault((result["pool"], result["device"]), []).append(_holder(claim, result))
+    return found
+
+
+def results_of(claim: JsonObject) -> list[JsonObject]:
+    """The devices of a claim's allocation."""
+    allocation = (claim.get("status") or {}).get("allocation") or {}
+    return list((allocation.get("devices") or {}).get("results") or ())
+
+
+def _holder(claim: JsonObject, result: JsonObject) -> Holder:
+    metadata = claim["metadata"]
+    pods = tuple(
+        entry["name"]
+        for entry in (claim.get("status") or {}).get("reservedFor") or ()
+        if entry.get("resource") == "pods"
+    )
+    consumed = {name: str(value) for name, value in (result.get("consumedCapacity") or {}).items()}
+    return Holder(metadata.get("namespace", ""), metadata["name"], metadata.get("uid", ""), pods, consumed)
+
+
+def devices_of(
+    members: Mapping[str, Sequence[JsonObject]], holders: Mapping[Slot, Sequence[Holder]]
+) -> list[ClusterDevice]:
+    """Every device of the pools, with its state."""
+    return [device for pool, slices in members.items() for device in _pool_devices(pool, slices, holders)]
+
+
+def _pool_devices(
+    pool: str, slices: Sequence[JsonObject], holders: Mapping[Slot, Sequence[Holder]]
+) -> Iterator[ClusterDevice]:
+    left = _counters(slices)
+    entries = [(entry["spec"], device) for entry in slices for device in entry["spec"].get("devices") or ()]
+    for _, device in entries:
+        # However many claims share a device, what it takes of its GPU is taken once.
+        if holders.get((pool, device["name"])):
+            for key, amount in _consumption(device):
+                left[key] = left.get(key, 0) - amount
+    for spec, device in entries:
+        attributes: JsonObject = device.get("attributes") or {}
+        found = tuple(holders.get((pool, device["name"]), ()))
+        taints = tuple(
+            f"{taint['key'].rpartition('/')[2]}:{taint['effect']}" for taint in device.get("taints") or ()
+        )
+        kind = _text(attributes, "type") or "gpu"
+        state: State = "free"
+        if found:
+            state = "allocated"
+        elif any(left.get(key, 0) < amount for key, amount in _consumption(device)):
+            state = "blocked"
+        elif any(taint.rpartition(":")[2] in _KEEP_AWAY for taint in taints):
+            state = "tainted"
+        yield ClusterDevice(
+            node=spec.get("nodeName") or "-",
+            pool=pool,
+            name=device["name"],
+            kind=kind,
+            product=_text(attributes, "productName") or "-",
+            profile=_text(attributes, "profile"),
+            is_possible=kind == "mig" and "uuid" not in _short(attributes) and not found,
+            is_shared=bool(device.get("allowMultipleAllocations")),
+            state=state,
+            taints=taints,
+            holders=found,
+        )
+
+
+def _counters(slices: Sequence[JsonObject]) -> dict[tuple[str, str], Fraction]:
+    return {
+        (entry["name"], name): amount_of(value["value"])
+        for content in slices
+        for entry in content["spec"].get("sharedCounters") or ()
+        for name, value in entry["counters"].items()
+    }
+
+
+def _consumption(device: JsonObject) -> Iterator[tuple[tuple[str, str], Fraction]]:
+    for entry in device.get("consumesCounters") or ():
+        for name, value in entry["counters"].items():
+            yield (entry["counterSet"], name), amount_of(value["value"])
+
+
+def amount_of(quantity: object) -> Fraction:
+    """A quantity as a number; what is none counts as 0."""
+    try:
+        return parse_quantity(str(quantity))
+    except InvalidConfigError:
+        return Fraction(0)
+
+
+def _short(attributes: JsonObject) -> JsonObject:
+    return {name.rpartition("/")[2]: value for name, value in attributes.items()}
+
+
+def _text(attributes: JsonObject, name: str) -> str | None:
+    value = _short(attributes).get(name)
+    return None if not value else str(next(iter(value.values())))
+
+
+def count(devices: Iterable[ClusterDevice]) -> Count:
+    """How many there are of each kind, in each state."""
+    states: Counter[str] = Counter()
+    mig = allocated = shares = 0
+    for device in devices:
+        if device.is_shared:
+            shares += len(device.holders)
+        if device.kind == "gpu":
+            states[device.state] += 1
+        elif not device.is_possible:
+            mig += 1
+            allocated += bool(device.holders)
+    return Count(
+        gpus=sum(states.values()),
+        free=states["free"],
+        allocated=states["allocated"],
+        blocked=states["blocked"],
+        tainted=states["tainted"],
+        mig=mig,
+        mig_allocated=allocated,
+        shares=shares,
+    )
+
+
+def by_node(
+    devices: Iterable[ClusterDevice], members: Mapping[str, Sequence[JsonObject]], problems: Mapping[str, str]
+) -> list[NodeRow]:
+    """A row a node, also for one that publishes an empty pool."""
+    found: dict[str, list[ClusterDevice]] = {
+        slices[0]["spec"].get("nodeName") or pool: [] for pool, slices in members.items()
+    }
+    for device in devices:
+        found.setdefault(device.node, []).append(device)
+    bad = {members[pool][0]["spec"].get("nodeName") or pool: problem for pool, problem in problems.items()}
+    return [
+        NodeRow(node, tuple(dict.fromkeys(one.product for one in mine)), count(mine), bad.get(node))
+        for node, mine in sorted(found.items())
+    ]
+
+
+def by_product(devices: Iterable[ClusterDevice]) -> list[tuple[str, int, Count]]:
+    """Product, on how many nodes, and how much of it."""
+    found: dict[str, list[ClusterDevice]] = {}
+    for device in devices:
+        found.setdefault(device.product, []).append(device)
+    return [
+        (product, len({one.node for one in mine}), count(mine)) for product, mine in sorted(found.items())
+    ]
+
+
+def by_user(
+    devices: Iterable[ClusterDevice],
+    what: Literal["namespace", "workload", "pod", "claim"],
+    workloads: Mapping[tuple[str, str], str],
+) -> list[UserRow]:
+    """Who has how much, the greatest first. `workloads` has the workload of each pod, by namespace and name. What
+    several pods or workloads share counts for each of them."""
+    found: dict[tuple[str, str], list[tuple[ClusterDevice, Holder]]] = {}
+    for device in devices:
+        for holder in device.holders:
+            for name in dict.fromkeys(_names(holder, what, workloads)):
+                found.setdefault((holder.namespace, name), []).append((device, holder))
+    rows = [_user(key, held) for key, held in found.items()]
+    return sorted(
+        rows, key=lambda row: (-row.gpus, -sum(row.mig.values()), -row.shares, row.namespace, row.name)
+    )
+
+
+def _names(holder: Holder, what: str, workloads: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    if what == "namespace":
+        yield ""
+    elif what == "claim":
+        yield holder.claim
+    elif not holder.pods:
+        yield f"(claim {holder.claim})"
+    elif what == "pod":
+        yield from holder.pods
+    else:
+        for pod in holder.pods:
+            yield workloads.get((holder.namespace, pod), f"Pod/{pod}")
+
+
+def _user(key: tuple[str, str], held: Sequence[tuple[ClusterDevice, Holder]]) -> UserRow:
+    whole = {(one.pool, one.name): one for one, _ in held if not one.is_shared}
+    mig = Counter(one.profile or "-" for one in whole.values() if one.kind == "mig")
+    shares = {(one.pool, one.name, holder.uid) for one, holder in held if one.is_shared}
+    return UserRow(
+        namespace=key[0],
+        name=key[1],
+        claims=len({holder.uid for _, holder in held}),
+        gpus=sum(one.kind == "gpu" for one in whole.values()),
+        mig=dict(sorted(mig.items())),
+        shares=len(shares),
+        nodes=tuple(sorted({one.node for one, _ in held})),
+    )
+
+
+def workload_of(metadata: JsonObject) -> str:
+    """`Deployment/web` for a pod that a ReplicaSet of it controls, `Job/train`, or `Pod/NAME` without a controller."""
+    for owner in metadata.get("ownerReferences") or ():
+        if owner.get("controller"):
+            kind, name = str(owner["kind"]), str(owner["name"])
+            if kind == "ReplicaSet" and _REPLICA_SET.search(name):
+                return f"Deployment/{_REPLICA_SET.sub('', name)}"
+            return f"{kind}/{name}"
+    return f"Pod/{metadata['name']}"

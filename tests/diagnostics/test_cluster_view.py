@@ -1,0 +1,241 @@
+"""What a cluster has and who uses it, from slices and claims as the API has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dra_driver.diagnostics.rules.cluster_view import (
+    Count,
+    by_node,
+    by_product,
+    by_user,
+    count,
+    devices_of,
+    holders_of,
+    pools_of,
+    workload_of,
+)
+from dra_driver.validation.pending_claims import pending_claims
+from dra_driver.validation.rules.standard_classes import standard_classes
+
+DRIVER = "gpu.nvidia.com"
+Json = dict[str, Any]
+
+
+def gpu(name: str, product: str = "H100", slices: str | None = None, **more: Any) -> Json:
+    made: Json = {
+        "name": name,
+        "attributes": {
+            "type": {"string": "gpu"},
+            "productName": {"string": product},
+            "uuid": {"string": f"GPU-{name}"},
+        },
+        "capacity": {"memory": {"value": "80Gi"}},
+        **more,
+    }
+    if slices is not None:
+        made["consumesCounters"] = [
+            {"counterSet": f"{name}-counters", "counters": {"slices": {"value": slices}}}
+        ]
+    return made
+
+
+def mig(parent: str, start: int, taken: str = "1", *, is_made: bool = False) -> Json:
+    attributes: Json = {
+        "type": {"string": "mig"},
+        "productName": {"string": "H100"},
+        "profile": {"string": "1g.10gb"},
+    }
+    if is_made:
+        attributes["uuid"] = {"string": f"MIG-{start}"}
+    counters = [{"counterSet": f"{parent}-counters", "counters": {"slices": {"value": taken}}}]
+    return {"name": f"{parent}-mig-{start}", "attributes": attributes, "consumesCounters": counters}
+
+
+def entry(
+    node: str, *devices: Json, generation: int = 1, total: int = 1, driver: str = DRIVER, **spec: Any
+) -> Json:
+    pool = {"name": node, "generation": generation, "resourceSliceCount": total}
+    return {"spec": {"driver": driver, "nodeName": node, "pool": pool, "devices": [*devices], **spec}}
+
+
+def claim(
+    name: str, *devices: tuple[str, str], pods: tuple[str, ...] = (), namespace: str = "ml", **more: Any
+) -> Json:
+    results = [
+        {"driver": DRIVER, "pool": pool, "device": device, "request": "gpu", **more}
+        for pool, device in devices
+    ]
+    request = {
+        "name": "gpu",
+        "exactly": {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 1},
+    }
+    status: Json = {"reservedFor": [{"resource": "pods", "name": pod, "uid": pod} for pod in pods]}
+    if results:
+        status["allocation"] = {"devices": {"results": results}}
+    return {
+        "metadata": {"namespace": namespace, "name": name, "uid": f"uid-{name}"},
+        "spec": {"devices": {"requests": [request]}},
+        "status": status,
+    }
+
+
+def view(slices: list[Json], claims: list[Json]) -> tuple[list[Any], Any, Any]:
+    members, problems = pools_of(DRIVER, slices)
+    return devices_of(members, holders_of(DRIVER, claims)), members, problems
+
+
+def counted(slices: list[Json], *claims: Json) -> Count:
+    return count(view(slices, [*claims])[0])
+
+
+COUNTERS = [{"name": "a-counters", "counters": {"slices": {"value": "7"}}}]
+CUT = [entry("n", gpu("a", slices="7"), mig("a", 0), mig("a", 1), sharedCounters=COUNTERS)]
+TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("slices", "claims", "expected"),
+    [
+        ([], [], Count()),
+        ([entry("n", gpu("a"), gpu("b"))], [], Count(gpus=2, free=2)),
+        ([entry("n", gpu("a"), gpu("b"))], [claim("c", ("n", "a"))], Count(gpus=2, free=1, allocated=1)),
+        # Admin access takes nothing, other drivers' devices are not ours.
+        ([entry("n", gpu("a"))], [claim("c", ("n", "a"), adminAccess=True)], Count(gpus=1, free=1)),
+        ([entry("n", gpu("a"), driver="other")], [], Count()),
+        ([entry("n", gpu("a", taints=[TAINT]))], [], Count(gpus=1, tainted=1)),
+        ([entry("n", gpu("a", taints=[TAINT]))], [claim("c", ("n", "a"))], Count(gpus=1, allocated=1)),
+        ([entry("n", gpu("a", taints=[{**TAINT, "effect": "None"}]))], [], Count(gpus=1, free=1)),
+        # A MIG device that is only possible is none; one that is held takes the whole GPU's room.
+        (CUT, [], Count(gpus=1, free=1)),
+        (CUT, [claim("c", ("n", "a-mig-0"))], Count(gpus=1, blocked=1, mig=1, mig_allocated=1)),
+        (CUT, [claim("c", ("n", "a"))], Count(gpus=1, allocated=1)),
+        ([entry("n", mig("a", 0, is_made=True))], [], Count(mig=1)),
+        # Two claims on a shared device.
+        (
+            [entry("n", gpu("a", allowMultipleAllocations=True))],
+            [claim("c", ("n", "a")), claim("d", ("n", "a"))],
+            Count(gpus=1, allocated=1, shares=2),
+        ),
+        # Of two generations the newer counts.
+        ([entry("n", gpu("a")), entry("n", gpu("a"), gpu("b"), generation=2)], [], Count(gpus=2, free=2)),
+    ],
+)
+def test_counts(slices: list[Json], claims: list[Json], expected: Count) -> None:
+    assert counted(slices, *claims) == expected
+    assert expected.gpus == expected.free + expected.allocated + expected.blocked + expected.tainted
+
+
+def test_nodes_and_products() -> None:
+    slices = [
+        entry("b", gpu("b1"), gpu("b2", "A100"), total=2),
+        entry("a", gpu("a1")),
+        entry("empty"),
+    ]
+    devices, members, problems = view(slices, [claim("c", ("a", "a1"))])
+    rows = by_node(devices, members, problems)
+    assert [(row.node, row.products, row.count.gpus, row.problem) for row in rows] == [
+        ("a", ("H100",), 1, None),
+        ("b", ("H100", "A100"), 2, "1 of 2 slices are there"),
+        ("empty", (), 0, None),
+    ]
+    assert [(product, nodes, one.free) for product, nodes, one in by_product(devices)] == [
+        ("A100", 1, 1),
+        ("H100", 2, 1),
+    ]
+
+
+def test_users() -> None:
+    slices = [
+        entry("n", gpu("a"), gpu("b"), gpu("s", allowMultipleAllocations=True)),
+        *CUT[0:0],
+    ]
+    claims = [
+        claim("train", ("n", "a"), ("n", "b"), pods=("train-0", "train-1")),
+        claim("small", ("n", "s"), pods=("web-7d9c5b8f64-x2k9q",), namespace="web"),
+        claim("other", ("n", "s"), namespace="web"),
+    ]
+    devices, _, _ = view(slices, claims)
+    workloads = {
+        ("ml", "train-0"): "Job/train",
+        ("ml", "train-1"): "Job/train",
+        ("web", "web-7d9c5b8f64-x2k9q"): "Deployment/web",
+    }
+
+    def rows(what: Any) -> list[tuple[str, str, int, int, int]]:
+        return [
+            (row.namespace, row.name, row.claims, row.gpus, row.shares)
+            for row in by_user(devices, what, workloads)
+        ]
+
+    assert rows("namespace") == [("ml", "", 1, 2, 0), ("web", "", 2, 0, 2)]
+    assert rows("workload") == [
+        ("ml", "Job/train", 1, 2, 0),
+        ("web", "(claim other)", 1, 0, 1),
+        ("web", "Deployment/web", 1, 0, 1),
+    ]
+    assert [row[1] for row in rows("pod")] == ["train-0", "train-1", "(claim other)", "web-7d9c5b8f64-x2k9q"]
+    assert rows("claim")[0] == ("ml", "train", 1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "expected"),
+    [
+        (None, "Pod/p"),
+        ({"kind": "ReplicaSet", "name": "web-7d9c5b8f64", "controller": True}, "Deployment/web"),
+        ({"kind": "ReplicaSet", "name": "mine", "controller": True}, "ReplicaSet/mine"),
+        ({"kind": "Job", "name": "train", "controller": True}, "Job/train"),
+        ({"kind": "Job", "name": "train"}, "Pod/p"),
+    ],
+)
+def test_workloads(owner: Json | None, expected: str) -> None:
+    assert workload_of({"name": "p", "ownerReferences": [owner] if owner else []}) == expected
+
+
+# --- who waits ----------------------------------------------------------------------------------
+
+
+def waiting(slices: list[Json], *claims: Json) -> Any:
+    members, problems = pools_of(DRIVER, slices)
+    whole = {pool: found for pool, found in members.items() if pool not in problems}
+    classes = [*standard_classes(DRIVER).values()]
+    return [one for one in pending_claims(DRIVER, [*claims], whole, classes) if one.name == "c"]
+
+
+def test_a_claim_that_has_devices_does_not_wait() -> None:
+    assert waiting([entry("n", gpu("a"))], claim("c", ("n", "a"))) == []
+
+
+def test_nodes_that_look_the_same_are_one_reason() -> None:
+    slices = [entry(f"n{number}", gpu(f"a{number}")) for number in range(30)]
+    wanted = claim("c")
+    wanted["spec"]["devices"]["requests"][0]["exactly"]["count"] = 2
+    [found] = waiting(slices, wanted)
+    assert (found.fits, found.untried) == ((), 0)
+    [(reason, number)] = found.reasons
+    assert number == 30
+    assert "2" in reason
+
+
+def test_what_others_have_is_told_apart_from_what_is_not_there() -> None:
+    slices = [
+        entry("full", gpu("a")),
+        entry("none", gpu("m", taints=[TAINT])),
+        entry("free", gpu("z", "A100")),
+    ]
+    held = claim("other", ("full", "a"))
+    [found] = waiting(slices, held, claim("c"))
+    assert found.fits == ("free",)
+    assert ("its devices would do, but other claims have them", 1) in found.reasons
+    assert sum(number for _, number in found.reasons) == 2
+
+
+def test_claims_of_other_drivers_and_ended_ones_do_not_count() -> None:
+    foreign = claim("c")
+    foreign["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = "nic.example.com"
+    assert waiting([entry("n", gpu("a"))], foreign) == []
+    ending = claim("c")
+    ending["metadata"]["deletionTimestamp"] = "2026-01-05T09:30:00Z"
+    assert waiting([entry("n", gpu("a"))], ending) == []
