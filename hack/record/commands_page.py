@@ -1,7 +1,7 @@
-"""`make docs`: writes docs/commands.md with what the commands print on a node at work.
+"""`make docs`: writes docs/commands.md with what the commands print on a node at work, and pictures of some of them.
 
-    python hack/record/commands_page.py            write the page
-    python hack/record/commands_page.py --check    compare it, exit code 1 if it would be another
+    python hack/record/commands_page.py            write page and pictures
+    python hack/record/commands_page.py --check    compare them, exit code 1 if they would be others
 
 What differs from run to run (times, ports, UIDs of claims, temporary directories) is replaced.
 """
@@ -25,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from recorded_node import RecordedNode
+from terminal import picture, printed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/commands.md"
+PICTURES = ROOT / "docs/pictures"
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
 _AT_ONCE = 2
 _INTRODUCTION = """\
@@ -41,7 +43,9 @@ made up.
 In the driver's pod the commands need no options, because they have the driver's settings; elsewhere give them those of
 `run`. None of them changes anything.
 """
-_DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
+_RECORDED = (("top", 100), ("top", 80), ("doctor", 100), ("inspect", 80))
+_SGR = re.compile(r"\x1b\[[\d;]*m")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d(\s+)\d\d:\d\d:\d\d UTC")
 _PORT = re.compile(r"127\.0\.0\.1:\d+")
 _DISK = re.compile(r"\d+ MiB free")
 
@@ -118,33 +122,59 @@ COMMANDS = (
 )
 
 
-def page() -> str:
-    """The whole page."""
+def pages() -> dict[Path, str]:
+    """The page and the pictures, by their files."""
     # Short, because the path of a socket has 107 bytes at most.
     with tempfile.TemporaryDirectory(prefix="r-") as directory, RecordedNode(Path(directory)) as node:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            printed = list(
+            texts = list(
                 pool.map(
                     lambda command: _run(command, node.flags(command.where)),
                     COMMANDS,
                 )
             )
-        stable = [_stable(text, Path(directory), node.uids) for text in printed]
+            pictures = dict(pool.map(lambda one: _picture(one[0], one[1], node), _RECORDED))
+        stable = [_stable(text, Path(directory), node.uids) for text in texts]
     parts = [_INTRODUCTION]
     title = ""
     for command, text in zip(COMMANDS, stable, strict=True):
+        shown = ""
         if command.title != title:
             title = command.title
             parts.append(f"## {title}\n")
-        parts.append(f"{command.question}\n\n```text\n$ gpu-dra-driver {command.arguments}\n{text}```\n")
-    return "\n".join(parts)
+            shown = "".join(_shown(file) for file in pictures if file.stem.startswith(f"{title}-"))
+        parts.append(
+            f"{command.question}\n\n```text\n$ gpu-dra-driver {command.arguments}\n{text}```\n{shown}"
+        )
+    return {PAGE: "\n".join(parts), **pictures}
+
+
+def _shown(file: Path) -> str:
+    name, columns = file.stem.split("-")
+    return f"\n![{name} on a terminal of {columns} columns]({file.relative_to(PAGE.parent)})\n"
+
+
+def _picture(title: str, columns: int, node: RecordedNode) -> tuple[Path, str]:
+    """The first command of this name, on a terminal."""
+    command = next(one for one in COMMANDS if one.title == title)
+    text = printed(_call(command, node.flags(command.where)), columns, ROOT, _environment())
+    shown = picture(f"gpu-dra-driver {command.arguments}", _stable(text, node.root, node.uids), columns)
+    return PICTURES / f"{title}-{columns}.svg", shown
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+
+
+def _call(command: Recorded, where: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "dra_driver.cli.main", *command.arguments.split(), *where]
 
 
 def _run(command: Recorded, where: Sequence[str]) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "dra_driver.cli.main", *command.arguments.split(), *where],
+        _call(command, where),
         cwd=ROOT,
-        env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -171,7 +201,7 @@ def _stable(text: str, directory: Path, uids: Sequence[str]) -> str:
         text = text.replace(f"{directory}/{name}", shown)
     for number, uid in enumerate(uids, 1):
         text = text.replace(uid, f"{number:08}-0000-4000-8000-000000000000")
-    text = _DATE.sub("2026-01-05 09:30:00 UTC", text)
+    text = _DATE.sub(r"2026-01-05\g<1>09:30:00 UTC", text)
     text = _PORT.sub("10.96.0.1:443", text)
     text = _DISK.sub("51200 MiB free", text)
     text = _with_made_up_daemons(text)
@@ -186,7 +216,7 @@ def _with_made_up_daemons(text: str) -> str:
     if not title:
         return text
     table, blank, rest = (title + after).partition("\n\n")
-    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    rows = [re.split(r"\s{2,}", _SGR.sub("", line).strip()) for line in table.splitlines()]
     for row in rows[1:]:
         row[2:5] = ["40m", "0", "4242"]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -194,25 +224,30 @@ def _with_made_up_daemons(text: str) -> str:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+    if before.endswith("m"):  # the heading is bold on a terminal
+        lines[0] += "\x1b[0m"
     return before + "\n".join(lines) + (blank + rest if blank else "\n")
 
 
 def main() -> int:
     """Write or compare."""
     parser = argparse.ArgumentParser(description="Record what the commands print.")
-    parser.add_argument("--check", action="store_true", help="compare with docs/commands.md, write nothing")
+    parser.add_argument("--check", action="store_true", help="compare with what is there, write nothing")
     check = parser.parse_args().check
-    new = page()
+    new = pages()
     if not check:
-        PAGE.write_text(new)
+        PICTURES.mkdir(exist_ok=True)
+        for file, text in new.items():
+            file.write_text(text)
         return 0
-    old = PAGE.read_text() if PAGE.exists() else ""
-    if old == new:
+    others = {file: file.read_text() if file.exists() else "" for file in new}
+    if others == new:
         return 0
-    name = str(PAGE.relative_to(ROOT))
-    sys.stdout.writelines(
-        difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "printed now")
-    )
+    for file, old in others.items():
+        name = str(file.relative_to(ROOT))
+        sys.stdout.writelines(
+            difflib.unified_diff(old.splitlines(True), new[file].splitlines(True), name, "printed now")
+        )
     print("record: run `make docs`")
     return 1
 
