@@ -100,8 +100,9 @@ class PlaygroundNode:
 
     def environment(self) -> dict[str, str]:
         """`options` as environment variables, by name."""
+        names = {"--config": "CONFIG_FILE"}
         return {
-            option.removeprefix("--").replace("-", "_").upper(): value
+            names.get(option, option.removeprefix("--").replace("-", "_").upper()): value
             for option, value in self.options.items()
         }
 

@@ -16,6 +16,7 @@ from dra_driver.app.daemon import Driver
 from dra_driver.app.posix_signals import SignalWatch
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.logs import configure_logs
+from dra_driver.settings import read_config_file
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop
 
@@ -26,6 +27,9 @@ def run(
     machine: Annotated[
         str, typer.Option("--simulate", metavar="MACHINE", help="A name from `gpu-dra-driver simulate list`.")
     ] = "dgx-h100",
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Settings of the driver, as for `run`.")
+    ] = None,
     log_level: Annotated[
         str, typer.Option(help="What of the driver's log to show: debug, info, warning or error.")
     ] = "error",
@@ -36,7 +40,11 @@ def run(
     configure_logs(log_level, "console")
     with scratch_directory("playground") as scratch, ExitStack() as stack:
         node = stack.enter_context(PlaygroundNode(Path(scratch), machine, name="playground-node"))
-        driver = Driver(replace(node.settings, mps_host="child", log_level=log_level, log_format="console"))
+        settings = replace(node.settings, mps_host="child", log_level=log_level, log_format="console")
+        if config is not None:
+            node.options["--config"] = str(config.resolve())
+            settings = replace(settings, **read_config_file(config))
+        driver = Driver(settings)
         stack.callback(driver.stop)
         driver.start()
         node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)

@@ -95,14 +95,14 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[[str], Playground]]:
+def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]]:
     processes: list[subprocess.Popen[str]] = []
 
-    def started(machine: str) -> Playground:
+    def started(machine: str, *more: str) -> Playground:
         said = tmp_path / f"said-{len(processes)}"
         with said.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "hack/playground", "run", "--simulate", machine],
+                [sys.executable, "hack/playground", "run", "--simulate", machine, *more],
                 cwd=ROOT, stdout=output, stderr=output, text=True, env=os.environ | {"TMPDIR": str(temporary)},
             )  # fmt: skip
         processes.append(process)
