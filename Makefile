@@ -5,13 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+SITE_VENV := build/site-venv
 LIBCS := $(VENV)/.libcs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean clean-room release
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean clean-room release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -38,11 +39,20 @@ $(STAMP): $(RUNTIME) requirements-dev.txt pyproject.toml
 demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
 	@$(BIN)/python hack/playground demo --simulate $(MACHINE)
 
-playground: $(STAMP) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100
-	@$(BIN)/python hack/playground run --simulate $(MACHINE)
+playground: $(STAMP) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
+	@$(BIN)/python hack/playground run --simulate $(MACHINE) $(if $(CONFIG),--config $(CONFIG))
 
-docs: $(STAMP) ## Write docs/commands.md with what the commands print now; a test compares it
+docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them
 	@$(BIN)/python hack/record/commands_page.py
+
+$(SITE_VENV)/.installed: requirements-site.txt
+	@rm -rf $(SITE_VENV) && $(PYTHON) -m venv $(SITE_VENV)
+	@echo "Installing what makes the site (once)"
+	@$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-site.txt
+	@touch $@
+
+site: $(SITE_VENV)/.installed ## The manuals as a web site in build/site, which loads nothing from elsewhere
+	@$(SITE_VENV)/bin/python hack/site/make_site.py
 
 # Where it fails it says why, and so do the tests that need it; the others run.
 $(LIBCS): hack/libcs.py $(RUNTIME)
@@ -123,6 +133,8 @@ lock: ## Lock the dependencies anew
 	@$(COMPILE) -o requirements.txt pyproject.toml
 	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
 	@$(PYTHON) hack/image/requirements.py | $(COMPILE) -c requirements.txt -o requirements-image.txt -
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["site"], sep="\n")' | \
+		$(COMPILE) -o requirements-site.txt -
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

@@ -1,0 +1,62 @@
+"""What the site needs beside mkdocs.yml: pages from outside docs/, mermaid from here, Markdown as GitHub reads it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import links
+
+MERMAID = links.ROOT / "build/site-parts/mermaid.min.js"
+_ITEM = re.compile(r"(?P<mark>- |\d+\. +)")
+_CELL_CODE = re.compile(r"`[^`\n]*`")
+_sources: dict[str, str] = {}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages of docs/, what they link to outside it, and mermaid."""
+
+    def lost(page: str, path: str) -> None:
+        raise PluginError(f"{page} has a link to {path}, which does not exist")
+
+    pages = [f"{links.DOCS}/{file.src_uri}" for file in files.documentation_pages()]
+    _sources.update({links.place(page): page for page in pages})
+    for path in links.outside(pages, lost):
+        place, text = links.place(path), links.text_of(path)
+        if text is None:
+            files.append(File.generated(config, place, abs_src_path=str(links.ROOT / path)))
+            continue
+        _sources[place] = f"{path}/README.md" if (links.ROOT / path).is_dir() else path
+        files.append(File.generated(config, place, content=text))
+    files.append(File.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page's text with links of the site, in the dialect of this Markdown."""
+    text = links.on_site(_sources[page.file.src_uri], markdown)
+    return "".join(_dialect(text))
+
+
+def _dialect(text: str) -> list[str]:
+    """Items of lists go on after four columns here, and code in tables needs no backslash before `|`."""
+    lines: list[str] = []
+    shift = ""
+    for written in text.splitlines(keepends=True):
+        line = written
+        if item := _ITEM.match(line):
+            shift = " " * (4 - len(item["mark"]))
+        elif line.strip() and not line.startswith(" "):
+            shift = ""
+        if line.startswith("|"):
+            line = _CELL_CODE.sub(lambda code: code[0].replace("\\|", "|"), line)
+        lines.append(shift + line if line.startswith(" ") and line.strip() else line)
+    return lines

@@ -1,0 +1,103 @@
+"""`make site`: the manuals as a web site in build/site.
+
+Nothing of it is loaded from elsewhere: mermaid comes with it, checked by its hash, and a policy in each page forbids
+the rest. A warning of mkdocs is an error, and so is a foreign origin in what was built.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "build/site"
+PARTS = ROOT / "build/site-parts"
+REGISTRY = os.environ.get("NPM_REGISTRY", "https://registry.npmjs.org").rstrip("/")
+MERMAID = "11.17.2"
+MERMAID_HASH = (
+    "V6K3C8EBdEsPFZXSKMJe6ppQOENxuHARr9GvHX4hh47lAbhMRD9qf4oEK7LoaRQxULMa80/qt5gHO73aCleBBg=="  # SHA-512
+)
+_FROM_ELSEWHERE = re.compile(r"https?://unpkg\.com/mermaid@[^\"'`]*")
+
+
+def fetch_mermaid() -> None:
+    """Have mermaid and its licence in PARTS."""
+    script, stamp = PARTS / "mermaid.min.js", PARTS / f"mermaid-{MERMAID}"
+    if stamp.exists() and script.exists():
+        return
+    with urllib.request.urlopen(f"{REGISTRY}/mermaid/-/mermaid-{MERMAID}.tgz", timeout=60) as answer:
+        archive = answer.read()
+    if base64.b64encode(hashlib.sha512(archive).digest()).decode() != MERMAID_HASH:
+        raise SystemExit(
+            f"site: mermaid {MERMAID} from {REGISTRY} is not what was locked; build/site is as before"
+        )
+    PARTS.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        file = files.extractfile("package/dist/mermaid.min.js")
+        assert file is not None
+        script.write_bytes(file.read())
+    stamp.touch()
+
+
+def build() -> None:
+    """Run mkdocs. Quiet it must not be: then it does not count warnings either."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--site-dir", str(SITE)]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO ")]
+    if done.returncode or said:
+        raise SystemExit("\n".join(("site: mkdocs is not content:", *said)))
+    for script in SITE.glob("assets/javascripts/bundle.*.js"):
+        # The theme would fetch mermaid there if ours were missing.
+        script.write_text(_FROM_ELSEWHERE.sub("", script.read_text()))
+    for map_file in SITE.rglob("*.map"):
+        map_file.unlink()
+
+
+class _Loads(HTMLParser):
+    """What a page loads by itself from another origin. Links for people, which load nothing, do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            is_loaded = name in ("src", "srcset", "data", "poster") or (name == "href" and tag == "link")
+            if is_loaded and re.match(r"(https?:)?//", value or "", re.IGNORECASE):
+                self.found.append(f"<{tag} {name}={value}>")
+
+
+def foreign_origins() -> list[str]:
+    """Each thing of the site that would be loaded from elsewhere, with its file."""
+    found: list[str] = []
+    for page in SITE.rglob("*.html"):
+        parser = _Loads()
+        parser.feed(page.read_text())
+        found += [f"{page.relative_to(SITE)}: {what}" for what in parser.found]
+    for file in [*SITE.rglob("*.css"), *SITE.rglob("*.svg")]:
+        urls = re.findall(r"url\(\s*[\"']?((?:https?:)?//[^)\"']*)|@import[^;]*//[^;]*", file.read_text())
+        found += [f"{file.relative_to(SITE)}: {url}" for url in urls]
+    return found
+
+
+def main() -> None:
+    """Build and check."""
+    fetch_mermaid()
+    build()
+    if found := foreign_origins():
+        raise SystemExit("site: this would be loaded from elsewhere:\n" + "\n".join(found))
+    print(f"{SITE.relative_to(ROOT)}/index.html: {len(list(SITE.rglob('*.html')))} pages")
+
+
+if __name__ == "__main__":
+    main()

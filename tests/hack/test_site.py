@@ -1,0 +1,111 @@
+"""The site of docs/: every page is in the navigation, and every link leads somewhere, here and there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "hack/site"))
+
+import links  # noqa: E402
+
+PAGES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
+
+
+class _Loader(yaml.SafeLoader):
+    """mkdocs.yml names Python's functions, which are not asked for here."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda _loader, _suffix, _node: None)
+
+
+def lost(page: str, path: str) -> None:
+    raise AssertionError(f"{page} has a link to {path}, which does not exist")
+
+
+@pytest.fixture(scope="module")
+def everything() -> list[str]:
+    """All pages and files of the site, by their paths in the repository."""
+    return [*PAGES, *links.outside(PAGES, lost)]
+
+
+def named(entry: Any) -> Iterator[str]:
+    """The pages below an entry of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for child in entry.values() if isinstance(entry, dict) else entry:
+            yield from named(child)
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors of the headings, as GitHub and the site make them."""
+    titles = [
+        line.lstrip("#").strip() for line, is_prose in links.prose(markdown) if is_prose and line[0] == "#"
+    ]
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+
+
+def test_navigation_has_each_page_once_and_nothing_else(everything: list[str]) -> None:
+    nav = Counter(named(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]))
+    own = {page.removeprefix("docs/") for page in PAGES}
+    assert {page for page in nav if not page.startswith("repository/")} == own
+    assert {page for page, times in nav.items() if times > 1} == set()
+    assert nav.keys() - own <= {links.place(path) for path in everything}
+
+
+def test_every_anchor_of_a_link_is_a_heading(everything: list[str]) -> None:
+    faults = []
+    for page in everything:
+        text = links.text_of(page)
+        base = f"{page}/README.md" if (ROOT / page).is_dir() else page
+        for path, anchor in links.links(text) if text is not None else ():
+            there = links.text_of(links.target(base, path))
+            if anchor and (there is None or anchor not in anchors(there)):
+                faults.append(f"{page}: {path}#{anchor}")
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "on_the_site"),
+    [
+        ("docs/mig.md", "sharing.md#mps", "sharing.md#mps"),
+        ("docs/mig.md", "#limits", "#limits"),
+        ("docs/mig.md", "https://example.com/a.md", "https://example.com/a.md"),
+        ("docs/mig.md", "../README.md#more", "repository/README.md#more"),
+        ("docs/tutorials/index.md", "../../examples/one-gpu", "../repository/examples/one-gpu/README.md"),
+        ("README.md", "docs/mig.md", "../mig.md"),
+        ("examples/one-gpu/README.md", "../mig-mps", "../mig-mps/README.md"),
+    ],
+)
+def test_link_is_right_on_the_site_when_it_is_right_in_the_repository(
+    page: str, link: str, on_the_site: str
+) -> None:
+    assert links.on_site(page, f"See [it]({link}).\n") == f"See [it]({on_the_site}).\n"
+    assert links.on_site(page, f"```\n[it]({link})\n```\n") == f"```\n[it]({link})\n```\n"
+
+
+def test_link_to_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.md").write_text("[one](../examples/gone) and [two](b.md)\n")
+    found: list[tuple[str, str]] = []
+    assert links.outside(["docs/a.md"], lambda *where: found.append(where)) == []
+    assert found == [("docs/a.md", "../examples/gone"), ("docs/a.md", "b.md")]
+
+
+def test_page_of_a_directory_has_its_manifests(everything: list[str]) -> None:
+    assert "examples/one-gpu" in everything
+    page = links.text_of("examples/one-gpu") or ""
+    manifest = (ROOT / "examples/one-gpu/one-gpu.yaml").read_text().strip()
+    assert page.startswith("# One GPU for one pod")
+    assert f"## `one-gpu.yaml`\n\n```yaml\n{manifest}\n```\n" in page
