@@ -138,7 +138,7 @@ def _run_all(flags: Sequence[str], pytest_args: list[str]) -> int:
     # The contract tests of the API client run against the real API server too.
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
     pytest = [sys.executable, "-m", "pytest", "-m", "cluster"]
-    pytest += ["tests/e2e", "tests/conformance", "tests/kube", "tests/deploy"]
+    pytest += ["tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground"]
     # A limit for what hangs: each wait in the tests has one of its own, which tells what it was.
     pytest += ["--timeout=1800", "-v", "-s", "--no-header", "--durations=10"]
     return _step("run the tests", [*pytest, *pytest_args])

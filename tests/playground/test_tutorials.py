@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,12 +38,20 @@ def first_terminal(page: str) -> tuple[str, ...]:
     return ("--config", configuration) if configuration else ()
 
 
+def _kubectl() -> Path:
+    """That of hack/cluster: these tests run beside those of the cluster because it is built there."""
+    sys.path.insert(0, str(ROOT / "hack" / "cluster"))
+    import localcluster
+
+    return localcluster.kubectl()
+
+
 @pytest.fixture
 def second_terminal(tmp_path: Path) -> Callable[[Playground, str], str]:
     """A shell as the pages describe it; what a block prints comes back."""
 
     def run(playground: Playground, block: str) -> str:
-        path = f"{ROOT}/.venv/bin:{os.environ['PATH']}"
+        path = f"{ROOT}/.venv/bin:{_kubectl().parent}:{os.environ['PATH']}"
         environment = os.environ | playground.variables | {"HOME": str(tmp_path), "PATH": path}
         done = subprocess.run(
             ["bash", "-eu", "-o", "pipefail", "-c", block],
@@ -55,7 +63,7 @@ def second_terminal(tmp_path: Path) -> Callable[[Playground, str], str]:
     return run
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="the tutorials are for people with kubectl")
+@pytest.mark.cluster
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_works_as_printed(
     page: str, start: Callable[..., Playground], second_terminal: Callable[[Playground, str], str]

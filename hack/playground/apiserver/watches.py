@@ -24,13 +24,15 @@ class WatchCutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a watch request asked for; `start` is the version to begin after, None for "from the list"."""
+    """What a watch request asked for; `start` is the version to begin after, None for "from the list". With `is_list` a
+    bookmark tells where the list ends, which kubectl 1.36 waits for (`sendInitialEvents`)."""
 
     route: Route
     selected: Predicate
     start: int | None
     bookmarks: bool
     timeout_s: float
+    is_list: bool = False
 
     @classmethod
     def from_query(cls, route: Route, query: Mapping[str, str]) -> Watch:
@@ -39,12 +41,14 @@ class Watch:
         seconds = query.get("timeoutSeconds", "")
         if (version and not version.isdigit()) or (seconds and not seconds.isdigit()):
             raise bad_request(f"invalid resourceVersion or timeoutSeconds: {version!r}, {seconds!r}")
+        is_list = query.get("sendInitialEvents") in ("true", "1")
         return cls(
             route,
             selector(route.resource, query, route.namespace),
-            int(version) if version not in ("", "0") else None,
+            int(version) if version not in ("", "0") and not is_list else None,
             query.get("allowWatchBookmarks") in ("true", "1"),
             float(seconds) if seconds not in ("", "0") else _DEFAULT_S,
+            is_list,
         )
 
 
@@ -84,6 +88,10 @@ class WatchServer:
         items, version = self._store.select(watch.route.resource, watch.selected)
         for item in items:
             write(_line("ADDED", encode(watch.route.resource, watch.route.version, item)))
+        if watch.is_list:
+            bookmark = self._bookmark(watch, version)
+            bookmark["metadata"]["annotations"] = {"k8s.io/initial-events-end": "true"}
+            write(_line("BOOKMARK", bookmark))
         return version
 
     def _catch_up(self, watch: Watch, at: int, write: Callable[[bytes], None]) -> int:
