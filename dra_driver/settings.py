@@ -139,6 +139,8 @@ def _plain(value: Any) -> Any:
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _PATH = (lambda text: text.startswith("/"), "an absolute path")
 
+_PATH_OR_NONE = (lambda text: text[:1] in ("", "/"), _PATH[1])
+
 
 def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
     return (lambda word: word in words), f"{', '.join(words[:-1])} or {words[-1]}"
@@ -157,8 +159,8 @@ _FORMS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "cdi_root": _PATH,
     "nvidia_driver_root": _PATH,
     "container_driver_root": _PATH,
-    "host_root": _PATH,
-    "nvidia_cdi_hook_path": _PATH,
+    "host_root": _PATH_OR_NONE,
+    "nvidia_cdi_hook_path": _PATH_OR_NONE,
     "kubelet_registrar_directory_path": _PATH,
     "kubelet_plugins_directory_path": _PATH,
     "metrics_path": (lambda text: text.startswith("/"), "a path that begins with /"),

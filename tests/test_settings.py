@@ -152,7 +152,7 @@ WRONG = {
     "kube_api_qps": [-1.0, math.inf, math.nan],
     "kube_api_burst": [0, -5],
     "healthcheck_port": [99999, -2],
-    "mps_host": ["maybe", ""],
+    "mps_host": ["maybe"],
     "metrics_path": ["metrics"],
     "log_format": ["xml"],
     "adopt_mig": ["maybe"],
@@ -204,3 +204,8 @@ def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(InvalidConfigError) as caught:
         resolve({"node_name": "Bad_Name", "cdi_root": "x"}, None)
     assert len(caught.value.faults) == 2
+
+
+def test_an_empty_path_is_none() -> None:
+    given = {"node_name": "node-a", "host_root": "", "nvidia_cdi_hook_path": ""}
+    assert resolve(given, None) == Settings(host_root="", nvidia_cdi_hook_path="", node_name="node-a")

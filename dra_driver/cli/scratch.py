@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -40,5 +41,5 @@ def scratch_settings(purpose: str, given: Mapping[str, Any], config: Path | None
 
 
 def this_machine() -> str:
-    """The name of the node if nothing else is given."""
-    return socket.gethostname().lower()
+    """The name of the node if nothing else is given: that of the host, as the name of a node may be."""
+    return re.sub(r"[^a-z0-9.-]+", "-", socket.gethostname().lower()).strip("-.") or "this-node"

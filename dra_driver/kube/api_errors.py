@@ -151,6 +151,8 @@ def _proxy_text(error: ProxyError, endpoint: Endpoint | None) -> str:
     if said[1] == "407":
         wrong = "wants" if proxy is None or proxy.credentials is None else "does not take these"
         return f"{refused}; it {wrong} credentials: write http://USER:PASSWORD@HOST:PORT"
+    if said[1] in ("502", "503", "504"):
+        return f"{named} cannot reach {server}: {one_line(said[2])} (HTTP {said[1]})"
     past = "remove the proxy-url" if proxy is None or proxy.origin.startswith("proxy-url") else "set NO_PROXY"
     return f"{refused}; allow it there, or {past} if the API server can be reached without"
 

@@ -6,6 +6,7 @@ and every object here is a plain dict anyway.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import socket
@@ -231,7 +232,11 @@ class ApiClient:
                 options |= {"assert_hostname": False}
         proxy = self.endpoint.proxy
         if proxy is not None:
-            headers = urllib3.make_headers(proxy_basic_auth=proxy.credentials) if proxy.credentials else None
+            headers = None
+            if proxy.credentials:
+                # As Go does; urllib3 would write the text in Latin-1, and fail where that cannot be.
+                credentials = base64.b64encode(proxy.credentials.encode()).decode()
+                headers = {"proxy-authorization": f"Basic {credentials}"}
             return time_answers(urllib3.ProxyManager(proxy.url, proxy_headers=headers, **options))
         return time_answers(urllib3.PoolManager(**options))
 

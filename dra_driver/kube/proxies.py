@@ -43,7 +43,11 @@ def proxy_of_url(text: str, origin: str) -> Proxy:
     credentials = None
     if parsed.username is not None:
         credentials = f"{unquote(parsed.username)}:{unquote(parsed.password or '')}"
-    return Proxy(f"{parsed.scheme}://{host}:{port or _DEFAULT_PORTS[parsed.scheme]}", origin, credentials)
+    return Proxy(
+        f"{parsed.scheme}://{host}:{_DEFAULT_PORTS[parsed.scheme] if port is None else port}",
+        origin,
+        credentials,
+    )
 
 
 def proxy_of_environment(server: str, environ: Mapping[str, str]) -> Proxy | None:
@@ -52,6 +56,10 @@ def proxy_of_environment(server: str, environ: Mapping[str, str]) -> Proxy | Non
     Raises: InvalidConfigError for one that cannot be used.
     """
     target = urlsplit(server)
+    try:
+        _ = target.port
+    except ValueError as error:
+        raise InvalidConfigError(f"the API server's URL {server} has no usable port: {error}") from error
     name = f"{target.scheme.upper()}_PROXY"
     text = _value(environ, name)
     if not text or not target.hostname or not _goes_through(target, _value(environ, "NO_PROXY")):
@@ -72,7 +80,7 @@ def _split(text: str) -> SplitResult | None:
 
 def _goes_through(target: SplitResult, exceptions: str) -> bool:
     host = target.hostname or ""
-    port = str(target.port or _DEFAULT_PORTS[target.scheme])
+    port = str(_DEFAULT_PORTS[target.scheme] if target.port is None else target.port)
     address = _address(host)
     if host == "localhost" or (address is not None and address.is_loopback):
         return False

@@ -69,10 +69,10 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
     return None
 
 
-def keeps_taints(api: ResourceApi, owner: Owner) -> bool:
+def keeps_taints(api: ResourceApi, owner: Owner) -> bool | None:
     """Whether the API server stores the taints of devices. It is asked to create a slice with one, as a dry run.
 
-    One that refuses to be asked (permissions, admission) is taken for one that does, until it drops some.
+    None if it refuses to be asked (permissions, admission).
     Raises: ApiUnavailableError.
     """
     try:
@@ -81,7 +81,7 @@ def keeps_taints(api: ResourceApi, owner: Owner) -> bool:
         )
     except ApiRejectedError as error:
         _log.debug("taints_not_asked", reason=str(error))
-        return True
+        return None
 
 
 def _lost_in_trial(
@@ -213,7 +213,7 @@ class TaintSupport:
     def __init__(
         self,
         limits: Callable[[], TaintLimits | None],
-        keeps: Callable[[], bool],
+        keeps: Callable[[], bool | None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -252,7 +252,9 @@ class TaintSupport:
             return self.dropped
         overdue = not self._keeps and self._clock() - self._asked_at >= _ASK_AGAIN_S
         if self._keeps is None or overdue:
-            self._keeps = self._ask_keeps()
+            answer = self._ask_keeps()
+            # A server that does not tell is taken for one that keeps them, until it drops some.
+            self._keeps = answer if answer is not None else self._keeps is not False
             self._asked_at = self._clock()
         return self.dropped
 

@@ -299,17 +299,19 @@ class Publisher:
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
             changes = self._changes(pool, owner)
-        updated = [
-            entry for entry in changes.updates if self._stores(entry, pool, wanted, self._slices.update)
-        ]
-        created = []
-        for entry in changes.creates:
-            if not self._leads():
+        updated: list[JsonObject] = []
+        created: list[JsonObject] = []
+        todo = [(entry, self._slices.update, updated) for entry in changes.updates]
+        todo += [(entry, self._slices.create, created) for entry in changes.creates]
+        for entry, write, done in todo:
+            if done is created and not self._leads():
                 return
-            if self._stores(entry, pool, wanted, self._slices.create):
-                created.append(entry)
-        if len(updated) + len(created) < len(changes.updates) + len(changes.creates):
+            if self._stores(entry, pool, wanted, write):
+                done.append(entry)
+                continue
             self.mark_dirty()  # another content is to stand in
+            if pool.slices[slice_index(entry)].shared_counters:
+                break  # devices must not be published without the counters that they consume
         written = (*updated, *created)
         if not written and not deleted:
             return

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.cli.scratch import scratch_directory
+from dra_driver.cli.scratch import scratch_directory, this_machine
 from dra_driver.errors import FatalError
 
 
@@ -26,3 +26,13 @@ def test_read_only_root_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
         scratch_directory("look"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("host", "node"), [("my_laptop", "my-laptop"), ("Node-A.example", "node-a.example"), ("_", "this-node")]
+)
+def test_the_host_gives_a_name_that_a_node_may_have(
+    host: str, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert this_machine() == node

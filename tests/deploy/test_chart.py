@@ -531,6 +531,10 @@ def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..
             "gpuNodesOnly and a required node affinity",
         ),
         ({"resourceApiVersion": "resource.k8s.io/v1alpha3"}, "at '/resourceApiVersion'"),
+        ({"driverRootPreset": "gke", "kubeletPlugin": {"priorityClassName": ""}}, "name a priority class"),
+        ({"selectorLabelsOverride": {"app.kubernetes.io/component": "x"}}, "leave it out"),
+        ({"networkPolicies": {"enabled": True, "egress": {"enabled": True, "ports": []}}}, "name the ports"),
+        ({"image": {"repository": "r.example.com/g@sha256:ab", "tag": "1"}}, "leave one of them out"),
     ],
 )
 def test_bad_values_are_refused_with_the_path_or_a_sentence(values: Values, words: str) -> None:
@@ -538,6 +542,28 @@ def test_bad_values_are_refused_with_the_path_or_a_sentence(values: Values, word
     assert words in text, text
     faults = [line for line in text.splitlines() if line.startswith("- at") or "execution error" in line]
     assert len(faults) == 1, text
+
+
+def test_who_may_scrape_can_be_nobody() -> None:
+    """A rule without sources would let everybody in."""
+    policies = [
+        entry
+        for entry in template({"networkPolicies": {"enabled": True, "metricsFrom": []}})
+        if entry["kind"] == "NetworkPolicy"
+    ]
+    assert policies
+    assert not [entry["metadata"]["name"] for entry in policies if entry["spec"].get("ingress")]
+
+
+def test_an_image_can_be_named_by_its_digest() -> None:
+    digest = "registry.example.com/gpu-dra-driver@sha256:" + "a" * 64
+    images = {
+        container["image"]
+        for entry in template({"image": {"repository": digest}, "mps": {"enabled": True}})
+        if entry["kind"] == "DaemonSet"
+        for container in entry["spec"]["template"]["spec"]["containers"]
+    }
+    assert images == {digest}
 
 
 def test_a_server_that_is_too_old_is_refused() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
+from urllib3.exceptions import ProxyError
 
 from dra_driver.errors import ApiUnavailableError, InvalidConfigError
+from dra_driver.kube.api_errors import _proxy_text
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from dra_driver.kube.proxies import Proxy, proxy_of_environment, proxy_of_url
 from tests.fakes.connect_proxy import ConnectProxy
 
@@ -294,3 +298,27 @@ def test_a_certificate_that_is_not_trusted_is_the_servers_and_not_the_proxys(
     path = kubeconfig(tmp_path, {"server": "https://api.test:6443"})
     told = error_through(path, {"HTTPS_PROXY": behind(proxy)})
     assert "the API server's certificate is not trusted" in told
+
+
+def test_credentials_are_sent_as_go_sends_them() -> None:
+    """In UTF-8, also where Latin-1 has no such letter."""
+    endpoint = Endpoint(
+        "https://10.0.0.1", "x", proxy=Proxy("http://127.0.0.1:9", "HTTPS_PROXY", "u:pä\u017e")
+    )
+    pool: Any = ApiClient(endpoint)._new_pool()
+    kind, _, text = pool.proxy_headers["proxy-authorization"].partition(" ")
+    assert (kind, base64.b64decode(text).decode()) == ("Basic", "u:pä\u017e")
+
+
+def test_a_port_that_is_none_is_told() -> None:
+    with pytest.raises(InvalidConfigError, match=r"https://a.b:99999 has no usable port"):
+        proxy_of_environment("https://a.b:99999", {"HTTPS_PROXY": "http://p:1"})
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [("503 Service Unavailable", "cannot reach"), ("403 Forbidden", "refused the way")]
+)
+def test_a_proxy_that_cannot_is_told_apart_from_one_that_does_not_want(status: str, said: str) -> None:
+    endpoint = Endpoint("https://10.0.0.1", "x", proxy=Proxy("http://p:3128", "HTTPS_PROXY"))
+    error = ProxyError("x", OSError(f"Tunnel connection failed: {status}"))
+    assert said in _proxy_text(error, endpoint)

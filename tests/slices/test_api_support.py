@@ -180,9 +180,19 @@ def test_servers_are_asked_without_a_write(
         assert server.objects("resourceslices") == []
 
 
-def test_a_server_that_refuses_to_be_asked_is_believed_to_keep_taints(
+def test_a_server_that_does_not_tell_is_believed_until_it_drops_taints() -> None:
+    """As where a webhook refuses dry runs."""
+    now = [0.0]
+    taints = TaintSupport(lambda: None, lambda: None, clock=lambda: now[0])
+    assert not taints.drops(matters=True)
+    taints.fields_dropped()
+    for now[0] in (0.0, HOUR + 1, 3 * HOUR):
+        assert taints.drops(matters=True), "it is not offered again to see what happens"
+
+
+def test_a_server_that_refuses_to_be_asked_does_not_tell(
     connect: Callable[..., ApiClient],
 ) -> None:
     with PlaygroundApiServer(minor=34) as server:
         server.faults.fail(1, 403, reason="Forbidden", method="POST")
-        assert keeps_taints(ResourceApi(connect(server)), Owner("gpu.nvidia.com", "n1", "u" * 36))
+        assert keeps_taints(ResourceApi(connect(server)), Owner("gpu.nvidia.com", "n1", "u" * 36)) is None

@@ -23,6 +23,7 @@ from dra_driver.slices.rules.pacing import WritePacing
 from dra_driver.slices.rules.stand_ins import with_stand_ins
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, Heard, publisher_of
+from tests.slices.test_build import cut
 
 
 class Waits(threading.Event):
@@ -618,6 +619,30 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_tried_again(refusing: B
     eventually(lambda: refusing.publisher.problem is None)
     assert slices.by_index() == [(1, 64), (1, 64), (1, 2)]
     assert refusing.publisher.wait_published(20)
+
+
+def test_devices_are_not_published_without_the_counters_that_they_consume(refusing: Bench) -> None:
+    slices: Any = refusing.slices
+    seen: list[list[tuple[int, int]]] = []
+    refusing.inventory = inventory(*(cut(number) for number in range(9)))
+    slices.faulty = lambda entry: bool(entry["spec"].get("sharedCounters"))
+    refusing.start()
+    eventually(lambda: len(slices.by_index()) > 2)
+    before, tries = slices.by_index(), len(slices.refused)
+    while len(slices.refused) < tries + 8:
+        refusing.publisher.mark_dirty()
+        seen.append([*slices.by_index()])
+        assert not [
+            device
+            for entry in slices.snapshot()
+            for device in entry["spec"].get("devices", [])
+            if device.get("consumesCounters")
+        ]
+        time.sleep(0.005)
+    assert all(now == before for now in seen), "no new generation for what is tried again"
+    slices.faulty = lambda entry: False
+    eventually(lambda: refusing.publisher.problem is None)
+    assert sum(count for _, count in slices.by_index()) > 9
 
 
 def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Bench) -> None:

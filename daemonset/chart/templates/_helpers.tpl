@@ -29,7 +29,7 @@
 {{- end }}
 
 {{- define "gpu-dra-driver.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ .Values.image.repository }}{{ if not (contains "@" .Values.image.repository) }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
 {{- end }}
 
 {{/* Of every object. */}}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
-from dra_driver.health.rules.taints import is_withdrawn, keep_away
+from dra_driver.health.rules.taints import is_withdrawn
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.slice_cache import SliceCache
@@ -66,7 +66,7 @@ class PublishingParts:
         self._health = health
         self._records = records
         self._owing = owing
-        self._are_held_tainted = False
+        self._withdraws = False
         self._tainting = TaintSupport(lambda: taint_limits(client), lambda: keeps_taints(api, owner()))
         self._leadership = leadership
         self._cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
@@ -99,7 +99,7 @@ class PublishingParts:
 
     def claim_released(self) -> None:
         """A claim was unprepared; its device may have been left in the slices for its sake."""
-        if self._are_held_tainted:
+        if self._withdraws:
             self._dirty()
 
     def missing_setting(self, key: str) -> str | None:
@@ -114,10 +114,10 @@ class PublishingParts:
         """Which devices are left out of the slices, as of now; for the publisher. A debt is always in the way of a
         Prepare, so what the setting says of health does not matter to it."""
         mode = self._settings.unhealthy_devices
-        self._are_held_tainted = False
-        withdraws = mode == "withdraw" or (mode == "auto" and dropped)
-        owing = self._owing() if dropped or withdraws else none_withheld
-        if not withdraws:
+        # Before the records are read: a claim that is released from now on makes another round.
+        self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
+        owing = self._owing() if dropped or self._withdraws else none_withheld
+        if not self._withdraws:
             return owing
         taints = self._health.taints()
         held = {
@@ -129,9 +129,8 @@ class PublishingParts:
 
         def is_withheld(device: OfferedDevice) -> bool:
             found = taints(device)
-            is_held = device.name in held
-            self._are_held_tainted |= is_held and keep_away(found)
             is_shared = self._settings.sharing.rule_for(device) is not None
+            is_held = device.name in held
             return owing(device) or is_withdrawn(device, found, is_held=is_held, is_shared=is_shared)
 
         return is_withheld
