@@ -706,6 +706,18 @@ def test_alerts_of_a_renamed_release_name_its_objects_and_its_job() -> None:
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
 
 
+def test_links_to_the_docs_begin_with_the_address_that_is_wanted() -> None:
+    address = "https://git.example.com/gpus/"
+    manifests = template(merged(VALUES["monitoring"], {"monitoring": {"docsURL": address}}))
+    for group in one(manifests, "PrometheusRule", NAME)["spec"]["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"]["runbook_url"].startswith(f"{address}docs/")
+    board = json.loads(one(manifests, "ConfigMap", f"{NAME}-dashboard")["data"]["gpu-dra-driver.json"])
+    (variable,) = (entry for entry in board["templating"]["list"] if entry["name"] == "docs")
+    assert variable["query"] == variable["current"]["value"] == address
+    assert "docsURL" in refusal(merged(VALUES["monitoring"], {"monitoring": {"docsURL": "git.example.com"}}))
+
+
 def test_helm_finds_nothing_to_say_against_the_chart() -> None:
     import localcluster
 

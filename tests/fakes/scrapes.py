@@ -87,7 +87,9 @@ def complete_metrics() -> Metrics:
     """Every view is shown, and everything that has no series before it happens did happen."""
     health = KnownHealth(xids={(uuid(0), 79): 1})
     health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(0)))
-    health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(2), 7, 0))
+    instance = HealthTarget(uuid(2), 7, 0)
+    health.has(Severity.UNHEALTHY, "xid", instance)
+    health.known[instance] = replace(health.known[instance], identity="MIG-7")
     prepared = record(hold(GPU_0), hold(MIG_1G))
     records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])

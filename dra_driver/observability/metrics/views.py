@@ -92,14 +92,15 @@ class Views:
                     ref = record.ref
                     kind = held.kind if held.kind in _PREPARED_TYPES else "unknown"
                     claim = (self._driver, self._node, ref.namespace, ref.name, ref.uid)
+                    admin = "true" if held.admin_access else "false"
                     for pod in names:
-                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid] = 1
+                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid, admin] = 1
             yield _gauge(
                 "nvidia_dra_claim_info",
                 "1 for each prepared device of a claim and each of its pods; `parent_uuid` is the physical GPU's.",
                 (
                     "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
-                    "parent_uuid",
+                    "parent_uuid", "admin_access",
                 ),
                 samples,
             )  # fmt: skip
@@ -238,6 +239,12 @@ class Views:
             "nvidia_dra_discovery_faults",
             "What discovery could not read: GPUs or single attributes of them.",
             len(found.faults),
+        )
+        yield self._gauge_by(
+            "nvidia_dra_gpu_info",
+            "1 for each GPU that discovery found, also those in MIG mode; `product` is empty while unknown.",
+            ("uuid", "product"),
+            {(gpu.uuid, gpu.product_name or ""): 1 for gpu in found.gpus},
         )
         made: Tally[tuple[str, ...]] = Tally(
             (gpu.uuid, mig.profile.name) for gpu in found.gpus for mig in gpu.mig_devices

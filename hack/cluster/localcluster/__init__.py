@@ -37,6 +37,7 @@ __all__ = [
     "log_dir",
     "pod_log_dir",
     "program",
+    "promql",
     "restart",
     "start",
     "state",
@@ -113,6 +114,11 @@ def kubectl() -> Path:
 def helm() -> Path:
     """Helm of a pinned version, built first if it is not there."""
     return binaries.build(_layout(), binaries.HELM) / "helm"
+
+
+def promql() -> Path:
+    """Prometheus' engine for queries as a program (go/promql/main.go), built first if it is not there."""
+    return binaries.build(_layout(), binaries.PROMQL) / "promql"
 
 
 def log_dir() -> Path:

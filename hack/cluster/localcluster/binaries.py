@@ -1,6 +1,6 @@
 """Building the programs of the cluster from pinned Go modules.
 
-Each folder below ``go/`` is one module whose ``tool`` lines are the programs;
+Each folder below ``go/`` is one module whose ``tool`` lines, or whose own ``main.go``, are the programs;
 they are apart because their dependencies ask for different versions.
 """
 
@@ -57,6 +57,8 @@ PARTS = (
 )
 HELM = (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),)
 """Apart, in a folder of its own: a cluster comes up without it, and another version of it builds nothing else anew."""
+PROMQL = (Part("promql", "promql", "."),)
+"""Prometheus' engine for queries; the tests of dashboard and alerts ask it."""
 
 
 def directory(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
@@ -64,8 +66,8 @@ def directory(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
     digest = hashlib.sha256(_machine().encode())
     for module in sorted({part.module_of(layout) for part in parts}):
         digest.update("\0".join(_flags(module)).encode())
-        for name in ("go.mod", "go.sum"):
-            digest.update((_MODULES / module / name).read_bytes())
+        for file in sorted((_MODULES / module).iterdir()):
+            digest.update(file.read_bytes())
     return layout.binaries / digest.hexdigest()[:16]
 
 
