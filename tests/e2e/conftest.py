@@ -229,6 +229,13 @@ class Cluster:
             and self.pool_is_whole()
         )
 
+    def logs_of(self, selector: str, namespace: str = "default") -> list[list[str]]:
+        """The UUIDs that each of the pods printed."""
+        names = [
+            pod["metadata"]["name"] for pod in self.get("pods", "-n", namespace, "-l", selector)["items"]
+        ]
+        return [self.seen_by(name, namespace=namespace) for name in names]
+
     def make_namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
         """With its default account, which a controller makes, and without which no pod is let in."""
         metadata = {"name": name, "labels": labels or {}}
@@ -374,6 +381,22 @@ def example(cluster: Cluster) -> Iterator[Callable[..., None]]:
     yield apply
     for name in applied:
         cluster.kubectl("delete", "-f", f"examples/{name}", "--ignore-not-found", "--timeout=300s")
+
+
+def with_test_workload(name: str) -> list[Json]:
+    """The objects of an example, whose programs the test workload stands for: it prints its GPUs. A Job's ends then."""
+    text = (ROOT / "examples" / name / f"{name}.yaml").read_text(encoding="utf-8")
+    documents = list(yaml.safe_load_all(text))
+    for document in documents:
+        pod = document.get("spec", {}).get("template", {}).get("spec", {})
+        rest = "" if document["kind"] == "Job" else "; exec sleep 3600"
+        for container in pod.get("containers", ()):
+            pod["terminationGracePeriodSeconds"] = 1
+            container["image"] = "local/workload:e2e"
+            container["command"] = ["sh", "-c", f"nvidia-smi -L{rest}"]
+            for key in ("args", "startupProbe", "readinessProbe"):
+                container.pop(key, None)
+    return documents
 
 
 def _namespaces(example: Path) -> list[Json]:

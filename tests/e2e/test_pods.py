@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.e2e.conftest import Cluster, wait_for
+from tests.e2e.conftest import ROOT, Cluster, wait_for, with_test_workload
 
 pytestmark = pytest.mark.cluster
 
+EXAMPLES = ROOT / "examples"
 Example = Callable[[str], None]
 
 
@@ -189,6 +192,72 @@ def test_extended_resource_needs_no_claim(cluster: Cluster, example: Example) ->
     example("extended-resource")
     cluster.wait_running("extended-resource")
     assert len(cluster.seen_by("extended-resource")) == 1
+
+
+@pytest.fixture
+def workload(cluster: Cluster) -> Iterator[Callable[[str], None]]:
+    """Applies an example with the test workload in the place of its programs, and deletes it afterwards."""
+    applied: list[str] = []
+
+    def apply(name: str) -> None:
+        documents = with_test_workload(name)
+        for document in documents:
+            if document["kind"] == "Namespace":
+                cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
+        applied.append(yaml.safe_dump_all(documents))
+        cluster.apply(applied[-1])
+
+    yield apply
+    for manifest in applied:
+        cluster.kubectl("delete", "-f", "-", "--ignore-not-found", "--timeout=300s", stdin=manifest)
+
+
+def test_each_pod_of_a_job_has_a_gpu_that_is_free_after_it(
+    cluster: Cluster, workload: Callable[[str], None]
+) -> None:
+    workload("cuda-job")
+    cluster.kubectl("wait", "--for=condition=complete", "job/cuda-job", "--timeout=300s")
+    seen = cluster.logs_of("batch.kubernetes.io/job-name=cuda-job")
+    assert [len(uuids) for uuids in seen] == [1] * 4
+    wait_for("the claims of the Job's pods to be unprepared", lambda: not cluster.leftovers())
+
+
+def test_ddp_has_eight_gpus_and_its_program(cluster: Cluster, workload: Callable[[str], None]) -> None:
+    workload("pytorch-ddp")
+    cluster.kubectl("wait", "--for=condition=complete", "job/pytorch-ddp", "--timeout=300s")
+    (seen,) = cluster.logs_of("batch.kubernetes.io/job-name=pytorch-ddp")
+    assert len(set(seen)) == 8
+
+
+def test_monitoring_daemonset_sees_all_gpus_and_takes_none(
+    cluster: Cluster, example: Example, workload: Callable[[str], None]
+) -> None:
+    workload("monitoring-daemonset")
+    cluster.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=300s")
+    (seen,) = cluster.logs_of("app.kubernetes.io/name=dcgm-exporter", namespace="gpu-monitoring")
+    assert set(seen) == {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
+    example("nvlink-domain")
+    cluster.wait_running("nvlink-domain")
+    assert set(cluster.seen_by("nvlink-domain")) == set(seen)
+
+
+CRDS = {"ResourceFlavor", "ClusterQueue", "LocalQueue", "JobSet"}
+"""Kinds of other projects, which this cluster does not have."""
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path for path in EXAMPLES.iterdir() if path.is_dir()), ids=lambda it: it.name
+)
+def test_api_server_takes_every_example(cluster: Cluster, folder: Path) -> None:
+    documents = list(yaml.safe_load_all((folder / f"{folder.name}.yaml").read_text()))
+    for document in documents:
+        if document["kind"] == "Namespace":
+            cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
+    known = [document for document in documents if document["kind"] not in CRDS]
+    told = cluster.kubectl(
+        "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(known)
+    )
+    assert len(told.splitlines()) == len(known)
 
 
 @pytest.mark.core

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e.conftest import (
     DAEMONSET,
@@ -17,6 +18,7 @@ from tests.e2e.conftest import (
     install,
     uninstall_mps_host,
     wait_for,
+    with_test_workload,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -201,6 +203,28 @@ def test_example_of_independent_claims(
             == {"gpu-memory": "0=8192M", "gpu-shares": "0=20389M"}[name]
         )
     assert len(daemons()) == 1
+
+
+def test_replicas_of_a_deployment_share_a_gpu(sharing: Cluster) -> None:
+    manifest = yaml.safe_dump_all(with_test_workload("vllm"))
+    sharing.apply(manifest)
+    try:
+        sharing.kubectl("rollout", "status", "deployment/vllm", "--timeout=300s")
+        first, second = sharing.logs_of("app.kubernetes.io/name=vllm")
+        assert first == second
+        assert len(daemons()) == 1
+    finally:
+        sharing.kubectl("delete", "-f", "-", "--timeout=300s", stdin=manifest)
+
+
+def test_first_available_is_a_share_where_no_mig_device_is(
+    sharing: Cluster, example: Callable[[str], None]
+) -> None:
+    example("first-available")
+    sharing.wait_running("first-available")
+    (claim,) = sharing.get("resourceclaims")["items"]
+    (result,) = claim["status"]["allocation"]["devices"]["results"]
+    assert (result["request"], result["consumedCapacity"]["shares"]) == ("gpu/share", "1")
 
 
 def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) -> None:

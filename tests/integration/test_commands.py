@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -312,10 +313,15 @@ def section(name: str) -> str:
 
 
 WHOLE = (
-    "admin-access", "extended-resource", "mps-shared-claim", "nvlink-domain", "one-gpu", "selectors", "shared-claim",
-    "time-slicing", "two-claims",
+    "admin-access", "cuda-job", "extended-resource", "jobset", "kueue", "monitoring-daemonset", "mps-shared-claim",
+    "nvlink-domain", "one-gpu", "pytorch-ddp", "selectors", "shared-claim", "time-slicing", "two-claims",
 )  # fmt: skip
-SHARED = {"gpu-shares": "dgx-h100", "gpu-memory": "dgx-h100", "mig-shares": "h100-mig-static"}
+SHARED = {
+    "gpu-shares": "dgx-h100",
+    "gpu-memory": "dgx-h100",
+    "mig-shares": "h100-mig-static",
+    "vllm": "dgx-h100",
+}
 
 
 def test_all_examples_are_right() -> None:
@@ -347,6 +353,27 @@ def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -
     code, reports, _ = validate("-", str(EXAMPLES / name), "--simulate", machine, stdin=section(name))
     assert (code, reports[0]["name"], reports[0]["verdict"]) == (0, "configuration", "OK")
     assert len(reports[1]["devices"]) == 1
+
+
+@pytest.mark.parametrize(("machine", "wish"), [("h100-mig-static", "mig"), ("dgx-h100", "share")])
+def test_first_available_takes_a_mig_device_or_else_a_share(machine: str, wish: str) -> None:
+    name = "first-available"
+    code, reports, _ = validate("-", str(EXAMPLES / name), "--simulate", machine, stdin=section(name))
+    assert code == 0
+    (chosen,) = reports[1]["devices"]
+    assert chosen["request"] == f"gpu/{wish}"
+
+
+def test_index_of_the_examples_is_complete() -> None:
+    index = (EXAMPLES / "README.md").read_text()
+    rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\) \| ([^|]+) \| ([^|]+) \|$", index, re.MULTILINE)
+    assert sorted(name for name, *_ in rows) == sorted(
+        path.name for path in EXAMPLES.iterdir() if path.is_dir()
+    )
+    for name, target, *_ in rows:
+        assert target == name
+        assert {path.name for path in (EXAMPLES / name).iterdir()} == {"README.md", f"{name}.yaml"}
+        assert f"kubectl apply -f examples/{name}" in (EXAMPLES / name / "README.md").read_text()
 
 
 def request(**exactly: Any) -> Json:
