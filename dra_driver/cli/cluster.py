@@ -5,27 +5,33 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dra_driver.cli.options import DriverName, Kubeconfig
+from dra_driver.cli.options import DriverName
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import Column, table
+from dra_driver.errors import ApiUnavailableError
 
 if TYPE_CHECKING:
+    from dra_driver.diagnostics.cluster_lists import ClusterLists
     from dra_driver.diagnostics.rules.cluster_view import Count, NodeRow, UserRow
+    from dra_driver.diagnostics.rules.waiting_pods import WaitingPod
     from dra_driver.validation.pending_claims import PendingClaim
 
 By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
 
 _TIMEOUT_S = 60.0
 _MOST_REASONS = 3
+_REST = 4
+"""So many times as long as a look took, at least, before the next one."""
+_WHERE_ANY = ("CONSUMED", "TAINTS", "PROBLEM")
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 _COUNTS = (
     Column("GPUS"),
@@ -48,17 +54,20 @@ def cluster(
         bool, typer.Option("-w", "--watch", help="Look again every few seconds, until Ctrl-C.")
     ] = False,
     interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds between two looks.")] = 5.0,
-    kubeconfig: Kubeconfig = None,
+    kubeconfig: Annotated[
+        str | None,
+        typer.Option(help="[default: that of KUBECONFIG, ~/.kube/config, in a pod its service account]"),
+    ] = None,
     context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
     driver_name: DriverName = None,
 ) -> None:
     """Show the GPUs of the whole cluster and who uses them.
 
-    From ResourceSlices and claims alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked (MIG
-    devices have parts of them) or tainted. Below are the claims that wait, with what each kind of node lacks. Needs the
-    right to list resourceslices, resourceclaims and deviceclasses, and for workloads pods.
+    From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked (MIG
+    devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks. Needs the
+    right to list resourceslices, resourceclaims, deviceclasses and pods.
     """
-    from dra_driver.diagnostics.cluster_lists import read_cluster
+    from dra_driver.diagnostics.cluster_lists import ClusterReader
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
     from dra_driver.settings import DEFAULT_DRIVER_NAME
@@ -66,17 +75,25 @@ def cluster(
     configure_logs("critical", "console")
     driver = driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(kubeconfig or _usual_kubeconfig(), context=context)
+    reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S)
     with suppress(KeyboardInterrupt):
         while True:
-            lists = read_cluster(endpoint, driver, with_pods=by == "workload", timeout_s=_TIMEOUT_S)
-            shown = _Shown(driver, lists.slices, lists.claims, lists.classes, lists.pods, by, namespace)
-            if watch and output.is_for_people and sys.stdout.isatty():
-                typer.echo(_HOME_AND_CLEAR, nl=False)
-            shown.print(output)
+            began = time.monotonic()
+            try:
+                shown = _Shown(driver, reader.read(with_owners=by == "workload"), by, namespace)
+            except ApiUnavailableError as error:
+                if not watch:
+                    raise
+                typer.echo(f"gpu-dra-driver: {error}; looking again", err=True)
+            else:
+                if watch and output.is_for_people and sys.stdout.isatty():
+                    typer.echo(_HOME_AND_CLEAR, nl=False)
+                shown.print(output)
             if not watch:
                 return
             sys.stdout.flush()
-            time.sleep(interval)
+            # Lists of a large cluster are work for its API server, which others need too.
+            time.sleep(max(interval, _REST * (time.monotonic() - began)))
 
 
 def kubectl_gpus() -> None:
@@ -88,47 +105,43 @@ def kubectl_gpus() -> None:
 
 
 def _usual_kubeconfig() -> str | None:
-    """Where kubectl looks; None in a pod."""
+    """Where kubectl looks, of several files the first that exists; None in a pod."""
     named = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
+    if named:
+        return next((path for path in named if Path(path).exists()), named[0])
     usual = Path("~/.kube/config").expanduser()
-    return named[0] if named else str(usual) if usual.exists() else None
+    return str(usual) if usual.exists() else None
 
 
 class _Shown:
     """One look, counted."""
 
-    def __init__(
-        self,
-        driver: str,
-        slices: Sequence[Mapping[str, Any]],
-        claims: Sequence[Mapping[str, Any]],
-        classes: Sequence[Mapping[str, Any]],
-        pods: Sequence[Mapping[str, Any]],
-        by: By,
-        namespace: str | None,
-    ) -> None:
-        from dra_driver.diagnostics.rules import cluster_view
+    def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
+        from dra_driver.diagnostics.rules import cluster_view, waiting_pods
         from dra_driver.validation.pending_claims import pending_claims
 
-        members, problems = cluster_view.pools_of(driver, map(dict, slices))
-        all_claims = [dict(claim) for claim in claims]
-        holders = cluster_view.holders_of(driver, all_claims)
-        devices = cluster_view.devices_of(members, holders)
+        members, problems = cluster_view.pools_of(driver, lists.slices)
+        devices = cluster_view.devices_of(members, cluster_view.holders_of(driver, lists.claims))
         self._by = by
-        self._nodes = cluster_view.by_node(devices, members, problems)
-        self._products = cluster_view.by_product(devices)
+        self._lacking = lists.lacking
+        self._nodes = cluster_view.by_node(devices, members, problems) if by == "node" else []
+        self._products = cluster_view.by_product(devices) if by == "product" else []
         self._users: list[UserRow] = []
         if by != "node" and by != "product":  # noqa: PLR1714  mypy narrows it so
             workloads = {
-                (str(pod.get("namespace", "")), str(pod["name"])): cluster_view.workload_of(dict(pod))
-                for pod in pods
+                (str(pod.get("namespace", "")), str(pod["name"])): cluster_view.workload_of(pod)
+                for pod in lists.owners
             }
             rows = cluster_view.by_user(devices, by, workloads)
             self._users = [row for row in rows if namespace in (None, row.namespace)]
         whole = {pool: found for pool, found in members.items() if pool not in problems}
-        self._pending = pending_claims(
-            driver, all_claims, whole, [dict(entry) for entry in classes], namespace
-        )
+        wanted = [*lists.claims, *waiting_pods.extended_claims(lists.waiting, lists.classes)]
+        self._pending = pending_claims(driver, wanted, whole, lists.classes, namespace)
+        self._pods = waiting_pods.pods_by_claim(lists.waiting)
+        self._pods_of_resource = {
+            (pod["metadata"].get("namespace", ""), pod["metadata"]["name"]): [waiting_pods.waiting_pod(pod)]
+            for pod in lists.waiting
+        }
 
     def print(self, output: Output) -> None:
         """On standard output."""
@@ -144,8 +157,10 @@ class _Shown:
             case _:
                 text = _user_table(self._users, self._by, width)
         typer.echo(text, nl=False)
-        for line in _pending_lines(self._pending):
+        for line in self._pending_lines():
             typer.echo(line)
+        for lacking in self._lacking:
+            typer.echo(f"gpu-dra-driver: who waits is not known: {lacking}", err=True)
 
     def _object(self) -> dict[str, Any]:
         rows: list[Any]
@@ -158,8 +173,27 @@ class _Shown:
                     for name, nodes, one in self._products
                 ]
             case _:
-                rows = [{**asdict(row), "mig": dict(row.mig)} for row in self._users]
-        return {"by": self._by, "rows": rows, "pending": [asdict(claim) for claim in self._pending]}
+                rows = [asdict(row) for row in self._users]
+        pending = [
+            {**asdict(claim), "pods": [asdict(pod) for pod in self._waiting(claim)]}
+            for claim in self._pending
+        ]
+        return {"by": self._by, "rows": rows, "pending": pending, "lacking": self._lacking}
+
+    def _waiting(self, claim: PendingClaim) -> Sequence[WaitingPod]:
+        pods = self._pods_of_resource if claim.kind == "Pod" else self._pods
+        return pods.get((claim.namespace, claim.name), ())
+
+    def _pending_lines(self) -> list[str]:
+        """What waits for the same reasons in a namespace stands together."""
+        alike: dict[PendingClaim, list[PendingClaim]] = {}
+        for claim in self._pending:
+            alike.setdefault(replace(claim, name=""), []).append(claim)
+        lines = []
+        for verdict, claims in alike.items():
+            pods = [pod for claim in claims for pod in self._waiting(claim)]
+            lines += ["", *_verdict_lines(verdict, claims, pods, self._lacking)]
+        return lines
 
 
 def _counts(count: Count) -> tuple[str, ...]:
@@ -173,16 +207,41 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
         return (
             "no node publishes GPUs; see `gpu-dra-driver doctor` in the driver's pod on a node that should\n"
         )
-    columns = [Column("NODE"), *_COUNTS, Column("PRODUCT", drop=1, cut=16), Column("PROBLEM", cut=20)]
-    cells = [
-        (row.node, *_counts(row.count), ", ".join(row.products) or "-", row.problem or "-") for row in rows
+    columns = [
+        Column("NODE"),
+        *_COUNTS,
+        Column("PRODUCT", drop=1, cut=16),
+        Column("CONSUMED", drop=5, cut=12),
+        Column("TAINTS", drop=2, cut=16),
+        Column("PROBLEM", cut=20),
     ]
-    if all(row.problem is None for row in rows):
-        columns, cells = columns[:-1], [row[:-1] for row in cells]
+    cells = [
+        (
+            row.node,
+            *_counts(row.count),
+            ", ".join(row.products) or "-",
+            ", ".join(f"{name} {taken}/{there}" for name, (taken, there) in row.consumed.items()) or "-",
+            ", ".join(row.taints) or "-",
+            row.problem or "-",
+        )
+        for row in rows
+    ]
     if len(rows) > 1:
         total = tuple(map(str, _total(row.count for row in rows)))
         cells.append(("(all)", *total, *[""] * (len(columns) - 1 - len(total))))
-    return table(columns, cells, width)
+    return _without_empty(columns, cells, width)
+
+
+def _without_empty(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int | None) -> str:
+    """The table without the columns at its end in which no row has anything."""
+    shown = [
+        index
+        for index, column in enumerate(columns)
+        if column.title not in _WHERE_ANY or any(row[index] not in ("-", "") for row in cells)
+    ]
+    return table(
+        [columns[index] for index in shown], [[row[index] for index in shown] for row in cells], width
+    )
 
 
 def _total(counts: Any) -> tuple[object, ...]:
@@ -209,6 +268,7 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
         Column("GPUS"),
         Column("MIG", cut=12),
         Column("SHARES", drop=3),
+        Column("CONSUMED", drop=4, cut=12),
         Column("NODES", drop=1, cut=16),
     ]
     cells: list[tuple[str, ...]] = [
@@ -219,31 +279,46 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
             str(row.gpus),
             ", ".join(f"{profile} x{number}" for profile, number in row.mig.items()) or "-",
             str(row.shares) if row.shares else "-",
+            ", ".join(f"{name} {amount}" for name, amount in row.consumed.items()) or "-",
             ", ".join(row.nodes),
         )
         for row in rows
     ]
     if by == "namespace":
         columns, cells = columns[:1] + columns[2:], [(row[0], *row[2:]) for row in cells]
-    return table(columns, cells, width)
+    return _without_empty(columns, cells, width)
 
 
-def _pending_lines(claims: Sequence[PendingClaim]) -> list[str]:
-    lines = []
-    for claim in claims:
-        lines += ["", f"claim {claim.namespace}/{claim.name} has no devices:"]
-        for reason, number in claim.reasons[:_MOST_REASONS]:
-            lines.append(f"  {number} node{'s' if number != 1 else ''}: {reason}")
-        if len(claim.reasons) > _MOST_REASONS:
-            lines.append(f"  and {len(claim.reasons) - _MOST_REASONS} more reasons (-o json has all)")
-        if claim.fits:
-            more = f" and {len(claim.fits) - 1} more" if len(claim.fits) > 1 else ""
-            lines.append(
-                f"  {claim.fits[0]}{more} could serve it; if no pod waits for another reason (kubectl describe pod), "
-                "the scheduler is about to"
-            )
-        if claim.untried:
-            lines.append(f"  {claim.untried} nodes were not looked at")
-        if not (claim.reasons or claim.fits or claim.untried):
-            lines.append("  no node publishes devices of this driver")
+def _verdict_lines(
+    verdict: PendingClaim,
+    claims: Sequence[PendingClaim],
+    pods: Sequence[WaitingPod],
+    lacking: Sequence[str],
+) -> list[str]:
+    what = "pod" if verdict.kind == "Pod" else "claim"
+    also = f" and {len(claims) - 1} more" if len(claims) > 1 else ""
+    first, has = claims[0], "have" if also else "has"
+    lines = [f"{what} {first.namespace}/{first.name}{also} {has} no devices:"]
+    if verdict.unknown:
+        lines.append(f"  not judged: {verdict.unknown}")
+    lines += [
+        f"  {number} node{'s' if number != 1 else ''}: {reason}"
+        for reason, number in verdict.reasons[:_MOST_REASONS]
+    ]
+    if len(verdict.reasons) > _MOST_REASONS:
+        lines.append(f"  and {len(verdict.reasons) - _MOST_REASONS} more reasons (-o json has all)")
+    if verdict.fits:
+        more = f" and {len(verdict.fits) - 1} more" if len(verdict.fits) > 1 else ""
+        idle = "" if pods or lacking else "; no pod waits for it, and devices are allocated only for a pod"
+        lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
+    if verdict.untried:
+        lines.append(f"  {verdict.untried} more nodes were not looked at")
+    if not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
+        lines.append("  no node publishes devices of this driver")
+    if pods and what == "claim":
+        more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
+        lines.append(f"  pod {pods[0].name}{more} waits for it")
+    said = next((pod.says for pod in pods if pod.says), None)
+    if said:
+        lines.append(f"  the scheduler says: {said}")
     return lines

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from dra_driver.diagnostics.rules.cluster_view import (
     pools_of,
     workload_of,
 )
+from dra_driver.diagnostics.rules.waiting_pods import WaitingPod, extended_claims, pods_by_claim
 from dra_driver.validation.pending_claims import pending_claims
 from dra_driver.validation.rules.standard_classes import standard_classes
 
@@ -197,10 +200,16 @@ def test_workloads(owner: Json | None, expected: str) -> None:
 # --- who waits ----------------------------------------------------------------------------------
 
 
-def waiting(slices: list[Json], *claims: Json) -> Any:
+NIC = {
+    "metadata": {"name": "nic.example.com"},
+    "spec": {"selectors": [{"cel": {"expression": 'device.driver == "nic"'}}]},
+}
+
+
+def waiting(slices: list[Json], *claims: Json, classes: Sequence[Json] = ()) -> Any:
     members, problems = pools_of(DRIVER, slices)
     whole = {pool: found for pool, found in members.items() if pool not in problems}
-    classes = [*standard_classes(DRIVER).values()]
+    classes = [*standard_classes(DRIVER).values(), *classes]
     return [one for one in pending_claims(DRIVER, [*claims], whole, classes) if one.name == "c"]
 
 
@@ -228,14 +237,196 @@ def test_what_others_have_is_told_apart_from_what_is_not_there() -> None:
     held = claim("other", ("full", "a"))
     [found] = waiting(slices, held, claim("c"))
     assert found.fits == ("free",)
-    assert ("its devices would do, but other claims have them", 1) in found.reasons
+    text = "request gpu: wants 1, other claims have them (0 of 1 matching devices are free on full, the best of them)"
+    assert (text, 1) in found.reasons
     assert sum(number for _, number in found.reasons) == 2
 
 
 def test_claims_of_other_drivers_and_ended_ones_do_not_count() -> None:
     foreign = claim("c")
     foreign["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = "nic.example.com"
-    assert waiting([entry("n", gpu("a"))], foreign) == []
+    assert waiting([entry("n", gpu("a"))], foreign, classes=[NIC]) == []
     ending = claim("c")
     ending["metadata"]["deletionTimestamp"] = "2026-01-05T09:30:00Z"
     assert waiting([entry("n", gpu("a"))], ending) == []
+
+
+def asking(name: str = "c", *, count: int = 1, selector: str | None = None, **more: Any) -> Json:
+    wanted = claim(name)
+    exactly = wanted["spec"]["devices"]["requests"][0]["exactly"]
+    exactly |= {"count": count, **more}
+    if selector is not None:
+        exactly["selectors"] = [{"cel": {"expression": selector}}]
+    return wanted
+
+
+def test_a_missing_class_is_the_reason() -> None:
+    [found] = waiting([entry("n", gpu("a"))], asking(deviceClassName="gpus.nvidia.com"))
+    assert found.reasons == (("there is no DeviceClass gpus.nvidia.com", 1),)
+
+
+def test_devices_of_another_driver_are_not_judged() -> None:
+    wanted = asking()
+    nic = {"name": "nic", "exactly": {"deviceClassName": "nic.example.com"}}
+    wanted["spec"]["devices"]["requests"].append(nic)
+    [found] = waiting([entry("n", gpu("a"))], wanted, classes=[NIC])
+    assert (found.reasons, found.fits) == ((), ())
+    assert found.unknown == "class nic.example.com is of another driver"
+
+
+def test_a_selector_that_cannot_be_judged_hides_no_other_claim() -> None:
+    broken = asking("broken", selector="device.driver ==")
+    members, _ = pools_of(DRIVER, [entry("n", gpu("a"))])
+    classes = [*standard_classes(DRIVER).values()]
+    first, second = pending_claims(DRIVER, [broken, asking()], members, classes)
+    assert (first.name, first.fits) == ("broken", ())
+    assert first.unknown
+    assert (second.name, second.fits) == ("c", ("n",))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("uuid", {"string": "GPU-x"}), ("index", {"int": 7}), ("numaNode", {"int": 7})],
+)
+def test_a_selector_for_one_device_of_the_cluster_finds_its_node(attribute: str, value: Json) -> None:
+    slices = [entry(f"n{number}", gpu("a"), gpu("b")) for number in range(30)]
+    slices[17]["spec"]["devices"][1]["attributes"][attribute] = value
+    there = f'device.attributes["{DRIVER}"]'
+    wanted = json.dumps(next(iter(value.values())))
+    selector = f'"{attribute}" in {there} && {there}.{attribute} == {wanted}'
+    [found] = waiting(slices, asking(selector=selector))
+    assert found.fits == ("n17",)
+    assert sum(number for _, number in found.reasons) == 29
+
+
+def test_devices_of_two_drivers_in_pools_of_one_name_are_told_apart() -> None:
+    slices = [entry("n", gpu("a")), entry("n", gpu("a"), driver="nic")]
+    held = claim("other", ("n", "a"), driver="nic")
+    assert counted(slices, held) == Count(gpus=1, free=1)
+    [found] = waiting(slices, held, asking())
+    assert found.fits == ("n",)
+
+
+def test_which_gpu_of_a_node_is_taken_does_not_make_another_kind_of_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dra_driver.validation.pending_claims._MOST_KINDS", 1)
+    slices = [entry(f"n{number}", *(gpu(f"g{index}") for index in range(8))) for number in range(8)]
+    for number, content in enumerate(slices):
+        for index, device in enumerate(content["spec"]["devices"]):
+            device["attributes"]["pcieRoot"] = {"string": f"pci{number}{index}"}
+    held = [claim(f"h{number}", (f"n{number}", f"g{number}")) for number in range(8)]
+    [found] = waiting(slices, *held, asking(count=8))
+    text = "request gpu: wants 8, other claims have them (7 of 8 matching devices are free on n0, the best of them)"
+    assert (found.reasons, found.untried) == (((text, 8),), 0)
+
+
+def test_kinds_of_nodes_that_are_not_looked_at_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dra_driver.validation.pending_claims._MOST_KINDS", 1)
+    slices = [entry("one", gpu("a")), entry("two", gpu("a")), entry("three", gpu("a", "A100"))]
+    [found] = waiting(slices, asking())
+    assert (found.fits, found.untried) == (("one", "two"), 1)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_nodes_differ_by_which_devices_have_an_attribute_in_common(same: bool) -> None:
+    slices = [entry("n", *(gpu(f"g{index}") for index in range(2)))]
+    for index, device in enumerate(slices[0]["spec"]["devices"]):
+        device["attributes"]["nvlinkDomain"] = {"string": "one" if same else f"of-{index}"}
+    wanted = asking(count=2)
+    wanted["spec"]["devices"]["constraints"] = [{"matchAttribute": f"{DRIVER}/nvlinkDomain"}]
+    other = [entry("m", *(gpu(f"g{index}") for index in range(2)))]
+    for device in other[0]["spec"]["devices"]:
+        device["attributes"]["nvlinkDomain"] = {"string": "two"}
+    [found] = waiting(other + slices, wanted)
+    assert found.fits == (("m", "n") if same else ("m",))
+    if not same:
+        [(reason, number)] = found.reasons
+        assert number == 1
+        assert "matchAttribute" in reason
+
+
+def test_a_gpu_of_which_a_mig_device_is_held_serves_nobody_as_a_whole() -> None:
+    [found] = waiting(CUT, claim("h", ("n", "a-mig-0")), asking())
+    assert found.fits == ()
+    assert found.reasons == (("request gpu: wants 1, other claims have parts or shares of them", 1),)
+    assert waiting(CUT, asking())[0].fits == ("n",)
+
+
+def test_an_incomplete_pool_serves_nobody() -> None:
+    [found] = waiting([entry("n", gpu("a"), total=2)], asking())
+    assert (found.reasons, found.fits) == ((), ())
+
+
+def shared_gpu(name: str) -> Json:
+    return gpu(name, allowMultipleAllocations=True)
+
+
+def test_what_shares_consume() -> None:
+    slices = [entry("n", shared_gpu("s"), gpu("a"), gpu("t", taints=[TAINT]))]
+    claims = [
+        claim("one", ("n", "s"), pods=("p",), shareID="1", consumedCapacity={"memory": "20Gi"}),
+        claim("two", ("n", "s"), shareID="2", consumedCapacity={f"{DRIVER}/memory": "10Gi"}),
+    ]
+    devices, members, problems = view(slices, claims)
+    [node] = by_node(devices, members, problems)
+    assert (dict(node.consumed), node.taints) == ({"memory": ("30Gi", "80Gi")}, ("xid:NoSchedule",))
+    [user] = by_user(devices, "namespace", {})
+    assert (user.shares, dict(user.consumed)) == (2, {"memory": "30Gi"})
+    assert [dict(row.consumed) for row in by_user(devices, "claim", {})] == [
+        {"memory": "20Gi"},
+        {"memory": "10Gi"},
+    ]
+
+
+# --- pods without a node ------------------------------------------------------------------------
+
+
+def pod(name: str, says: str | None = None, **more: Any) -> Json:
+    conditions = [{"type": "PodScheduled", "status": "False", "message": says}] if says else []
+    status = {"phase": "Pending", "conditions": conditions, **more.pop("status", {})}
+    return {"metadata": {"namespace": "ml", "name": name}, "spec": more, "status": status}
+
+
+def test_pods_wait_for_claims_by_name_and_of_templates() -> None:
+    pods = [
+        pod("by-name", "0/3 nodes", resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}]),
+        pod(
+            "templated",
+            resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "t"}],
+            status={"resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "templated-gpu-x"}]},
+        ),
+        pod("early", resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "t"}]),
+    ]
+    assert pods_by_claim(pods) == {
+        ("ml", "c"): [WaitingPod("by-name", "0/3 nodes")],
+        ("ml", "templated-gpu-x"): [WaitingPod("templated", None)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"nvidia.com/gpu": "2", "memory": "1Gi"}, [("gpu.nvidia.com", 2)]),
+        ({"deviceclass.resource.kubernetes.io/mig.nvidia.com": "1"}, [("mig.nvidia.com", 1)]),
+        ({"nvidia.com/gpu": "0"}, []),
+        ({"example.com/other": "1"}, []),
+    ],
+)
+def test_extended_resources_are_claims_to_be(limits: Json, expected: list[tuple[str, int]]) -> None:
+    classes = [*standard_classes(DRIVER).values()]
+    classes = [
+        {**one, "spec": {**one["spec"], "extendedResourceName": "nvidia.com/gpu"}}
+        if one["metadata"]["name"] == "gpu.nvidia.com"
+        else one
+        for one in classes
+    ]
+    waits = pod("p", containers=[{"name": "main", "resources": {"limits": limits}}])
+    made = [
+        (request["exactly"]["deviceClassName"], request["exactly"]["count"])
+        for one in extended_claims([waits], classes)
+        for request in one["spec"]["devices"]["requests"]
+    ]
+    assert made == expected
+    waits["status"]["extendedResourceClaimStatus"] = {"resourceClaimName": "made"}
+    assert [*extended_claims([waits], classes)] == []

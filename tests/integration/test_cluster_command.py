@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.cli.test_tables import on_terminal
-from tests.integration.conftest import Node
+from tests.integration.conftest import NODE, Node
 from tests.integration.test_process import call
 
 
@@ -47,6 +51,106 @@ def test_as_json(at_work: list[str]) -> None:
     assert shown["by"] == "workload"
     assert [(row["namespace"], row["gpus"], row["mig"]) for row in shown["rows"]] == [("default", 2, {})]
     assert [entry["name"] for entry in shown["pending"]] == ["greedy"]
+
+
+def test_lists_of_many_pages_are_whole(at_work: list[str], node: Node) -> None:
+    for number in range(1234):
+        metadata = {"name": f"p{number}", "namespace": "default"}
+        node.server.add("pods", {"metadata": metadata, "spec": {"nodeName": "n"}})
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "late", "uid": "u", "controller": True}
+    node.server.add(
+        "pods",
+        {
+            "metadata": {"name": "pod-of-training", "namespace": "default", "ownerReferences": [owner]},
+            "spec": {"nodeName": NODE},
+        },
+    )
+    assert "Job/late" in call(*at_work, "--by", "workload").stdout
+    pages = [request.query for request in node.server.requests if request.path == "/api/v1/pods"]
+    assert [query["limit"] for query in pages if "fieldSelector" not in query] == ["500"] * 3
+
+
+def test_a_list_that_the_server_forgets_is_read_in_one_piece(at_work: list[str], node: Node) -> None:
+    for number in range(501):
+        node.claim(f"c{number}", status={})
+    node.server.faults.fail(1, 410, reason="Expired", path="/resourceclaims")
+    shown = json.loads(call(*at_work, "-o", "json").stdout)
+    assert len(shown["pending"]) == 502
+
+
+def test_pods_without_a_node_and_what_the_scheduler_says(at_work: list[str], node: Node) -> None:
+    says = "0/1 nodes are available: 1 cannot allocate all claims."
+    status = {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "False", "message": says}],
+    }
+    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "greedy"}]}
+    node.server.add(
+        "pods", {"metadata": {"name": "big", "namespace": "default"}, "spec": spec, "status": status}
+    )
+    limits = {"deviceclass.resource.kubernetes.io/gpu.nvidia.com": "12"}
+    spec = {"containers": [{"name": "main", "resources": {"limits": limits}}]}
+    node.server.add(
+        "pods",
+        {
+            "metadata": {"name": "old-way", "namespace": "default"},
+            "spec": spec,
+            "status": {"phase": "Pending"},
+        },
+    )
+    lines = call(*at_work).stdout.splitlines()
+    assert "  pod big waits for it" in lines
+    assert f"  the scheduler says: {says}" in lines
+    assert "12" in lines[lines.index("pod default/old-way has no devices:") + 1]
+    assert "old-way" not in call(*at_work, "-n", "other").stdout
+
+
+def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> None:
+    node.server.faults.fail(1, 403, reason="Forbidden", path="/resourceclaims")
+    done = call(*at_work)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "gpu-dra-driver: this user may not list resourceclaims.resource.k8s.io in all namespaces; "
+        "ask for a ClusterRole with the verb list for resourceclaims.resource.k8s.io\n"
+    )
+    # Without pods the rest is still true.
+    node.server.faults.fail(1, 403, reason="Forbidden", path="/api/v1/pods")
+    done = call(*at_work)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1].startswith(NODE)
+    assert "may not list pods" in done.stderr
+
+
+def test_of_several_kubeconfigs_the_first_that_exists_is_read(at_work: list[str], tmp_path: Path) -> None:
+    assert (
+        call("cluster", KUBECONFIG=f"{tmp_path}/none:{at_work[-1]}", HOME="/").stdout == call(*at_work).stdout
+    )
+
+
+def test_without_a_kubeconfig(tmp_path: Path) -> None:
+    done = call("cluster", HOME=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "--kubeconfig" in done.stderr
+
+
+def test_as_a_plugin_of_kubectl(at_work: list[str]) -> None:
+    program = Path(sys.executable).parent / "kubectl-gpus"
+    done = subprocess.run([program, *at_work[1:]], capture_output=True, text=True, check=True)
+    assert done.stdout == call(*at_work).stdout
+
+
+def test_watching_goes_on_while_the_server_is_away(at_work: list[str], node: Node) -> None:
+    command = [sys.executable, "-m", "dra_driver.cli.main", *at_work, "--watch", "--interval", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert watching.stdout.readline().startswith("NODE")
+        node.server.faults.fail(1, 503, path="/resourceslices")
+        assert "looking again" in watching.stderr.readline()
+        assert any(line.startswith("NODE") for line in watching.stdout)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(10) == 0
 
 
 def test_a_cluster_without_the_driver(make_node) -> None:

@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.units import parse_quantity
+from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 JsonObject = dict[str, Any]
 State = Literal["free", "allocated", "blocked", "tainted"]
 Slot = tuple[str, str]
 """Pool and device name."""
 
+_BYTES = 1 << 20
+"""Amounts below are numbers of things, not bytes."""
 _KEEP_AWAY = frozenset({"NoSchedule", "NoExecute"})
 _REPLICA_SET = re.compile(r"-[a-z0-9]{6,10}\Z")
 
@@ -49,6 +52,7 @@ class ClusterDevice:
     state: State
     taints: tuple[str, ...]
     holders: tuple[Holder, ...]
+    capacity: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +71,21 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """A node with its products, and why its pool is not whole, None if it is."""
+    """A node with its products, the taints of its GPUs, what is consumed of the capacities of shared devices and how
+    much there is, and why its pool is not whole, None if it is."""
 
     node: str
     products: tuple[str, ...]
     count: Count
     problem: str | None = None
+    taints: tuple[str, ...] = ()
+    consumed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class UserRow:
-    """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares."""
+    """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares, and what the
+    shares consume."""
 
     namespace: str
     name: str
@@ -86,6 +94,7 @@ class UserRow:
     mig: Mapping[str, int]
     shares: int
     nodes: tuple[str, ...]
+    consumed: Mapping[str, str] = field(default_factory=dict)
 
 
 def pools_of(driver: str, slices: Iterable[JsonObject]) -> tuple[dict[str, list[JsonObject]], dict[str, str]]:
@@ -174,17 +183,18 @@ def _pool_devices(
             kind=kind,
             product=_text(attributes, "productName") or "-",
             profile=_text(attributes, "profile"),
-            is_possible=kind == "mig" and "uuid" not in _short(attributes) and not found,
+            is_possible=kind == "mig" and _text(attributes, "uuid") is None and not found,
             is_shared=bool(device.get("allowMultipleAllocations")),
             state=state,
             taints=taints,
             holders=found,
+            capacity={name: str(entry["value"]) for name, entry in (device.get("capacity") or {}).items()},
         )
 
 
 def _counters(slices: Sequence[JsonObject]) -> dict[tuple[str, str], Fraction]:
     return {
-        (entry["name"], name): amount_of(value["value"])
+        (entry["name"], name): amount_of(str(value["value"]))
         for content in slices
         for entry in content["spec"].get("sharedCounters") or ()
         for name, value in entry["counters"].items()
@@ -194,23 +204,22 @@ def _counters(slices: Sequence[JsonObject]) -> dict[tuple[str, str], Fraction]:
 def _consumption(device: JsonObject) -> Iterator[tuple[tuple[str, str], Fraction]]:
     for entry in device.get("consumesCounters") or ():
         for name, value in entry["counters"].items():
-            yield (entry["counterSet"], name), amount_of(value["value"])
+            yield (entry["counterSet"], name), amount_of(str(value["value"]))
 
 
-def amount_of(quantity: object) -> Fraction:
-    """A quantity as a number; what is none counts as 0."""
+@lru_cache(maxsize=4096)
+def amount_of(quantity: str) -> Fraction:
+    """A quantity as a number; what is none counts as 0. Nodes of one kind have the same few."""
     try:
-        return parse_quantity(str(quantity))
+        return parse_quantity(quantity)
     except InvalidConfigError:
         return Fraction(0)
 
 
-def _short(attributes: JsonObject) -> JsonObject:
-    return {name.rpartition("/")[2]: value for name, value in attributes.items()}
-
-
 def _text(attributes: JsonObject, name: str) -> str | None:
-    value = _short(attributes).get(name)
+    value = attributes.get(name)
+    if value is None:
+        value = next((found for full, found in attributes.items() if full.endswith(f"/{name}")), None)
     return None if not value else str(next(iter(value.values())))
 
 
@@ -249,9 +258,40 @@ def by_node(
         found.setdefault(device.node, []).append(device)
     bad = {members[pool][0]["spec"].get("nodeName") or pool: problem for pool, problem in problems.items()}
     return [
-        NodeRow(node, tuple(dict.fromkeys(one.product for one in mine)), count(mine), bad.get(node))
+        NodeRow(
+            node,
+            tuple(dict.fromkeys(one.product for one in mine)),
+            count(mine),
+            bad.get(node),
+            tuple(dict.fromkeys(taint for one in mine if not one.is_possible for taint in one.taints)),
+            _consumed_of(mine),
+        )
         for node, mine in sorted(found.items())
     ]
+
+
+def _consumed_of(devices: Iterable[ClusterDevice]) -> dict[str, tuple[str, str]]:
+    shared = [device for device in devices if device.is_shared]
+    there = _sums(device.capacity for device in shared)
+    taken = _sums(holder.consumed for device in shared for holder in device.holders)
+    return {
+        name: (_written(taken.get(name, Fraction(0))), _written(amount))
+        for name, amount in sorted(there.items())
+    }
+
+
+def _sums(amounts: Iterable[Mapping[str, str]]) -> dict[str, Fraction]:
+    """By the last part of the capacity's name: a driver may write its own domain or leave it out."""
+    found: dict[str, Fraction] = {}
+    for one in amounts:
+        for name, quantity in one.items():
+            short = name.rpartition("/")[2]
+            found[short] = found.get(short, Fraction(0)) + amount_of(quantity)
+    return found
+
+
+def _written(amount: Fraction) -> str:
+    return format_bytes(amount) if amount >= _BYTES else format_decimal(amount)
 
 
 def by_product(devices: Iterable[ClusterDevice]) -> list[tuple[str, int, Count]]:
@@ -300,6 +340,7 @@ def _user(key: tuple[str, str], held: Sequence[tuple[ClusterDevice, Holder]]) ->
     whole = {(one.pool, one.name): one for one, _ in held if not one.is_shared}
     mig = Counter(one.profile or "-" for one in whole.values() if one.kind == "mig")
     shares = {(one.pool, one.name, holder.uid) for one, holder in held if one.is_shared}
+    consumed = _sums(holder.consumed for one, holder in held if one.is_shared)
     return UserRow(
         namespace=key[0],
         name=key[1],
@@ -308,6 +349,7 @@ def _user(key: tuple[str, str], held: Sequence[tuple[ClusterDevice, Holder]]) ->
         mig=dict(sorted(mig.items())),
         shares=len(shares),
         nodes=tuple(sorted({one.node for one, _ in held})),
+        consumed={name: _written(amount) for name, amount in sorted(consumed.items()) if amount},
     )
 
 

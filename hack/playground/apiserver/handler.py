@@ -112,7 +112,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         with self.api.store.changed:  # a test counts requests as soon as it sees what they did
-            answer = self.api.rest.handle(Call(self.command, route, query, body, content_type, identity))
+            accept = self.headers.get("Accept") or ""
+            call = Call(self.command, route, query, body, content_type, identity, accept)
+            answer = self.api.rest.handle(call)
             self._record(path, query, answer.code)
         self._send(answer.code, answer.document, answer.headers)
 

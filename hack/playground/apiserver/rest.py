@@ -15,6 +15,7 @@ from playground.apiserver.resources import Resource, Route
 from playground.apiserver.selectors import selector
 from playground.apiserver.store import Key, Object
 
+_METADATA_LIST = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
 
 
@@ -36,6 +37,7 @@ class Call:
     body: bytes
     content_type: str
     identity: Identity | None
+    accept: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,10 @@ class Rest:
         route = call.route
         selected = selector(route.resource, call.query, route.namespace)
         items, version = self._operations.store.select(route.resource, selected)
-        return _list_document(route, items, version)
+        document = _list_document(route, items, version)
+        if _METADATA_LIST in call.accept:
+            document = _metadata_alone(document)
+        return _page(document, call.query)
 
     def _create(self, call: Call) -> dict[str, Any]:
         obj = _decoded(call)
@@ -179,6 +184,34 @@ def _list_document(route: Route, items: list[Object], version: int) -> dict[str,
         "metadata": {"resourceVersion": str(version)},
         "items": shown,
     }
+
+
+def _metadata_alone(document: dict[str, Any]) -> dict[str, Any]:
+    items = [{"metadata": item["metadata"]} for item in document["items"]]
+    return {
+        **document,
+        "kind": "PartialObjectMetadataList",
+        "apiVersion": "meta.k8s.io/v1",
+        "items": items,
+    }
+
+
+def _page(document: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+    """The part of a list that `limit` and `continue` ask for. Like the real server it refuses to go on with a list
+    whose objects have changed too long ago; here, at all: clients have to know that answer."""
+    items, metadata = document["items"], document["metadata"]
+    version, start = metadata["resourceVersion"], 0
+    if query.get("continue"):
+        begun, _, offset = query["continue"].partition("/")
+        if begun != version:
+            text = "The provided continue parameter is too old to display a consistent list result"
+            raise ApiFailure(410, "Expired", text, details={})
+        start = int(offset)
+    limit = int(query.get("limit") or 0) or len(items)
+    rest = len(items) - start - limit
+    if rest > 0:
+        metadata = {**metadata, "continue": f"{version}/{start + limit}", "remainingItemCount": rest}
+    return {**document, "metadata": metadata, "items": items[start : start + limit]}
 
 
 def _deleted(resource: Resource, obj: Object) -> dict[str, Any]:
