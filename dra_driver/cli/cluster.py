@@ -220,7 +220,10 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
             row.node,
             *_counts(row.count),
             ", ".join(row.products) or "-",
-            ", ".join(f"{name} {taken}/{there}" for name, (taken, there) in row.consumed.items()) or "-",
+            ", ".join(
+                f"{name} {taken}/{there}" for name, (taken, there) in row.consumed.items() if taken != "0"
+            )
+            or "-",
             ", ".join(row.taints) or "-",
             row.problem or "-",
         )

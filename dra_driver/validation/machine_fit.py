@@ -13,7 +13,7 @@ from dra_driver.api.resolve import config_for_result
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
-from dra_driver.validation.rules.allocator import AllocationError, allocate
+from dra_driver.validation.rules.allocator import AllocationError, allocate, counters_of, take_inventory
 from dra_driver.validation.rules.cel.values import Semver
 from dra_driver.validation.rules.explain import (
     DeviceRequest,
@@ -78,6 +78,17 @@ class MachineFit:
             return Fit(funnels, problem=self._why_not(wanted, funnels, devices, bool(others)) or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
+
+    def free(self, others: Sequence[JsonObject]) -> set[str]:
+        """The devices of which the claims `others` have nothing: neither all, nor a share, nor a part of the GPU."""
+        inventory = take_inventory(self._slices, others, self._node)
+        return {
+            candidate.id[2]
+            for candidate in inventory.candidates
+            if candidate.id not in inventory.taken
+            and candidate.id not in inventory.shares
+            and all(inventory.counters.get(key, 0) >= least for key, least in counters_of(candidate).items())
+        }
 
     def _allocate(
         self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]

@@ -88,7 +88,6 @@ class _Kind:
 
     machine: MachineFit
     others: Sequence[JsonObject]
-    taken: frozenset[str]
     nodes: tuple[str, ...]
 
 
@@ -138,10 +137,9 @@ class _Cluster:
             if alone.problem is not None:
                 reasons[alone.problem] += len(kind.nodes)
             elif kind.others and kind.machine.claim(spec, self._classes, kind.others).problem is not None:
-                reason, free, matching = _taken_away(alone, kind.taken)
+                reason, free, matching = _taken_away(alone, kind.machine.free(kind.others))
                 reasons[reason] += len(kind.nodes)
-                if free < matching:
-                    best[reason] = max(best.get(reason, (-1, 0, "")), (free, matching, kind.nodes[0]))
+                best[reason] = max(best.get(reason, (-1, 0, "")), (free, matching, kind.nodes[0]))
             else:
                 fits += kind.nodes
         texts = {
@@ -177,29 +175,18 @@ class _Cluster:
     def _kind(self, nodes: Sequence[str]) -> _Kind:
         first = nodes[0]
         slices, others = self._pools[first], self._holding.get(first, ())
-        taken = frozenset(
-            result["device"]
-            for claim in others
-            for result in _results(claim, self._driver)
-            if result["pool"] == first and not result.get("adminAccess") and not result.get("shareID")
-        )
-        return _Kind(MachineFit(first, self._driver, slices), others, taken, tuple(nodes))
+        return _Kind(MachineFit(first, self._driver, slices), others, tuple(nodes))
 
 
-def _taken_away(alone: Fit, taken: frozenset[str]) -> tuple[str, int, int]:
+def _taken_away(alone: Fit, free: Collection[str]) -> tuple[str, int, int]:
     """Why a claim that an empty node could serve does not fit beside others; of the request that lacks most, how many
     devices are free and how many match."""
     wanted = Counter(request for request, _ in alone.devices)
     matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}
-    free = {
-        request: len([name for name in names if name not in taken]) for request, names in matching.items()
-    }
-    request = min(matching, key=lambda name: free[name] - wanted[name])
-    if free[request] < wanted[request]:
-        text = f"request {request}: wants {wanted[request]}, other claims have them"
-    else:
-        text = f"request {request}: wants {wanted[request]}, other claims have parts or shares of them"
-    return text, free[request], len(matching[request])
+    left = {request: len([name for name in names if name in free]) for request, names in matching.items()}
+    request = min(matching, key=lambda name: left[name] - wanted[name])
+    text = f"request {request}: wants {wanted[request]}, other claims have them"
+    return text, left[request], len(matching[request])
 
 
 def _results(claim: JsonObject, driver: str) -> list[JsonObject]:
@@ -256,16 +243,16 @@ def _looks(slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: fro
         consumed = device.get("consumesCounters") or ()
         gpu = " ".join(sorted(one["counterSet"] for one in consumed)) or f"device {device['name']}"
         content = _content(device, numbers, named)
-        content["held"] = sorted(json.dumps(one, sort_keys=True) for one in held.get(device["name"], ()))
+        content["held"] = sorted(repr(one) for one in held.get(device["name"], ()))
         content["of"] = [counters.get(one["counterSet"]) for one in consumed]
         gpus.setdefault(gpu, []).append(content)
-    return json.dumps(sorted(json.dumps(one, sort_keys=True) for one in gpus.values()))
+    return " ".join(sorted(repr(one) for one in gpus.values()))
 
 
 def _relations(device: JsonObject) -> Iterator[tuple[str, str]]:
     for name, value in (device.get("attributes") or {}).items():
         if name.rpartition("/")[2] in _RELATED:
-            yield name, json.dumps(value)
+            yield name, repr(value)
 
 
 def _content(device: JsonObject, numbers: Mapping[tuple[str, str], int], named: frozenset[str]) -> JsonObject:
@@ -275,7 +262,7 @@ def _content(device: JsonObject, numbers: Mapping[tuple[str, str], int], named: 
         if short in named:
             attributes[name] = value
         elif short in _RELATED:
-            attributes[name] = numbers.get((name, json.dumps(value)))
+            attributes[name] = numbers.get((name, repr(value)))
         elif short not in _OWN:
             attributes[name] = value
     return {

@@ -108,7 +108,7 @@ COMMANDS = (
         "cluster",
         ("--kubeconfig",),
     ),
-    Recorded("Who uses it?", "cluster --by workload", ("--kubeconfig",)),
+    Recorded("Who uses it?", "cluster --by workload -n ml", ("--kubeconfig",)),
     Recorded(
         "Which DeviceClasses do the MIG profiles of a machine need?",
         "device-classes --simulate a30-4",

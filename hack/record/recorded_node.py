@@ -84,7 +84,27 @@ class RecordedNode(PlaygroundNode):
         self._wait(
             "the kept health", lambda: {reason["key"] for reason in _reasons(self._health())} >= wanted
         )
+        self._add_waiting("tuning", 7)
         self._grow_old()
+
+    def _add_waiting(self, name: str, gpus: int) -> None:
+        """A pod for whose claim too few GPUs are free."""
+        exactly = {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": gpus}
+        spec = {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}
+        metadata = {"name": name, "namespace": _NAMESPACE}
+        self.server.add("resourceclaims", {"metadata": metadata, "spec": spec}, group="resource.k8s.io")
+        says = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable, preemption: not helpful."
+        self.server.add(
+            "pods",
+            {
+                "metadata": {"name": f"{name}-0", "namespace": _NAMESPACE},
+                "spec": {"resourceClaims": [{"name": "gpus", "resourceClaimName": name}]},
+                "status": {
+                    "phase": "Pending",
+                    "conditions": [{"type": "PodScheduled", "status": "False", "message": says}],
+                },
+            },
+        )
 
     def _prepare(self, name: str, *devices: str, pods: Sequence[str], **more: Any) -> None:
         results = [

@@ -349,7 +349,8 @@ def test_nodes_differ_by_which_devices_have_an_attribute_in_common(same: bool) -
 def test_a_gpu_of_which_a_mig_device_is_held_serves_nobody_as_a_whole() -> None:
     [found] = waiting(CUT, claim("h", ("n", "a-mig-0")), asking())
     assert found.fits == ()
-    assert found.reasons == (("request gpu: wants 1, other claims have parts or shares of them", 1),)
+    text = "request gpu: wants 1, other claims have them (0 of 1 matching devices are free on n, the best of them)"
+    assert found.reasons == ((text, 1),)
     assert waiting(CUT, asking())[0].fits == ("n",)
 
 

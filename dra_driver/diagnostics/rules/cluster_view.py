@@ -46,8 +46,6 @@ class ClusterDevice:
     kind: str
     product: str
     profile: str | None
-    is_possible: bool
-    """A MIG device that would be made on demand, and that nobody has."""
     is_shared: bool
     state: State
     taints: tuple[str, ...]
@@ -148,7 +146,7 @@ def _holder(claim: JsonObject, result: JsonObject) -> Holder:
 def devices_of(
     members: Mapping[str, Sequence[JsonObject]], holders: Mapping[Slot, Sequence[Holder]]
 ) -> list[ClusterDevice]:
-    """Every device of the pools, with its state."""
+    """Every GPU and MIG device of the pools that there is, with its state."""
     return [device for pool, slices in members.items() for device in _pool_devices(pool, slices, holders)]
 
 
@@ -169,6 +167,8 @@ def _pool_devices(
             f"{taint['key'].rpartition('/')[2]}:{taint['effect']}" for taint in device.get("taints") or ()
         )
         kind = _text(attributes, "type") or "gpu"
+        if kind == "mig" and not found and _text(attributes, "uuid") is None:
+            continue  # it would be made on demand; there are dozens a GPU
         state: State = "free"
         if found:
             state = "allocated"
@@ -183,7 +183,6 @@ def _pool_devices(
             kind=kind,
             product=_text(attributes, "productName") or "-",
             profile=_text(attributes, "profile"),
-            is_possible=kind == "mig" and _text(attributes, "uuid") is None and not found,
             is_shared=bool(device.get("allowMultipleAllocations")),
             state=state,
             taints=taints,
@@ -232,7 +231,7 @@ def count(devices: Iterable[ClusterDevice]) -> Count:
             shares += len(device.holders)
         if device.kind == "gpu":
             states[device.state] += 1
-        elif not device.is_possible:
+        else:
             mig += 1
             allocated += bool(device.holders)
     return Count(
@@ -263,7 +262,7 @@ def by_node(
             tuple(dict.fromkeys(one.product for one in mine)),
             count(mine),
             bad.get(node),
-            tuple(dict.fromkeys(taint for one in mine if not one.is_possible for taint in one.taints)),
+            tuple(dict.fromkeys(taint for one in mine for taint in one.taints)),
             _consumed_of(mine),
         )
         for node, mine in sorted(found.items())
