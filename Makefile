@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
+CEL := $(VENV)/.cel
 LIBCS := $(VENV)/.libcs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
@@ -29,6 +30,11 @@ $(RUNTIME): requirements.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
 	@touch $@
 
+# The stand-in for the scheduler judges selectors.
+$(CEL): $(RUNTIME) requirements-cel.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-cel.txt
+	@touch $@
+
 $(STAMP): $(RUNTIME) requirements-dev.txt pyproject.toml
 	@echo "Installing the locked tools for development (once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.txt
@@ -36,7 +42,7 @@ $(STAMP): $(RUNTIME) requirements-dev.txt pyproject.toml
 		--no-deps --no-build-isolation --editable .
 	@touch $@
 
-demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
+demo: $(CEL) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
 	@$(BIN)/python hack/playground demo --simulate $(MACHINE)
 
 playground: $(STAMP) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
@@ -86,8 +92,9 @@ scale: $(STAMP) ## What the publishers of 1,000 nodes cost the API server; ARGS=
 audit: $(STAMP) ## Check the locked dependencies and write an SBOM; ARGS=--online asks the index as well
 	@$(BIN)/python hack/audit.py $(ARGS)
 
-fuzz: $(STAMP) ## Every parser of bytes from outside, guided by coverage, 10 s each
+fuzz: $(STAMP) ## Every parser of bytes from outside, 10 s each, and selectors against Kubernetes' compiler
 	@$(BIN)/python hack/fuzz $(ARGS)
+	@test -n "$(ARGS)" || $(BIN)/python hack/celcheck
 
 gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be published with nvidia-smi; reads only
 	@hack/gpu-check $(ARGS)
@@ -131,6 +138,7 @@ COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --no-emit-index-url --no
 
 lock: ## Lock the dependencies anew
 	@$(COMPILE) -o requirements.txt pyproject.toml
+	@$(COMPILE) --extra cel -c requirements.txt -o requirements-cel.txt pyproject.toml
 	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
 	@$(PYTHON) hack/image/requirements.py | $(COMPILE) -c requirements.txt -o requirements-image.txt -
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["site"], sep="\n")' | \

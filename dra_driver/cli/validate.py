@@ -83,10 +83,13 @@ def _print(reports: Sequence[DocumentReport], machine: str, output: Output) -> N
         print_object({"machine": machine, "faulty": bad, "documents": checked}, output)
         return
     width = max(len(report.place) for report in reports)
+    verdicts = max(5, *(len(report.verdict) for report in reports))
     for report in reports:
-        typer.echo(f"{report.verdict:<5}  {report.place:<{width}}  {report.name}")
+        typer.echo(f"{report.verdict:<{verdicts}}  {report.place:<{width}}  {report.name}")
         for label, texts in (("fault", report.faults), ("hint", report.hints), ("", report.notes)):
             for text in texts:
                 typer.echo(f"         {f'{label}: ' if label else ''}{text}")
     number = len(reports)
-    typer.echo(f"\n{number} document{'s' if number != 1 else ''}, {bad} with faults; {machine}")
+    open_ones = sum(1 for report in reports if report.verdict == "not judged")
+    unjudged = f", {open_ones} not judged" if open_ones else ""
+    typer.echo(f"\n{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machine}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from dra_driver.validation.documents import Document
 from dra_driver.validation.machine_fit import Fit, MachineFit
+from dra_driver.validation.rules.cel.values import NotJudgedError
 from dra_driver.validation.rules.manifests import (
     KINDS,
     alternatives,
@@ -26,13 +27,18 @@ from dra_driver.validation.rules.standard_classes import standard_classes
 
 JsonObject = dict[str, Any]
 
+NOT_JUDGED = "not judged"
 _SHOWN_DEVICES = 4
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 
 
 @dataclass(slots=True)
 class DocumentReport:
-    """What is said about one document. `verdict` is OK, FAULT, or SKIP for what has nothing to do with this driver."""
+    """What is said about one document.
+
+    `verdict` is OK, FAULT, SKIP for what has nothing to do with this driver, or "not judged" where nobody here can say
+    what Kubernetes makes of a selector.
+    """
 
     place: str
     name: str
@@ -58,7 +64,11 @@ def check_documents(
     reports = []
     for number, document in enumerate(documents):
         report = DocumentReport(document.place, document.name, faults=list(config_faults.get(number, ())))
-        check.document(document, report)
+        try:
+            check.document(document, report)
+        except NotJudgedError as error:
+            report.verdict = NOT_JUDGED
+            report.notes.append(f"not judged: a selector's CEL: {error}")
         report.verdict = "FAULT" if report.faults else report.verdict
         reports.append(report)
     return reports
@@ -118,6 +128,7 @@ class ManifestCheck:
                 f"{content['apiVersion']} goes away; write {v1['apiVersion']} (Kubernetes 1.34 and newer)"
             )
         report.hints += list(dict.fromkeys(self._selector_hints(v1)))
+        self._judge_selectors(v1)
         if v1["kind"] == "DeviceClass":
             self._class(v1, report)
             return
@@ -164,17 +175,19 @@ class ManifestCheck:
     def _other_driver(self, class_name: str) -> str | None:
         """The driver that a class asks for, if it is not this one."""
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
-        drivers = (driver_asked_for(compiled(entry["cel"]["expression"])) for entry in selectors)
+        drivers = (driver_asked_for(entry["cel"]["expression"]) for entry in selectors)
         return next((name for name in drivers if name not in (None, self._driver)), None)
 
     def _selector_hints(self, v1: JsonObject) -> Iterator[str]:
-        bodies = [v1["spec"]]
-        if v1["kind"] != "DeviceClass":
-            requests = (claim_spec(v1).get("devices") or {}).get("requests") or ()
-            bodies = [body for request in requests for _, body in alternatives(request)]
-        for body in bodies:
+        for body in _selecting(v1):
             for selector in body.get("selectors") or ():
-                yield from hints(compiled(selector["cel"]["expression"]), self._driver, self._variables)
+                yield from hints(selector["cel"]["expression"], self._driver, self._variables)
+
+    def _judge_selectors(self, v1: JsonObject) -> None:
+        """Raises: NotJudgedError if nobody can say what the API server makes of one."""
+        for body in _selecting(v1):
+            for selector in body.get("selectors") or ():
+                compiled(selector["cel"]["expression"])
 
     def _admin_hint(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
         requests = (spec.get("devices") or {}).get("requests") or ()
@@ -261,6 +274,11 @@ class ManifestCheck:
                     self._tell(
                         self._machine.claim({"devices": {"requests": [request]}}, self._classes), report
                     )
+
+
+def _selecting(v1: JsonObject) -> list[JsonObject]:
+    """What has selectors: a class, or the requests of a claim and their alternatives."""
+    return [v1["spec"]] if v1["kind"] == "DeviceClass" else _bodies(claim_spec(v1))
 
 
 def _bodies(spec: JsonObject) -> list[JsonObject]:

@@ -18,19 +18,16 @@ from dra_driver.kube.slices import slice_event
 from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.model.claim import ClaimRef
 from dra_driver.validation.documents import read_documents
-from dra_driver.validation.rules.cel import evaluate as celeval
-from dra_driver.validation.rules.cel import syntax as celsyntax
-from dra_driver.validation.rules.cel.values import CelError, Semver
+from dra_driver.validation.rules.cel.values import CelError, NotJudgedError, Semver
+from dra_driver.validation.rules.selectors import compiled
 
 LONGEST_WAIT_S = 600.0
 LONGEST_ERROR = 2_000
 LONGEST_LOG_TEXT = 20_000
 DEVICE: dict[str, Any] = {
-    "device": {
-        "driver": "a",
-        "attributes": {"a": {"type": "gpu", "version": Semver("9.0.0"), "list": ["a", "b"]}},
-        "capacity": {},
-    }
+    "driver": "a",
+    "attributes": {"a": {"type": "gpu", "version": Semver("9.0.0"), "list": ["a", "b"]}},
+    "capacity": {},
 }
 
 Parser = Callable[[bytes], object]
@@ -118,8 +115,10 @@ def documents(directory: Path) -> Parser:
 
 def selector(content: bytes) -> None:
     """CEL of selectors, for a device."""
-    with suppress(celsyntax.CelSyntaxError, CelError):
-        celeval.evaluate(celsyntax.parse(content.decode(errors="replace")[:10_240]), DEVICE)
+    with suppress(InvalidConfigError, NotJudgedError, CelError):
+        chosen = compiled(content.decode(errors="replace"))
+        if not chosen.matches(DEVICE):
+            chosen.why_not(DEVICE)
 
 
 def log_text(content: bytes) -> None:

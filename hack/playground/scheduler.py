@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from dra_driver.validation.rules.allocator import AllocationError, allocate
+from dra_driver.validation.rules.cel.values import NotJudgedError
 from dra_driver.validation.rules.selection import Selects, selects
 from playground.apiserver.server import PlaygroundApiServer
 
@@ -140,7 +141,10 @@ class PlaygroundScheduler:
     def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
         classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}
         slices = self._server.objects("resourceslices")
-        return allocate(claim, slices, classes, others, node=node, selects=self._selects)
+        try:
+            return allocate(claim, slices, classes, others, node=node, selects=self._selects)
+        except NotJudgedError as error:
+            raise AllocationError(f"a selector's CEL is not judged: {error}") from error
 
     def _nodes(self) -> list[str]:
         named = {item["spec"].get("nodeName") for item in self._server.objects("resourceslices")}

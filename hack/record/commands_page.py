@@ -115,6 +115,8 @@ COMMANDS = (
     ),
     Recorded(
         "Are these claims, templates, pods and configurations right, would they fit on a machine, and if not, why not? "
+        "Selectors need `pip install 'gpu-dra-driver[cel]'`; without it, and where the API "
+        "server's verdict cannot be told, the verdict is `not judged`. "
         "The exit code is 1 if there is a fault.",
         "validate --simulate dgx-h100 examples/nvlink-domain hack/record/does-not-fit.yaml",
         exit_code=1,

@@ -39,7 +39,7 @@ def view(driver: str, device: Mapping[str, Any]) -> DeviceView:
 
 
 def selects(expression: str, device: DeviceView) -> bool:
-    """Whether the device matches. Raises: SelectorError."""
+    """Whether the device matches. Raises: SelectorError; NotJudgedError where nobody can say."""
     capacity = {
         domain: {name: quantity(value) for name, value in names.items()}
         for domain, names in device.capacity.items()

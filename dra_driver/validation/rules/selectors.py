@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.validation.rules.cel.evaluate import FUNCTIONS, MACROS, METHODS, equal, evaluate
+from dra_driver.validation.rules.cel.program import program
+from dra_driver.validation.rules.cel.refusals import CompileError, refuse
 from dra_driver.validation.rules.cel.syntax import (
     Call,
     CelSyntaxError,
@@ -22,7 +24,14 @@ from dra_driver.validation.rules.cel.syntax import (
     parse,
     terms,
 )
-from dra_driver.validation.rules.cel.values import CelError, Quantity, Semver, quantity, type_name
+from dra_driver.validation.rules.cel.values import (
+    CelError,
+    NotJudgedError,
+    Quantity,
+    Semver,
+    quantity,
+    type_name,
+)
 
 JsonObject = dict[str, Any]
 
@@ -31,12 +40,20 @@ DEVICE_FIELDS = ("driver", "attributes", "capacity", "allowMultipleAllocations")
 
 _COMPARISONS = {"==", "!=", "<", "<=", ">", ">="}
 _METHOD_SIGNS = {"isGreaterThan": ">", "isLessThan": "<"}
-_OPTIONAL_OF = {"of", "none"}
 _MOVES = {
     "index": "`index` is NVML's and moves when a GPU is drained or replaced; select by `uuid` or by "
     'device.attributes["resource.kubernetes.io"].pciBusID',
     "minor": "`minor` is the number of /dev/nvidiaN and may differ after a reboot; select by `uuid`",
 }
+_NAMES = (
+    "contains startsWith endsWith matches lowerAscii upperAscii trim replace split substring indexOf lastIndexOf join "
+    "format charAt find findAll size compareTo isGreaterThan isLessThan add sub sign isInteger asInteger "
+    "asApproximateFloat major minor patch quantity isQuantity semver isSemver string int double has all exists "
+    "exists_one map filter orValue hasValue"
+)
+_FUNCTIONS = frozenset(_NAMES.split())
+"""What may have been meant by a name that is not known."""
+_UNDECLARED = re.compile(r"undeclared reference to '([^']*)'\Z")
 
 
 _NOT_EVERYWHERE = frozenset(
@@ -62,50 +79,95 @@ class Selector:
 
     def matches(self, device: Mapping[str, Any]) -> bool:
         """`device` is what `device_variable` makes. Raises: CelError, which ends the allocation of a claim."""
-        result = evaluate(self.tree, {"device": device})
+        result = program(self.text).value(device)
         if not isinstance(result, bool):
             raise CelError(f"the expression is a {type_name(result)}, not a bool")
         return result
 
     def score(self, device: Mapping[str, Any]) -> int:
         """How many of the terms that `&&` joins hold for the device."""
-        return sum(_holds(term, device) for term in terms(self.tree))
+        return sum(_holds(term, device, self.text) for term in terms(self.tree))
 
     def why_not(self, device: Mapping[str, Any]) -> str:
         """The first term that does not hold, with the device's value: `memory is 81559Mi, wanted >= 100Gi`."""
         for term in terms(self.tree):
-            if not _holds(term, device):
+            if not _holds(term, device, self.text):
                 return self._explained(term, device)
         return "it matches"
 
     def _explained(self, term: Expression, device: Mapping[str, Any]) -> str:
         try:
             return _comparison(term, device, self.text) or f"{_source(term, self.text)} is false"
-        except CelError as error:
+        except (CelError, NotJudgedError) as error:
             return str(error)
 
 
 @lru_cache(maxsize=1024)
 def compiled(text: str) -> Selector:
-    """Raises: InvalidConfigError if the text is not valid CEL, or has names that the API server does not know."""
+    """Raises: InvalidConfigError if the API server would refuse it; NotJudgedError where nobody here can say."""
     if len(text.encode()) > MAX_EXPRESSION_BYTES:
         raise InvalidConfigError(f"is longer than {MAX_EXPRESSION_BYTES} bytes")
+    tree, unread = _read(text)
     try:
-        tree = parse(text)
-    except CelSyntaxError as error:
-        raise InvalidConfigError(f"is not valid CEL: {error}") from error
-    try:
-        faults = tuple(dict.fromkeys(_undeclared(tree, frozenset({"device"}))))
-    except RecursionError as error:
-        raise InvalidConfigError("is too long") from error
-    if faults:
-        raise InvalidConfigError(f"does not compile: {'; '.join(faults)}", faults=faults)
+        refuse(text, program(text).checked)
+    except CompileError as error:
+        if unread is not None:
+            raise InvalidConfigError(f"is not valid CEL: {unread}") from error
+        if tree is not None and _takes_whole_device(tree):
+            raise NotJudgedError("it uses `device` as a whole") from error
+        faults = tuple(dict.fromkeys(_worded(fault, line, column) for fault, line, column in error.faults))
+        raise InvalidConfigError(f"does not compile: {'; '.join(faults)}", faults=faults) from error
+    if tree is None:
+        raise NotJudgedError(f"it cannot be read here: {unread}")
+    if _takes_whole_device(tree):
+        raise NotJudgedError("it uses `device` as a whole")
     return Selector(text, tree)
 
 
-def driver_asked_for(selector: Selector) -> str | None:
+def _read(text: str) -> tuple[Expression | None, str | None]:
+    """The tree that explanations are made from, or why there is none."""
+    try:
+        return parse(text), None
+    except CelSyntaxError as error:
+        return None, str(error)
+
+
+def _takes_whole_device(tree: Expression) -> bool:
+    """Whether `device` stands for itself anywhere, or has() asks for one of its fields."""
+    waiting = [tree]
+    while waiting:
+        part = waiting.pop()
+        match part:
+            case Name(name="device"):
+                return True
+            case Call(function="has", arguments=(Field(operand=Name(name="device")), *_)):
+                return True
+            case Field(operand=Name(name="device"), optional=False):
+                continue
+        waiting += children(part)
+    return False
+
+
+def _worded(fault: str, line: int, column: int) -> str:
+    """A fault of the compiler, with what was probably meant."""
+    reference = _UNDECLARED.match(fault)
+    if reference is not None:
+        name = reference[1]
+        if name.startswith("device."):
+            field = name.removeprefix("device.")
+            near = difflib.get_close_matches(field, DEVICE_FIELDS, 1)
+            meant = f"did you mean device.{near[0]}?" if near else f"there are {', '.join(DEVICE_FIELDS)}"
+            return f"undefined field '{name}'; {meant}"
+        near = difflib.get_close_matches(name.partition(".")[0], _FUNCTIONS - {name} | {"device"}, 1)
+        return fault + (f"; did you mean {near[0]}?" if near else "")
+    place = f" at character {column}" if column else ""
+    return f"{fault} in line {line}{place}" if line > 1 else f"{fault}{place}"
+
+
+def driver_asked_for(expression: str) -> str | None:
     """The driver that a selector names by `device.driver == "…"`; None if it names none."""
-    for term in terms(selector.tree):
+    tree, _ = _read(expression)
+    for term in terms(tree) if tree is not None else ():
         if isinstance(term, Call) and term.function == "==":
             for side, other in (term.arguments, term.arguments[::-1]):
                 is_driver = (
@@ -134,9 +196,10 @@ def device_variable(driver: str, device: Mapping[str, Any]) -> JsonObject:
     }
 
 
-def hints(selector: Selector, driver: str, devices: list[JsonObject]) -> list[str]:
+def hints(expression: str, driver: str, devices: list[JsonObject]) -> list[str]:
     """What is legal and yet hardly meant. `devices` are variables of the machine's devices, if there is one."""
-    return list(dict.fromkeys(_hints(selector.tree, driver, devices)))
+    tree, _ = _read(expression)
+    return [] if tree is None else list(dict.fromkeys(_hints(tree, driver, devices)))
 
 
 def _hints(tree: Expression, driver: str, devices: list[JsonObject]) -> Iterator[str]:
@@ -206,74 +269,42 @@ def _reference(tree: Expression) -> tuple[str, str, str] | None:
     return None
 
 
-def _undeclared(tree: Expression, known: frozenset[str]) -> Iterator[str]:
-    match tree:
-        case Name(name=name) if name not in known:
-            near = " (did you mean device?)" if difflib.get_close_matches(name, ["device"]) else ""
-            yield f"undeclared reference to {name!r}{near}"
-        case Field(operand=Name(name="device"), name=name) if name not in DEVICE_FIELDS:
-            fields = difflib.get_close_matches(name, DEVICE_FIELDS, 1)
-            meant = (
-                f"; did you mean device.{fields[0]}?" if fields else f"; there are {', '.join(DEVICE_FIELDS)}"
-            )
-            yield f"undefined field 'device.{name}'{meant}"
-        case Call():
-            yield from _undeclared_in_call(tree, known)
-        case _:
-            for child in children(tree):
-                yield from _undeclared(child, known)
-
-
-def _undeclared_in_call(call: Call, known: frozenset[str]) -> Iterator[str]:
-    namespace = call.target.name if isinstance(call.target, Name) else None
-    parts = children(call)
-    if (namespace == "cel" and call.function == "bind") or (
-        namespace == "optional" and call.function in _OPTIONAL_OF
-    ):
-        parts = call.arguments
-    elif call.function not in _names(call) | MACROS:
-        near = difflib.get_close_matches(call.function, _names(call) | MACROS, 1)
-        yield f"undeclared function {call.function!r}" + (f"; did you mean {near[0]}?" if near else "")
-    first = call.arguments[0] if call.arguments else None
-    if call.target is not None and call.function in MACROS and isinstance(first, Name):
-        known, parts = known | {first.name}, tuple(part for part in parts if part is not first)
-    for part in parts:
-        yield from _undeclared(part, known)
-
-
-def _names(call: Call) -> set[str]:
-    internal = {"&&", "||", "?:"} if call.target is None else set()
-    return set(FUNCTIONS if call.target is None else METHODS) | internal
-
-
-def _holds(term: Expression, device: Mapping[str, Any]) -> bool:
+def _evaluated(tree: Expression, device: Mapping[str, Any], text: str) -> Any:
+    """The value of a part of an expression. Raises: CelError, also for a part that means nothing by itself."""
     try:
-        return evaluate(term, {"device": device}) is True
-    except CelError:
+        return program(text[slice(*tree.span)]).value(device)
+    except CompileError as error:
+        raise CelError(str(error)) from error
+
+
+def _holds(term: Expression, device: Mapping[str, Any], text: str) -> bool:
+    try:
+        return _evaluated(term, device, text) is True
+    except (CelError, NotJudgedError):
         return False
 
 
 def _comparison(term: Expression, device: Mapping[str, Any], text: str) -> str | None:
     """What a term compares, with the values; None if it is not a comparison. Raises: CelError."""
-    variables = {"device": device}
     if not isinstance(term, Call):
-        value = evaluate(term, variables)
-        return f"{_short(term, text)} is {_shown(value)}" if _reference(term) else None
+        return (
+            f"{_short(term, text)} is {_shown(_evaluated(term, device, text))}" if _reference(term) else None
+        )
     if term.function == "in" and len(term.arguments) == 2:
         key, where = term.arguments
-        shown = _shown(evaluate(key, variables))
+        shown = _shown(_evaluated(key, device, text))
         return f"{shown} is not in {_source(where, text)}"
     if term.function in _COMPARISONS:
         left, right = term.arguments
         if isinstance(left, Call) and left.function == "compareTo" and left.target and _is_zero(right):
             right = left.arguments[0]
             left = left.target
-        return _compared(left, term.function, right, variables, text)
+        return _compared(left, term.function, right, device, text)
     if term.function in _METHOD_SIGNS and term.target is not None:
         sign = _METHOD_SIGNS[term.function]
-        return _compared(term.target, sign, term.arguments[0], variables, text)
-    if term.target is not None and term.function in METHODS and len(term.arguments) == 1:
-        value, wanted = evaluate(term.target, variables), evaluate(term.arguments[0], variables)
+        return _compared(term.target, sign, term.arguments[0], device, text)
+    if term.target is not None and term.function in _FUNCTIONS and len(term.arguments) == 1:
+        value, wanted = _evaluated(term.target, device, text), _evaluated(term.arguments[0], device, text)
         return f"{_short(term.target, text)} is {_shown(value)}, wanted {term.function}({_shown(wanted)})"
     return None
 
@@ -282,10 +313,10 @@ def _is_zero(tree: Expression) -> bool:
     return isinstance(tree, Literal) and tree.value == 0
 
 
-def _compared(left: Expression, sign: str, right: Expression, variables: Mapping[str, Any], text: str) -> str:
-    value, wanted = evaluate(left, variables), evaluate(right, variables)
+def _compared(left: Expression, sign: str, right: Expression, device: Mapping[str, Any], text: str) -> str:
+    value, wanted = _evaluated(left, device, text), _evaluated(right, device, text)
     note = ""
-    if sign == "==" and type_name(value) != type_name(wanted) and not equal(value, wanted):
+    if sign == "==" and type_name(value) != type_name(wanted) and value != wanted:
         note = f" ({type_name(value)} against {type_name(wanted)})"
     return f"{_short(left, text)} is {_shown(value)}, wanted {sign} {_shown(wanted)}{note}"
 

@@ -1,4 +1,4 @@
-"""Values of CEL that Python has no type for: quantities, semantic versions, optionals."""
+"""Values of CEL that Python has no type for, and what an evaluation can end in."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from fractions import Fraction
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.units import parse_quantity
+from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 _SEMVER = re.compile(
     r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
-    r"(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?(?:\+[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*)?\Z"
+    r"(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?(?:\+[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*)?\Z",
+    re.ASCII,
 )
 
 
 class CelError(Exception):
     """An evaluation that ends in an error: a key that is missing, values that do not go together."""
+
+
+class NotJudgedError(Exception):
+    """Nobody here can say what Kubernetes would make of an expression: no verdict is better than a wrong one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,10 @@ class Quantity:
         return hash(self.amount)
 
     def __str__(self) -> str:
-        return self.text or str(self.amount)
+        if self.text:
+            return self.text
+        binary = self.amount.denominator == 1 and self.amount % 1024 == 0
+        return format_bytes(self.amount) if binary else format_decimal(self.amount)
 
 
 class Semver(str):
@@ -58,15 +66,7 @@ class Semver(str):
         return isinstance(other, Semver) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(str(self))
-
-
-@dataclass(frozen=True, slots=True)
-class Optional:
-    """A value that may be absent; `present` tells an absent one from null."""
-
-    value: Any = None
-    present: bool = False
+        return hash(self.key)
 
 
 def quantity(text: Any) -> Quantity:
@@ -79,7 +79,10 @@ def quantity(text: Any) -> Quantity:
 
 def semver(text: Any) -> Semver:
     """Raises: CelError."""
-    if not isinstance(text, str) or _SEMVER.match(text) is None:
+    match = _SEMVER.match(text) if isinstance(text, str) else None
+    if match is None or any(
+        part.isdigit() and part != "0" and part.startswith("0") for part in (match[4] or "").split(".")
+    ):
         raise CelError(f"{text!r} is no semantic version such as 9.0.0")
     return Semver(text)
 
@@ -106,4 +109,4 @@ def type_name(value: Any) -> str:
         case None:
             return "null"
         case _:
-            return "optional"
+            return type(value).__name__

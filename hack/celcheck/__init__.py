@@ -1,0 +1,1 @@
+"""Our verdicts on selectors against those of Kubernetes' own compiler."""
