@@ -18,6 +18,7 @@ _NAMES = (
 )
 _NOT_HERE = frozenset(_NAMES.split())
 """What Kubernetes declares and nothing here does, or not for lists; `includes` depends on the server."""
+_TYPES = ("bool", "bytes", "double", "int", "list", "map", "null_type", "string", "type", "uint")
 _CONVERSIONS = ("int", "uint", "double", "bool", "string")
 _SERVER_DECIDES = frozenset({"includes"})
 _PLAIN_CLAUSES = re.compile(r"(?:[^%]|%[%sd])*\Z", re.DOTALL)
@@ -59,6 +60,8 @@ def _refuse_node(checked: Checked, node: Any) -> None:
     match node.WhichOneof("kind"):
         case "ident_expr" if node.ident_expr.name.partition(".")[0] in ("google", "kubernetes", "net"):
             raise NotJudgedError(f"it names the type {node.ident_expr.name}")
+        case "ident_expr" if checked.kind(node) == "type" and node.ident_expr.name not in _TYPES:
+            raise NotJudgedError("it gives a type a name")
         case "struct_expr" if node.struct_expr.message_name:
             raise NotJudgedError(f"it makes an object {node.struct_expr.message_name}")
         case "struct_expr":
@@ -99,6 +102,10 @@ def _refuse_call(checked: Checked, call: Any) -> None:
         easy = kind == "uint64_value" or (kind == "int64_value" and constant.int64_value >= 0)
         if _fails(call.function, literal) if literal is not None else not easy:
             raise NotJudgedError("it converts a literal that may not be converted")
+    elif call.function == "flatten":
+        of = checked.type(call.target)
+        if call.args or of.list_type.elem_type.WhichOneof("kind") != "list_type":
+            raise NotJudgedError("it flattens what is not a list of lists")
     elif call.function == "format":
         _format(checked, call)
 
