@@ -37,10 +37,10 @@ _COUNTS = (
     Column("GPUS"),
     Column("FREE"),
     Column("ALLOCATED"),
-    Column("BLOCKED", drop=3),
+    Column("BLOCKED", drop=1),
     Column("TAINTED"),
     Column("MIG", drop=2),
-    Column("SHARES", drop=4),
+    Column("SHARES", drop=3),
 )
 
 
@@ -210,9 +210,9 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
     columns = [
         Column("NODE"),
         *_COUNTS,
-        Column("PRODUCT", drop=1, cut=16),
-        Column("CONSUMED", drop=5, cut=12),
-        Column("TAINTS", drop=2, cut=16),
+        Column("PRODUCT", drop=5, cut=16),
+        Column("CONSUMED", drop=6, cut=12),
+        Column("TAINTS", drop=4, cut=16),
         Column("PROBLEM", cut=20),
     ]
     cells = [

@@ -43,7 +43,10 @@ def test_nodes_users_and_who_waits(at_work: list[str]) -> None:
         "2",
     ]
     assert "nobody uses a GPU here" in call(*at_work, "--by", "namespace", "-n", "other").stdout
-    assert max(map(len, on_terminal(80, *at_work)[:2])) <= 80
+    narrow = on_terminal(80, *at_work)[:2]
+    assert max(map(len, narrow)) <= 80
+    # What adds up to all GPUs stays.
+    assert narrow[0].split()[:6] == ["NODE", "GPUS", "FREE", "ALLOCATED", "BLOCKED", "TAINTED"]
 
 
 def test_as_json(at_work: list[str]) -> None:

@@ -58,6 +58,20 @@ def a_slice(name="s", node="n", **spec):
     }
 
 
+def test_a_list_in_pages_ends_when_something_has_changed(server):
+    for number in range(5):
+        call(server, "POST", NODES, {"metadata": {"name": f"n{number}"}})
+    _, first = call(server, "GET", f"{NODES}?limit=2")
+    assert [item["metadata"]["name"] for item in first["items"]] == ["n0", "n1"]
+    assert first["metadata"]["remainingItemCount"] == 3
+    _, second = call(server, "GET", f"{NODES}?limit=4&continue={first['metadata']['continue']}")
+    assert [item["metadata"]["name"] for item in second["items"]] == ["n2", "n3", "n4"]
+    assert "continue" not in second["metadata"]
+    call(server, "DELETE", f"{NODES}/n0")
+    status, refused = call(server, "GET", f"{NODES}?limit=2&continue={first['metadata']['continue']}")
+    assert (status, refused["reason"]) == (410, "Expired")
+
+
 def a_claim(name="c", **exactly):
     request = {"name": "r", "exactly": {"deviceClassName": "gpu", **exactly}}
     return {"metadata": {"name": name}, "spec": {"devices": {"requests": [request]}}}
