@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any
 
+from dra_driver.errors import DraDriverError
 from dra_driver.validation.machine_fit import Fit, MachineFit
+from dra_driver.validation.rules.cel.values import NotJudgedError
 
 JsonObject = dict[str, Any]
 
@@ -125,8 +127,8 @@ class _Cluster:
         kinds, untried = self._kinds_for(_named(claim, self._classes))
         try:
             return self._tried(claim["spec"], kinds, untried)
-        except Exception as error:  # noqa: BLE001  one claim that cannot be judged must not hide the cluster
-            return PendingClaim("", "", unknown=str(error) or type(error).__name__)
+        except (DraDriverError, NotJudgedError) as error:  # such a claim must not hide the others
+            return PendingClaim("", "", unknown=str(error))
 
     def _tried(self, spec: JsonObject, kinds: Iterable[_Kind], untried: int) -> PendingClaim:
         reasons: Counter[str] = Counter()
