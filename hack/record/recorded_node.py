@@ -130,17 +130,17 @@ class RecordedNode(PlaygroundNode):
     def _grow_old(self) -> None:
         """Let everything be some hours old, so that ages do not depend on how fast this machine is."""
         now = datetime.now(UTC)
-        ages = (timedelta(days=2, hours=5), timedelta(hours=26), timedelta(hours=7, minutes=30))
+        ages = (timedelta(days=2, hours=5), timedelta(hours=26), timedelta(hours=7, minutes=30, seconds=2))
         directory = self.plugin_dir
         for number, uid in enumerate(self.uids):
-            age = ages[number] if number < len(ages) else timedelta(minutes=50 - number, seconds=30)
+            age = ages[number] if number < len(ages) else timedelta(minutes=50 - number, seconds=2)
             file = directory / "claims" / f"{uid}.json"
             record = json.loads(file.read_text())
             record["preparedAt"] = (now - age).isoformat(timespec="milliseconds")
             file.write_text(json.dumps(record))
         health = self._health()
         for reason in _reasons(health):
-            reason["since"] = int(now.timestamp()) - 12 * 60 - 30
+            reason["since"] = int(now.timestamp()) - 12 * 60 - 2
         (directory / "health.json").write_text(json.dumps(health))
 
     def _health(self) -> JsonObject:
