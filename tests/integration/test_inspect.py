@@ -13,6 +13,7 @@ import yaml
 
 from tests.integration.conftest import Node, eventually
 from tests.integration.test_process import call, environment
+from tests.integration.test_withdrawn import hear_all
 
 Json = dict[str, Any]
 
@@ -43,6 +44,7 @@ def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -
     config.write_text(yaml.safe_dump({"health": {"taints": {"row-remap": "NoExecute"}}}))
     names = [device["name"] for device in node.devices()]
     assert printed(*options(node)) == content(node.slices())
+    hear_all(node)
     node.machine.raise_xid(3, 79)
     node.machine.set_remapped_rows(5, pending=True)
     eventually(lambda: sum(bool(device.get("taints")) for device in node.devices()) == 2)

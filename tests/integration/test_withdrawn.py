@@ -25,6 +25,13 @@ def until_named(node: Node, expected: Iterable[str]) -> None:
     eventually(lambda: names(node) == wanted)
 
 
+def hear_all(node: Node) -> None:
+    """NVML tells of an Xid only whoever has registered for the GPU before."""
+    driver = node.driver
+    assert driver is not None
+    eventually(lambda: len(driver.health.monitor._heard) == 8)
+
+
 def well_again(node: Node) -> None:
     node.machine.restore_gpu(0)
     driver = node.driver
@@ -63,6 +70,7 @@ def test_a_restart_writes_nothing(make_node: MakeNode) -> None:
     node = make_node(minor=35)
     node.start_driver()
     node.wait_devices(8)
+    hear_all(node)
     node.machine.raise_xid(0, 79)
     eventually(lambda: len(names(node)) == 7)
     node.driver.stop()
@@ -79,6 +87,7 @@ def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
     published = names(node)
     ref = node.claim("one")
     node.prepare(ref)
+    hear_all(node)
     node.machine.raise_xid(0, 79)
     node.machine.raise_xid(1, 79)
     until_named(node, [published[0], *published[2:]])
@@ -92,6 +101,7 @@ def test_a_monitor_with_admin_access_keeps_nothing_on_offer(make_node: MakeNode)
     node.wait_devices(8)
     published = names(node)
     node.prepare(node.allocated_by_hand("monitor", *published, adminAccess=True))
+    hear_all(node)
     node.machine.raise_xid(0, 79)
     until_named(node, published[1:])
 
@@ -138,6 +148,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
     used = named(node, "1g.10gb", 0)
     gpu = used.partition("-mig-")[0]
     node.prepare(node.allocated_by_hand("small", used))
+    hear_all(node)
     node.machine.raise_xid(0, 79)
     until_named(node, [name for name in published if not name.startswith(gpu) or name == used])
     sets = [entry["name"] for part in node.slices() for entry in part["spec"].get("sharedCounters", [])]
