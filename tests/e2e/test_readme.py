@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,23 +129,29 @@ def checkout(folder: Path) -> Path:
     return clone
 
 
-def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, str], tmp_path: Path) -> None:
-    clone = checkout(tmp_path)
+def shell(folder: Path, environment: dict[str, str]) -> Callable[[str], str]:
+    """Runs commands there as a reader does, up to the first that fails; what they print comes back."""
 
-    def run(command: str) -> None:
+    def run(commands: str) -> str:
         done = subprocess.run(
-            ["bash", "-eux", "-c", command],
-            cwd=clone,
-            env=reader,
+            ["bash", "-eu", "-c", commands],
+            cwd=folder,
+            env=environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, f"{commands}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, str], tmp_path: Path) -> None:
+    run = shell(checkout(tmp_path), reader)
 
     def is_installed() -> None:
-        [pod] = [cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]]
-        installed = pod["containers"][0]
+        installed = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]["containers"][0]
         assert installed["image"] == f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
         # Not Never, as in the other tests: the kubelet finds the image under the very name that the manifests ask for.
         assert installed["imagePullPolicy"] == "IfNotPresent"
@@ -212,19 +218,7 @@ def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
 def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
     cluster: Cluster, administrator: dict[str, str], tmp_path: Path
 ) -> None:
-    clone = checkout(tmp_path)
-
-    def run(command: str) -> str:
-        done = subprocess.run(
-            ["bash", "-eu", "-c", command],
-            cwd=clone,
-            env=administrator,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        return done.stdout
+    run = shell(checkout(tmp_path), administrator)
 
     def runs_on_node() -> set[str]:
         """Which of the two gives out the node's GPUs, as the pods on it that are not ending say."""
