@@ -31,7 +31,6 @@ _TIMEOUT_S = 60.0
 _MOST_REASONS = 3
 _REST = 4
 """So many times as long as a look took, at least, before the next one."""
-_WHERE_ANY = ("CONSUMED", "TAINTS", "PROBLEM")
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 _COUNTS = (
     Column("GPUS"),
@@ -203,6 +202,8 @@ def _counts(count: Count) -> tuple[str, ...]:
 
 
 def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
+    from dra_driver.diagnostics.rules.cluster_view import Count
+
     if not rows:
         return (
             "no node publishes GPUs; see `gpu-dra-driver doctor` in the driver's pod on a node that should\n"
@@ -211,9 +212,9 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
         Column("NODE"),
         *_COUNTS,
         Column("PRODUCT", drop=5, cut=16),
-        Column("CONSUMED", drop=6, cut=12),
-        Column("TAINTS", drop=4, cut=16),
-        Column("PROBLEM", cut=20),
+        Column("CONSUMED", drop=6, cut=12, optional=True),
+        Column("TAINTS", drop=4, cut=16, optional=True),
+        Column("PROBLEM", cut=20, optional=True),
     ]
     cells = [
         (
@@ -230,30 +231,9 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
         for row in rows
     ]
     if len(rows) > 1:
-        total = tuple(map(str, _total(row.count for row in rows)))
-        cells.append(("(all)", *total, *[""] * (len(columns) - 1 - len(total))))
-    return _without_empty(columns, cells, width)
-
-
-def _without_empty(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int | None) -> str:
-    """The table without the columns at its end in which no row has anything."""
-    shown = [
-        index
-        for index, column in enumerate(columns)
-        if column.title not in _WHERE_ANY or any(row[index] not in ("-", "") for row in cells)
-    ]
-    return table(
-        [columns[index] for index in shown], [[row[index] for index in shown] for row in cells], width
-    )
-
-
-def _total(counts: Any) -> tuple[object, ...]:
-    found = list(counts)
-    gpus, free, allocated, blocked, tainted, mig, used, shares = (
-        sum(getattr(one, name) for one in found)
-        for name in ("gpus", "free", "allocated", "blocked", "tainted", "mig", "mig_allocated", "shares")
-    )
-    return gpus, free, allocated, blocked, tainted, f"{used}/{mig}" if mig else "-", shares or "-"
+        total = ("(all)", *_counts(sum((row.count for row in rows), start=Count())))
+        cells.append((*total, *[""] * (len(columns) - len(total))))
+    return table(columns, cells, width)
 
 
 def _product_table(rows: Sequence[tuple[str, int, Count]], width: int | None) -> str:
@@ -271,7 +251,7 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
         Column("GPUS"),
         Column("MIG", cut=12),
         Column("SHARES", drop=3),
-        Column("CONSUMED", drop=4, cut=12),
+        Column("CONSUMED", drop=4, cut=12, optional=True),
         Column("NODES", drop=1, cut=16),
     ]
     cells: list[tuple[str, ...]] = [
@@ -289,7 +269,7 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
     ]
     if by == "namespace":
         columns, cells = columns[:1] + columns[2:], [(row[0], *row[2:]) for row in cells]
-    return _without_empty(columns, cells, width)
+    return table(columns, cells, width)
 
 
 def _verdict_lines(

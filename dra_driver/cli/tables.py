@@ -21,11 +21,10 @@ _DEVICE_COLUMNS = (
     Column("PCI BUS ID", drop=1),
     Column("NUMA", drop=5),
     Column("NVLINK DOMAIN", drop=3),
-    Column("SHARED", drop=1),
-    Column("TAINTS", cut=24),
+    Column("SHARED", drop=1, optional=True),
+    Column("TAINTS", cut=24, optional=True),
     Column("UUID", drop=4),
 )
-_WHERE_ANY = ("SHARED", "TAINTS")
 
 
 def value_of(entry: JsonObject | None) -> str:
@@ -47,14 +46,7 @@ def device_table(devices: Iterable[JsonObject], width: int | None) -> str:
     cells = [
         _row(same[0]) if _row_key(same[0]) == same[0]["name"] else _common_row(same) for same in rows.values()
     ]
-    shown = [
-        index
-        for index, column in enumerate(_DEVICE_COLUMNS)
-        if column.title not in _WHERE_ANY or any(row[index] != "-" for row in cells)
-    ]
-    return table(
-        [_DEVICE_COLUMNS[index] for index in shown], [[row[index] for index in shown] for row in cells], width
-    )
+    return table(_DEVICE_COLUMNS, cells, width)
 
 
 def _row_key(device: JsonObject) -> str:

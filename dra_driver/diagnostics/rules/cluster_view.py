@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from operator import add
 from typing import Any, Literal
 
 from dra_driver.errors import InvalidConfigError
@@ -65,6 +66,9 @@ class Count:
     mig: int = 0
     mig_allocated: int = 0
     shares: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

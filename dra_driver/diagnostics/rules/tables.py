@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 _GAP = "   "
 _CUT = ".."
+_NOTHING = ("-", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table. Where there is too little room, what may be `cut` to so many characters is shortened, the
     last column first. If that is not enough, the columns with the highest `drop` go first, and 0 stays. What still does
-    not fit runs over the edge."""
+    not fit runs over the edge. An `optional` column is there only if a row has something in it."""
 
     title: str
     drop: int = 0
     cut: int = 0
+    optional: bool = False
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> str:
@@ -31,7 +33,11 @@ def fitted(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, gap: str
 ) -> list[list[tuple[int, str]]]:
     """The titles and the rows: of each cell that has room, the index of its column and its padded text."""
-    chosen = list(range(len(columns)))
+    chosen = [
+        index
+        for index, column in enumerate(columns)
+        if not column.optional or any(row[index] not in _NOTHING for row in rows)
+    ]
     cells = [[printable(cell) for cell in row] for row in ([column.title for column in columns], *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
 
