@@ -271,13 +271,27 @@ def install(cluster: Cluster, overlay: str) -> None:
     wait_for("the driver to have settled", cluster.driver_has_settled)
 
 
-def uninstall_mps_host(cluster: Cluster) -> None:
-    """With its pod: one that ends later would take the socket of the next one away."""
-    cluster.kubectl(
-        *("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE, "--ignore-not-found"),
-        *("--cascade=foreground", "--timeout=300s"),
-    )
-    wait_for("the MPS host's pod to be gone", lambda: not _mps_pods(cluster))
+def install_plain(cluster: Cluster, instead_of: str) -> None:
+    """The overlay `e2e` again, and nothing left of what only the other overlay has."""
+    plain = {_identity(one) for one in _rendered(cluster, "e2e")}
+    more = [one for one in _rendered(cluster, instead_of) if _identity(one) not in plain]
+    if more:
+        # With its pods: an MPS host that ends later would take the socket of the next one away.
+        cluster.kubectl(
+            *("delete", "-f", "-", "--ignore-not-found", "--cascade=foreground", "--timeout=300s"),
+            stdin=yaml.safe_dump_all(more),
+        )
+        wait_for("the MPS host's pod to be gone", lambda: not _mps_pods(cluster))
+    install(cluster, "e2e")
+
+
+def _rendered(cluster: Cluster, overlay: str) -> list[Json]:
+    text = cluster.kubectl("kustomize", f"daemonset/overlays/{overlay}")
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def _identity(one: Json) -> tuple[str, str]:
+    return one["kind"], one["metadata"]["name"]
 
 
 def _mps_pods(cluster: Cluster) -> list[Json]:

@@ -27,7 +27,7 @@ from tests.e2e.conftest import (
     Cluster,
     claim_and_pod,
     install,
-    uninstall_mps_host,
+    install_plain,
     wait_for,
 )
 from tests.e2e.test_health import only
@@ -169,8 +169,7 @@ def test_drain_ends_when_the_mps_host_is_gone_and_the_gpu_is_kept_until_it_is_ba
         install(cluster, "e2e-sharing")
         wait_for("the debt to be paid", lambda: not debts(), timeout_s=90)
         wait_for("the GPU to be on offer again", lambda: not tainted(cluster, 6))
-        uninstall_mps_host(cluster)
-        install(cluster, "e2e")
+        install_plain(cluster, instead_of="e2e-sharing")
 
 
 def tainted(cluster: Cluster, index: int) -> bool:

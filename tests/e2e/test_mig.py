@@ -20,7 +20,7 @@ from tests.e2e.conftest import (
     Cluster,
     claim_and_pod,
     install,
-    uninstall_mps_host,
+    install_plain,
     wait_for,
 )
 
@@ -40,8 +40,7 @@ def _mig(_cluster: Cluster) -> Iterator[Cluster]:
     install(_cluster, "e2e-mig")
     wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
     yield _cluster
-    uninstall_mps_host(_cluster)
-    install(_cluster, "e2e")
+    install_plain(_cluster, instead_of="e2e-mig")
     wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Cluster, claim_and_pod, install, uninstall_mps_host, wait_for
+from tests.e2e.conftest import ROOT, Cluster, claim_and_pod, install_plain, wait_for
 from tests.e2e.test_mig import GPUS, instances, modes
 from tests.e2e.test_sharing import control_processes, state
 
@@ -63,10 +63,9 @@ def roll_out(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[[Path], None
         wait_for("the driver to have settled", cluster.driver_has_settled)
 
     yield one
-    uninstall_mps_host(cluster)
     command = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    install(cluster, "e2e")
+    install_plain(cluster, instead_of=OVERLAY)
     wait_for("plain devices", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
 
 

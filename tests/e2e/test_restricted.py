@@ -25,7 +25,7 @@ from tests.e2e.conftest import (
     Cluster,
     claim_and_pod,
     install,
-    uninstall_mps_host,
+    install_plain,
     wait_for,
 )
 
@@ -57,8 +57,7 @@ def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     install(_cluster, "e2e-restricted")
     wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
     yield _cluster
-    uninstall_mps_host(_cluster)
-    install(_cluster, "e2e")
+    install_plain(_cluster, instead_of="e2e-restricted")
     _cluster.kubectl("delete", "runtimeclass", "nvidia", "--ignore-not-found")
     wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
     # Whoever writes there has ended: `install` waits for it.

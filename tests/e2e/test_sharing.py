@@ -16,7 +16,7 @@ from tests.e2e.conftest import (
     SIMULATOR_DIR,
     Cluster,
     install,
-    uninstall_mps_host,
+    install_plain,
     wait_for,
     with_test_workload,
 )
@@ -33,8 +33,7 @@ def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
     install(_cluster, "e2e-sharing")
     wait_for("the shared GPU to be published", lambda: shared_devices(_cluster) and _cluster.pool_is_whole())
     yield _cluster
-    uninstall_mps_host(_cluster)
-    install(_cluster, "e2e")
+    install_plain(_cluster, instead_of="e2e-sharing")
     wait_for("plain devices", lambda: not shared_devices(_cluster) and _cluster.pool_is_whole())
 
 
