@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -241,8 +242,33 @@ def test_monitoring_daemonset_sees_all_gpus_and_takes_none(
     assert set(cluster.seen_by("nvlink-domain")) == set(seen)
 
 
-CRDS = {"ResourceFlavor", "ClusterQueue", "LocalQueue", "JobSet"}
-"""Kinds of other projects, which this cluster does not have."""
+def test_feature_discovery_needs_no_privileges_to_see_all_gpus(
+    cluster: Cluster, workload: Callable[[str], None]
+) -> None:
+    name = "gpu-feature-discovery"
+    workload(name)
+    cluster.kubectl("rollout", "status", f"daemonset/{name}", "-n", name, "--timeout=300s")
+    (seen,) = cluster.logs_of(f"app.kubernetes.io/name={name}", namespace=name)
+    assert set(seen) == {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
+
+
+FOREIGN = (
+    "batch.volcano.sh/", "config.kueue.x-k8s.io/", "jobset.x-k8s.io/", "kueue.x-k8s.io/", "scheduling.run.ai/",
+    "scheduling.volcano.sh/",
+)  # fmt: skip
+"""API groups of other projects, which this cluster does not have."""
+
+
+def check_at_the_server(cluster: Cluster, documents: list[dict[str, Any]]) -> None:
+    """The API server must know each field and each value of them."""
+    for document in documents:
+        if document["kind"] == "Namespace":
+            cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
+    known = [document for document in documents if not document["apiVersion"].startswith(FOREIGN)]
+    told = cluster.kubectl(
+        "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(known)
+    )
+    assert len(told.splitlines()) == len(known)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +276,16 @@ CRDS = {"ResourceFlavor", "ClusterQueue", "LocalQueue", "JobSet"}
 )
 def test_api_server_takes_every_example(cluster: Cluster, folder: Path) -> None:
     documents = list(yaml.safe_load_all((folder / f"{folder.name}.yaml").read_text()))
-    for document in documents:
-        if document["kind"] == "Namespace":
-            cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
-    known = [document for document in documents if document["kind"] not in CRDS]
-    told = cluster.kubectl(
-        "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(known)
-    )
-    assert len(told.splitlines()) == len(known)
+    check_at_the_server(cluster, documents)
+
+
+def test_api_server_takes_what_the_page_on_schedulers_shows(cluster: Cluster) -> None:
+    page = (ROOT / "docs/schedulers.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    documents = [document for text in blocks for document in yaml.safe_load_all(text)]
+    objects = [document for document in documents if "kind" in document]
+    assert {"ResourceClaim", "ResourceClaimTemplate", "DeviceClass"} <= {one["kind"] for one in objects}
+    check_at_the_server(cluster, objects)
 
 
 @pytest.mark.core
