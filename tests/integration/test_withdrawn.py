@@ -3,13 +3,14 @@ a scheduler that ignores taints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pynvml
 import pytest
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.health import HealthTarget
+from dra_driver.model.record import ClaimRecord
 from tests.integration.conftest import Node, eventually
 from tests.integration.test_mig import named
 
@@ -93,6 +94,33 @@ def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
     until_named(node, [published[0], *published[2:]])
     node.unprepare(ref)
     until_named(node, published[2:])
+
+
+def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_node: MakeNode) -> None:
+    """Its record was read before, and the GPU judged after."""
+    node = make_node(minor=35)
+    node.start_driver()
+    node.wait_devices(8)
+    published = names(node)
+    ref = node.claim("one")
+    node.prepare(ref)
+    hear_all(node)
+    driver = node.driver
+    assert driver is not None
+    read = driver.publishing._records
+    ended: list[str] = []
+
+    def records() -> Mapping[str, ClaimRecord]:
+        found = read()
+        if ref.uid in found and any(state.reasons for state in driver.health.monitor.states().values()):
+            node.unprepare(ref)
+            ended.append(ref.uid)
+        return found
+
+    driver.publishing._records = records
+    node.machine.raise_xid(0, 79)
+    until_named(node, published[1:])
+    assert ended == [ref.uid]
 
 
 def test_a_monitor_with_admin_access_keeps_nothing_on_offer(make_node: MakeNode) -> None:
