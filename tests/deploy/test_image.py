@@ -10,6 +10,7 @@ import json
 import re
 import stat
 import sys
+import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from imagebuild import archives, image, places, wheels
 from imagebuild.architectures import ARCHITECTURES
+from localcluster import debian
 from localcluster.errors import ClusterError
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -266,3 +268,47 @@ def test_wheel_is_unpacked_without_its_scripts(tmp_path: Path) -> None:
         if path.is_file()
     }
     assert found == {"one/__init__.py", "two.py", "three.so", "one-1.0.dist-info/METADATA"}
+
+
+def repository(folder: Path, *versions: str) -> None:
+    """A package source with some versions of the package `thing`."""
+    entries = []
+    for version in versions:
+        control = f"Package: thing\nVersion: {version}\nArchitecture: all\nMaintainer: nobody\nDescription: none\n"
+        tree = folder / f"tree-{version}"
+        (tree / "DEBIAN").mkdir(parents=True)
+        (tree / "DEBIAN/control").write_text(control)
+        file = folder / f"thing_{version}_all.deb"
+        subprocess.run(
+            ["dpkg-deb", "--root-owner-group", "--build", tree, file], check=True, capture_output=True
+        )
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        entries.append(f"{control}Filename: ./{file.name}\nSize: {file.stat().st_size}\nSHA256: {digest}\n")
+    (folder / "Packages").write_text("\n".join(entries))
+
+
+def test_what_the_builders_apt_prefers_is_not_in_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, etc = tmp_path / "source", tmp_path / "etc"
+    repository(source, "1", "2")
+    pins = "Package: thing\nPin: version 1\nPin-Priority: 1001\n"
+    (etc / "preferences.d").mkdir(parents=True)
+    (etc / "apt.conf.d").mkdir()
+    (etc / "preferences").write_text(pins)
+    (etc / "preferences.d/pins").write_text(pins)
+    (tmp_path / "apt.conf").write_text(f'Dir::Etc "{etc}";\nAPT::Default-Release "elsewhere";\n')
+    monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
+    apart = debian._apart
+
+    def of_the_source(top: Path, *suites: str) -> list[str]:
+        options = apart(top, *suites)
+        (top / "sources.list").write_text(f"deb [trusted=yes] copy:{source} ./\n")
+        return options
+
+    monkeypatch.setattr(debian, "mirror", lambda _release: "file:/nowhere")
+    monkeypatch.setattr(debian, "_sites", dict)
+    monkeypatch.setattr(debian, "_apart", of_the_source)
+    (tmp_path / "downloads").mkdir()
+    files = debian.download(["thing"], "trixie", "amd64", tmp_path / "downloads")
+    assert [file.name for file in files] == ["thing_2_all.deb"]

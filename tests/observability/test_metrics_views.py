@@ -199,6 +199,17 @@ def test_trouble_of_an_instance_alone_is_told_of_its_mig_devices(
     assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {}
 
 
+def test_trouble_of_an_instance_that_nobody_looked_at_yet_has_no_empty_name(
+    metrics: Metrics, health: KnownHealth
+) -> None:
+    """A label without a value is no label: alerts and joins by it would miss the sample."""
+    metrics.show.health(lambda: MIXED, health)
+    target = HealthTarget(uuid(2), 7, 0)
+    health.known[target] = observe(HealthState(target), Xid(95), 1)
+    labels = ("parent_uuid", "uuid", "mig_instance")
+    assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {(uuid(2), "unknown", "7/0"): 3}
+
+
 def test_severity_is_not_told_of_a_gpu_that_nobody_looked_at(metrics: Metrics, health: KnownHealth) -> None:
     metrics.show.health(lambda: MIXED, health)
     health.stale = {uuid(1)}

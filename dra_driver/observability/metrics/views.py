@@ -271,7 +271,8 @@ class Views:
             if not target.is_instance:
                 severities[uuid,] = state.severity
             else:
-                for mig in (state.identity or "").split(","):
+                # An Xid may come before the instance was looked at: its severity counts from then on.
+                for mig in (state.identity or "unknown").split(","):
                     instances[uuid, mig, _ids_of(target)] = state.severity
             for reason in state.reasons:
                 reasons[uuid, reason.key] = max(reason.severity, reasons.get((uuid, reason.key), 0))
@@ -283,7 +284,8 @@ class Views:
         )
         yield self._gauge_by(
             "nvidia_dra_mig_severity",
-            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid`.",
+            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` (`unknown` until "
+            "it is read).",
             ("parent_uuid", "uuid", "mig_instance"),
             instances,
         )

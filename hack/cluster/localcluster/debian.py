@@ -108,6 +108,7 @@ def _sites() -> dict[str, str]:
 def _apart(top: Path, release: str, *suites: str) -> list[str]:
     """Options with which apt knows only a release of this machine's mirror, and keeps all it has below ``top``.
 
+    What this machine prefers among versions and releases does not count: it would be in the image of everybody else.
     Of the suites beside the release those too whose like this machine uses for its own.
     """
     for directory in ("state/lists/partial", "cache/archives/partial"):
@@ -124,6 +125,9 @@ def _apart(top: Path, release: str, *suites: str) -> list[str]:
         f"--option=Dir::Cache={top}/cache",
         f"--option=Dir::Etc::sourcelist={top}/sources.list",
         "--option=Dir::Etc::sourceparts=-",
+        "--option=Dir::Etc::preferences=/dev/null",
+        "--option=Dir::Etc::preferencesparts=/dev/null",
+        "--option=APT::Default-Release=",
         "--option=Acquire::Languages=none",
         "--option=Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
         "--option=APT::Sandbox::User=root",
