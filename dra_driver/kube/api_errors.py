@@ -144,6 +144,12 @@ def _proxy_text(error: ProxyError, endpoint: Endpoint | None) -> str:
     proxy = None if endpoint is None else endpoint.proxy
     named = "the proxy" if proxy is None else f"the proxy {proxy.url} ({proxy.origin})"
     said = _TUNNEL.fullmatch(str(error.original_error))
+    inner = error.original_error.args[0] if error.original_error.args else None
+    if isinstance(inner, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {named} is not trusted ({inner.verify_message}); "
+            "have SSL_CERT_FILE name a file with the CA of the proxy"
+        )
     if said is None:
         return f"{named} cannot be used: {_root_text(error.original_error)}"
     server = "the API server" if endpoint is None else endpoint.server

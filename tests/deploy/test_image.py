@@ -9,8 +9,8 @@ import io
 import json
 import re
 import stat
-import sys
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -274,7 +274,9 @@ def repository(folder: Path, *versions: str) -> None:
     """A package source with some versions of the package `thing`."""
     entries = []
     for version in versions:
-        control = f"Package: thing\nVersion: {version}\nArchitecture: all\nMaintainer: nobody\nDescription: none\n"
+        control = (
+            f"Package: thing\nVersion: {version}\nArchitecture: all\nMaintainer: nobody\nDescription: none\n"
+        )
         tree = folder / f"tree-{version}"
         (tree / "DEBIAN").mkdir(parents=True)
         (tree / "DEBIAN/control").write_text(control)

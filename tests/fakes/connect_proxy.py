@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import select
 import socket
+import ssl
 import threading
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,16 +18,24 @@ _GONE_S = 10.0
 
 class ConnectProxy:
     """Leads every name to one port of this machine, as a proxy's own DNS may. `asked` has the targets that it was
-    asked for, whether it led there or not."""
+    asked for, whether it led there or not. With a `certificate` (it and its key) it wants TLS itself."""
 
-    def __init__(self, port: int, *, credentials: str | None = None) -> None:
+    def __init__(
+        self, port: int, *, credentials: str | None = None, certificate: tuple[Path, Path] | None = None
+    ) -> None:
         self.port_behind = port
         self.credentials = credentials
         self.refuses: int | None = None
         self.asked: list[str] = []
         handler = type("Bound", (_Handler,), {"proxy": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http = _Server(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._http.socket = context.wrap_socket(
+                self._http.socket, server_side=True, do_handshake_on_connect=False
+            )
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
@@ -43,6 +53,11 @@ class ConnectProxy:
     ) -> None:
         self._http.shutdown()
         self._http.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that does not trust the proxy hangs up."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -104,6 +119,9 @@ def _carry(one: socket.socket, other: socket.socket) -> None:
         ready, _, _ = select.select(list(ends), [], [], _GONE_S)
         for source in ready:
             data = source.recv(65536)
+            # What TLS has decrypted already makes no socket ready.
+            while isinstance(source, ssl.SSLSocket) and source.pending():
+                data += source.recv(65536)
             if not data:
                 return
             ends[source].sendall(data)

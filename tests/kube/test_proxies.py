@@ -201,6 +201,28 @@ def test_the_proxy_of_the_environment_and_no_proxy(
     assert len(proxy.asked) == 1, "loopback is never behind a proxy"
 
 
+def test_a_proxy_with_tls_is_verified_by_the_authorities_of_the_system(
+    tmp_path: Path,
+    certificate: tuple[Path, Path],
+    server: PlaygroundApiServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by the CA of the API server. `SSL_CERT_FILE` names others, as for programs in Go."""
+    cluster = {"server": "https://api.test:6443", "certificate-authority": str(certificate[0])}
+    with ConnectProxy(server.port, certificate=certificate) as proxy:
+        path = kubeconfig(tmp_path, cluster | {"proxy-url": f"https://{proxy.address}"})
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+        with pytest.raises(ApiUnavailableError) as caught:
+            listed(path)
+        assert f"the certificate of the proxy https://{proxy.address}" in str(caught.value)
+        assert "SSL_CERT_FILE" in str(caught.value)
+        assert proxy.asked == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        assert listed(path) == 0
+        assert proxy.asked == ["api.test:6443"]
+
+
 def test_the_address_in_the_cluster_goes_the_way_that_the_environment_says(
     tmp_path: Path, certificate: tuple[Path, Path], proxy: ConnectProxy
 ) -> None:

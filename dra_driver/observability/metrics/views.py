@@ -284,8 +284,8 @@ class Views:
         )
         yield self._gauge_by(
             "nvidia_dra_mig_severity",
-            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` (`unknown` until "
-            "it is read).",
+            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` "
+            "(`unknown` until it is read).",
             ("parent_uuid", "uuid", "mig_instance"),
             instances,
         )
