@@ -317,6 +317,16 @@ def test_the_claim_for_kueue_has_one_price(pools: dict[str, Pool]) -> None:
     assert len(prices) == 1
 
 
+def test_the_quota_of_kubernetes_lists_every_class_for_whole_gpus_and_parts(classes: dict[str, Json]) -> None:
+    by_class = "{}.deviceclass.resource.k8s.io/devices"
+    extended = {entry["spec"].get("extendedResourceName"): name for name, entry in classes.items()}
+    hard = block("ResourceQuota")["spec"]["hard"]
+    listed = {name for name in classes if by_class.format(name) in hard}
+    listed |= {extended[key.removeprefix("requests.")] for key in hard if key.startswith("requests.")}
+    assert len(listed) == len(hard)
+    assert listed == {name for name in classes if not name.startswith("mig-")}
+
+
 KEY = re.compile(r"(?:(?P<dimension>[^/]+)\.)?deviceclass/(?P<name>.+)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,6 +287,49 @@ def test_api_server_takes_what_the_page_on_schedulers_shows(cluster: Cluster) ->
     objects = [document for document in documents if "kind" in document]
     assert {"ResourceClaim", "ResourceClaimTemplate", "DeviceClass"} <= {one["kind"] for one in objects}
     check_at_the_server(cluster, objects)
+
+
+def test_a_quota_of_kubernetes_counts_as_the_page_on_schedulers_says(cluster: Cluster) -> None:
+    page = (ROOT / "docs/schedulers.md").read_text()
+    [quota] = re.findall(
+        r"^```yaml\n(apiVersion: v1\nkind: ResourceQuota\n.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    cluster.make_namespace("team-a")
+    cluster.kubectl("apply", "-n", "team-a", "-f", "-", stdin=quota)
+    try:
+        counted = ("get", "resourcequota", "gpus", "-n", "team-a", "-o", "jsonpath={.status.used}")
+        wait_for("the quota to be counted", lambda: cluster.kubectl(*counted))
+
+        def refusal(request: dict[str, Any]) -> str | None:
+            """Of a claim with this request; nothing is stored."""
+            claim = {
+                "apiVersion": "resource.k8s.io/v1",
+                "kind": "ResourceClaim",
+                "metadata": {"name": "tried", "namespace": "team-a"},
+                "spec": {"devices": {"requests": [{"name": "gpu", **request}]}},
+            }
+            try:
+                cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(claim))
+            except AssertionError as error:
+                return "quota" if "exceeded quota: gpus" in str(error) else str(error)
+            return None
+
+        def some(count: int, name: str) -> dict[str, Any]:
+            return {"exactly": {"deviceClassName": name, "count": count}}
+
+        whole, share, mig = "gpu.nvidia.com", "shares.gpu.nvidia.com", "mig.nvidia.com"
+        either = [{"name": name[:3], "deviceClassName": name} for name in (mig, whole)]
+        assert refusal(some(8, whole)) is None
+        assert refusal(some(9, whole)) == "quota", "claims count for requests.nvidia.com/gpu"
+        assert refusal({"exactly": {"deviceClassName": whole, "allocationMode": "All"}}) == "quota"
+        assert refusal(some(16, share)) is None
+        assert refusal(some(17, share)) == "quota"
+        assert refusal(some(1, mig)) == "quota"
+        assert refusal(some(1, "timeslice.gpu.nvidia.com")) == "quota"
+        assert refusal({"firstAvailable": either}) == "quota", "it counts for each class that it names"
+        assert refusal({"firstAvailable": either[1:]}) is None
+    finally:
+        cluster.kubectl("delete", "namespace", "team-a", "--timeout=300s")
 
 
 @pytest.mark.core
