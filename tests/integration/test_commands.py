@@ -436,7 +436,7 @@ WRONG: list[tuple[Json, str, str]] = [
     (claim("admin", request(adminAccess=True)), "hints", 'admin-access: "true" on namespace default'),
     (claim("beta", request()) | {"apiVersion": "resource.k8s.io/v1beta2"}, "hints", "v1beta2 goes away"),
     (claim("shared", {"requests": [{"name": "a", "exactly": {"deviceClassName": "shares.gpu.nvidia.com"}}]}), "faults",
-     "allowMultipleAllocations is false, wanted == true"),
+     "device.allowMultipleAllocations == true is false"),
     (claim("all", request(allocationMode="All")), "notes", "and 4 more"),
     (claim("tolerant", request(count=4)), "notes", "fits, for example: gpu-"),
     ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "empty.example.com"},

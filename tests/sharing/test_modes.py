@@ -70,7 +70,8 @@ def test_every_device_of_every_machine_is_valid_and_leaves_room(
     for name, known in machines.items():
         for device, plain in zip(devices(known, rule), devices(known, None), strict=True):
             assert device["allowMultipleAllocations"] is True
-            assert device["attributes"] == plain["attributes"]
+            assert device["attributes"] == plain["attributes"] | {"shareable": {"bool": True}}
+            assert list(device["attributes"]) == sorted(device["attributes"])
             assert "allowMultipleAllocations" not in plain
             capacity = device.get("capacity", {})
             assert capacity.keys() >= plain.get("capacity", {}).keys()
@@ -78,8 +79,10 @@ def test_every_device_of_every_machine_is_valid_and_leaves_room(
             taken = consumption({}, device, DRIVER)
             assert taken is not None, name
             counted = {key for key, amount in taken.items() if parse_quantity(amount) > 0}
-            shared_by = "memory" if rule.mode == "memory" else "shares"
-            assert counted <= {shared_by, *(["mpsClients"] if rule.enforce == "mps" else [])}, name
+            shared_by = ["shares"] if rule.mode == "shares" else []
+            clients = ["mpsClients"] if rule.enforce == "mps" else []
+            memory = ["memory"] if "memory" in capacity else []
+            assert counted == {*shared_by, *clients, *memory}, name
             for entry in capacity.values():
                 assert "requestPolicy" in entry
 
@@ -103,12 +106,12 @@ def test_ten_claims_fit_where_ten_shares_are(machines: dict[str, Inventory], mac
         ),
         (
             RULES["unlimited"],
-            {"default": "0", "validRange": {"min": "0", "max": "81559Mi", "step": "1Mi"}},
+            {"default": "1Mi", "validRange": {"min": "1Mi", "max": "81559Mi", "step": "1Mi"}},
             {},
         ),
         (
             SharingRule("shares", 4),
-            {"default": "0", "validRange": {"min": "0", "max": "81559Mi", "step": "1Mi"}},
+            {"default": "20389Mi", "validRange": {"min": "1Mi", "max": "81559Mi", "step": "1Mi"}},
             {
                 "shares": {
                     "value": "4",
@@ -126,6 +129,18 @@ def test_whole_gpu_has_the_known_policies(rule: SharingRule, memory: dict, other
     device = devices(inventory(h100(0)), rule)[0]
     assert list(device) == ["name", "attributes", "capacity", "allowMultipleAllocations"]
     assert device["capacity"] == {"memory": {"value": "81559Mi", "requestPolicy": memory}, **others}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("asked", [{}, {"memory": "0"}], ids=["nothing", "zero"])
+def test_every_share_costs_memory(machines: dict[str, Inventory], rule: SharingRule, asked: dict) -> None:
+    """A quota of memory charges what the scheduler counts; in mode shares all shares of a device still fit."""
+    for device in devices(machines["dgx-h100"], rule) + devices(machines["h100-mig-static"], rule):
+        taken = consumption(asked, device, DRIVER)
+        assert taken is not None
+        memory = parse_quantity(taken["memory"])
+        assert memory > 0
+        assert memory * (rule.shares or 1) <= parse_quantity(device["capacity"]["memory"]["value"])
 
 
 def test_mig_device_has_a_policy_for_each_capacity() -> None:

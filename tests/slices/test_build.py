@@ -11,7 +11,7 @@ from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
-from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.model.sharing import SharingRule, SharingRuleMode, share_all
 from dra_driver.slices.rules.api_limits import consumption_faults, counter_set_faults, device_faults
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
@@ -66,6 +66,20 @@ def test_full_size_mig_device_stays_within_the_limits() -> None:
     (device,) = pool.slices[0].devices
     assert len(device["attributes"]) + len(device["capacity"]) == 31
     assert pool.faults == ()
+
+
+@pytest.mark.parametrize("mode", ["shares", "memory", "unlimited"])
+def test_full_size_mig_device_stays_within_the_limits_when_it_is_shared(mode: SharingRuleMode) -> None:
+    """What gives way is a capacity of which there is none."""
+    whole = mig(0, replace(PROFILE, name="7g.80gb", profile_id=0), 0, 8, 0)
+    rule = SharingRule(mode, 4 if mode == "shares" else None, "mps")
+    pool = build_pool(inventory(partitioned(0, whole)), NODE, share_all(rule))
+    (device,) = pool.slices[0].devices
+    (plain,) = build_pool(inventory(partitioned(0, whole)), NODE).slices[0].devices
+    assert pool.faults == ()
+    assert device["attributes"] == plain["attributes"] | {"shareable": {"bool": True}}
+    left_out = plain["capacity"].keys() - device["capacity"].keys()
+    assert {plain["capacity"][name]["value"] for name in left_out} == {"0"}
 
 
 def spoilt() -> Iterator[tuple[dict, str]]:

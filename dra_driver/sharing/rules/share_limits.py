@@ -17,6 +17,7 @@ from dra_driver.sharing.rules.shared_device import (
     MEMORY,
     MULTIPROCESSORS,
     SHARES,
+    default_memory,
     memory_mib_of,
     multiprocessors_of,
 )
@@ -36,7 +37,8 @@ def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) ->
     """The limits of an allocated share.
 
     Memory and multiprocessors that the claim asked for, and in mode shares its part of both; of two
-    limits the tighter one. What was not asked for, or is unknown of the device, is no limit.
+    limits the tighter one. What was not asked for, or is unknown of the device, is no limit. Memory that the
+    scheduler counts for a claim that asks for none is none either, except in mode memory.
 
     Raises: InvalidConfigError if the allocation has an amount that is not a quantity.
     """
@@ -48,10 +50,11 @@ def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) ->
 def _memory_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> list[int]:
     limits = []
     asked = _consumed(result, MEMORY)
-    if asked > 0:
-        limits.append(max(1, asked // _MIB))
     part = _part(result, rule)
     total = memory_mib_of(device)
+    is_default = rule.mode != "memory" and asked in (_MIB, default_memory((total or 0) * _MIB, rule))
+    if asked > 0 and not is_default:
+        limits.append(max(1, asked // _MIB))
     if part and total:
         limits.append(max(1, int(total * part)))
     return limits

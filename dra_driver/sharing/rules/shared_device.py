@@ -1,8 +1,9 @@
 """A device that several claims may hold at a time, in the wire shape of resource.k8s.io/v1.
 
 The scheduler gives a claim the default of each capacity that it does not ask for, and the whole of one that has no
-policy. So every capacity of a shared device has a policy, and only what the rule shares by, and the clients of MPS,
-have a default above 0.
+policy. So every capacity of a shared device has a policy. What the rule shares by, the clients of MPS and memory have a
+default above 0, all others have 0. Memory has one in every mode because it is what quotas are counted in: a share that
+takes none of it would cost nothing there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ MEMORY = "memory"
 SHARES = "shares"
 MULTIPROCESSORS = "multiprocessors"
 MPS_CLIENTS = "mpsClients"
+SHAREABLE = "shareable"
+"""The attribute by which classes select shared devices, for schedulers whose CEL does not know
+`device.allowMultipleAllocations`."""
 _MIB = 1 << 20
 
 
@@ -46,7 +50,11 @@ def shared_device(
         capacity[SHARES] = _counted(rule.shares, 1, default=1)
     elif rule.enforce == "mps":
         capacity[MPS_CLIENTS] = _counted(most_clients, 1, default=1)
-    shared = entry | {"allowMultipleAllocations": True}
+    attributes = entry.get("attributes", {}) | {SHAREABLE: {"bool": True}}
+    shared = entry | {
+        "attributes": {key: attributes[key] for key in sorted(attributes)},
+        "allowMultipleAllocations": True,
+    }
     return shared | {"capacity": {key: capacity[key] for key in sorted(capacity)}} if capacity else shared
 
 
@@ -73,9 +81,19 @@ def multiprocessor_step(total: int) -> int:
     return -(-total // 100)
 
 
+def default_memory(total: int, rule: SharingRule) -> int:
+    """The bytes that the scheduler counts for a share whose claim asks for no memory, of `total` in the device. All
+    shares of the device fit together: 0 if they are so many that one would have less than 1 MiB."""
+    if rule.mode == "memory":
+        return total // _MIB * _MIB
+    if rule.shares is not None:
+        return total // rule.shares // _MIB * _MIB
+    return _MIB if total >= 2 * _MIB else 0
+
+
 def _memory(amount: int, rule: SharingRule) -> JsonObject:
-    total = amount // _MIB * _MIB
-    return _counted(total, _MIB, default=total) if rule.mode == "memory" else _optional(total, _MIB)
+    total, default = amount // _MIB * _MIB, default_memory(amount, rule)
+    return _counted(total, _MIB, default=default) if default else _optional(total, _MIB)
 
 
 def _multiprocessors(total: int) -> JsonObject:

@@ -14,6 +14,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
 from dra_driver.sharing.rules.shared_device import shared_device
 from dra_driver.slices.rules.api_limits import (
+    MAX_ATTRIBUTES_AND_CAPACITIES,
     MAX_COUNTER_SETS_PER_SLICE,
     MAX_DEVICES_PER_SLICE,
     consumption_faults,
@@ -139,10 +140,21 @@ def _entry(
     device = wire_device(offered, inventory)
     rule = bounded_rule(sharing, offered, inventory.versions)
     if rule is not None:
-        device = shared_device(device, offered, rule, most_clients(offered.gpu, inventory.versions))
+        device = _within_limit(
+            shared_device(device, offered, rule, most_clients(offered.gpu, inventory.versions))
+        )
     if offered.gpu.uuid in counters and not isinstance(offered, StaticMigDevice):
         device["consumesCounters"] = consumed_counters(offered, counters[offered.gpu.uuid])
     return device
+
+
+def _within_limit(device: JsonObject) -> JsonObject:
+    """A shared device without the capacities of which it has nothing, if it has one entry too many with them: a MIG
+    device as large as its GPU. Nobody can ask for those."""
+    capacity: JsonObject = device.get("capacity", {})
+    if len(device["attributes"]) + len(capacity) <= MAX_ATTRIBUTES_AND_CAPACITIES:
+        return device
+    return device | {"capacity": {name: entry for name, entry in capacity.items() if entry["value"] != "0"}}
 
 
 def _device_chunks(blocks: Iterable[_Block]) -> Iterator[tuple[JsonObject, ...]]:

@@ -20,7 +20,11 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
     Raises: InvalidConfigError if two profiles would have the same name.
     """
     whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
-    shared = f'device.driver == "{driver}" && device.allowMultipleAllocations == true'
+    attributes = f'device.attributes["{driver}"]'
+    shared = (
+        f'device.driver == "{driver}" && ("shareable" in {attributes} && {attributes}.shareable == true || '
+        "device.allowMultipleAllocations == true)"
+    )
     classes = [
         _class("gpu.nvidia.com", whole),
         _class("mig.nvidia.com", mig),
