@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dra_driver.api.config import GROUP_VERSION, KINDS, DeviceType
 from dra_driver.api.decode import STRATEGY_PARTS
+from dra_driver.api.resolve import needs_admin_access
 from dra_driver.api.schema import (
     DEVICE_KEY,
     FIELDS,
@@ -175,21 +176,60 @@ def _others(device: DeviceType) -> str:
     return f"b.deviceClassName in [{named}]" + ("" if device == "mig" else f" || ({profile})")
 
 
+def _asked(name: str) -> str:
+    """CEL: a list with the list of what a request, or one of its alternatives, asks for."""
+    return (
+        f"[variables.bodies[?{name}.split('/')[0]].orValue([])"
+        f".filter(b, !{name}.contains('/') || b.?name.orValue('') == {name}.split('/')[1])]"
+    )
+
+
 def _misfits(kind: str) -> str:
     """As `_misfits` of `validate`, for the places of one kind. A request's name is that of all its alternatives, or
     has the name of one behind a slash."""
-    asked = (
-        "[variables.bodies[?r.split('/')[0]].orValue([])"
-        ".filter(b, !r.contains('/') || b.?name.orValue('') == r.split('/')[1])]"
-    )
     unfit = (
-        f"{asked}\n.filter(l, l.size() > 0 && l.all(b, {_others(KINDS[kind])}))\n"
+        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, {_others(KINDS[kind])}))\n"
         f".map(l, p.config + '.requests[' + string(j) + \"]: {kind} does not fit request '\" + r + \"' of class \" +\n"
         "l.map(b, b.deviceClassName).join(', ')).join('')"
     )
     return _joined(
         f"variables.{kind}.map(p, p.requests.transformList(j, r,\n{unfit})\n.filter(f, f != '').join('; '))"
     )
+
+
+def _gives(device: DeviceType) -> str:
+    """CEL: whether the class of `b` gives devices of a type for sure."""
+    named = ", ".join(f"'{name}'" for name, kind in CLASS_TYPES.items() if kind == device)
+    begin, end = PROFILE_CLASS
+    profile = f"b.deviceClassName.startsWith('{begin}') && b.deviceClassName.endsWith('{end}')"
+    return f"b.deviceClassName in [{named}]" + (f" || ({profile})" if device == "mig" else "")
+
+
+def _without_admin(kind: str) -> tuple[str, str]:
+    """As `_without_admin` of `validate`, for the places of one kind: for those that name requests, and for the
+    others."""
+    managing = f"variables.{kind}.filter(p, p.is.?management.orValue(false) == true && p.requests.size()"
+    has_admin = "b.?adminAccess.orValue(false) == true"
+    name = "r.split('/')[0]"
+    return (
+        _joined(
+            f"{managing} > 0)\n.map(p, p.requests.transformList(j, r,\n{_asked('r')}\n"
+            f".filter(l, l.size() > 0 && !l.all(b, {has_admin}))\n"
+            f".map(l, p.config + '.requests[' + string(j) + ']: ' + {_lacks_admin(name)}).join(''))"
+            ".filter(f, f != '').join('; '))"
+        ),
+        _joined(
+            f"{managing} == 0)\n.map(p, variables.bodies.transformList(r, l,\n"
+            f"l.all(b, {_gives(KINDS[kind])}) && !l.all(b, {has_admin}),\n"
+            f"p.at + '.management: ' + {_lacks_admin('r')}).join('; '))"
+        ),
+    )
+
+
+def _lacks_admin(name: str) -> str:
+    """CEL: as `needs_admin_access`, for the request with this name."""
+    before, after = needs_admin_access("a").split("'a'")
+    return f"'{before}\\'' + {name} + '\\'{after}'"
 
 
 def policy() -> str:
@@ -229,6 +269,9 @@ def policy() -> str:
     found.check_found()
     for kind in KINDS:
         found.fault(f"{kind}_misfits", _misfits(kind))
+        if "management" in FIELDS[kind].fields:
+            for name, expression in zip(("named", "unnamed"), _without_admin(kind), strict=True):
+                found.fault(f"{kind}_{name}_without_admin", expression)
     found.add("faults", " +\n".join(found.faults))
     found.add("text", "variables.faults.join('; ').replace('\\n', ' ')")
     return _HEAD + "".join(_written(found.variables)) + _VALIDATION

@@ -49,16 +49,19 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """Parameters of whole GPUs."""
+    """Parameters of whole GPUs. `management` gives a claim with adminAccess what agents such as DCGM need: all GPUs of
+    the node, and the capabilities to monitor and configure MIG."""
 
     sharing: Sharing | None = None
+    management: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MigDeviceConfig:
-    """Parameters of MIG devices. TimeSlicing is accepted there and changes nothing."""
+    """Parameters of MIG devices. TimeSlicing is accepted there and changes nothing; `management` as for whole GPUs."""
 
     sharing: Sharing | None = None
+    management: bool = False
 
 
 @dataclass(frozen=True, slots=True)

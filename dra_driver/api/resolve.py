@@ -38,7 +38,8 @@ def config_for_result(
     Precedence, lowest first: the default, entries of the class in order, entries of the claim in order.
     An entry applies if it names the result's request, in full or by its base name, or if it names no
     request and its kind fits the device. Raises: InvalidConfigError if an entry that may apply is
-    faulty, of an unknown sort, or names the request but does not fit the device.
+    faulty, of an unknown sort, or names the request but does not fit the device; or if one that applies, also
+    one that a later one replaces, asks for management without adminAccess.
     """
     resolved = ResolvedConfig(DEFAULTS[device_type])
     for index, entry in _by_precedence(configs):
@@ -55,6 +56,8 @@ def config_for_result(
         except InvalidConfigError as error:
             raise InvalidConfigError(f"{text}: {error}", faults=error.faults) from error
         if config_type(config) == device_type:
+            if manages(config) and not result.admin_access:
+                raise _refused(text, needs_admin_access(result.base_request))
             resolved = ResolvedConfig(config, text)
         elif named:
             raise _refused(
@@ -63,6 +66,16 @@ def config_for_result(
                 f"which is {_TYPE_NAMES[device_type]}",
             )
     return resolved
+
+
+def manages(config: OpaqueConfig) -> bool:
+    """Whether the parameters ask for what management agents need."""
+    return isinstance(config, GpuConfig | MigDeviceConfig) and config.management
+
+
+def needs_admin_access(request: str) -> str:
+    """The fault of parameters with `management` that apply to a request without adminAccess."""
+    return f"management works only with adminAccess: true, which request {request!r} lacks"
 
 
 def _by_precedence(configs: Sequence[DeviceConfig]) -> Iterator[tuple[int, DeviceConfig]]:

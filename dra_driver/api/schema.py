@@ -175,6 +175,7 @@ _MPS: Final = Section(
         "multiUser": Switch(),
     }
 )
+_MANAGEMENT: Final = Switch()
 FIELDS: Final[Mapping[str, Section]] = {
     "GpuConfig": Section(
         {
@@ -184,10 +185,13 @@ FIELDS: Final[Mapping[str, Section]] = {
                     "mpsConfig": _MPS,
                     "timeSlicingConfig": Section({"interval": Choice(get_args(Interval))}),
                 }
-            )
+            ),
+            "management": _MANAGEMENT,
         }
     ),
-    "MigDeviceConfig": Section({"sharing": Section({"strategy": _STRATEGY, "mpsConfig": _MPS})}),
+    "MigDeviceConfig": Section(
+        {"sharing": Section({"strategy": _STRATEGY, "mpsConfig": _MPS}), "management": _MANAGEMENT}
+    ),
     "VfioDeviceConfig": Section(
         {
             "iommu": Section(
@@ -212,7 +216,10 @@ def _config(kind: str, values: Mapping[str, Any]) -> OpaqueConfig:
         iommu = values.get("iommu", {})
         return VfioDeviceConfig(iommu.get("backendPolicy", "LegacyOnly"), iommu.get("enableAPIDevice", False))
     sharing = _sharing(values["sharing"]) if "sharing" in values else None
-    return GpuConfig(sharing) if kind == "GpuConfig" else MigDeviceConfig(sharing)
+    management = values.get("management", False)
+    return (
+        GpuConfig(sharing, management) if kind == "GpuConfig" else MigDeviceConfig(sharing, management)
+    )
 
 
 def _sharing(given: Mapping[str, Any]) -> Sharing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, assert_never
 
@@ -72,13 +72,32 @@ class CdiSteps:
         files = self._installation.files(self._driver_version())
         self._tell(files.notes)
         used = {device.cdi_device for device in plan.devices if not device.result.admin_access}
+        devices = [replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices]
+        managing = {one.result.request: one for one in reversed(plan.devices) if one.managed}
+        if managing:
+            devices = self._with_management(devices, managing)
         return claim_spec(
-            plan.claim.ref.uid,
-            self._driver_name,
-            files,
-            [replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices],
-            self._common_edits(files),
+            plan.claim.ref.uid, self._driver_name, files, devices, self._common_edits(files)
         )
+
+    def _with_management(
+        self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
+    ) -> list[CdiDevice]:
+        """The devices, of which the first of each request that manages the node has the nodes for that: a container
+        gets all devices of a request."""
+        gpus = next(iter(managing.values())).managed
+        nodes, missing = self._nodes.management(
+            [self._minor(gpu) for gpu in gpus], has_mig=any(gpu.mig_capable for gpu in gpus)
+        )
+        if missing:
+            _log.warning("management_incomplete", missing=list(missing))
+        names = {one.cdi_device for one in managing.values()}
+        return [
+            replace(device, nodes=tuple(dict.fromkeys((*device.nodes, *nodes))))
+            if device.name in names
+            else device
+            for device in devices
+        ]
 
     def _common_edits(self, files: DriverFiles) -> dict[str, Any]:
         """As `common_edits`; the same object until the host's files change, so a caller must not change it."""

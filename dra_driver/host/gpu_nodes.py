@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dra_driver.errors import RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.mig_caps import MigCaps
@@ -47,6 +49,28 @@ class GpuNodes:
         drm, links = self._drm(bus_id) if graphics else ((), ())
         return CdiDevice(
             name=name, nodes=(node, *(HostNode(cap, cap.path) for cap in caps)), drm=drm, links=links
+        )
+
+    def management(
+        self, minors: Iterable[int | None], *, has_mig: bool
+    ) -> tuple[tuple[HostNode, ...], tuple[str, ...]]:
+        """The nodes through which an agent manages GPUs and their MIG devices, and what the host lacks of them: an
+        agent is wanted on a node with a bad GPU too. `has_mig` says whether one of the GPUs can have MIG devices.
+
+        Raises: RetryableError if the driver is being loaded or unloaded.
+        """
+        wanted = [f"/dev/nvidia{minor}" for minor in minors if minor is not None]
+        found = [(path, self._dev.node(path)) for path in wanted]
+        caps = self._caps.management_nodes()
+        missing = [path for path, node in found if node is None]
+        if has_mig and not caps:
+            missing.append("the MIG capabilities of the NVIDIA driver (/proc/driver/nvidia/capabilities/mig)")
+        return (
+            (
+                *(node for _, node in found if node is not None),
+                *(HostNode(cap, cap.path) for cap in caps),
+            ),
+            tuple(missing),
         )
 
     def _gpu_node(self, name: str, minor: int) -> HostNode:

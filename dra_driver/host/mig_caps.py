@@ -9,6 +9,7 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.host import DeviceNode
 
 _MIG_MAJOR_NAME = "nvidia-caps"
+_MANAGEMENT = ("mig/config", "mig/monitor")
 _MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,10})\s*$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]{1,10}")
 _MODE = re.compile(r"^DeviceFileMode:\s*([0-9]{1,10})\s*$", re.MULTILINE)
@@ -68,6 +69,21 @@ class MigCaps:
             if not _LEFT_ALONE.search(text):
                 nodes.append((capability, self._node(major, capability, text)))
         return nodes
+
+    def management_nodes(self) -> list[DeviceNode]:
+        """The nodes that configure and monitor MIG, and those of all instances, without which the former are of no
+        use. None of a driver that has no MIG capabilities.
+
+        Raises: RetryableError if there are capabilities, but no major number for their nodes.
+        """
+        nodes = []
+        for capability in _MANAGEMENT:
+            try:
+                text = self._read(capability)
+            except RetryableError:
+                continue
+            nodes.append(self._node(self._major(), capability, text))
+        return nodes + [node for _, node in self.all_nodes()]
 
     def exist(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> bool:
         """Whether the driver shows the capabilities of a compute instance."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.record import HeldDevice
 from dra_driver.model.sharing import kind_of
@@ -17,11 +18,13 @@ _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
-    """One allocation result of ours, the device that it names, and how the claim uses the device."""
+    """One allocation result of ours, the device that it names, and how the claim uses the device. `managed` are the
+    GPUs that containers get beside it, for a claim that manages the node."""
 
     result: DeviceResult
     offered: OfferedDevice
     usage: SharingMode = None
+    managed: tuple[Gpu, ...] = ()
 
     @property
     def cdi_device(self) -> str:

@@ -31,7 +31,8 @@ class Claim:
     """A claim's `devices` whose parameters are right by themselves.
 
     `faults` are those of `validate` and the policy, with the path below `devices`. `device` is (request, type) of a
-    device that the scheduler might allocate for it, and `prepare` what a Prepare then says; None if it takes it.
+    device that the scheduler might allocate for it, `admin_access` how, and `prepare` what a Prepare then says; None
+    if it takes it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Claim:
     faults: tuple[str, ...] = ()
     prepare: str | None = None
     why_later: str = ""
+    admin_access: bool = False
 
 
 def parameters(kind: Any = "GpuConfig", **fields: Any) -> Json:
@@ -92,6 +94,8 @@ PARAMETERS = (
     Parameters("MIG", parameters("MigDeviceConfig")),
     Parameters("MIG with time slices", parameters("MigDeviceConfig", sharing={"strategy": "TimeSlicing"})),
     Parameters("MIG with MPS", mps("MigDeviceConfig", multiUser=False)),
+    *(Parameters(f"{kind} with management {value}", parameters(kind, management=value))
+      for kind in ("GpuConfig", "MigDeviceConfig") for value in (False, None)),
     Parameters(
         "no apiVersion", {"kind": "GpuConfig"}, (f"apiVersion: is required; use {GROUP_VERSION}",)
     ),
@@ -205,6 +209,13 @@ PARAMETERS = (
         mps(defaultPerDevicePinnedMemoryLimit=["1Gi"]),
         (f"{_BY_DEVICE}: must be an object",),
     ),
+    *(Parameters(f"management {value!r}", parameters(management=value), ("management: must be true or false",))
+      for value in ("yes", 1, {})),
+    Parameters(
+        "management of a VFIO device",
+        parameters("VfioDeviceConfig", management=True),
+        ("management: unknown field",),
+    ),
     Parameters("users that are a word", mps(multiUser="yes"), (f"{_MPS}.multiUser: must be true or false",)),
     Parameters("users that are a number", mps(multiUser=1), (f"{_MPS}.multiUser: must be true or false",)),
     Parameters(
@@ -250,16 +261,16 @@ PARAMETERS = (
 )  # fmt: skip
 
 
-def _claim(requests: list[Json], *entries: tuple[list[str], str]) -> Json:
+def _claim(requests: list[Json], *entries: tuple[list[str], str], **fields: Any) -> Json:
     config = [
-        {"requests": names, "opaque": {"driver": "gpu.nvidia.com", "parameters": parameters(kind)}}
+        {"requests": names, "opaque": {"driver": "gpu.nvidia.com", "parameters": parameters(kind, **fields)}}
         for names, kind in entries
     ]
     return {"requests": requests, "config": config}
 
 
-def _ask(name: str, device_class: str) -> Json:
-    return {"name": name, "exactly": {"deviceClassName": device_class}}
+def _ask(name: str, device_class: str, **fields: Any) -> Json:
+    return {"name": name, "exactly": {"deviceClassName": device_class, **fields}}
 
 
 def _first(name: str, **classes: str) -> Json:
@@ -270,6 +281,15 @@ def _first(name: str, **classes: str) -> Json:
 
 
 _UNFIT = "does not fit device"
+
+
+def _lacks(request: str) -> str:
+    return f"management works only with adminAccess: true, which request '{request}' lacks"
+
+
+def _managed(requests: list[Json], *entries: tuple[list[str], str]) -> Json:
+    return _claim(requests, *entries, management=True)
+
 
 CLAIMS = (
     Claim("each its own", _claim([_ask("a", "gpu.nvidia.com")], (["a"], "GpuConfig")), ("a", "gpu")),
@@ -338,6 +358,58 @@ CLAIMS = (
         _claim([_ask("a", "team.example.com")], (["a"], "MigDeviceConfig")),
         ("a", "gpu"),
         prepare=_UNFIT,
+        why_later="only the scheduler knows what the class gives",
+    ),
+    Claim(
+        "management of a request with admin access",
+        _managed([_ask("a", "gpu.nvidia.com", adminAccess=True)], (["a"], "GpuConfig")),
+        ("a", "gpu"),
+        admin_access=True,
+    ),
+    Claim(
+        "management of MIG devices by no name",
+        _managed([_ask("a", "mig.nvidia.com", adminAccess=True)], ([], "MigDeviceConfig")),
+        ("a", "mig"),
+        admin_access=True,
+    ),
+    Claim(
+        "management without admin access",
+        _managed(
+            [_ask("a", "gpu.nvidia.com", adminAccess=True), _ask("b", "gpu.nvidia.com", adminAccess=False)],
+            (["a", "b"], "GpuConfig"),
+        ),
+        ("b", "gpu"),
+        (f"config[0].requests[1]: {_lacks('b')}",),
+        _lacks("b"),
+    ),
+    Claim(
+        "management without admin access by no name",
+        _managed([_ask("a", "gpu.nvidia.com"), _ask("b", "mig.nvidia.com")], ([], "GpuConfig")),
+        ("a", "gpu"),
+        (f"config[0].opaque.parameters.management: {_lacks('a')}",),
+        _lacks("a"),
+    ),
+    Claim(
+        "management without admin access of a profile",
+        _managed([_ask("a", "mig-1g.10gb.nvidia.com")], ([], "MigDeviceConfig")),
+        ("a", "mig"),
+        (f"config[0].opaque.parameters.management: {_lacks('a')}",),
+        _lacks("a"),
+    ),
+    Claim(
+        "management of one of several",
+        _managed(
+            [_first("a", one="gpu.nvidia.com", two="timeslice.gpu.nvidia.com")], (["a/two"], "GpuConfig")
+        ),
+        ("a/two", "gpu"),
+        (f"config[0].requests[0]: {_lacks('a')}",),
+        _lacks("a"),
+    ),
+    Claim(
+        "management without admin access by a class of another's making",
+        _managed([_ask("a", "team.example.com")], ([], "GpuConfig")),
+        ("a", "gpu"),
+        prepare=_lacks("a"),
         why_later="only the scheduler knows what the class gives",
     ),
 )

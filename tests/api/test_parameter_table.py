@@ -60,7 +60,9 @@ def test_validate_looks_whether_parameters_fit_the_class(case: Claim) -> None:
 @pytest.mark.parametrize("case", CLAIMS, ids=by_name)
 def test_prepare_refuses_what_does_not_fit(case: Claim) -> None:
     request, device_type = case.device
-    result = DeviceResult(request=request, driver=DRIVER, pool="a", device="gpu-1")
+    result = DeviceResult(
+        request=request, driver=DRIVER, pool="a", device="gpu-1", admin_access=case.admin_access
+    )
     configs = [
         DeviceConfig(
             source="FromClaim",

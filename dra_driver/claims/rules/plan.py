@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from dra_driver.api.resolve import config_for_result, manages
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.conflicts import refuse_crowded, refuse_held
-from dra_driver.errors import ClaimRefusedError, DeviceLostError
+from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
 from dra_driver.model.sharing_mode import LOST_MPS, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
     CreateMig,
@@ -80,7 +81,10 @@ def plan_claim(
     _refuse_repeats(found)
     kept = _kept_usages(claim, found, known)
     usages = sharing_modes_of(claim, found, driver, sharing, inventory.versions) if kept is None else kept
-    devices = tuple(PlannedDevice(*pair, usage) for pair, usage in zip(found, usages, strict=True))
+    devices = tuple(
+        PlannedDevice(*pair, usage, inventory.gpus if _manages(claim, *pair, driver) else ())
+        for pair, usage in zip(found, usages, strict=True)
+    )
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
@@ -129,6 +133,17 @@ def _kept_usages(
     if silicon != [(held.device, held.uuid, held.gpu_uuid) for held in known.devices]:
         return None
     return [held.usage for held in known.devices]
+
+
+def _manages(claim: AllocatedClaim, result: DeviceResult, offered: OfferedDevice, driver: str) -> bool:
+    """Whether the claim manages the node through this device, by its parameters. Those of a prepared claim may be of a
+    newer release, and then say nothing here."""
+    if not result.admin_access or not claim.configs:
+        return False
+    try:
+        return manages(config_for_result(result, claim.configs, driver, kind_of(offered)).config)
+    except InvalidConfigError:
+        return False  # those of a new claim were judged before
 
 
 def _metadata(

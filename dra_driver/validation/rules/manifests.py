@@ -13,7 +13,7 @@ from typing import Any, Final
 from dra_driver.api.config import GROUP_VERSION, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.decode import decode
-from dra_driver.api.resolve import unbuilt_features
+from dra_driver.api.resolve import needs_admin_access, unbuilt_features
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.units import parse_quantity
@@ -287,6 +287,7 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
         found += _unknown_requests(constraint.get("requests"), f"{here}.requests", seen)
     entries = devices.get("config") or []
     misfits = [] if found else _misfits(entries, f"{path}.config", requests, driver)
+    misfits += [] if found else _without_admin(entries, f"{path}.config", requests, driver)
     return found + _config_faults(entries, f"{path}.config", seen, driver) + misfits
 
 
@@ -313,6 +314,36 @@ def _misfits(
                 text = f"{kind} does not fit request {name!r} of class {', '.join(classes)}"
                 found.append(FieldFault(f"{path}[{number}].requests[{index}]", text))
     return found
+
+
+def _without_admin(
+    entries: Sequence[JsonObject], path: str, requests: Sequence[JsonObject], driver: str
+) -> Iterator[FieldFault]:
+    """Parameters with `management` for requests without adminAccess. Where they name no request, those whose class is
+    known to give devices of their kind."""
+    for number, entry in enumerate(entries):
+        parameters = entry["opaque"]["parameters"]
+        if entry["opaque"]["driver"] != driver or not is_parameters(parameters):
+            continue
+        kind = CONFIG_KINDS.get(str(parameters.get("kind")))
+        if parameters.get("management") is not True or kind not in ("gpu", "mig"):
+            continue
+        names = entry.get("requests") or ()
+        for request in requests:
+            bodies = alternatives(request)
+            fits = all(class_type(body["deviceClassName"]) == kind for _, body in bodies)
+            if not names and fits and not _has_admin_access(bodies):
+                text = needs_admin_access(request["name"])
+                yield FieldFault(f"{path}[{number}].opaque.parameters.management", text)
+            for index, name in enumerate(names):
+                meant = [(full, body) for full, body in bodies if name in (full, request["name"])]
+                if meant and not _has_admin_access(meant):
+                    text = needs_admin_access(request["name"])
+                    yield FieldFault(f"{path}[{number}].requests[{index}]", text)
+
+
+def _has_admin_access(bodies: Sequence[tuple[str, JsonObject]]) -> bool:
+    return all(body.get("adminAccess") is True for _, body in bodies)
 
 
 def class_type(name: str) -> DeviceType | None:
