@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
+from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.spec_step import CdiSteps
@@ -15,14 +19,15 @@ from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig
+from dra_driver.model.inventory import Inventory, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
 from dra_driver.mps.layout import mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import DRIVER, NODE, claim
+from tests.fakes.samples import DRIVER, NODE, claim, result
 
 STEP = WriteCdiSpec()
 
@@ -152,3 +157,112 @@ def test_what_the_host_lacks_is_told_once_until_it_changes(bench: Bench) -> None
         hook.unlink()
         bench.steps.do(STEP, plan)
         assert len(logs) == 2
+
+
+MANAGEMENT = DeviceConfig(
+    "FromClaim", (), DRIVER, {"apiVersion": GROUP_VERSION, "kind": "GpuConfig", "management": True}
+)
+CAPS = "proc/driver/nvidia/capabilities"
+
+
+def watching(*names: str, requests: tuple[str, ...] = ("gpus",), **changes: Any) -> AllocatedClaim:
+    """A claim with admin access to the devices in each of the requests."""
+    looks = [result(name, request, admin_access=True) for request in requests for name in names]
+    return claim(*looks, **{"configs": (MANAGEMENT,), **changes})
+
+
+def nodes_of(bench: Bench, wanted: AllocatedClaim) -> list[set[str]]:
+    """The nodes of each device of the claim's spec, in the order of its results. Runtimes take the spec."""
+    order = list(dict.fromkeys(f"{wanted.ref.uid}-{one.device}" for one in wanted.results))
+    spec = bench.steps.spec(plan_claim(wanted, bench.inventory, NODE, DRIVER, ()))
+    assert faults(spec) == []
+    devices = sorted(spec["devices"], key=lambda one: order.index(one["name"]))
+    return [{node["path"] for node in one["containerEdits"]["deviceNodes"]} for one in devices]
+
+
+def of_caps(nodes: set[str]) -> set[str]:
+    return {path for path in nodes if path.startswith("/dev/nvidia-caps/")}
+
+
+def test_management_gives_all_gpus_and_capabilities_of_the_node_once(bench: Bench) -> None:
+    """Also GPUs in MIG mode, which no claim can have whole; the other devices have only their own."""
+    wholes = [name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)]
+    assert 1 < len(wholes) < len(bench.inventory.gpus)
+    first, *others = nodes_of(bench, watching(*wholes))
+    minors = {f"/dev/nvidia{gpu.minor}" for gpu in bench.inventory.gpus}
+    assert minors <= first
+    instances = list((bench.node.machine.host_root / CAPS).rglob("access"))
+    assert {"/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"} < of_caps(first)
+    assert len(of_caps(first)) == 2 + len(instances) > 10
+    for nodes in others:
+        assert len(nodes & minors) == 1
+        assert not of_caps(nodes)
+
+
+def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:
+    """A container may have one request only. Requests have the devices in orders of their own."""
+    one, other, *_ = [name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)]
+    looks = [result(*pair, admin_access=True) for pair in ((one, "a"), (other, "a"), (other, "b"), (one, "b"))]
+    found = nodes_of(bench, claim(*looks, configs=(MANAGEMENT,)))
+    assert [len(of_caps(nodes)) > 2 for nodes in found] == [True, True]
+    only_a = replace(MANAGEMENT, requests=("a",))
+    found = nodes_of(bench, claim(*looks[:2], replace(looks[2], device=other), configs=(only_a,)))
+    assert [bool(of_caps(nodes)) for nodes in found] == [True, False]
+
+
+def test_management_by_a_mig_device(bench: Bench) -> None:
+    part = next(name for name, device in bench.inventory.by_name.items() if isinstance(device, StaticMigDevice))
+    parameters = MANAGEMENT.parameters | {"kind": "MigDeviceConfig"}
+    (nodes,) = nodes_of(bench, watching(part, configs=(replace(MANAGEMENT, parameters=parameters),)))
+    assert {f"/dev/nvidia{gpu.minor}" for gpu in bench.inventory.gpus} <= nodes
+    assert "/dev/nvidia-caps/nvidia-cap1" in nodes
+
+
+@pytest.mark.parametrize(
+    "configs", [(), (replace(MANAGEMENT, parameters=MANAGEMENT.parameters | {"management": False}),)]
+)
+def test_admin_access_alone_gives_no_capabilities(bench: Bench, configs: tuple[DeviceConfig, ...]) -> None:
+    whole = list(bench.inventory.by_name)[-1]
+    (nodes,) = nodes_of(bench, watching(whole, configs=configs))
+    assert not of_caps(nodes)
+    assert {path for path in nodes if "dri" not in path} == {
+        f"/dev/nvidia{bench.inventory.by_name[whole].gpu.minor}"
+    }
+
+
+def test_management_goes_without_what_the_host_lacks_and_says_so(bench: Bench) -> None:
+    root = bench.node.machine.host_root
+    whole = list(bench.inventory.by_name)[-1]
+    other = next(gpu for gpu in bench.inventory.gpus if gpu != bench.inventory.by_name[whole].gpu)
+    (root / f"dev/nvidia{other.minor}").unlink()
+    shutil.rmtree(root / CAPS)
+    with structlog.testing.capture_logs() as logs:
+        (nodes,) = nodes_of(bench, watching(whole))
+    (told,) = [entry for entry in logs if entry["event"] == "management_incomplete"]
+    assert told["log_level"] == "warning"
+    assert told["missing"] == [
+        f"/dev/nvidia{other.minor}",
+        "the MIG capabilities of the NVIDIA driver (/proc/driver/nvidia/capabilities/mig)",
+    ]
+    assert not of_caps(nodes)
+    assert f"/dev/nvidia{bench.inventory.by_name[whole].gpu.minor}" in nodes
+    assert f"/dev/nvidia{other.minor}" not in nodes
+
+
+def test_management_of_gpus_without_mig_misses_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "t4-4")
+    shutil.rmtree(bench.node.machine.host_root / CAPS)
+    with structlog.testing.capture_logs() as logs:
+        first, *_ = nodes_of(bench, watching(*bench.inventory.by_name))
+    assert "management_incomplete" not in [entry["event"] for entry in logs]
+    assert {path for path in first if "dri" not in path} == {
+        f"/dev/nvidia{gpu.minor}" for gpu in bench.inventory.gpus
+    }
+    bench.node.close()
+
+
+def test_management_of_a_driver_that_is_being_loaded_is_tried_again(bench: Bench) -> None:
+    """It has capabilities, but no major number for them yet."""
+    (bench.node.machine.host_root / "proc/devices").write_text("Character devices:\n195 nvidia\n")
+    with pytest.raises(RetryableError, match="the kernel lists no nvidia-caps devices"):
+        nodes_of(bench, watching(list(bench.inventory.by_name)[-1]))

@@ -1,6 +1,7 @@
 import re
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -220,6 +221,32 @@ def test_config_is_refused_with_the_reason(wanted: AllocatedClaim, text: str) ->
 )
 def test_config_is_taken_when_it_fits_or_is_not_for_the_device(wanted: AllocatedClaim) -> None:
     assert plan(wanted).steps == (WriteCdiSpec(),)
+
+
+def test_management_holds_locks_and_changes_nothing() -> None:
+    wanted = claim(result(GPU_0, admin_access=True), configs=(config(management=True),))
+    made = plan(wanted, record(hold(GPU_0)))
+    assert made.steps == (WriteCdiSpec(),)
+    assert made.locked_gpus == frozenset()
+    assert made.held_devices() == (HeldDevice(GPU_0, "gpu", uuid(0), uuid(0), admin_access=True),)
+    assert [device.managed for device in made.devices] == [MIXED.gpus]
+    plain = claim(result(GPU_0, admin_access=True))
+    assert [device.managed for device in plan(plain).devices] == [()]
+
+
+@pytest.mark.parametrize("source", ["FromClass", "FromClaim"])
+@pytest.mark.parametrize("after", [(), (config(),)], ids=["last", "replaced"])
+def test_management_without_admin_access_is_refused(source: Any, after: tuple) -> None:
+    asks = replace(config(management=True), source=source)
+    told = refusal(claim(result(GPU_0, "req/sub"), configs=(asks, *after)))
+    assert told.endswith("management works only with adminAccess: true, which request 'req' lacks")
+
+
+def test_parameters_of_a_newer_release_do_not_keep_a_prepared_monitor_from_its_devices() -> None:
+    wanted = claim(result(GPU_0, admin_access=True), configs=(config(management=True, newer=1),))
+    known = ClaimRecord(wanted, "prepared", "boot-1", (hold(GPU_0, admin_access=True),), (WriteCdiSpec(),))
+    kept = plan_claim(wanted, MIXED, NODE, DRIVER, (), known=known)
+    assert [device.managed for device in kept.devices] == [()]
 
 
 def test_answer_names_base_requests_and_shares() -> None:
