@@ -217,9 +217,7 @@ def _config(kind: str, values: Mapping[str, Any]) -> OpaqueConfig:
         return VfioDeviceConfig(iommu.get("backendPolicy", "LegacyOnly"), iommu.get("enableAPIDevice", False))
     sharing = _sharing(values["sharing"]) if "sharing" in values else None
     management = values.get("management", False)
-    return (
-        GpuConfig(sharing, management) if kind == "GpuConfig" else MigDeviceConfig(sharing, management)
-    )
+    return GpuConfig(sharing, management) if kind == "GpuConfig" else MigDeviceConfig(sharing, management)
 
 
 def _sharing(given: Mapping[str, Any]) -> Sharing:

@@ -72,13 +72,13 @@ class CdiSteps:
         files = self._installation.files(self._driver_version())
         self._tell(files.notes)
         used = {device.cdi_device for device in plan.devices if not device.result.admin_access}
-        devices = [replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices]
+        devices = [
+            replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices
+        ]
         managing = {one.result.request: one for one in reversed(plan.devices) if one.managed}
         if managing:
             devices = self._with_management(devices, managing)
-        return claim_spec(
-            plan.claim.ref.uid, self._driver_name, files, devices, self._common_edits(files)
-        )
+        return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, self._common_edits(files))
 
     def _with_management(
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]

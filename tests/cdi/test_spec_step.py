@@ -201,8 +201,12 @@ def test_management_gives_all_gpus_and_capabilities_of_the_node_once(bench: Benc
 
 def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:
     """A container may have one request only. Requests have the devices in orders of their own."""
-    one, other, *_ = [name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)]
-    looks = [result(*pair, admin_access=True) for pair in ((one, "a"), (other, "a"), (other, "b"), (one, "b"))]
+    one, other, *_ = [
+        name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)
+    ]
+    looks = [
+        result(*pair, admin_access=True) for pair in ((one, "a"), (other, "a"), (other, "b"), (one, "b"))
+    ]
     found = nodes_of(bench, claim(*looks, configs=(MANAGEMENT,)))
     assert [len(of_caps(nodes)) > 2 for nodes in found] == [True, True]
     only_a = replace(MANAGEMENT, requests=("a",))
@@ -211,7 +215,9 @@ def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:
 
 
 def test_management_by_a_mig_device(bench: Bench) -> None:
-    part = next(name for name, device in bench.inventory.by_name.items() if isinstance(device, StaticMigDevice))
+    part = next(
+        name for name, device in bench.inventory.by_name.items() if isinstance(device, StaticMigDevice)
+    )
     parameters = MANAGEMENT.parameters | {"kind": "MigDeviceConfig"}
     (nodes,) = nodes_of(bench, watching(part, configs=(replace(MANAGEMENT, parameters=parameters),)))
     assert {f"/dev/nvidia{gpu.minor}" for gpu in bench.inventory.gpus} <= nodes

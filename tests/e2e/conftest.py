@@ -90,6 +90,12 @@ class Cluster:
     def apply(self, manifest: str) -> None:
         self.kubectl("apply", "-f", "-", stdin=manifest)
 
+    def refused(self, manifest: str) -> str:
+        """What the API server says of a manifest that it does not take."""
+        done = self._run_kubectl(("apply", "-f", "-", "--dry-run=server"), manifest)
+        assert done.returncode, done.stdout
+        return done.stderr
+
     def apply_in_turn(self, manifest: str) -> None:
         """Apply the documents one after the other, and see each pod run before the next.
 

@@ -151,6 +151,9 @@ def judge_claim(server: Server, case: Claim, version: str) -> None:
         refusal = server.refusal(kind, in_version(case.devices, version), version)
         if case.faults:
             assert told(refusal) == wanted(case.faults, PATHS[kind])
+        elif case.admin_access:
+            # Past the policy, Kubernetes looks at the namespace.
+            assert "admin access to devices requires the `resource.kubernetes.io/admin-access" in str(refusal)
         else:
             assert refusal is None, case.name
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import ROOT, Cluster, wait_for, with_test_workload
+from tests.e2e.conftest import ROOT, Cluster, claim_and_pod, wait_for, with_test_workload
+from tests.e2e.podresources import uses
 
 pytestmark = pytest.mark.cluster
 
@@ -231,16 +232,86 @@ def test_ddp_has_eight_gpus_and_its_program(cluster: Cluster, workload: Callable
     assert len(set(seen)) == 8
 
 
+MONITORING = ("-n", "gpu-monitoring")
+
+
 def test_monitoring_daemonset_sees_all_gpus_and_takes_none(
     cluster: Cluster, example: Example, workload: Callable[[str], None]
 ) -> None:
     workload("monitoring-daemonset")
-    cluster.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=300s")
+    cluster.kubectl("rollout", "status", "daemonset/dcgm-exporter", *MONITORING, "--timeout=300s")
     (seen,) = cluster.logs_of("app.kubernetes.io/name=dcgm-exporter", namespace="gpu-monitoring")
     assert set(seen) == {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
+    inside = cluster.kubectl("exec", "daemonset/dcgm-exporter", *MONITORING, "--", "ls", "/dev/nvidia-caps")
+    assert {"nvidia-cap1", "nvidia-cap2"} <= set(inside.split())
     example("nvlink-domain")
     cluster.wait_running("nvlink-domain")
     assert set(cluster.seen_by("nvlink-domain")) == set(seen)
+    with_caps = cluster.kubectl("exec", "nvlink-domain", "-n", "default", "--", "ls", "/dev")
+    assert "nvidia-caps" not in with_caps.split()
+
+
+def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
+    cluster: Cluster, example: Example, workload: Callable[[str], None]
+) -> None:
+    """As DCGM exporter asks it: the kubelet names driver, pool and device, and the slices have the UUID."""
+    workload("monitoring-daemonset")
+    example("two-claims")
+    example("shared-claim")
+    cluster.wait_running("two-claims", "reader", "writer")
+    cluster.kubectl("rollout", "status", "daemonset/dcgm-exporter", *MONITORING, "--timeout=300s")
+    uuids = {
+        (entry["spec"]["driver"], entry["spec"]["pool"]["name"], device["name"]): device["attributes"]["uuid"]
+        for entry in cluster.slices()
+        for device in entry["spec"].get("devices", [])
+    }
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for use in uses():
+        assert use.claim_namespace == use.namespace
+        uid = cluster.get("resourceclaim", use.claim, "-n", use.claim_namespace)["metadata"]["uid"]
+        # The kubelet lists the CDI devices of the claim's devices before this one too.
+        assert f"k8s.gpu.nvidia.com/claim={uid}-{use.device}" in use.cdi_devices
+        label = (use.namespace, use.pod, use.container)
+        told.setdefault(label, []).append(uuids[use.driver, use.pool, use.device]["string"])
+    for pod, container in (
+        ("two-claims", "first"),
+        ("two-claims", "second"),
+        ("reader", None),
+        ("writer", None),
+    ):
+        (label,) = [key for key in told if key[:2] == ("default", pod) and container in (None, key[2])]
+        assert told[label] == cluster.seen_by(pod, container)
+    (monitor,) = [label for label in told if label[0] == "gpu-monitoring"]
+    assert sorted(told[monitor]) == sorted(uuid["string"] for uuid in uuids.values())
+    assert len(told) == 5
+
+
+def test_management_needs_admin_access_and_admin_access_the_label_of_the_namespace(cluster: Cluster) -> None:
+    """Kubernetes looks at the label, the policy and the driver at adminAccess."""
+    managing = '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "management": true}'
+    wanted = claim_and_pod("manager", parameters=managing)
+    refused = cluster.refused(wanted)
+    assert "management works only with adminAccess: true, which request 'device' lacks" in refused
+    asks = wanted.replace("deviceClassName: gpu", "adminAccess: true, deviceClassName: gpu")
+    assert "resource.kubernetes.io/admin-access" in cluster.refused(asks)
+    # A class of another's making: only the driver knows what it gives.
+    own = json.dumps(
+        {
+            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "any.example.com"},
+            "spec": {"selectors": [{"cel": {"expression": 'device.driver == "gpu.nvidia.com"'}}]},
+        }
+    )  # fmt: skip
+    cluster.apply(own)
+    try:
+        cluster.apply(wanted.replace("deviceClassName: gpu.nvidia.com", "deviceClassName: any.example.com"))
+        wait_for(
+            "the driver's refusal",
+            lambda: any(
+                "which request 'device' lacks" in text for text in cluster.refusals("manager", "default")
+            ),
+        )
+    finally:
+        cluster.kubectl("delete", "deviceclass", "any.example.com")
 
 
 def test_feature_discovery_needs_no_privileges_to_see_all_gpus(
