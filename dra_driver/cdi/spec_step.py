@@ -76,6 +76,12 @@ class CdiSteps:
             replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices
         ]
         managing = {one.result.request: one for one in reversed(plan.devices) if one.managed}
+        # Rather through a device that no other request of the claim uses: its containers would get the nodes too.
+        managing |= {
+            one.result.request: one
+            for one in reversed(plan.devices)
+            if one.managed and one.cdi_device not in used
+        }
         if managing:
             devices = self._with_management(devices, managing)
         return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, self._common_edits(files))
@@ -83,8 +89,8 @@ class CdiSteps:
     def _with_management(
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
     ) -> list[CdiDevice]:
-        """The devices, of which the first of each request that manages the node has the nodes for that: a container
-        gets all devices of a request."""
+        """The devices, of which one of each request that manages the node has the nodes for that: a container gets all
+        devices of a request."""
         gpus = next(iter(managing.values())).managed
         nodes, missing = self._nodes.management(
             [self._minor(gpu) for gpu in gpus], has_mig=any(gpu.mig_capable for gpu in gpus)

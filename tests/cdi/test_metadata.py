@@ -117,6 +117,7 @@ MPS = MpsShared(MpsDaemonSpec(GPU_0, "GPU-0", "gpu", "GPU-0"), 10240, 50)
             None,
             {
                 "shareID": {"string": SHARE},
+                "shareable": {"bool": True},
                 "mpsPinnedMemoryLimitMiB": {"int": 10240},
                 "mpsActiveThreadPercentage": {"int": 50},
             },
@@ -126,7 +127,7 @@ MPS = MpsShared(MpsDaemonSpec(GPU_0, "GPU-0", "gpu", "GPU-0"), 10240, 50)
             {"share_id": SHARE},
             replace(MPS, memory_limit_mib=None, active_thread_percentage=None),
             None,
-            {"shareID": {"string": SHARE}},
+            {"shareID": {"string": SHARE}, "shareable": {"bool": True}},
         ),
     ],
 )

@@ -214,6 +214,16 @@ def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:
     assert [bool(of_caps(nodes)) for nodes in found] == [True, False]
 
 
+def test_nodes_of_management_keep_away_from_devices_that_other_requests_use(bench: Bench) -> None:
+    one, other, *_ = [
+        name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)
+    ]
+    only_a = replace(MANAGEMENT, requests=("a",))
+    looks = [result(name, "a", admin_access=True) for name in (one, other)]
+    found = nodes_of(bench, claim(*looks, result(one, "b"), configs=(only_a,)))
+    assert [bool(of_caps(nodes)) for nodes in found] == [False, True]
+
+
 def test_management_by_a_mig_device(bench: Bench) -> None:
     part = next(
         name for name, device in bench.inventory.by_name.items() if isinstance(device, StaticMigDevice)

@@ -20,6 +20,7 @@ from tests.e2e.conftest import (
     wait_for,
     with_test_workload,
 )
+from tests.e2e.podresources import uses
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -237,6 +238,11 @@ def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) 
         for pod in pods:
             got = printed(sharing, pod, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
             assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        (device,) = [one for one in shared_devices(sharing) if "mig" in one["name"]]
+        assert device["attributes"]["shareable"] == {"bool": True}
+        told = [use for use in uses() if use.namespace == "default"]
+        assert sorted((use.pod, use.device) for use in told) == sorted((pod, device["name"]) for pod in pods)
+        assert len({use.share_id for use in told} - {""}) == len(pods)
         sharing.kubectl("delete", "-f", "examples/mig-shares")
         wait_for("the claims to be unprepared", lambda: not sharing.leftovers())
         sharing.simulate("mig", "destroy", "7", made.split("GPU instance ")[1].split(",")[0])

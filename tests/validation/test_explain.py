@@ -18,6 +18,7 @@ from dra_driver.validation.rules.explain import (
     largest_group,
     machine_devices,
 )
+from dra_driver.validation.rules.selection import selects, view
 from dra_driver.validation.rules.selectors import compiled
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
@@ -166,6 +167,25 @@ def test_the_largest_group_with_one_value() -> None:
     assert largest_group(f"{DRIVER}/nvlinkDomain", machine, names) == (2, "b")
     assert largest_group(f"{DRIVER}/nvlinkDomain", machine, names[:1]) == (1, "a")
     assert largest_group(f"{DRIVER}/nope", machine, names) == (0, "")
+
+
+SHARED = {"attributes": {"shareable": {"bool": True}}, "allowMultipleAllocations": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (SHARED, True),
+        ({"attributes": SHARED["attributes"]}, True),  # as Kueue evaluates it
+        ({"allowMultipleAllocations": True}, True),  # of a release before the attribute
+        ({"attributes": {"type": {"string": "gpu"}}}, False),
+        ({"attributes": {"shareable": {"bool": False}}}, False),
+    ],
+)
+def test_class_of_shares_selects_by_the_attribute_or_the_field(device: dict, expected: bool) -> None:
+    (selector,) = CLASSES["shares.gpu.nvidia.com"]["spec"]["selectors"]
+    assert selects(selector["cel"]["expression"], view(DRIVER, {"name": "gpu-1", **device})) is expected
+    assert not selects(selector["cel"]["expression"], view("gpu.example.com", {"name": "gpu-1", **SHARED}))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.sharing_mode import MpsShared, SharingMode
+from dra_driver.sharing.rules.shared_device import SHAREABLE
 from dra_driver.slices.rules.attributes import wire_device
 
 JsonObject = dict[str, Any]
@@ -124,6 +125,7 @@ def described(
     attributes = {**wire_device(offered, inventory)["attributes"], **_of_today(offered, made)}
     if result.share_id is not None:
         attributes["shareID"] = {"string": result.share_id}
+        attributes[SHAREABLE] = {"bool": True}
     if isinstance(usage, MpsShared):
         attributes |= _ints(
             mpsPinnedMemoryLimitMiB=usage.memory_limit_mib,
