@@ -335,6 +335,17 @@ def test_all_examples_are_right() -> None:
     ] == []
 
 
+@pytest.mark.parametrize("machine", ["dgx-h100", "h100-mig-static"])
+def test_claim_of_agents_in_the_manual_fits_with_and_without_whole_gpus(machine: str) -> None:
+    manual = (EXAMPLES.parent / "docs/monitoring-agents.md").read_text()
+    text = manual.partition("```yaml\napiVersion: resource.k8s.io/v1\n")[2].partition("```")[0]
+    code, reports, error = validate(
+        "-", "--simulate", machine, stdin=f"apiVersion: resource.k8s.io/v1\n{text}"
+    )
+    assert (code, error) == (0, "")
+    assert [(report["verdict"], len(report["devices"])) for report in reports] == [("OK", 0), ("OK", 1)]
+
+
 def test_examples_fit_the_machines_that_they_are_for() -> None:
     code, reports, error = validate(*(str(EXAMPLES / name) for name in WHOLE), "--simulate", "dgx-h100")
     assert (code, error) == (0, "")
