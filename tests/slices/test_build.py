@@ -20,6 +20,9 @@ from tests.fakes.samples import ONE_G as PROFILE
 from tests.mig.migtables import MODELS, table
 
 
+ENGINES = ("copy_engines", "decoders", "encoders", "jpeg_engines", "ofa_engines")
+
+
 def names(pool: Pool) -> list[list[str]]:
     return [[device["name"] for device in content.devices] for content in pool.slices]
 
@@ -80,6 +83,18 @@ def test_full_size_mig_device_stays_within_the_limits_when_it_is_shared(mode: Sh
     assert device["attributes"] == plain["attributes"] | {"shareable": {"bool": True}}
     left_out = plain["capacity"].keys() - device["capacity"].keys()
     assert {plain["capacity"][name]["value"] for name in left_out} == {"0"}
+
+
+def test_full_size_mig_device_that_has_some_of_everything_is_shared_without_the_attribute() -> None:
+    """The class of shares selects it by the field; without this it would not be offered at all."""
+    profile = replace(PROFILE, name="7g.80gb", profile_id=0, **{name: 1 for name in ENGINES})
+    whole = mig(0, profile, 0, 8, 0)
+    pool = build_pool(inventory(partitioned(0, whole)), NODE, share_all(SharingRule("shares", 4)))
+    (device,) = pool.slices[0].devices
+    assert pool.faults == ()
+    assert "shareable" not in device["attributes"]
+    assert device["allowMultipleAllocations"] is True
+    assert len(device["attributes"]) + len(device["capacity"]) == 32
 
 
 def spoilt() -> Iterator[tuple[dict, str]]:

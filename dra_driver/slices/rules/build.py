@@ -12,7 +12,7 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
-from dra_driver.sharing.rules.shared_device import shared_device
+from dra_driver.sharing.rules.shared_device import SHAREABLE, shared_device
 from dra_driver.slices.rules.api_limits import (
     MAX_ATTRIBUTES_AND_CAPACITIES,
     MAX_COUNTER_SETS_PER_SLICE,
@@ -149,12 +149,14 @@ def _entry(
 
 
 def _within_limit(device: JsonObject) -> JsonObject:
-    """A shared device without the capacities of which it has nothing, if it has one entry too many with them: a MIG
-    device as large as its GPU. Nobody can ask for those."""
-    capacity: JsonObject = device.get("capacity", {})
-    if len(device["attributes"]) + len(capacity) <= MAX_ATTRIBUTES_AND_CAPACITIES:
-        return device
-    return device | {"capacity": {name: entry for name, entry in capacity.items() if entry["value"] != "0"}}
+    """A shared device that has one entry too many, as a MIG device as large as its GPU may, without the capacities of
+    which it has nothing: nobody can ask for those. If there is none, without the attribute that it is shared."""
+    attributes, capacity = device["attributes"], device.get("capacity", {})
+    if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
+        capacity = {name: entry for name, entry in capacity.items() if entry["value"] != "0"}
+    if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
+        attributes = {name: value for name, value in attributes.items() if name != SHAREABLE}
+    return device | {"attributes": attributes} | ({"capacity": capacity} if capacity else {})
 
 
 def _device_chunks(blocks: Iterable[_Block]) -> Iterator[tuple[JsonObject, ...]]:
