@@ -19,7 +19,6 @@ from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, VERSIONS, h100, inve
 from tests.fakes.samples import ONE_G as PROFILE
 from tests.mig.migtables import MODELS, table
 
-
 ENGINES = ("copy_engines", "decoders", "encoders", "jpeg_engines", "ofa_engines")
 
 
@@ -87,7 +86,7 @@ def test_full_size_mig_device_stays_within_the_limits_when_it_is_shared(mode: Sh
 
 def test_full_size_mig_device_that_has_some_of_everything_is_shared_without_the_attribute() -> None:
     """The class of shares selects it by the field; without this it would not be offered at all."""
-    profile = replace(PROFILE, name="7g.80gb", profile_id=0, **{name: 1 for name in ENGINES})
+    profile = replace(PROFILE, name="7g.80gb", profile_id=0, **dict.fromkeys(ENGINES, 1))
     whole = mig(0, profile, 0, 8, 0)
     pool = build_pool(inventory(partitioned(0, whole)), NODE, share_all(SharingRule("shares", 4)))
     (device,) = pool.slices[0].devices
