@@ -36,11 +36,15 @@ JsonObject = dict[str, Any]
 _API_TIMEOUT_S = 4.0
 
 
+class OwnershipUnknownError(StateError):
+    """It cannot be told which of a machine's MIG devices the driver made."""
+
+
 def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
     """The slices that `run` would publish on this machine, and what is not published as asked for. An empty machine has
-    no ill devices, no claims and no debts.
+    no ill devices, no claims and no debts, and what the driver made for claims is gone.
 
-    Raises: NvmlUnavailableError.
+    Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
     from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk
     from dra_driver.inventory.discovery import discover_once
@@ -49,12 +53,17 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     from dra_driver.slices.rules.diff import Owner, slice_changes
 
     platform = _platform(settings)
-    with closing(NvmlReader(platform.load_nvml, settings.on_demand)) as reader:
-        inventory = discover_once(
-            reader,
-            HostView(platform.paths),
-            OwnershipOnDisk(settings.plugin_directory, _boot_id(platform) or "unknown"),
-        )
+    boot_id = _boot_id(platform) or "unknown"
+    ownership = OwnershipOnDisk(settings.plugin_directory, boot_id, ended=is_empty)
+
+    def on_demand(gpu: Gpu) -> bool:
+        # What the driver has cut comes back, also where this command was not told that the driver cuts GPUs.
+        return _is_on_demand(settings, gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
+
+    with closing(NvmlReader(platform.load_nvml, on_demand)) as reader:
+        inventory = discover_once(reader, HostView(platform.paths), ownership)
+    if is_empty and ownership.unread is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
+        raise OwnershipUnknownError(f"which MIG devices the driver made is not known: {ownership.unread}")
     taints, withheld, unread = (
         (untainted, none_withheld, []) if is_empty else _kept_taints(settings, _boot_id(platform))
     )
@@ -322,7 +331,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
 
 
 def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
-    """The machine on which `validate` tries claims, None if there is none; and a sentence about it.
+    """The machine on which `validate` tries claims, None if there is none; and why there is none, or how large it is.
 
     Raises: NvmlUnavailableError if a simulated machine has no NVML.
     """
@@ -335,14 +344,13 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         if settings.simulate is not None:
             raise
         reason = str(error).partition(";")[0]
-        return (
-            None,
-            f"not tried on a machine, since this one has no usable GPU ({reason}); name one with --simulate",
-        )
+        return None, f"this one has no usable GPU ({reason}); name one with --simulate"
+    except OwnershipUnknownError as error:
+        return None, f"{error}; run this as root"
     fit = MachineFit(name, settings.driver_name, slices)
     if settings.simulate is None and not fit.devices:
-        return None, "not tried on a machine, since this one has no GPU; name one with --simulate"
-    return fit, f"tried on {name} as it is empty: {len(fit.devices)} devices"
+        return None, "this one has no GPU; name one with --simulate"
+    return fit, f"{len(fit.devices)} device{'s' if len(fit.devices) != 1 else ''}"
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dra_driver.cli.options import DriverName
+from dra_driver.cli.options import ClusterKubeconfig, Context, DriverName, usual_kubeconfig
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import Column, table
@@ -53,11 +51,8 @@ def cluster(
         bool, typer.Option("-w", "--watch", help="Look again every few seconds, until Ctrl-C.")
     ] = False,
     interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds between two looks.")] = 5.0,
-    kubeconfig: Annotated[
-        str | None,
-        typer.Option(help="[default: that of KUBECONFIG, ~/.kube/config, in a pod its service account]"),
-    ] = None,
-    context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
+    kubeconfig: ClusterKubeconfig = None,
+    context: Context = None,
     driver_name: DriverName = None,
 ) -> None:
     """Show the GPUs of the whole cluster and who uses them.
@@ -73,7 +68,7 @@ def cluster(
 
     configure_logs("critical", "console")
     driver = driver_name or DEFAULT_DRIVER_NAME
-    endpoint = load_endpoint(kubeconfig or _usual_kubeconfig(), context=context)
+    endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S)
     with suppress(KeyboardInterrupt):
         while True:
@@ -103,21 +98,13 @@ def kubectl_gpus() -> None:
     main()
 
 
-def _usual_kubeconfig() -> str | None:
-    """Where kubectl looks, of several files the first that exists; None in a pod."""
-    named = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
-    if named:
-        return next((path for path in named if Path(path).exists()), named[0])
-    usual = Path("~/.kube/config").expanduser()
-    return str(usual) if usual.exists() else None
-
-
 class _Shown:
     """One look, counted."""
 
     def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
         from dra_driver.diagnostics.rules import cluster_view, waiting_pods
         from dra_driver.validation.pending_claims import pending_claims
+        from dra_driver.validation.rules.extended_resources import extended_claims
 
         members, problems = cluster_view.pools_of(driver, lists.slices)
         devices = cluster_view.devices_of(members, cluster_view.holders_of(driver, lists.claims))
@@ -134,7 +121,7 @@ class _Shown:
             rows = cluster_view.by_user(devices, by, workloads)
             self._users = [row for row in rows if namespace in (None, row.namespace)]
         whole = {pool: found for pool, found in members.items() if pool not in problems}
-        wanted = [*lists.claims, *waiting_pods.extended_claims(lists.waiting, lists.classes)]
+        wanted = [*lists.claims, *extended_claims(lists.waiting, lists.classes)]
         self._pending = pending_claims(driver, wanted, whole, lists.classes, namespace)
         self._pods = waiting_pods.pods_by_claim(lists.waiting)
         self._pods_of_resource = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,23 @@ KubeletPluginsDirectory = Annotated[str | None, _option(flags.KUBELET_PLUGINS_DI
 Kubeconfig = Annotated[str | None, _option(flags.KUBECONFIG)]
 HostRoot = Annotated[str | None, _option(flags.HOST_ROOT)]
 CdiHookPath = Annotated[str | None, _option(flags.CDI_HOOK_PATH)]
+ClusterKubeconfig = Annotated[
+    str | None,
+    typer.Option(
+        "--kubeconfig", help="[default: that of KUBECONFIG, ~/.kube/config, in a pod its service account]"
+    ),
+]
+Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")]
 ConsumableShares = Annotated[
     str | None,
     typer.Option("--consumable-shares", envvar="CONSUMABLE_SHARES", help="As `run` would be given it."),
 ]
+
+
+def usual_kubeconfig() -> str | None:
+    """Where kubectl looks, of several files the first that exists; None in a pod."""
+    named = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
+    if named:
+        return next((path for path in named if Path(path).exists()), named[0])
+    usual = Path("~/.kube/config").expanduser()
+    return str(usual) if usual.exists() else None

@@ -7,6 +7,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,16 @@ def scratch_directory(purpose: str) -> Iterator[str]:
 @contextmanager
 def scratch_settings(purpose: str, given: Mapping[str, Any], config: Path | None) -> Iterator[Settings]:
     """Settings as `resolve` makes them. The node has the name of this machine, and a simulated machine is kept in a
-    fresh directory, unless something else is given. Raises: as `resolve`, and FatalError."""
+    fresh directory, unless something else is given; no driver keeps state for such a machine. Raises: as `resolve`, and
+    FatalError."""
     from dra_driver.settings import resolve
 
     with scratch_directory(purpose) as scratch:
-        defaults = {"node_name": this_machine(), "simulator_dir": str(Path(scratch) / "machine")}
-        yield resolve(given, config, defaults)
+        machine = str(Path(scratch) / "machine")
+        settings = resolve(given, config, {"node_name": this_machine(), "simulator_dir": machine})
+        if settings.simulate is not None and str(settings.simulator_dir) == machine:
+            settings = replace(settings, kubelet_plugins_directory_path=str(Path(scratch) / "plugins"))
+        yield settings
 
 
 def this_machine() -> str:

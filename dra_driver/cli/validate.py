@@ -10,77 +10,156 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dra_driver.cli.options import (
+    ClusterKubeconfig,
     Config,
     ConsumableShares,
     ContainerDriverRoot,
+    Context,
     DriverName,
     DynamicMig,
+    KubeletPluginsDirectory,
     NvidiaDriverRoot,
-    Simulate,
     SimulatorDir,
+    usual_kubeconfig,
 )
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.scratch import scratch_settings
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
-    from dra_driver.validation.manifest_check import DocumentReport
+    from dra_driver.validation.machine_fit import Nodes
+    from dra_driver.validation.manifest_check import Checked, DocumentReport
+    from dra_driver.validation.server_trial import ServerFindings
+
+EXIT_NOT_ASKED = 3
+"""Nothing is wrong, but the API server could not be asked about every document."""
+_MOST_NODES = 5000
 
 
 def validate(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="YAML files or directories; - is standard input.")
     ],
-    simulate: Simulate = None,
+    simulate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--simulate",
+            envvar="SIMULATE",
+            metavar="MACHINE",
+            help="A simulated machine instead of this one; repeat it for several nodes.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option("--nodes", min=1, max=_MOST_NODES, help="So many nodes of each machine."),
+    ] = 1,
+    server: Annotated[
+        bool, typer.Option("--server", help="Ask the API server too, by a dry run of each document.")
+    ] = False,
+    kubeconfig: ClusterKubeconfig = None,
+    context: Context = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("-n", "--namespace", help="Of documents that name none. [default: that of the context]"),
+    ] = None,
     output: OutputOption = Output.table,
     driver_name: DriverName = None,
     nvidia_driver_root: NvidiaDriverRoot = None,
     container_driver_root: ContainerDriverRoot = None,
     simulator_dir: SimulatorDir = None,
+    kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
     config: Config = None,
     consumable_shares: ConsumableShares = None,
     dynamic_mig: DynamicMig = None,
 ) -> None:
     """Check manifests and configuration files.
 
-    ResourceClaims, their templates, DeviceClasses, pods and the driver's own configuration. Claims are then tried on
-    an empty machine: a simulated one, or this node with the configuration given by --config or among the files. Exit
-    code 0: all fine, 1: faults, 2: wrong usage.
+    ResourceClaims, their templates, DeviceClasses, what makes pods, and the driver's own configuration. Claims are
+    tried on empty machines, and the pods counted that fit there at once: on simulated ones, or this node with the
+    configuration given by --config or among the files. Exit code 0: all fine, 1: faults, 2: wrong usage, 3: no fault
+    known, but the API server could not be asked about all of it.
     """
     given = dict(locals())
     from dra_driver.errors import InvalidConfigError
     from dra_driver.logs import configure_logs
     from dra_driver.validation.documents import read_documents
+    from dra_driver.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
 
     configure_logs("critical", "console")
     documents = list(read_documents(files))
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(files)}")
-    reports, machine = _reports(documents, given, config)
-    _print(reports, machine, output)
-    if any(report.faults for report in reports):
+    if not server and (kubeconfig or context):
+        raise InvalidConfigError(
+            "--kubeconfig and --context are for --server; give that too, or leave them out"
+        )
+    machines, driver, faults, sentence = _machines(documents, given, config, simulate, nodes)
+    findings = None
+    if server:
+        findings, namespace = _findings(documents, kubeconfig, context, namespace)
+    checked = check_documents(documents, driver, machines, faults, findings, namespace or DEFAULT_NAMESPACE)
+    _print(checked, sentence, findings, output)
+    if any(report.faults for report in checked.reports):
         raise typer.Exit(1)
+    if findings is not None and (findings.problem or _outcomes(checked.reports, "not asked")):
+        raise typer.Exit(EXIT_NOT_ASKED)
 
 
-def _reports(
-    documents: Sequence[Document], given: Mapping[str, Any], config: Path | None
-) -> tuple[list[DocumentReport], str]:
-    """One report a document, and a sentence on the machine."""
+def _machines(
+    documents: Sequence[Document],
+    given: Mapping[str, Any],
+    config: Path | None,
+    simulate: Sequence[str] | None,
+    nodes: int,
+) -> tuple[list[Nodes], str, Mapping[int, Sequence[str]], str]:
+    """The machines to try, the driver's name, the faults of configuration files, and a sentence on the machines."""
     from dra_driver.app.offline import configured_among, machine_to_try
-    from dra_driver.validation.manifest_check import check_documents
+    from dra_driver.errors import InvalidConfigError
+    from dra_driver.validation.machine_fit import Nodes
 
+    names: list[str | None] = [*simulate] if simulate else [None]
+    if len(set(names)) > 1 and given["simulator_dir"] is not None:
+        raise InvalidConfigError("--simulator-dir is the directory of one machine; give --simulate once")
     configured, faults = configured_among(documents)
-    stated = {name: value for name, value in given.items() if value is not None}
-    with scratch_settings("validate", configured | stated, config) as settings:
-        machine, sentence = machine_to_try(settings)
-    return check_documents(documents, settings.driver_name, machine, faults), sentence
+    stated = {name: value for name, value in given.items() if value is not None and name != "simulate"}
+    found: list[Nodes] = []
+    sentence, driver = "", ""
+    for name in dict.fromkeys(names):
+        own = {} if name is None else {"simulate": name}
+        with scratch_settings("validate", configured | stated | own, config) as settings:
+            machine, sentence = machine_to_try(settings)
+            driver = settings.driver_name
+        if machine is not None:
+            found.append(Nodes(machine, names.count(name) * nodes))
+    if not found:
+        return [], driver, faults, f"not tried on a machine, since {sentence}"
+    if len(found) == 1 and found[0].count == 1:
+        return found, driver, faults, f"tried on {found[0].machine.name} as it is empty: {sentence}"
+    listed = ", ".join(f"{one.count} {one.machine.name}" for one in found)
+    total = sum(one.count * len(one.machine.devices) for one in found)
+    return found, driver, faults, f"tried on {listed}, all empty: {total} devices"
 
 
-def _print(reports: Sequence[DocumentReport], machine: str, output: Output) -> None:
+def _findings(
+    documents: Sequence[Document], kubeconfig: str | None, context: str | None, namespace: str | None
+) -> tuple[ServerFindings, str]:
+    from dra_driver.kube.endpoint import load_endpoint
+    from dra_driver.validation.manifest_check import references
+    from dra_driver.validation.server_trial import ServerTrial
+
+    endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
+    used = namespace or endpoint.namespace
+    return ServerTrial(endpoint, used).findings(documents, references(documents, used)), used
+
+
+def _print(checked: Checked, machines: str, findings: ServerFindings | None, output: Output) -> None:
+    reports = checked.reports
     bad = sum(1 for report in reports if report.faults)
     if not output.is_for_people:
-        checked = [asdict(report) for report in reports]
-        print_object({"machine": machine, "faulty": bad, "documents": checked}, output)
+        found: dict[str, Any] = {"machine": machines, "together": checked.together, "faulty": bad}
+        if findings is not None:
+            found["server"] = {"url": findings.server, "problem": findings.problem}
+        print_object({**found, "documents": [asdict(report) for report in reports]}, output)
         return
     width = max(len(report.place) for report in reports)
     verdicts = max(5, *(len(report.verdict) for report in reports))
@@ -92,4 +171,26 @@ def _print(reports: Sequence[DocumentReport], machine: str, output: Output) -> N
     number = len(reports)
     open_ones = sum(1 for report in reports if report.verdict == "not judged")
     unjudged = f", {open_ones} not judged" if open_ones else ""
-    typer.echo(f"\n{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machine}")
+    typer.echo(f"\n{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machines}")
+    if checked.together is not None:
+        typer.echo(checked.together)
+    if findings is not None:
+        typer.echo(_server_line(reports, findings))
+
+
+def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:
+    counts = {
+        "takes": _outcomes(reports, "accepted"),
+        "refuses": _outcomes(reports, "refused"),
+        "cannot try yet": _outcomes(reports, "waits"),
+        "was not asked about": _outcomes(reports, "not asked"),
+    }
+    told = ", ".join(f"{verb} {number}" for verb, number in counts.items() if number)
+    if findings.problem is None:
+        return f"the API server {findings.server} {told or 'was asked about nothing'}"
+    rest = f"; before that it {told}" if told else ""
+    return f"not asked: the API server {findings.server}: {findings.problem}{rest}"
+
+
+def _outcomes(reports: Sequence[DocumentReport], outcome: str) -> int:
+    return sum(report.server == outcome for report in reports)

@@ -73,22 +73,24 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
 class OwnershipOnDisk:
     """Which GPU instances the driver with this plugin directory made, and where it switched MIG mode on.
 
-    What the ledger does not say, or what cannot be read, is not the driver's.
+    What the ledger does not say, or what cannot be read, is not the driver's; `unread` says why nothing can be read.
+    With `ended` all claims count as ended: an instance that waits to be destroyed is the driver's too.
     """
 
-    def __init__(self, plugin_directory: Path, boot_id: str) -> None:
+    def __init__(self, plugin_directory: Path, boot_id: str, *, ended: bool = False) -> None:
         self._ledger = MigLedger(plugin_directory / "mig", reader=lambda _: None)
+        self._directory = plugin_directory / "mig"
         self._boot_id = boot_id
+        self._ended = ended
+        self.unread: str | None = None
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
         """Those of the instances on a GPU that the driver did not make."""
-        ours: set[tuple[int, int]] = set()
-        with suppress(StateError):
-            ours = {
-                entry.slot
-                for entry in self._ledger.all().values()
-                if (entry.gpu_uuid, entry.boot_id) == (gpu_uuid, self._boot_id) and entry.phase != "orphan"
-            }
+        ours = {
+            entry.slot
+            for entry in self._entries()
+            if entry.gpu_uuid == gpu_uuid and (self._ended or entry.phase != "orphan")
+        }
         return instances_to_withhold(existing, ours, orphans=())
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
@@ -96,6 +98,23 @@ class OwnershipOnDisk:
         with suppress(StateError):
             return self._ledger.mode_owned(gpu_uuid, self._boot_id)
         return False
+
+    def makes_devices_of(self, gpu_uuid: str) -> bool:
+        """Whether the driver has MIG devices of its own on a GPU, or has switched its MIG mode on."""
+        return self.mode_is_ours(gpu_uuid) or any(entry.gpu_uuid == gpu_uuid for entry in self._entries())
+
+    def _entries(self) -> list[OwnedInstance]:
+        """Those of this boot."""
+        try:
+            self._directory.stat()  # where it may not be entered, no file is found in it
+            return [entry for entry in self._ledger.all().values() if entry.boot_id == self._boot_id]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.unread = str(state_error("read", self._directory, error))
+        except StateError as error:
+            self.unread = str(error)
+        return []
 
 
 def _read(

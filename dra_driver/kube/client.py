@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import socket
 import threading
 import time
@@ -86,15 +87,17 @@ class ApiClient:
         pool_size: int = POOL_SIZE,
         observe: Callable[[str, int | None], None] | None = None,
         headers: Mapping[str, str] | None = None,
+        warned: Callable[[str], None] | None = None,
     ) -> None:
         """`observe` hears of each request: its method, and the status of the answer or None if there was none;
-        `headers` go with each request."""
+        `headers` go with each request; `warned` hears what the server warns of in answers to `request`."""
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._limiter = limiter
         self._headers = {"User-Agent": user_agent, "Accept": JSON, **(headers or {})}
         self._pool_size = pool_size
         self._observe = observe
+        self._warned = warned
         self._lock = threading.Lock()
         self._pool: urllib3.PoolManager | None = None
         self._pool_of: tuple[Any, ...] = ()
@@ -117,6 +120,9 @@ class ApiClient:
             data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
             response = self._send(_Request(method, self._url(path, query), until, data, content_type))
             check_status(action, response)
+            if self._warned is not None:
+                for header in response.headers.getlist("Warning"):
+                    self._warned(warning_text(header))
             decoded = json.loads(response.data or b"{}")
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
@@ -257,6 +263,12 @@ def path_segment(name: str) -> str:
             f"{name!r} cannot be the name of an API object", status=400, reason="BadRequest"
         )
     return quote(name, safe="")
+
+
+def warning_text(header: str) -> str:
+    """What a Warning header says: the text of `299 - "the text"`, quotes and backslashes unescaped."""
+    quoted = re.match(r'\d+ \S+ "((?:[^"\\]|\\.)*)"', header)
+    return re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else header
 
 
 def is_not_found(error: BaseException) -> bool:

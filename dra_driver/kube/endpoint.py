@@ -64,13 +64,15 @@ class TlsSettings:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One API server. `server` is its URL without trailing slash, `origin` says where that was read."""
+    """One API server. `server` is its URL without trailing slash, `origin` says where that was read,
+    `namespace` is that of objects that name none."""
 
     server: str
     origin: str
     tls: TlsSettings = field(default_factory=TlsSettings)
     token: TokenSource = field(default_factory=NoToken)
     proxy: Proxy | None = None
+    namespace: str = "default"
 
 
 def load_endpoint(
@@ -107,7 +109,14 @@ def in_cluster_endpoint(environ: Mapping[str, str], directory: Path) -> Endpoint
     tls = TlsSettings(ca_file=ca_file)
     _check_tls(tls, f"service account {directory}")
     bracketed = f"[{host}]" if ":" in host else host
-    return Endpoint(f"https://{bracketed}:{port}", str(directory), tls, FileToken(directory / "token"))
+    try:
+        namespace = (directory / "namespace").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        namespace = ""
+    token = FileToken(directory / "token")
+    return Endpoint(
+        f"https://{bracketed}:{port}", str(directory), tls, token, namespace=namespace or "default"
+    )
 
 
 def kubeconfig_endpoint(path: Path, *, context: str | None = None) -> Endpoint:
@@ -127,14 +136,15 @@ def kubeconfig_endpoint(path: Path, *, context: str | None = None) -> Endpoint:
         raise InvalidConfigError(
             f"kubeconfig {path}: cluster {chosen.get('cluster')!r} has no http(s) `server`"
         )
+    namespace = str(chosen.get("namespace") or "default")
     proxy = cluster.get("proxy-url")
     proxy = proxy_of_url(str(proxy), f"proxy-url of kubeconfig {path}") if proxy else None
     if "exec" in user or "auth-provider" in user:
-        return replace(_library_endpoint(path, name, server), proxy=proxy)
+        return replace(_library_endpoint(path, name, server), proxy=proxy, namespace=namespace)
     tls = _tls_of(cluster, user, path)
     if server.startswith("https://"):
         _check_tls(tls, f"kubeconfig {path}")
-    return Endpoint(server, str(path), tls, _token_of(user, path), proxy)
+    return Endpoint(server, str(path), tls, _token_of(user, path), proxy, namespace)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

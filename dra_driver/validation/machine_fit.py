@@ -5,15 +5,25 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import islice, product
+from typing import Any, TypeVar
 
 from dra_driver.api.resolve import config_for_result
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
-from dra_driver.validation.rules.allocator import AllocationError, allocate, counters_of, take_inventory
+from dra_driver.validation.rules.allocator import (
+    AllocationError,
+    Inventory,
+    allocate_from,
+    counters_of,
+    less,
+    take_inventory,
+)
 from dra_driver.validation.rules.cel.values import Semver
 from dra_driver.validation.rules.explain import (
     DeviceRequest,
@@ -24,12 +34,15 @@ from dra_driver.validation.rules.explain import (
     machine_devices,
 )
 from dra_driver.validation.rules.manifests import alternatives, default_claim_spec
-from dra_driver.validation.rules.selection import selects
+from dra_driver.validation.rules.selection import DeviceView, selects
 from dra_driver.validation.rules.selectors import Selector, compiled
 
 JsonObject = dict[str, Any]
+_T = TypeVar("_T")
 
 _BOUND_S = 5.0
+_MOST_CHOICES = 64
+"""Of alternatives, where several requests have some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,14 @@ class Fit:
     allocation: JsonObject | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """So many nodes that are machines of one sort."""
+
+    machine: MachineFit
+    count: int = 1
+
+
 class MachineFit:
     """One empty machine: nothing of it is allocated yet."""
 
@@ -57,6 +78,7 @@ class MachineFit:
         self._node = str(slices[0]["spec"]["nodeName"]) if slices else name
         devices = [device for entry in slices for device in entry["spec"].get("devices") or ()]
         self.devices: list[MachineDevice] = machine_devices(driver, devices)
+        self._matches: dict[tuple[str, int], bool] = {}
 
     def claim(
         self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject] = ()
@@ -73,7 +95,7 @@ class MachineFit:
         if short is not None:
             return Fit(funnels, problem=short)
         try:
-            allocation = _bounded(lambda: self._allocate(spec, classes, others))
+            allocation = bounded_search(lambda: self._allocate(spec, classes, others))
         except AllocationError as error:
             return Fit(funnels, problem=self._why_not(wanted, funnels, devices, bool(others)) or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
@@ -81,7 +103,7 @@ class MachineFit:
 
     def free(self, others: Sequence[JsonObject]) -> set[str]:
         """The devices of which the claims `others` have nothing: neither all, nor a share, nor a part of the GPU."""
-        inventory = take_inventory(self._slices, others, self._node)
+        inventory = self._left(others)
         return {
             candidate.id[2]
             for candidate in inventory.candidates
@@ -90,11 +112,54 @@ class MachineFit:
             and all(inventory.counters.get(key, 0) >= least for key, least in counters_of(candidate).items())
         }
 
+    def allocated(
+        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
+    ) -> JsonObject | None:
+        """What a claim with this v1 spec gets beside the claims `others`, as a claim; None if there is not enough left.
+        The time that this takes is not limited. Raises: NotJudgedError."""
+        spec = copy.deepcopy(spec)
+        default_claim_spec(spec)
+        try:
+            return {"status": {"allocation": self._allocate(spec, classes, others)}}
+        except AllocationError:
+            return None
+
+    def with_room(
+        self, body: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
+    ) -> tuple[int, int]:
+        """Of a request, or one alternative of it: how many devices have room for it beside the claims `others`, and how
+        many match. Raises: NotJudgedError."""
+        matching = set(funnel(_wanted("one", body, classes), self.devices).matching)
+        one = {**body, "allocationMode": "ExactCount", "count": 1}
+        claim = {"spec": {"devices": {"requests": [{"name": "one", "exactly": one}]}}}
+        left, found = self._left(others), 0
+        for candidate in left.candidates:
+            if candidate.id[2] in matching:
+                alone = Inventory([candidate], left.taken, left.shares, left.counters)
+                with suppress(AllocationError):
+                    allocate_from(alone, claim, classes, node=self._node, selects=self._selects)
+                    found += 1
+        return found, len(matching)
+
     def _allocate(
         self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
     ) -> JsonObject:
         claim = {"metadata": {"name": "claim"}, "spec": spec}
-        return allocate(claim, self._slices, classes, others, node=self._node, selects=selects)
+        return allocate_from(self._left(others), claim, classes, node=self._node, selects=self._selects)
+
+    def _left(self, others: Sequence[JsonObject]) -> Inventory:
+        return less(self._empty, others)
+
+    @cached_property
+    def _empty(self) -> Inventory:
+        return take_inventory(self._slices, (), self._node)
+
+    def _selects(self, expression: str, device: DeviceView) -> bool:
+        """As `selects`; the devices of this machine are looked at once."""
+        key = (expression, id(device))
+        if key not in self._matches:
+            self._matches[key] = selects(expression, device)
+        return self._matches[key]
 
     def _why_not(
         self,
@@ -120,22 +185,32 @@ class MachineFit:
     def _constraint_short(
         self, constraint: JsonObject, wanted: list[list[DeviceRequest]], by_name: Mapping[str, Funnel]
     ) -> str | None:
+        """Why a constraint cannot hold, whichever alternatives are taken; None if it can."""
         attribute = constraint.get("matchAttribute")
         if attribute is None:
             return None
-        names = constraint.get("requests") or ()
-        chosen = [g[0] for g in wanted if not names or {g[0].name, g[0].name.partition("/")[0]} & set(names)]
+        names = set(constraint.get("requests") or ())
+        texts: dict[str, None] = {}
+        for chosen in islice(product(*wanted), _MOST_CHOICES):
+            concerned = [one for one in chosen if not names or {one.name, one.name.partition("/")[0]} & names]
+            short = self._group_short(attribute, concerned, by_name)
+            if short is None:
+                return None
+            which = ", ".join(one.name for one in concerned if "/" in one.name)
+            texts[f"{short}{f' (by {which})' if which else ''}"] = None
+        return f"constraint matchAttribute {attribute}: {'; '.join(texts)}"
+
+    def _group_short(
+        self, attribute: str, chosen: list[DeviceRequest], by_name: Mapping[str, Funnel]
+    ) -> str | None:
         matching = [name for entry in chosen for name in by_name[entry.name].matching]
         count = sum(entry.count or len(by_name[entry.name].matching) for entry in chosen)
         number, value = largest_group(attribute, self.devices, list(dict.fromkeys(matching)))
         if number >= count:
             return None
         if not number:
-            return f"constraint matchAttribute {attribute}: no matching device has this attribute"
-        return (
-            f"constraint matchAttribute {attribute}: {count} devices are wanted with one value, "
-            f"the largest group has {number} ({value})"
-        )
+            return "no matching device has this attribute"
+        return f"{count} devices are wanted with one value, the largest group has {number} ({value})"
 
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
@@ -206,24 +281,24 @@ def _stored(entry: JsonObject, number: int) -> JsonObject:
     return entry
 
 
-def _bounded(call: Any) -> Any:
+def bounded_search(call: Callable[[], _T], bound_s: float = _BOUND_S) -> _T:
     """The call's result; the search through partitions of GPUs can take longer than anybody waits.
 
     Raises: AllocationError, also when the time is up.
     """
-    answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
+    answers: queue.Queue[tuple[list[_T], Exception | None]] = queue.Queue()
 
     def work() -> None:
         try:
-            answers.put((call(), None))
+            answers.put(([call()], None))
         except Exception as error:  # noqa: BLE001  raised again in the thread that waits
-            answers.put((None, error))
+            answers.put(([], error))
 
     threading.Thread(target=work, name="allocation", daemon=True).start()
     try:
-        result, error = answers.get(timeout=_BOUND_S)
+        result, error = answers.get(timeout=bound_s)
     except queue.Empty:
-        raise AllocationError(f"no choice of devices was found within {_BOUND_S:.0f} s") from None
+        raise AllocationError(f"no choice of devices was found within {bound_s:.0f} s") from None
     if error is not None:
         raise error
-    return result
+    return result[0]

@@ -1,33 +1,47 @@
-"""One report for each document: is it right, what is probably not meant, and would it fit the machine?"""
+"""One report for each document: is it right, what is probably not meant, and would it fit the machines?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dra_driver.validation.documents import Document
-from dra_driver.validation.machine_fit import Fit, MachineFit
+from dra_driver.validation.machine_fit import Fit, MachineFit, Nodes
+from dra_driver.validation.pod_count import PodCount
 from dra_driver.validation.rules.cel.values import NotJudgedError
+from dra_driver.validation.rules.counting import Demand
+from dra_driver.validation.rules.device_classes import profile_of_class
+from dra_driver.validation.rules.extended_resources import (
+    IMPLICIT,
+    asked_resources,
+    extended_requests,
+    served_resources,
+)
 from dra_driver.validation.rules.manifests import (
     KINDS,
+    alternative_hints,
     alternatives,
     as_v1,
     claim_spec,
     class_names,
+    class_type,
     is_parameters,
     object_faults,
     parameter_faults,
     pod_faults,
-    pod_spec,
     unused_claims,
 )
 from dra_driver.validation.rules.selectors import compiled, driver_asked_for, hints
+from dra_driver.validation.rules.server_answers import Answer
 from dra_driver.validation.rules.standard_classes import standard_classes
+from dra_driver.validation.rules.workloads import PodGroup, surge, workload
+from dra_driver.validation.server_trial import Reference, ServerFindings
 
 JsonObject = dict[str, Any]
 
 NOT_JUDGED = "not judged"
+DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 
@@ -37,7 +51,8 @@ class DocumentReport:
     """What is said about one document.
 
     `verdict` is OK, FAULT, SKIP for what has nothing to do with this driver, or "not judged" where nobody here can say
-    what Kubernetes makes of a selector.
+    what Kubernetes makes of a selector. `pods` is how many pods it makes and how many of them fit at once, None if they
+    were not counted. `server` is what the API server made of it, None if it was not to be asked.
     """
 
     place: str
@@ -48,44 +63,111 @@ class DocumentReport:
     notes: list[str] = field(default_factory=list)
     devices: list[dict[str, str]] = field(default_factory=list)
     requests: list[JsonObject] = field(default_factory=list)
+    pods: dict[str, int] | None = None
+    server: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The reports, and a sentence on all pods together if several workloads were counted."""
+
+    reports: list[DocumentReport]
+    together: str | None = None
 
 
 def check_documents(
     documents: Sequence[Document],
     driver: str,
-    machine: MachineFit | None,
-    config_faults: Mapping[int, Sequence[str]],
-) -> list[DocumentReport]:
-    """A report for each document, in their order. Claims are tried on the machine, if there is one.
+    machines: Sequence[Nodes] = (),
+    config_faults: Mapping[int, Sequence[str]] | None = None,
+    server: ServerFindings | None = None,
+    namespace: str = DEFAULT_NAMESPACE,
+) -> Checked:
+    """A report for each document, in their order. Claims are tried on the machines, and pods counted, if there are any.
 
-    `config_faults` are the faults of configuration files by the number of the document.
+    `config_faults` are the faults of configuration files by the number of the document; `namespace` is that of
+    documents that name none.
     """
-    check = ManifestCheck(documents, driver, machine)
+    check = ManifestCheck(documents, driver, machines, server, namespace)
     reports = []
     for number, document in enumerate(documents):
-        report = DocumentReport(document.place, document.name, faults=list(config_faults.get(number, ())))
+        report = DocumentReport(
+            document.place, document.name, faults=list((config_faults or {}).get(number, ()))
+        )
         try:
             check.document(document, report)
         except NotJudgedError as error:
             report.verdict = NOT_JUDGED
             report.notes.append(f"not judged: a selector's CEL: {error}")
+        if server is not None:
+            _add_answer(server.answers.get(number), report)
         report.verdict = "FAULT" if report.faults else report.verdict
         reports.append(report)
-    return reports
+    return Checked(reports, check.together())
+
+
+def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
+    """The claims and templates that pods name and no document is."""
+    there = set()
+    wanted: dict[Reference, None] = {}
+    for document in documents:
+        content = document.content
+        if not isinstance(content, dict):
+            continue
+        metadata = content.get("metadata")
+        metadata = metadata if isinstance(metadata, dict) else {}
+        own = str(metadata.get("namespace") or namespace)
+        there.add((str(content.get("kind")), own, str(metadata.get("name"))))
+        for group in workload(content).groups:
+            if not pod_faults(group.spec, group.path):
+                wanted |= dict.fromkeys((kind, own, name) for kind, name in _claims_of(group))
+    return [reference for reference in wanted if reference not in there]
+
+
+def _add_answer(answer: Answer | None, report: DocumentReport) -> None:
+    if answer is None:
+        return
+    report.server = answer.outcome
+    report.hints += [f"API server warns: {text}" for text in answer.warnings]
+    match answer.outcome:
+        case "accepted":
+            report.notes.append(f"API server: takes it{'; ' + answer.text if answer.text else ''}")
+        case "refused":
+            report.faults.append(f"API server: {answer.text}")
+        case "waits":
+            report.notes.append(f"API server: cannot try it yet: {answer.text}")
+        case "not asked":
+            report.notes.append(f"API server: not asked: {answer.text}")
 
 
 class ManifestCheck:
     """Looks at documents one by one, knowing all of them."""
 
-    def __init__(self, documents: Sequence[Document], driver: str, machine: MachineFit | None) -> None:
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        driver: str,
+        machines: Sequence[Nodes],
+        server: ServerFindings | None,
+        namespace: str,
+    ) -> None:
         self._driver = driver
-        self._machine = machine
-        self._variables = [device.variable for device in machine.devices] if machine else []
-        self._faults: dict[int, list[str]] = {}
-        self._good: dict[tuple[str, str, str], JsonObject] = {}
-        self._labels: dict[str, JsonObject] = {}
+        self._machines = machines
+        self._server = server
+        self._namespace = namespace
+        self._variables = [device.variable for nodes in machines for device in nodes.machine.devices]
         attributes = [variable["attributes"][driver] for variable in self._variables]
-        self._classes = dict(standard_classes(driver, [a["profile"] for a in attributes if "profile" in a]))
+        self._has_mig = any("profile" in one for one in attributes) or not any(
+            one.get("migCapable") for one in attributes
+        )
+        self._faults: dict[int, list[str]] = {}
+        self._good: dict[Reference, JsonObject] = {}
+        self._labels: dict[str, JsonObject] = {}
+        self._demands: list[tuple[str, Demand]] = []
+        known = server.classes if server is not None else None
+        self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
+        classes = self._standard(documents) if self._cluster_classes is None else self._cluster_classes
+        self._classes: dict[str, JsonObject] = dict(classes)
         for document in documents:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
@@ -97,11 +179,31 @@ class ManifestCheck:
             faults = [str(fault) for fault in object_faults(content, driver)]
             self._faults[id(document)] = faults
             if not faults:
-                metadata = content["metadata"]
-                namespace = "" if kind == "DeviceClass" else str(metadata.get("namespace") or "default")
-                self._good[kind, namespace, str(metadata.get("name"))] = as_v1(content)
+                own = "" if kind == "DeviceClass" else self._namespace_of(content)
+                self._good[kind, own, str(content["metadata"].get("name"))] = as_v1(content)
         self._own = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
         self._classes |= self._own
+        self._count = PodCount(machines, self._classes) if machines else None
+
+    def _standard(self, documents: Sequence[Document]) -> Mapping[str, JsonObject]:
+        """The classes that come with the driver, and those of MIG profiles that the machines or the documents name."""
+        attributes = [variable["attributes"][self._driver] for variable in self._variables]
+        profiles = {one["profile"] for one in attributes if "profile" in one}
+        classes = dict(standard_classes(self._driver, profiles))
+        for document in documents:
+            content = document.content
+            if (
+                isinstance(content, dict)
+                and content.get("kind") in KINDS
+                and not object_faults(content, self._driver)
+            ):
+                found = map(profile_of_class, _class_names(content))
+                profiles |= {profile for profile in found if profile is not None}
+        return {**standard_classes(self._driver, profiles), **classes}
+
+    def _namespace_of(self, content: JsonObject) -> str:
+        metadata = content.get("metadata")
+        return str((metadata.get("namespace") if isinstance(metadata, dict) else None) or self._namespace)
 
     def document(self, document: Document, report: DocumentReport) -> None:
         """Fill the report of one document."""
@@ -116,8 +218,9 @@ class ManifestCheck:
                 self._object(content, as_v1(content), report)
         elif is_parameters(content):
             report.faults += [str(fault) for fault in parameter_faults(content, "")]
-        elif (pods := pod_spec(content)) is not None:
-            self._pods(content, *pods, report)
+        elif (found := workload(content)).groups or found.faults:
+            report.faults += [str(fault) for fault in found.faults]
+            self._workload(content, found.groups, report)
         elif "kind" in content or "apiVersion" in content:
             report.verdict = "SKIP"
             report.notes.append("not looked at: nothing in it concerns this driver")
@@ -133,37 +236,49 @@ class ManifestCheck:
             self._class(v1, report)
             return
         spec = claim_spec(v1)
-        self._admin_hint(spec, str((content.get("metadata") or {}).get("namespace") or "default"), report)
-        if self._knows_classes(v1, report) and self._machine is not None:
-            self._tell(self._machine.claim(spec, self._classes), report)
+        self._admin_hint(spec, self._namespace_of(content), report)
+        path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
+        report.hints += alternative_hints(spec.get("devices") or {}, f"{path}.config", self._driver)
+        if self._knows_classes(sorted(set(class_names(v1))), report):
+            self._try_claim(spec, report)
 
     def _class(self, v1: JsonObject, report: DocumentReport) -> None:
         """A class matches devices, but wants none; on a machine without any it is still right."""
-        if self._machine is None:
-            return
         name = v1["metadata"]["name"]
-        request = {"name": "device", "exactly": {"deviceClassName": name}}
-        fit = self._machine.claim({"devices": {"requests": [request]}}, {name: v1})
-        report.requests += [asdict(found) for found in fit.funnels]
-        found = fit.funnels[0]
         other = self._other_driver(name)
         if other is not None:
-            report.notes.append(f"is for devices of {other}; not tried on a machine")
-        elif found.error is not None:
-            report.faults.append(f"selector {found.error}")
-        elif not found.matching:
-            nearest = f"; nearest: {found.nearest}" if found.nearest else ""
-            report.notes.append(f"no device of {self._machine.name} matches{nearest}")
-        else:
-            report.notes.append(f"{len(found.matching)} of {len(self._machine.devices)} devices match")
+            if self._machines:
+                report.notes.append(f"is for devices of {other}; not tried on a machine")
+            return
+        request = {"name": "device", "exactly": {"deviceClassName": name}}
+        errors: dict[str, None] = {}
+        for nodes in self._machines:
+            machine = nodes.machine
+            found = machine.claim({"devices": {"requests": [request]}}, {name: v1}).funnels[0]
+            report.requests.append(asdict(found))
+            if found.error is not None:
+                errors[f"selector {found.error}"] = None
+            elif not found.matching:
+                nearest = f"; nearest: {found.nearest}" if found.nearest else ""
+                report.notes.append(f"no device of {machine.name} matches{nearest}")
+            else:
+                of = f" of {machine.name}" if len(self._machines) > 1 else ""
+                report.notes.append(f"{len(found.matching)} of {len(machine.devices)} devices{of} match")
+        report.faults += errors
 
-    def _knows_classes(self, v1: JsonObject, report: DocumentReport) -> bool:
-        names = sorted(set(class_names(v1)))
+    def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:
+        """Whether all classes are there, and for devices of this driver."""
         unknown = [name for name in names if name not in self._classes]
-        report.notes += [
-            f"DeviceClass {name} is neither among the files nor one of this driver's; not tried on a machine"
-            for name in unknown
-        ]
+        if self._cluster_classes is not None:
+            report.faults += [
+                f"DeviceClass {name} is neither in the cluster nor among the files: the claim gets no devices"
+                for name in unknown
+            ]
+        else:
+            report.notes += [
+                f"DeviceClass {name} is neither among the files nor one of this driver's; not tried on a machine"
+                for name in unknown
+            ]
         others = {name: self._other_driver(name) for name in names if name not in unknown}
         report.notes += [
             f"DeviceClass {name} is for devices of {driver}; not tried on a machine"
@@ -197,83 +312,210 @@ class ManifestCheck:
                 f'adminAccess needs the label {_ADMIN_LABEL}: "true" on namespace {namespace}'
             )
 
-    def _tell(self, fit: Fit, report: DocumentReport) -> None:
-        assert self._machine is not None  # noqa: S101
+    def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
+        """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
+        fits = [(nodes.machine, nodes.machine.claim(spec, self._classes)) for nodes in self._machines]
+        bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
+        good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
+        against = [fit.refusal or f"does not fit {machine.name}: {fit.problem}" for machine, fit in bad]
+        if good:
+            self._tell_fit(*good[0], report)
+            report.notes += against
+            return True
+        for _, fit in bad[:1]:
+            report.requests += [asdict(found) for found in fit.funnels]
+        report.faults += against
+        if against and not self._has_mig and "mig" in map(class_type, _classes_of(spec)):
+            report.hints.append("the machine has no MIG devices, and makes some only with --dynamic-mig")
+        return not against
+
+    def _tell_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
         report.requests += [asdict(found) for found in fit.funnels]
-        if fit.problem is not None:
-            report.faults.append(f"does not fit {self._machine.name}: {fit.problem}")
-            return
-        if fit.refusal is not None:
-            report.faults.append(fit.refusal)
-            return
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         matching = ", ".join(f"{found.request}: {found.sentence()}" for found in fit.funnels)
         shown = [device for _, device in fit.devices[:_SHOWN_DEVICES]]
         more = len(fit.devices) - len(shown)
+        where = f" {machine.name}" if len(self._machines) > 1 else ""
+        taken = list(dict.fromkeys(request for request, _ in fit.devices if "/" in request))
+        where += f" by {', '.join(taken)}" if taken else ""
         report.notes.append(matching)
-        report.notes.append(f"fits, for example: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}")
+        report.notes.append(
+            f"fits{where}, for example: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
+        )
 
-    def _pods(self, content: JsonObject, path: str, spec: JsonObject, report: DocumentReport) -> None:
-        report.faults += [str(fault) for fault in pod_faults(spec, path)]
+    def _workload(self, content: JsonObject, groups: Sequence[PodGroup], report: DocumentReport) -> None:
+        for group in groups:
+            report.faults += [str(fault) for fault in pod_faults(group.spec, group.path)]
         if report.faults:
             return
-        report.hints += [
-            f"no container uses the claim {name}: its devices are taken for nothing; "
-            "list it under resources.claims of a container"
-            for name in unused_claims(spec)
-        ]
-        self._extended(spec, report)
-        namespace = str((content.get("metadata") or {}).get("namespace") or "default")
-        specs: list[JsonObject] = []
-        for entry in spec.get("resourceClaims") or ():
-            kind = "ResourceClaim" if entry.get("resourceClaimName") else "ResourceClaimTemplate"
-            name = entry.get("resourceClaimName") or entry.get("resourceClaimTemplateName")
-            found = self._good.get((kind, namespace, name))
+        for group in groups:
+            report.hints += [
+                f"no container uses the claim {name}: its devices are taken for nothing; "
+                "list it under resources.claims of a container"
+                for name in unused_claims(group.spec)
+            ]
+        demands = [self._demand(group, self._namespace_of(content), report) for group in groups]
+        known = [demand for demand in demands if demand is not None]
+        if self._count is None or len(known) < len(demands) or report.faults:
+            return
+        if any(demand.own or demand.named for demand in known):
+            self._count_pods(content, groups, known, report)
+
+    def _demand(self, group: PodGroup, namespace: str, report: DocumentReport) -> Demand | None:
+        """The claims of a group's pods; None if one of them is not known, or cannot be had by itself."""
+        own: list[JsonObject] = []
+        named: dict[str, JsonObject] = {}
+        is_known = True
+        requests = self._extended(group.spec, report)
+        if requests:
+            extended = {"devices": {"requests": requests}}
+            own.append(extended)
+            is_known = self._try_claim(extended, report)
+        for kind, name in _claims_of(group):
+            found = self._claim(kind, namespace, name, report)
             if found is None:
-                report.notes.append(f"{kind} {namespace}/{name} is not among the files, or has faults")
+                is_known = False
+            elif kind == "ResourceClaim":
+                named[f"{namespace}/{name}"] = found
             else:
-                specs.append(claim_spec(found))
-        if len(specs) > 1 and self._machine is not None:
-            self._together(specs, report)
+                own.append(found)
+        return Demand(tuple(own), named, group.count) if is_known else None
 
-    def _together(self, specs: Sequence[JsonObject], report: DocumentReport) -> None:
-        """The claims of a pod go to one node, so they have to fit there at one time."""
-        assert self._machine is not None  # noqa: S101
-        others: list[JsonObject] = []
-        for spec in specs:
-            names = {body["deviceClassName"] for body in _bodies(spec)}
-            if names - set(self._classes) or any(self._other_driver(name) for name in names):
-                return
-            fit = self._machine.claim(spec, self._classes, others)
-            if fit.problem is not None:
-                report.faults.append(f"does not fit {self._machine.name}: {fit.problem}")
-                return
-            others.append({"status": {"allocation": fit.allocation}})
-        report.notes.append(f"its {len(specs)} claims fit at one time")
+    def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
+        """The spec of a claim that pods name, if it is one that can be had from an empty machine."""
+        reference = (kind, namespace, name)
+        shown = f"{kind} {namespace}/{name}"
+        found = self._good.get(reference)
+        if found is None and self._server is not None and reference in self._server.found:
+            found = self._server.found[reference]
+            if found is None:
+                report.hints.append(
+                    f"{shown} is neither among the files nor in the cluster: the pods wait for it"
+                )
+                return None
+        if found is None:
+            report.notes.append(f"{shown} is not among the files, or has faults")
+            return None
+        spec = claim_spec(found)
+        names = set(class_names(found))
+        if names - set(self._classes) or any(self._other_driver(name) for name in names):
+            return None
+        fits = [nodes.machine.claim(spec, self._classes) for nodes in self._machines]
+        if fits and all(fit.problem is not None for fit in fits):
+            report.notes.append(f"its pods are not counted: {shown} does not fit")
+            return None
+        return spec
 
-    def _extended(self, spec: JsonObject, report: DocumentReport) -> None:
-        """Devices that are asked for the old way, as `nvidia.com/gpu: 1`."""
-        by_resource = {
-            entry["spec"].get("extendedResourceName"): name for name, entry in self._classes.items()
+    def _count_pods(
+        self,
+        content: JsonObject,
+        groups: Sequence[PodGroup],
+        demands: Sequence[Demand],
+        report: DocumentReport,
+    ) -> None:
+        assert self._count is not None  # noqa: S101
+        verdict = self._count.verdict(demands)
+        if verdict.count is None:
+            report.notes.append("its pods are not counted: the search for devices took too long")
+            return
+        count = verdict.count
+        report.pods = {"wanted": count.wanted, "fitting": count.fitting}
+        where = self._count.where
+        is_pod = content.get("kind") == "Pod"
+        claims = sum(len(demand.own) + len(demand.named) for demand in demands)
+        if not verdict.fits:
+            fits = f"{count.fitting} of {count.wanted} pods fit at once on {where}"
+            if count.wanted == 1:
+                fits = f"its {claims} claims do not fit on {where} at one time, though each does alone"
+            which = f" for a pod of {_of(groups[verdict.group])}" if len(groups) > 1 else ""
+            report.faults.append(f"{fits}:{which} {verdict.short}")
+            return
+        self._demands += [(report.name, demand) for demand in demands]
+        if is_pod:
+            if claims > 1:
+                report.notes.append(f"its {claims} claims fit at one time")
+        elif not count.wanted:
+            report.notes.append("it wants no pods")
+        else:
+            pods = f"its {count.wanted} pods fit at once" if count.wanted > 1 else "its pod fits"
+            used = f", on {count.nodes} of them" if count.nodes < self._count.nodes else ""
+            report.notes.append(f"{pods} on {where}{used}")
+        self._surge_hint(content, demands, count.wanted, report)
+
+    def _surge_hint(
+        self, content: JsonObject, demands: Sequence[Demand], wanted: int, report: DocumentReport
+    ) -> None:
+        """A rolling update that first starts a pod more hangs where there is no room for it."""
+        assert self._count is not None  # noqa: S101
+        if not surge(content, wanted):
+            return
+        (demand,) = demands
+        more = self._count.verdict([replace(demand, count=wanted + 1)])
+        if more.count is not None and not more.fits:
+            report.hints.append(
+                "a rolling update starts a new pod before it ends an old one, and there is no room for one more; "
+                "use strategy Recreate, or maxSurge 0 with maxUnavailable 1"
+            )
+
+    def together(self) -> str | None:
+        """All pods that were counted and fit by themselves, if they are of several objects."""
+        owners = list(dict.fromkeys(name for name, _ in self._demands))
+        if self._count is None or len(owners) < 2:
+            return None
+        verdict = self._count.verdict([demand for _, demand in self._demands])
+        if verdict.count is None:
+            return None
+        count, where = verdict.count, self._count.where
+        if verdict.fits:
+            return f"all {count.wanted} pods of these {len(owners)} workloads fit at once on {where}"
+        return (
+            f"{count.fitting} of {count.wanted} pods of these {len(owners)} workloads fit at once on {where}; "
+            f"short is {self._demands[verdict.group][0]}: {verdict.short}"
+        )
+
+    def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
+        """The requests of devices that are asked for the old way, as `nvidia.com/gpu: 1`."""
+        served = served_resources(self._classes.values())
+        asked = {
+            resource
+            for place in ("initContainers", "containers")
+            for container in spec.get(place) or ()
+            if isinstance(container, dict)
+            for resource in asked_resources(container)
         }
-        for container in spec["containers"]:
-            resources = container.get("resources") if isinstance(container, dict) else None
-            limits = (resources or {}).get("limits") or {}
-            for resource, amount in limits.items():
-                if not str(resource).startswith("nvidia.com/"):
-                    continue
-                name = by_resource.get(resource)
-                if name is None:
-                    report.hints.append(
-                        f"{resource} is served by this driver only if a DeviceClass has "
-                        f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
-                    )
-                elif self._machine is not None and str(amount).isdecimal() and int(amount) > 0:
-                    exactly = {"deviceClassName": name, "count": int(amount)}
-                    request = {"name": "extended", "exactly": exactly}
-                    self._tell(
-                        self._machine.claim({"devices": {"requests": [request]}}, self._classes), report
-                    )
+        for resource in sorted(asked - served.keys()):
+            if resource.startswith("nvidia.com/"):
+                report.hints.append(
+                    f"{resource} is served by this driver only if a DeviceClass has "
+                    f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
+                )
+            elif resource.startswith(IMPLICIT):
+                self._knows_classes([resource.removeprefix(IMPLICIT)], report)
+        ours = {resource: name for resource, name in served.items() if self._other_driver(name) is None}
+        return extended_requests(spec, ours)
+
+
+def _claims_of(group: PodGroup) -> list[tuple[str, str]]:
+    """Kind and name of the claims and templates that pods name."""
+    return [
+        ("ResourceClaim", str(entry["resourceClaimName"]))
+        if entry.get("resourceClaimName")
+        else ("ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
+        for entry in group.spec.get("resourceClaims") or ()
+    ]
+
+
+def _of(group: PodGroup) -> str:
+    """What a group is of: `spec.replicatedJobs[0]`."""
+    return group.path.partition(".template")[0]
+
+
+def _classes_of(spec: JsonObject) -> list[str]:
+    return [str(body["deviceClassName"]) for body in _bodies(spec)]
+
+
+def _class_names(content: JsonObject) -> list[str]:
+    return [] if content["kind"] == "DeviceClass" else class_names(as_v1(content))
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:

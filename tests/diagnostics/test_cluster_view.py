@@ -19,8 +19,9 @@ from dra_driver.diagnostics.rules.cluster_view import (
     pools_of,
     workload_of,
 )
-from dra_driver.diagnostics.rules.waiting_pods import WaitingPod, extended_claims, pods_by_claim
+from dra_driver.diagnostics.rules.waiting_pods import WaitingPod, pods_by_claim
 from dra_driver.validation.pending_claims import pending_claims
+from dra_driver.validation.rules.extended_resources import extended_claims
 from dra_driver.validation.rules.standard_classes import standard_classes
 
 DRIVER = "gpu.nvidia.com"

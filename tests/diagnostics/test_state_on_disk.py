@@ -59,6 +59,10 @@ def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
     there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
     ownership = OwnershipOnDisk(tmp_path, "boot-1")
     assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])
+    # Once all claims have ended, what waits to be destroyed is gone.
+    ended = OwnershipOnDisk(tmp_path, "boot-1", ended=True)
+    assert ended.foreign_instances("GPU-1", there) == tuple(there[2:])
+    assert [ended.makes_devices_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == [True, True, False]
     assert [ownership.mode_is_ours(uuid) for uuid in ("GPU-1", "GPU-2")] == [True, False]
     assert not OwnershipOnDisk(tmp_path, "boot-2").mode_is_ours("GPU-1")
     assert OwnershipOnDisk(tmp_path / "nowhere", "boot-1").foreign_instances("GPU-1", there) == tuple(there)

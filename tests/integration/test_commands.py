@@ -468,7 +468,8 @@ WRONG: list[tuple[Json, str, str]] = [
     (pod("unused", {"name": "x", "resourceClaimName": "all"}, {"name": "y", "resourceClaimName": "beta"}), "hints",
      "no container uses the claim y"),
     (pod("greedy", {"name": "x", "resourceClaimName": "all"}, {"name": "y", "resourceClaimName": "beta"}), "faults",
-     "the pod's claims do not fit at one time"),
+     "its 2 claims do not fit on dgx-h100 at one time, though each does alone: request gpu wants 1 of class "
+     "gpu.nvidia.com (0 of 8 matching devices have room)"),
     ({"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": {"spec": POD}}}, "faults",
      "spec.template.spec.containers[0].resources.claims[0].name: there is no entry 'x'"),
     ({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "old"}, "spec": {

@@ -189,7 +189,7 @@ def test_a_claim_is_not_judged_without_the_library(tmp_path: Path) -> None:
             }
         )
     )
-    [report] = check_documents(list(read_documents([str(path)])), DRIVER, None, {})
+    [report] = check_documents(list(read_documents([str(path)])), DRIVER).reports
     assert report.verdict == "not judged"
     assert report.faults == []
     assert any("gpu-dra-driver[cel]" in note for note in report.notes)

@@ -18,9 +18,9 @@ from dra_driver.validation.rules.manifests import (
     object_faults,
     parameter_faults,
     pod_faults,
-    pod_spec,
     unused_claims,
 )
+from dra_driver.validation.rules.workloads import workload
 
 ROOT = Path(__file__).parents[2]
 DRIVER = "gpu.nvidia.com"
@@ -262,20 +262,6 @@ def test_claims_of_a_pod_that_no_container_uses() -> None:
     assert unused_claims(POD) == ["spare"]
 
 
-def test_pods_are_found_in_what_makes_them() -> None:
-    template = {"template": {"spec": POD}}
-    assert pod_spec({"kind": "Pod", "spec": POD}) == ("spec", POD)
-    assert pod_spec({"kind": "Deployment", "spec": template}) == ("spec.template.spec", POD)
-    cron = {"kind": "CronJob", "spec": {"jobTemplate": {"spec": template}}}
-    assert pod_spec(cron) == ("spec.jobTemplate.spec.template.spec", POD)
-    for other in (
-        {"kind": "ConfigMap", "data": {}},
-        {"kind": "Job", "spec": {"template": "x"}},
-        {"kind": "Pod", "spec": 1},
-    ):
-        assert pod_spec(other) is None
-
-
 def test_parameters_that_stand_alone() -> None:
     assert parameter_faults(PARAMETERS, "") == []
     (fault,) = parameter_faults(PARAMETERS | {"shring": 1}, "")
@@ -294,6 +280,6 @@ def test_all_that_is_shipped_is_without_fault() -> None:
             if document.get("kind") in KINDS:
                 seen += 1
                 assert told(document) == [], file
-            elif (found := pod_spec(document)) is not None:
-                assert pod_faults(found[1], found[0]) == [], file
+            for group in workload(document).groups:
+                assert pod_faults(group.spec, group.path) == [], file
     assert seen > 10

@@ -90,8 +90,14 @@ def allocate(
     selects: Selects,
 ) -> Object:
     """The `status.allocation` for `claim` on `node`; `claims` are all others. Raises: AllocationError."""
+    return allocate_from(take_inventory(slices, claims, node), claim, classes, node=node, selects=selects)
+
+
+def allocate_from(
+    inventory: Inventory, claim: Object, classes: Mapping[str, Object], *, node: str, selects: Selects
+) -> Object:
+    """As `allocate`, from what a node has left."""
     devices = (claim.get("spec") or {}).get("devices") or {}
-    inventory = take_inventory(slices, claims, node)
     variants = [_variants(request, classes) for request in devices.get("requests") or ()]
     constraints = list(devices.get("constraints") or ())
     search = _Search(inventory, _checks(constraints), _matcher(selects))
@@ -117,18 +123,23 @@ def take_inventory(slices: Sequence[Object], claims: Iterable[Object], node: str
             for counter_set in member["spec"].get("sharedCounters") or ():
                 for name, counter in counter_set["counters"].items():
                     counters[driver, pool, counter_set["name"], name] = _amount(counter["value"])
+    return less(Inventory(candidates, set(), {}, counters), claims)
+
+
+def less(empty: Inventory, claims: Iterable[Object]) -> Inventory:
+    """What is left of an inventory that no claim has anything of."""
     taken: set[DeviceId] = set()
     shares: dict[DeviceId, list[Amounts]] = {}
     for claim in claims:
         taken.update(_held(claim))
         for device_id, amounts in shares_of(claim):
             shares.setdefault(device_id, []).append(amounts)
-    inventory = Inventory(candidates, taken, shares, counters)
-    for candidate in candidates:
+    counters = dict(empty.counters)
+    for candidate in empty.candidates:
         if candidate.id in taken or candidate.id in shares:
             for key, amount in counters_of(candidate).items():
                 counters[key] = counters.get(key, Fraction(0)) - amount
-    return inventory
+    return Inventory(empty.candidates, taken, shares, counters)
 
 
 def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:

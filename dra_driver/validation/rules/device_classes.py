@@ -12,6 +12,7 @@ JsonObject = dict[str, Any]
 
 _DOMAIN = "nvidia.com"
 _PROFILE = re.compile(r"(\d+)g\.(\d+)gb(.*)\Z")
+_CLASS = re.compile(r"mig-(\d+g\.\d+gb)(?:\.([a-z0-9.-]+))?\.nvidia\.com\Z")
 _UNSAFE = re.compile(r"[^a-z0-9.-]")
 
 
@@ -39,6 +40,12 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
 def profile_label(profile: str) -> str:
     """A profile's name as a part of names in Kubernetes, which take no `+`: `1g.10gb+me.all` is `1g.10gb.me.all`."""
     return _UNSAFE.sub("-", profile.lower().replace("+", "."))
+
+
+def profile_of_class(name: str) -> str | None:
+    """The profile for which a class with this name was made; None if that is no name of such a class."""
+    match = _CLASS.match(name)
+    return None if match is None else f"{match[1]}{'+' + match[2] if match[2] else ''}"
 
 
 def _size(profile: str) -> tuple[float, int, str]:

@@ -346,6 +346,29 @@ def _has_admin_access(bodies: Sequence[tuple[str, JsonObject]]) -> bool:
     return all(body.get("adminAccess") is True for _, body in bodies)
 
 
+def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
+    """Parameters that name a request by the name of all its alternatives, and fit only some of them."""
+    by_name = {
+        request["name"]: alternatives(request)
+        for request in devices.get("requests") or ()
+        if request.get("firstAvailable")
+    }
+    for number, entry in enumerate(devices.get("config") or ()):
+        parameters = entry["opaque"]["parameters"]
+        kind = str(parameters.get("kind")) if is_parameters(parameters) else ""
+        if entry["opaque"]["driver"] != driver or kind not in CONFIG_KINDS:
+            continue
+        for name in entry.get("requests") or ():
+            types = {full: class_type(body["deviceClassName"]) for full, body in by_name.get(name, ())}
+            misfits = [full for full, kept in types.items() if kept not in (None, CONFIG_KINDS[kind])]
+            fits = [full for full in types if full not in misfits]
+            if misfits and fits:
+                yield (
+                    f"{path}[{number}].requests: {kind} does not fit {', '.join(misfits)}, whose devices Prepare would "
+                    f"refuse; write {', '.join(fits)} instead of {name}"
+                )
+
+
 def class_type(name: str) -> DeviceType | None:
     """What a class of this driver gives; None for one that it does not know."""
     begin, end = PROFILE_CLASS
@@ -415,17 +438,6 @@ def is_parameters(document: Any) -> bool:
     )
 
 
-def pod_spec(document: Mapping[str, Any]) -> tuple[str, JsonObject] | None:
-    """The path and the spec of the pods that an object makes: a Pod, a Deployment, a Job, a CronJob …"""
-    spec, path = document.get("spec"), "spec"
-    if document.get("kind") == "CronJob" and isinstance(spec, dict):
-        spec, path = (spec.get("jobTemplate") or {}).get("spec"), "spec.jobTemplate.spec"
-    if document.get("kind") != "Pod" and isinstance(spec, dict):
-        template = spec.get("template")
-        spec, path = (template.get("spec") if isinstance(template, dict) else None), f"{path}.template.spec"
-    return (path, spec) if isinstance(spec, dict) and isinstance(spec.get("containers"), list) else None
-
-
 def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
     """The faults of the parts of a pod that have to do with claims."""
     entries = spec.get("resourceClaims") or []
@@ -472,6 +484,7 @@ def unused_claims(spec: JsonObject) -> list[str]:
         claim.get("name")
         for place in ("initContainers", "containers")
         for container in spec.get(place) or ()
+        if isinstance(container, dict)
         for claim in ((container.get("resources") or {}).get("claims") or ())
     }
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]

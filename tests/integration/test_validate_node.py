@@ -1,0 +1,114 @@
+"""`validate` on a node whose driver has made MIG devices: they are room that comes back, not somebody else's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.model.mig import MigPhase, OwnedInstance, Placement
+from dra_driver.simulator import create_machine
+from tests.integration.conftest import DRIVER
+from tests.integration.test_process import environment
+
+Json = dict[str, Any]
+Validate = Callable[..., tuple[int, list[Json], str]]
+
+
+def claim(name: str, class_name: str, count: int) -> Json:
+    exactly = {"deviceClassName": class_name, "count": count}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "spec": {"devices": {"requests": [{"name": "r", "exactly": exactly}]}},
+    }
+
+
+CLAIMS = yaml.safe_dump_all(
+    [claim("whole", "gpu.nvidia.com", 4), claim("large", "mig-7g.80gb.nvidia.com", 1)]
+)
+
+
+@pytest.fixture
+def plugins(memory_path: Path) -> Path:
+    return memory_path / "plugins"
+
+
+@pytest.fixture
+def validate(memory_path: Path, plugins: Path) -> Validate:
+    """Exit code, reports and the sentence about the machine, whose first GPU has two MIG devices: of the driver, but
+    for `foreign` of them."""
+    machine = create_machine("hgx-h100-4", memory_path / "machine", device_nodes="described")
+    machine.set_mig_mode(0, on=True)
+    for start in (0, 1):
+        machine.create_mig(0, "1g.10gb", start)
+    gpu = str(machine.describe()[0]["uuid"])
+    boot_id = (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
+
+    def write_ledger(number: int) -> None:
+        ledger = MigLedger(plugins / DRIVER / "mig")
+        ledger.open(boot_id)
+        ledger.own_mode(gpu, None, boot_id)
+        phases: tuple[MigPhase, ...] = ("created", "orphan")
+        for start, phase in enumerate(phases[:number]):
+            device = f"gpu-mig-1g10gb-19-{start}"
+            ledger.save(OwnedInstance(device, gpu, None, 19, "1g.10gb", Placement(start, 1), boot_id, phase))
+
+    def run(*options: str, foreign: int = 0, with_ledger: bool = True) -> tuple[int, list[Json], str]:
+        if with_ledger:
+            write_ledger(2 - foreign)
+        command = [
+            sys.executable, "-m", "dra_driver.cli.main", "validate", "-", "-o", "json", *options,
+            "--simulate", "hgx-h100-4", "--simulator-dir", str(memory_path / "machine"),
+            "--kubelet-plugins-directory-path", str(plugins),
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, input=CLAIMS, capture_output=True, text=True, env=environment(), timeout=60, check=False
+        )
+        assert done.stderr == ""
+        shown = json.loads(done.stdout)
+        return done.returncode, shown["documents"], shown["machine"]
+
+    return run
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_what_the_driver_made_comes_back(validate: Validate, plugins: Path) -> None:
+    code, reports, _ = validate("--dynamic-mig")
+    assert (code, [report["faults"] for report in reports]) == (0, [[], []])
+    before = files(plugins)
+    # The command may not have been told that the driver makes MIG devices.
+    code, reports, _ = validate()
+    assert (code, [report["faults"] for report in reports]) == (0, [[], []])
+    assert files(plugins) == before
+
+
+def test_what_somebody_else_made_is_in_the_way(validate: Validate) -> None:
+    code, (whole, large), _ = validate("--dynamic-mig", foreign=1)
+    assert code == 1
+    assert "wants 4, but of" in whole["faults"][0]
+    assert large["faults"] == []  # on another GPU
+
+
+def test_a_ledger_that_cannot_be_read_is_told_and_nothing_is_called_foreign(
+    validate: Validate, plugins: Path
+) -> None:
+    (plugins / DRIVER).mkdir(parents=True)
+    (plugins / DRIVER / "mig").write_text("")
+    code, reports, sentence = validate(with_ledger=False)
+    assert (code, [report["faults"] for report in reports]) == (0, [[], []])
+    assert sentence.startswith(
+        "not tried on a machine, since which MIG devices the driver made is not known: "
+    )
+    assert sentence.endswith("; run this as root")
