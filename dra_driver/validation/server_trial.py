@@ -12,7 +12,7 @@ from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.validation.documents import Document
 from dra_driver.validation.rules.manifests import is_parameters
-from dra_driver.validation.rules.server_answers import Answer, Made, plain, refused, unknown_kind
+from dra_driver.validation.rules.server_answers import Answer, Made, refused, unknown_kind
 
 JsonObject = dict[str, Any]
 Reference = tuple[str, str, str]
@@ -58,9 +58,9 @@ class ServerTrial:
         """About all documents that are objects of the API server, and the claims and templates `wanted`."""
         found = ServerFindings(self._server)
         try:
-            self._client.request("GET", "/version", action="reach the API server")
+            self._client.request("GET", "/version", action=_ACTION)
         except (ApiUnavailableError, ApiRejectedError) as error:
-            found.problem = str(error)
+            found.problem = _plain(error)
             return found
         made = [_made(document) for document in documents]
         try:
@@ -72,7 +72,7 @@ class ServerTrial:
             for reference in wanted:
                 found.found |= self._lookup(reference)
         except ApiUnavailableError as error:
-            found.problem = str(error)
+            found.problem = _plain(error)
         return found
 
     def _answer(self, content: JsonObject, others: Sequence[Made]) -> Answer:
@@ -81,11 +81,11 @@ class ServerTrial:
         try:
             answer = self._tried(content, others)
         except ApiRejectedError as error:
-            answer = refused(plain(error, _ACTION), error.status, others)
+            answer = refused(_plain(error), error.status, others)
         except ApiUnavailableError as error:
             # A webhook that does not answer is an error of the server too, and concerns this document alone.
-            self._client.request("GET", "/version", action="reach the API server")
-            answer = Answer("not asked", plain_failure(error))
+            self._client.request("GET", "/version", action=_ACTION)
+            answer = Answer("not asked", _plain(error))
         return replace(answer, warnings=tuple(dict.fromkeys(self._warnings)))
 
     def _tried(self, content: JsonObject, others: Sequence[Made]) -> Answer:
@@ -104,22 +104,35 @@ class ServerTrial:
         if resource["namespaced"]:
             path += f"/namespaces/{path_segment(str(metadata.get('namespace') or self._namespace))}"
         path += f"/{resource['name']}"
+        named = f"{path}/{path_segment(str(metadata['name']))}" if metadata.get("name") else None
+        # As a new object it would also be counted against quotas a second time.
+        if named is not None and self._exists(named):
+            return self._changed(named, body, others)
         try:
             self._send("POST", path, body, JSON)
         except ApiRejectedError as error:
-            if error.status != 409 or error.reason != "AlreadyExists" or not metadata.get("name"):
+            if error.status != 409 or error.reason != "AlreadyExists" or named is None:
                 raise
-            # Everything has looked at it before the name was found taken, so it is right as a new object.
-            return self._changed(f"{path}/{path_segment(str(metadata['name']))}", body, others)
+            return self._changed(named, body, others)
         return Answer("accepted")
+
+    def _exists(self, path: str) -> bool:
+        """Whether there is such an object; False too if this user may not look."""
+        try:
+            self._client.request("GET", path, action=_ACTION)
+        except ApiRejectedError as error:
+            if error.status not in (401, 403, 404):
+                raise
+            return False
+        return True
 
     def _changed(self, path: str, body: JsonObject, others: Sequence[Made]) -> Answer:
         try:
             self._send("PATCH", path, body, _APPLY)
         except ApiRejectedError as error:
-            answer = refused(plain(error, _ACTION), error.status, others)
+            answer = refused(_plain(error), error.status, others)
             if answer.outcome == "not asked":
-                return Answer("accepted", f"it exists already, and {answer.text}")
+                return Answer("not asked", f"it exists already, and {answer.text}")
             return replace(answer, text=f"it exists already, and as a change of that {answer.text}")
         return Answer("accepted", "it exists already")
 
@@ -187,8 +200,8 @@ def is_object(document: Document) -> bool:
     )
 
 
-def plain_failure(error: ApiUnavailableError) -> str:
-    """Without what was tried."""
+def _plain(error: ApiUnavailableError | ApiRejectedError) -> str:
+    """The server's own words, without what was tried."""
     return str(error).removeprefix(f"{_ACTION}: ")
 
 

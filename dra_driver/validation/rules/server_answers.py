@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dra_driver.errors import ApiRejectedError
-
 JsonObject = dict[str, Any]
 Outcome = Literal["accepted", "refused", "waits", "not asked"]
 
@@ -61,20 +59,16 @@ class Made:
         return f"{self.kind} {self.name} ({self.place})"
 
 
-def plain(error: ApiRejectedError, action: str) -> str:
-    """The server's own words, without what was tried and the status code."""
-    return _HTTP.sub("", str(error).removeprefix(f"{action}: "))
-
-
 def refused(message: str, status: int, made: Sequence[Made]) -> Answer:
     """The answer to a document that the server did not take; `made` are the other documents."""
+    message = _HTTP.sub("", message)
     right = _NO_RIGHT.search(message) if status == 403 else None
     if right is not None:
         resource = f"{right['resource']}.{right['group']}" if right["group"] else right["resource"]
         where = f" in namespace {right['namespace']}" if right["namespace"] else ""
         return Answer("not asked", f"this user may not {right['verb']} {resource}{where}")
     if status == _UNAUTHORIZED:
-        return Answer("not asked", "the API server does not accept this user's credentials")
+        return Answer("not asked", "it does not accept this user's credentials")
     absent = next((found for pattern in _ABSENT for found in pattern.finditer(message)), None)
     if absent is not None:
         needed = _among(made, absent["kind"], absent["name"])
@@ -98,10 +92,8 @@ def unknown_kind(kind: str, version: str, served: Sequence[str], made: Sequence[
             if isinstance(names, dict) and names.get("kind") == kind:
                 return Answer("waits", f"needs {one}, which is not in the cluster yet")
     if served and version not in served:
-        return Answer("refused", f"the API server has no {version}; of this group it has {', '.join(served)}")
-    return Answer(
-        "refused", f"the API server has no kind {kind} of {version}; install what brings it, or correct both"
-    )
+        return Answer("refused", f"it has no {version}; of this group it has {', '.join(served)}")
+    return Answer("refused", f"it has no kind {kind} of {version}; install what brings it, or correct both")
 
 
 def refusal_text(message: str) -> str:

@@ -42,6 +42,7 @@ class Faults:
         self._drips: list[tuple[str, float]] = []
         self._failures: list[_Failure] = []
         self._cuts = 0
+        self._warnings: list[tuple[str, str]] = []
 
     def fail(
         self,
@@ -72,6 +73,16 @@ class Faults:
             if pause_s:
                 self._drips.append((path, pause_s))
 
+    def warn(self, path: str, text: str) -> None:
+        """Add a warning to the answers to paths that contain `path`."""
+        with self._lock:
+            self._warnings.append((path, text))
+
+    def warnings_of(self, path: str) -> list[str]:
+        """What the answer warns of."""
+        with self._lock:
+            return [text for part, text in self._warnings if part in path]
+
     def cut_watches(self) -> None:
         """Break all watches now open in the middle, without the closing chunk."""
         with self._lock:
@@ -85,6 +96,7 @@ class Faults:
             self._slow.clear()
             self._drips.clear()
             self._failures.clear()
+            self._warnings.clear()
 
     @property
     def cuts(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dra_driver.model.json_copy import copy_json
 from playground.apiserver.apply import APPLY_TYPE, applied_status
 from playground.apiserver.convert import api_version, decode, encode
 from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
@@ -116,6 +117,8 @@ class Rest:
     def _patch(self, call: Call) -> dict[str, Any]:
         if call.content_type == APPLY_TYPE and _is_claim_status(call.route):
             return self._apply(call)
+        if call.content_type == APPLY_TYPE and call.route.subresource is None:
+            return self._apply_whole(call)
         if call.content_type not in _PATCH_TYPES:
             text = f"the body of the request was in an unknown format - accepted: {', '.join(_PATCH_TYPES)}"
             raise ApiFailure(415, "UnsupportedMediaType", text)
@@ -140,6 +143,22 @@ class Rest:
                 force=call.query.get("force") == "true",
                 moment=now(),
             )
+            applied["metadata"].pop("resourceVersion", None)
+            return self._update(call, applied)
+
+    def _apply_whole(self, call: Call) -> dict[str, Any]:
+        """As one manager alone sees it: what is applied is laid over what is there, and lists are replaced."""
+        route, patch = call.route, _decoded(call)
+        if not call.query.get("fieldManager"):
+            missing = Cause(
+                "fieldManager", "Required value: is required for apply patch", "FieldValueRequired"
+            )
+            raise invalid("meta.k8s.io", "PatchOptions", "", [missing])
+        with self._operations.store.changed:
+            existing = self._operations.store.get(route.resource, _key(route))
+            if existing is None:
+                return self._create(call)
+            applied = merge_patch(copy_json(existing), patch)
             applied["metadata"].pop("resourceVersion", None)
             return self._update(call, applied)
 

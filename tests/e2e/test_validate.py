@@ -1,0 +1,151 @@
+"""`validate --server` on a real API server: what it takes and refuses, in one sentence each, and nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import Cluster, Json, claim_and_pod
+
+pytestmark = pytest.mark.cluster
+
+SPACE = "validate"
+QUOTA = "gpu.nvidia.com.deviceclass.resource.k8s.io/devices"
+
+
+@pytest.fixture
+def space(cluster: Cluster) -> Iterator[str]:
+    """A namespace in which one GPU may be asked for, and whose pods had better be restricted."""
+    cluster.make_namespace(SPACE, {"pod-security.kubernetes.io/warn": "restricted"})
+    cluster.kubectl("create", "quota", "gpus", f"--hard={QUOTA}=1", "-n", SPACE)
+    yield SPACE
+    cluster.kubectl("delete", "namespace", SPACE, "--timeout=300s")
+
+
+def validate(kubeconfig: Path, documents: list[Json], directory: Path) -> tuple[int, list[Json], str]:
+    """Exit code, a report of each document, and the last line for people."""
+    file = directory / "documents.yaml"
+    file.write_text(yaml.safe_dump_all(documents))
+    command = [
+        sys.executable,
+        "-m",
+        "dra_driver.cli.main",
+        "validate",
+        str(file),
+        "--simulate",
+        "dgx-h100",
+        "--server",
+    ]
+    command += ["--kubeconfig", str(kubeconfig), "-n", SPACE]
+    done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == done.returncode
+    return done.returncode, json.loads(done.stdout)["documents"], shown.stdout.splitlines()[-1]
+
+
+def claim(name: str, count: int = 1, **more: object) -> Json:
+    exactly = {"deviceClassName": "gpu.nvidia.com", "count": count, **more}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}},
+    }
+
+
+def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: str, tmp_path: Path) -> None:
+    there = claim("there")
+    cluster.kubectl("apply", "-n", space, "-f", "-", stdin=json.dumps(there))
+    pod = list(yaml.safe_load_all(claim_and_pod("p")))[1]
+    del pod["metadata"]["namespace"]
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": pod["spec"] | {"restartPolicy": "Always"}}
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "d"},
+        "spec": {"replicas": 2, "selector": {"matchLabels": {"a": "b"}}, "template": template},
+    }
+    parameters = {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "GpuConfig",
+        "sharing": {"strategy": "Magic"},
+    }
+    refused = claim("refused")
+    refused["spec"]["devices"]["config"] = [
+        {"opaque": {"driver": "gpu.nvidia.com", "parameters": parameters}}
+    ]
+    elsewhere = claim("elsewhere")
+    elsewhere["metadata"]["namespace"] = "not-there-yet"
+    missing = claim("missing")
+    missing["metadata"]["namespace"] = "nowhere"
+    accounted = pod | {
+        "metadata": {"name": "accounted"},
+        "spec": pod["spec"] | {"serviceAccountName": "trainer"},
+    }
+    documents: list[Json] = [
+        there,
+        claim("there", 2),
+        claim("second"),
+        deployment,
+        refused,
+        claim("misspelt", cuont=2),
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "not-there-yet"}},
+        elsewhere,
+        missing,
+        claim("no-class", deviceClassName="no.example.com"),
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "trainer"}},
+        accounted,
+        {"apiVersion": "example.com/v1", "kind": "Unknown", "metadata": {"name": "u"}},
+    ]
+    code, reports, line = validate(cluster.local.kubeconfig(), documents, tmp_path)
+    assert code == 1
+    told = [
+        next((text for text in (*one["faults"], *one["notes"]) if text.startswith("API server: ")), "")
+        for one in reports
+    ]
+    quota = f"API server: the quota gpus has no room for it: it asks for {QUOTA}=1, used are {QUOTA}=1 of {QUOTA}=1"
+    policy = "API server: the policy gpu-dra-driver-parameters refuses it: spec.devices.config[0]"
+    assert told[0] == "API server: takes it; it exists already"
+    # A new object is looked at before its name is: the quota comes first.
+    assert told[1].startswith(
+        ("API server: it exists already, and as a change", "API server: the quota gpus")
+    )
+    assert told[2] == quota
+    assert told[3] == "API server: takes it"
+    assert any("restricted" in hint for hint in reports[3]["hints"] if hint.startswith("API server warns: "))
+    assert told[4].startswith(policy), told[4]
+    assert "unknown field" in told[5]
+    assert told[6] == "API server: takes it"
+    assert "needs Namespace not-there-yet (" in told[7]
+    assert told[8] == "API server: the cluster has no namespace nowhere, and the files have none"
+    assert (
+        "DeviceClass no.example.com is neither in the cluster nor among the files" in reports[9]["faults"][0]
+    )
+    assert told[10] == "API server: takes it"
+    assert "needs ServiceAccount trainer (" in told[11]
+    assert told[12].startswith("API server: it has no kind Unknown of example.com/v1")
+    assert " refuses " in line
+    claims = cluster.get("resourceclaims", "-n", space)["items"]
+    assert [one["metadata"]["name"] for one in claims] == ["there"]
+
+
+def test_a_user_without_the_right_is_told(cluster: Cluster, space: str, tmp_path: Path) -> None:
+    token = cluster.kubectl("create", "token", "default", "-n", space).strip()
+    document = yaml.safe_load(cluster.local.kubeconfig().read_text())
+    document["users"] = [{"name": one["name"], "user": {"token": token}} for one in document["users"]]
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(document))
+    kubeconfig.chmod(0o600)
+    code, (report,), line = validate(kubeconfig, [claim("a")], tmp_path)
+    assert (code, report["faults"]) == (3, [])
+    assert report["notes"][-1] == (
+        f"API server: not asked: this user may not create resourceclaims.resource.k8s.io in namespace {space}"
+    )
+    assert line.endswith("was not asked about 1")
