@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from dra_driver.cli.options import (
 )
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.cli.tables import terminal_width
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 EXIT_NOT_ASKED = 3
 """Nothing is wrong, but the API server could not be asked about every document."""
 _MOST_NODES = 5000
+_INDENT = " " * 9
+_LEAST_COLUMNS = 40
 
 
 def validate(
@@ -161,21 +165,35 @@ def _print(checked: Checked, machines: str, findings: ServerFindings | None, out
             found["server"] = {"url": findings.server, "problem": findings.problem}
         print_object({**found, "documents": [asdict(report) for report in reports]}, output)
         return
+    columns = terminal_width(all_columns=output is Output.wide)
     width = max(len(report.place) for report in reports)
     verdicts = max(5, *(len(report.verdict) for report in reports))
     for report in reports:
         typer.echo(f"{report.verdict:<{verdicts}}  {report.place:<{width}}  {report.name}")
-        for label, texts in (("fault", report.faults), ("hint", report.hints), ("", report.notes)):
+        for label, texts in (("fault: ", report.faults), ("hint: ", report.hints), ("", report.notes)):
             for text in texts:
-                typer.echo(f"         {f'{label}: ' if label else ''}{text}")
+                typer.echo(_wrapped(f"{label}{text}", columns, _INDENT))
     number = len(reports)
     open_ones = sum(1 for report in reports if report.verdict == "not judged")
     unjudged = f", {open_ones} not judged" if open_ones else ""
-    typer.echo(f"\n{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machines}")
-    if checked.together is not None:
-        typer.echo(checked.together)
-    if findings is not None:
-        typer.echo(_server_line(reports, findings))
+    summary = [f"{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machines}"]
+    summary += [checked.together] if checked.together is not None else []
+    summary += [_server_line(reports, findings)] if findings is not None else []
+    typer.echo("\n" + "\n".join(_wrapped(line, columns, "") for line in summary))
+
+
+def _wrapped(text: str, columns: int | None, indent: str) -> str:
+    """On a terminal in lines that end between words; what is piped stays in one."""
+    if columns is None:
+        return indent + text
+    return textwrap.fill(
+        text,
+        max(columns, _LEAST_COLUMNS),
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:

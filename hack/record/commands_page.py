@@ -121,6 +121,16 @@ COMMANDS = (
         "validate --simulate dgx-h100 examples/nvlink-domain hack/record/does-not-fit.yaml",
         exit_code=1,
     ),
+    Recorded(
+        "How many of these pods fit at once on two such machines?",
+        "validate --simulate dgx-h100 --nodes 2 hack/record/too-many-pods.yaml",
+        exit_code=1,
+    ),
+    Recorded(
+        "And does the API server take the files? [Checking manifests](validate.md) says more.",
+        "validate --simulate dgx-h100 --server examples/admin-access",
+        ("--kubeconfig",),
+    ),
 )
 
 
