@@ -44,6 +44,7 @@ NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
+_ADMIN_HINT = "adminAccess needs the label"
 
 
 @dataclass(slots=True)
@@ -114,10 +115,8 @@ def references(documents: Sequence[Document], namespace: str) -> list[Reference]
         content = document.content
         if not isinstance(content, dict):
             continue
-        metadata = content.get("metadata")
-        metadata = metadata if isinstance(metadata, dict) else {}
-        own = str(metadata.get("namespace") or namespace)
-        there.add((str(content.get("kind")), own, str(metadata.get("name"))))
+        own = str(_metadata(content).get("namespace") or namespace)
+        there.add((str(content.get("kind")), own, str(_metadata(content).get("name"))))
         for group in workload(content).groups:
             if not pod_faults(group.spec, group.path):
                 wanted |= dict.fromkeys((kind, own, name) for kind, name in _claims_of(group))
@@ -131,6 +130,9 @@ def _add_answer(answer: Answer | None, report: DocumentReport) -> None:
     report.hints += [f"API server warns: {text}" for text in answer.warnings]
     match answer.outcome:
         case "accepted":
+            report.hints = [
+                hint for hint in report.hints if not hint.startswith(_ADMIN_HINT)
+            ]  # it has looked
             report.notes.append(f"API server: takes it{'; ' + answer.text if answer.text else ''}")
         case "refused":
             report.faults.append(f"API server: {answer.text}")
@@ -172,8 +174,8 @@ class ManifestCheck:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
             if kind == "Namespace":
-                metadata = content.get("metadata") or {}
-                self._labels[str(metadata.get("name"))] = metadata.get("labels") or {}
+                labels = _metadata(content).get("labels")
+                self._labels[str(_metadata(content).get("name"))] = labels if isinstance(labels, dict) else {}
             if kind not in KINDS:
                 continue
             faults = [str(fault) for fault in object_faults(content, driver)]
@@ -202,8 +204,7 @@ class ManifestCheck:
         return {**standard_classes(self._driver, profiles), **classes}
 
     def _namespace_of(self, content: JsonObject) -> str:
-        metadata = content.get("metadata")
-        return str((metadata.get("namespace") if isinstance(metadata, dict) else None) or self._namespace)
+        return str(_metadata(content).get("namespace") or self._namespace)
 
     def document(self, document: Document, report: DocumentReport) -> None:
         """Fill the report of one document."""
@@ -308,9 +309,7 @@ class ManifestCheck:
         requests = (spec.get("devices") or {}).get("requests") or ()
         asks = any((request.get("exactly") or {}).get("adminAccess") for request in requests)
         if asks and str(self._labels.get(namespace, {}).get(_ADMIN_LABEL)) != "true":
-            report.hints.append(
-                f'adminAccess needs the label {_ADMIN_LABEL}: "true" on namespace {namespace}'
-            )
+            report.hints.append(f'{_ADMIN_HINT} {_ADMIN_LABEL}: "true" on namespace {namespace}')
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
         """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
@@ -493,6 +492,11 @@ class ManifestCheck:
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)
         ours = {resource: name for resource, name in served.items() if self._other_driver(name) is None}
         return extended_requests(spec, ours)
+
+
+def _metadata(content: JsonObject) -> JsonObject:
+    metadata = content.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _claims_of(group: PodGroup) -> list[tuple[str, str]]:

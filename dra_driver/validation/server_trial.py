@@ -68,6 +68,8 @@ class ServerTrial:
                 if is_object(document):
                     others = [one for index, one in enumerate(made) if one is not None and index != number]
                     found.answers[number] = self._answer(document.content, others)
+                elif _lacks_kind(document):
+                    found.answers[number] = Answer("refused", "it needs an apiVersion and a kind")
             found.classes = self._classes()
             for reference in wanted:
                 found.found |= self._lookup(reference)
@@ -198,6 +200,11 @@ def is_object(document: Document) -> bool:
         and isinstance(content.get("apiVersion"), str)
         and not is_parameters(content)
     )
+
+
+def _lacks_kind(document: Document) -> bool:
+    content = document.content
+    return isinstance(content, dict) and not document.is_configuration and not is_parameters(content)
 
 
 def _plain(error: ApiUnavailableError | ApiRejectedError) -> str:

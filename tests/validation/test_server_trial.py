@@ -111,11 +111,13 @@ def test_documents_are_tried_and_nothing_is_stored(
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}},
         {"sharing": []},  # of the driver
         claim("bad", count=-1),
+        {"kind": "Pod", "metadata": {"name": "of-no-version"}, "spec": {"containers": []}},
     )
     outcomes = {number: answer.outcome for number, answer in findings.answers.items()}
-    assert outcomes == {0: "accepted", 1: "accepted", 3: "refused"}
+    assert outcomes == {0: "accepted", 1: "accepted", 3: "refused", 4: "refused"}
     assert findings.problem is None
-    assert [report.verdict for report in checked.reports] == ["OK", "SKIP", "OK", "FAULT"]
+    assert [report.verdict for report in checked.reports] == ["OK", "SKIP", "OK", "FAULT", "FAULT"]
+    assert checked.reports[4].faults == ["API server: it needs an apiVersion and a kind"]
     assert "API server: takes it" in checked.reports[0].notes
     # Our own check and the server's stand side by side.
     assert [fault.startswith("API server: it is not valid: spec.devices") for fault in checked.reports[3].faults] == [
@@ -221,6 +223,17 @@ def status(message: str, code: int = 403, reason: str = "Forbidden", name: str =
     return json.dumps(
         {"kind": "Status", "message": message, "reason": reason, "code": code, "details": {"name": name}}
     ).encode()
+
+
+def test_a_label_that_the_server_has_looked_for_is_not_hinted_at(
+    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+) -> None:
+    watching = claim("watching")
+    watching["spec"]["devices"]["requests"][0]["exactly"]["adminAccess"] = True
+    assert ask(watching)[1].reports[0].hints == []
+    server.faults.fail(1, 403, method="POST", body=status("adminAccess needs a label"))
+    (hint,) = ask(watching)[1].reports[0].hints
+    assert hint.startswith("adminAccess needs the label resource.kubernetes.io/admin-access")
 
 
 def test_a_user_who_may_not_create_is_told_and_is_no_fault(

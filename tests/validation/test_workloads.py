@@ -53,6 +53,7 @@ TEMPLATE: Json = {"template": {"spec": POD}}
             ],
         ),
         ({"kind": "OfSomebody", "spec": TEMPLATE | {"replicas": "many"}}, [("spec.template.spec", 1)]),
+        ({"kind": "Rollout", "spec": TEMPLATE | {"replicas": 4}}, [("spec.template.spec", 4)]),
         ({"kind": "ConfigMap", "data": {}}, []),
         ({"kind": "Job", "spec": {"template": "x"}}, []),
         ({"kind": "JobSet", "spec": {"replicatedJobs": ["x", {"template": 1}]}}, []),

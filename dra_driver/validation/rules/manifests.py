@@ -259,8 +259,7 @@ def _metadata_faults(metadata: Any) -> list[FieldFault]:
     if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
         return [FieldFault("metadata.name", "is required")]
     name = metadata.get("name")
-    wrong = None if name is None else _name(str(name))
-    return [] if wrong is None else [FieldFault("metadata.name", wrong)]
+    return [] if name is None else faults(name, Scalar(str, _name), "metadata.name")
 
 
 def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFault]:
@@ -440,6 +439,9 @@ def is_parameters(document: Any) -> bool:
 
 def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
     """The faults of the parts of a pod that have to do with claims."""
+    misshapen = [*_misshapen(spec, path)]
+    if misshapen:
+        return misshapen
     entries = spec.get("resourceClaims") or []
     shape = ListField(
         Object(
@@ -476,6 +478,35 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
                         FieldFault(here, f"there is no entry {name!r} in resourceClaims; there are: {known}")
                     )
     return found
+
+
+def _misshapen(spec: JsonObject, path: str) -> Iterator[FieldFault]:
+    """What of a pod's containers is not a list or an object, as far as it is looked into."""
+    for place in ("initContainers", "containers"):
+        containers = spec.get(place)
+        if containers is not None and not isinstance(containers, list):
+            yield FieldFault(f"{path}.{place}", "must be a list")
+            continue
+        for number, container in enumerate(containers or ()):
+            here = f"{path}.{place}[{number}]"
+            if not isinstance(container, dict):
+                yield FieldFault(here, "must be an object")
+                continue
+            resources = container.get("resources")
+            if resources is not None and not isinstance(resources, dict):
+                yield FieldFault(f"{here}.resources", "must be an object")
+                continue
+            resources = resources or {}
+            for key in ("limits", "requests"):
+                if resources.get(key) is not None and not isinstance(resources[key], dict):
+                    yield FieldFault(f"{here}.resources.{key}", "must be an object")
+            claims = resources.get("claims")
+            if claims is not None and not isinstance(claims, list):
+                yield FieldFault(f"{here}.resources.claims", "must be a list")
+                continue
+            for index, claim in enumerate(claims or ()):
+                if not isinstance(claim, dict) or not isinstance(claim.get("name"), str):
+                    yield FieldFault(f"{here}.resources.claims[{index}]", "must be an object with a name")
 
 
 def unused_claims(spec: JsonObject) -> list[str]:

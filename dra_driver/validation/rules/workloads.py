@@ -54,9 +54,12 @@ def workload(document: Mapping[str, Any]) -> Workload:
                 _add_job(found, f"{path}.template.spec", job, 1 if replicas is None else replicas)
     else:
         count: int | None = None
-        if kind != "DaemonSet":
-            replicas = _number(found, spec, "replicas", "spec") if kind in _BY_REPLICAS else None
+        if kind in _BY_REPLICAS:
+            replicas = _number(found, spec, "replicas", "spec")
             count = 1 if replicas is None else replicas
+        elif kind != "DaemonSet":  # of somebody's own, who may mean something else by it
+            replicas = spec.get("replicas")
+            count = replicas if isinstance(replicas, int) and replicas > 0 else 1
         _add(found, "spec.template.spec", _inside(spec, "template", "spec"), count)
     return found
 

@@ -1,0 +1,126 @@
+"""Whatever stands in a document, it gets a report: a value of another sort in any place is no crash."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dra_driver.validation.documents import Document
+from dra_driver.validation.machine_fit import MachineFit, Nodes
+from dra_driver.validation.manifest_check import check_documents, references
+from tests.fakes.samples import DRIVER
+
+Json = dict[str, Any]
+
+BODY: Json = {
+    "deviceClassName": "gpu.nvidia.com",
+    "count": 1,
+    "selectors": [{"cel": {"expression": "true"}}],
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+    "capacity": {"requests": {"memory": "1Gi"}},
+}
+DEVICES: Json = {
+    "requests": [{"name": "a", "exactly": BODY}, {"name": "b", "firstAvailable": [{"name": "c", **BODY}]}],
+    "constraints": [{"requests": ["a"], "matchAttribute": f"{DRIVER}/type"}],
+    "config": [
+        {
+            "requests": ["b"],
+            "opaque": {
+                "driver": DRIVER,
+                "parameters": {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"},
+            },
+        }
+    ],
+}
+POD: Json = {
+    "initContainers": [{"name": "i", "restartPolicy": "Always", "resources": {"limits": {"nvidia.com/gpu": 1}}}],
+    "containers": [
+        {
+            "name": "c",
+            "resources": {
+                "claims": [{"name": "x"}],
+                "limits": {"deviceclass.resource.kubernetes.io/gpu.nvidia.com": "1"},
+                "requests": {"cpu": 1},
+            },
+        }
+    ],
+    "resourceClaims": [
+        {"name": "x", "resourceClaimTemplateName": "t"},
+        {"name": "y", "resourceClaimName": "n"},
+    ],
+}  # fmt: skip
+JOB: Json = {"parallelism": 2, "completions": 2, "template": {"spec": POD}}
+
+
+def of(kind: str, spec: Json, group: str = "apps/v1") -> Json:
+    return {
+        "apiVersion": group,
+        "kind": kind,
+        "metadata": {"name": "o", "namespace": "default"},
+        "spec": spec,
+    }
+
+
+OBJECTS = [
+    of("ResourceClaim", {"devices": DEVICES}, "resource.k8s.io/v1"),
+    of("ResourceClaimTemplate", {"spec": {"devices": DEVICES}}, "resource.k8s.io/v1"),
+    of("DeviceClass", {"selectors": BODY["selectors"], "config": []}, "resource.k8s.io/v1"),
+    of("Pod", POD, "v1"),
+    of("CronJob", {"jobTemplate": {"spec": JOB}}),
+    of("JobSet", {"replicatedJobs": [{"name": "w", "replicas": 2, "template": {"spec": JOB}}]}),
+    of(
+        "Deployment",
+        {
+            "replicas": 2,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "0%"}},
+            "template": {"spec": POD},
+        },
+    ),
+    {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n", "labels": {"a": "b"}}},
+]  # fmt: skip
+BESIDE = [
+    of("ResourceClaimTemplate", {"spec": {"devices": DEVICES}}, "resource.k8s.io/v1") | {"metadata": {"name": "t"}},
+    of("ResourceClaim", {"devices": DEVICES}, "resource.k8s.io/v1") | {"metadata": {"name": "n"}},
+]  # fmt: skip
+JUNK: tuple[Any, ...] = (None, True, -1, "x", [], ["x"], [None], {}, {7: {}})
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values within a value."""
+    entries: Any = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for key, inner in entries:
+        yield (key,)
+        yield from ((key, *rest) for rest in places(inner))
+
+
+def replaced(document: Json, path: tuple[Any, ...], value: Any) -> Json:
+    result: Any = copy.deepcopy(document)
+    target = result
+    for part in path[:-1]:
+        target = target[part]
+    target[path[-1]] = value
+    return result  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Nodes:
+    devices = [{"name": f"gpu-{n}", "attributes": {"type": {"string": "gpu"}}} for n in range(4)]
+    spec = {"driver": DRIVER, "nodeName": "m", "devices": devices}
+    pool = {"name": "m", "generation": 1, "resourceSliceCount": 1}
+    return Nodes(MachineFit("m", DRIVER, [{"spec": {**spec, "pool": pool}}]), 2)
+
+
+@pytest.mark.parametrize("document", OBJECTS, ids=lambda document: str(document["kind"]))
+def test_any_value_in_any_place_is_reported(document: Json, machine: Nodes) -> None:
+    contents = [replaced(document, path, junk) for path in places(document) for junk in JUNK]
+    for content in [*contents, *(content | {"metadata": "x"} for content in BESIDE)]:
+        documents = [Document("f", line, one) for line, one in enumerate([content, *BESIDE])]
+        checked = check_documents(documents, DRIVER, [machine])
+        references(documents, "default")
+        assert checked.reports[0].verdict in ("OK", "FAULT", "SKIP", "not judged")
+        assert all("\n" not in text for text in checked.reports[0].faults)
