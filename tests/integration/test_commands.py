@@ -367,13 +367,144 @@ def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -
     assert len(reports[1]["devices"]) == 1
 
 
-@pytest.mark.parametrize(("machine", "wish"), [("h100-mig-static", "mig"), ("dgx-h100", "share")])
-def test_first_available_takes_a_mig_device_or_else_a_share(machine: str, wish: str) -> None:
+def workload(kind: str, template: str, **spec: Any) -> Json:
+    """Pods with a claim of the template each."""
+    pod = POD | {"resourceClaims": [{"name": "x", "resourceClaimTemplateName": template}]}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": kind,
+        "metadata": {"name": "w"},
+        "spec": {"template": {"spec": pod}, **spec},
+    }
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "wish", "pods"),
+    [
+        ("h100-mig-static", (), "mig", 2 + 6 * 4),
+        ("dgx-h100", (), "share", 8 * 4),
+        ("dgx-h100", ("--dynamic-mig",), "mig", 8 * 7),
+        ("dgx-b200", ("--dynamic-mig",), "share", 8 * 4),  # with other profiles
+    ],
+)
+def test_first_available_takes_a_mig_device_or_else_a_share(
+    machine: str, options: tuple[str, ...], wish: str, pods: int
+) -> None:
     name = "first-available"
-    code, reports, _ = validate("-", str(EXAMPLES / name), "--simulate", machine, stdin=section(name))
-    assert code == 0
-    (chosen,) = reports[1]["devices"]
+    stdin = f"{section(name)}\n---\n{yaml.safe_dump(workload('Deployment', name, replicas=100))}"
+    code, reports, _ = validate("-", str(EXAMPLES / name), "--simulate", machine, *options, stdin=stdin)
+    (chosen,) = reports[2]["devices"]
     assert chosen["request"] == f"gpu/{wish}"
+    assert any(note.startswith(f"fits by gpu/{wish}, for example: ") for note in reports[2]["notes"])
+    # Where one cannot be had any more, a pod gets the other.
+    assert (code, reports[1]["pods"]) == (1, {"wanted": 100, "fitting": pods})
+
+
+def first_available(*bodies: Json, **devices: Any) -> Json:
+    return {"requests": [{"name": "gpu", "firstAvailable": list(bodies)}]} | devices
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
+    def mig(profile: str, count: int = 1) -> Json:
+        return {"name": f"m{count}", "deviceClassName": f"mig-{profile}.nvidia.com", "count": count}
+
+    whole = {"name": "whole", "deviceClassName": "gpu.nvidia.com"}
+    same_gpu = [{"requests": ["gpu"], "matchAttribute": "gpu.nvidia.com/parentUUID"}]
+    gpu_config = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
+    config = [{"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": gpu_config}}]
+    only_whole = [config[0] | {"requests": ["gpu/whole"]}]
+    documents = [
+        claim("else-whole", first_available(mig("1g.10gb.me"), whole)),
+        claim("three", first_available(mig("3g.40gb", 3), mig("7g.80gb", 2), constraints=same_gpu)),
+        claim("two", first_available(mig("3g.40gb", 3), mig("3g.40gb", 2), constraints=same_gpu)),
+        claim("config", first_available(mig("3g.40gb"), whole, config=config)),
+        claim("config-of-one", first_available(mig("3g.40gb"), whole, config=only_whole)),
+    ]
+    options = ["--dynamic-mig"] if dynamic else []
+    _, reports, _ = validate("-", "--simulate", "dgx-h100", *options, stdin=yaml.safe_dump_all(documents))
+    given = [[device["request"] for device in report["devices"]] for report in reports]
+    if dynamic:
+        assert given == [["gpu/m1"], [], ["gpu/m2", "gpu/m2"], [], ["gpu/m1"]]
+        (fault,) = reports[1]["faults"]
+        assert "3 devices are wanted with one value, the largest group has 2" in fault
+        assert "2 devices are wanted with one value, the largest group has 1" in fault
+        assert "GpuConfig does not fit device" in reports[3]["faults"][0]
+    else:
+        # The classes are those of the driver, though this machine has no device for them.
+        assert given == [["gpu/whole"], [], [], ["gpu/whole"], ["gpu/whole"]]
+        for report in reports[1:3]:
+            assert report["hints"] == [
+                "the machine has no MIG devices, and makes some only with --dynamic-mig"
+            ]
+    assert reports[3]["hints"] == [
+        "spec.devices.config[0].requests: GpuConfig does not fit gpu/m1, whose devices Prepare would refuse; "
+        "write gpu/whole instead of gpu"
+    ]
+    assert reports[4]["hints"] == []
+
+
+def test_workloads_are_counted_against_several_machines() -> None:
+    pair = {"kind": "ResourceClaimTemplate", "spec": {"spec": {"devices": request(count=3)}}}
+    template = claim("t", {}) | pair
+    jobs = [
+        {
+            "name": name,
+            "replicas": replicas,
+            "template": {"spec": workload("Job", "t", parallelism=2)["spec"]},
+        }
+        for name, replicas in (("a", 1), ("b", 3))
+    ]
+    documents = [
+        template,
+        workload("Job", "t", parallelism=5, completions=4),
+        workload("Deployment", "t", replicas=3),
+        workload("DaemonSet", "t"),
+        workload("JobSet", "t") | {"spec": {"replicatedJobs": jobs}},
+        claim("eight", request(count=8)),
+    ]
+    machines = ["--simulate", "dgx-h100", "--simulate", "a30-4", "--nodes", "1"]
+    code, reports, _ = validate("-", *machines, stdin=yaml.safe_dump_all(documents))
+    assert code == 1
+    assert [report["pods"] for report in reports] == [
+        None,
+        {"wanted": 4, "fitting": 3},
+        {"wanted": 3, "fitting": 3},
+        {"wanted": 2, "fitting": 2},
+        {"wanted": 8, "fitting": 3},
+        None,
+    ]
+    assert reports[1]["faults"] == [
+        "3 of 4 pods fit at once on these 2 nodes: request gpu wants 3 of class gpu.nvidia.com "
+        "(2 of 8 matching devices have room), at best on dgx-h100"
+    ]
+    assert [hint.partition(",")[0] for hint in reports[2]["hints"]] == [
+        "a rolling update starts a new pod before it ends an old one"
+    ]
+    assert "for a pod of spec.replicatedJobs[1] request gpu wants 3" in reports[4]["faults"][0]
+    # A claim that one sort of machine can serve fits, and it is told which one cannot.
+    assert reports[5]["faults"] == []
+    assert any(note.startswith("fits dgx-h100, for example: ") for note in reports[5]["notes"])
+    assert any(note.startswith("does not fit a30-4: ") for note in reports[5]["notes"])
+
+
+def test_workloads_that_fit_alone_are_told_together() -> None:
+    template = claim("t", {}) | {
+        "kind": "ResourceClaimTemplate",
+        "spec": {"spec": {"devices": request(count=4)}},
+    }
+    documents = [template, workload("Job", "t", parallelism=2), workload("StatefulSet", "t", replicas=1)]
+    for nodes, last in (
+        ("1", "2 of 3 pods of these 2 workloads fit at once on dgx-h100; short is StatefulSet w: "),
+        ("2", "all 3 pods of these 2 workloads fit at once on 2 nodes like dgx-h100"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "dra_driver.cli.main", "validate", "-", "--simulate", "dgx-h100", "--nodes", nodes],
+            input=yaml.safe_dump_all(documents), capture_output=True, text=True, env=environment(), timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[-1].startswith(last)
 
 
 def test_index_of_the_examples_is_complete() -> None:
@@ -515,6 +646,12 @@ def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
         (("/nope.yaml",), "cannot read /nope.yaml: No such file or directory"),
         (("-",), "there are no documents in -"),
         (("-", "--simulate", "dgx-h1000"), "dgx-h1000"),
+        (("-", "--context", "x"), "--kubeconfig and --context are for --server"),
+        (("-", "--nodes", "0"), "--nodes"),
+        (
+            ("-", "--simulate", "t4-4", "--simulate", "a30-4", "--simulator-dir", "/nope"),
+            "give --simulate once",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], part: str) -> None:
