@@ -1,4 +1,5 @@
-"""`validate --server` on a real API server: what it takes and refuses, in one sentence each, and nothing is stored."""
+"""`validate` against the real thing: what the API server takes and refuses, each in one sentence and with nothing
+stored, and for how many pods the scheduler finds devices."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.conftest import Cluster, Json, claim_and_pod
+from tests.e2e.conftest import Cluster, Json, claim_and_pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -149,3 +150,53 @@ def test_a_user_without_the_right_is_told(cluster: Cluster, space: str, tmp_path
         f"API server: not asked: this user may not create resourceclaims.resource.k8s.io in namespace {space}"
     )
     assert line.endswith("was not asked about 1")
+
+
+def test_as_many_pods_fit_as_the_scheduler_places(cluster: Cluster, space: str, tmp_path: Path) -> None:
+    cluster.kubectl("delete", "quota", "gpus", "-n", space)
+    resource = "deviceclass.resource.kubernetes.io/gpu.nvidia.com"
+
+    def container(name: str, gpus: int, command: str, **more: str) -> Json:
+        limits = {resource: str(gpus)}
+        shell = ["sh", "-c", command]
+        return {
+            "name": name,
+            "image": "local/workload:e2e",
+            "command": shell,
+            "resources": {"limits": limits},
+            **more,
+        }
+
+    stay = "exec sleep 3600"
+    # A pod takes three devices: two for what stays, and one more while the first of its init containers runs.
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "initContainers": [
+            container("first", 3, "true"),
+            container("beside", 1, stay, restartPolicy="Always"),
+        ],
+        "containers": [container("main", 1, stay)],
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "three-each"},
+        "spec": {"parallelism": 4, "template": {"spec": pod}},
+    }
+    code, (report,), _ = validate(cluster.local.kubeconfig(), [job], tmp_path)
+    assert (code, report["server"], report["pods"]) == (1, "accepted", {"wanted": 4, "fitting": 2})
+    cluster.kubectl("apply", "-n", space, "-f", "-", stdin=json.dumps(job))
+
+    def placed() -> tuple[int, int]:
+        pods = cluster.get("pods", "-n", space, "-l", "job-name=three-each")["items"]
+        conditions = [one for pod in pods for one in pod["status"].get("conditions", ())]
+        refused = [one for one in conditions if one.get("reason") == "Unschedulable"]
+        return sum("nodeName" in pod["spec"] for pod in pods), len(refused)
+
+    wait_for("two pods with a node, and two without", lambda: placed() == (2, 2))
+    made = cluster.get("resourceclaims", "-n", space)["items"]
+    counts = [[one["exactly"]["count"] for one in claim["spec"]["devices"]["requests"]] for claim in made]
+    ours = [one["request"] for one in report["devices"]]
+    assert counts == [[1, 1, 1]] * 2
+    assert {one["name"] for claim in made for one in claim["spec"]["devices"]["requests"]} == set(ours)
