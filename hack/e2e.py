@@ -26,21 +26,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 
+import elf_programs
+
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
 INSTALL = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
-# As unkind as real machines, unlike what users get.
-MACHINE = [
-    "env",
-    "SIMULATE_HOSTILE=true",
-    sys.executable,
-    "-m",
-    "dra_driver.cli.main",
-    "simulate",
-    "create",
-    "dgx-h100",
-]
+MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
+HOOK = [sys.executable, "hack/elf_programs.py", str(SIMULATOR_STATE / "root")]
 MATRIX = (
     ("1.34", ()),
     ("1.35", ()),
@@ -126,10 +119,12 @@ def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
 
 
 def _run_all(flags: Sequence[str], pytest_args: list[str]) -> int:
+    os.environ |= elf_programs.hostile()
     for title, command in (
         ("build the image", IMAGE),
         ("bring the cluster up", [*CLUSTER, "up", *flags]),
         ("make the simulated machine", MACHINE),
+        ("put NVIDIA's CDI hook on it", HOOK),
         ("install the driver", INSTALL),
     ):
         status = _step(title, command)

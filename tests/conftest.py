@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import elf_programs
 import pytest
 import structlog
 from hypothesis import settings
@@ -20,7 +21,7 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Simulated machines of all tests, also in processes that they start, are as unkind as real ones.
-os.environ["SIMULATE_HOSTILE"] = "true"
+os.environ |= elf_programs.hostile()
 
 # Imports and collection make much and throw nothing away; `pytest_collection_finish` switches it on again.
 gc.disable()

@@ -128,6 +128,10 @@ class MachineBase:
 
     # --- changing it ---------------------------------------------------------------------------
 
+    def keep_elf_files(self, source: Path) -> None:
+        """Have programs and libraries be the ELF files of `source`; before `setup`."""
+        self._host.elf.keep(source)
+
     def setup(self, state: State) -> None:
         """Write a new machine, or accept the existing one if it is the same."""
         with self._store.locked():

@@ -19,6 +19,8 @@ from dra_driver.simulator.state import Fault, Function, Gpu, State
 XID_OFF_THE_BUS = 79
 HOSTILE = "SIMULATE_HOSTILE"
 """The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
+ELF = "SIMULATE_ELF"
+"""With HOSTILE, a directory of ELF files that take the place of scripts, on machines of this architecture."""
 _FIRST_SRIOV = [8, 0]
 
 
@@ -228,7 +230,8 @@ def create(
 ) -> Machine:
     """A machine in a directory; an existing one of the same name is used as it is."""
     state = catalogue.build(name)
-    if os.environ.get(HOSTILE) == "true":
+    hostile = os.environ.get(HOSTILE) == "true"
+    if hostile:
         _make_hostile(state)
     directory.mkdir(parents=True, exist_ok=True)
     if device_nodes not in ("auto", "real", "described"):
@@ -239,6 +242,9 @@ def create(
     if cdi_hook is not None:
         state.system["cdi_hook"] = cdi_hook
     machine = Machine(directory.resolve())
+    elf_files = os.environ.get(ELF)
+    if hostile and elf_files and state.system["arch"] == os.uname().machine:
+        machine.keep_elf_files(Path(elf_files))
     machine.setup(state)
     return machine
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import elf_programs
 import libcs
 import pytest
 
@@ -20,7 +20,7 @@ VERSION = "580.65.06"
 PROGRAMS = ("nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 LIBRARIES = ("libnvidia-ml", "libcuda")
 
-_SOURCES = Path(__file__).parent
+_PROGRAM = Path(__file__).with_name("driver_program.c")
 _MACHINE_OFFSET = 18
 _OF_ARCH = f"usr/lib/{os.uname().machine}-linux-gnu"
 
@@ -66,11 +66,11 @@ class ElfDriver:
 
     def program(self, output: Path, *options: str) -> None:
         """Build the driver's program anew with further options for compiler and linker."""
-        self._build(output, "driver_program.c", *options)
+        elf_programs.link(_PROGRAM, output, self.libc, *options)
 
     def library(self, output: Path, *options: str) -> None:
         """The same for the driver's library."""
-        self._build(output, "driver_library.c", "-shared", "-fPIC", *options)
+        elf_programs.link(elf_programs.LIBRARY, output, self.libc, "-shared", "-fPIC", *options)
 
     def missing(self, name: str, version: str = "") -> tuple[str, ...]:
         """Options that make what is built need the library `name`, or a `version` of its symbols that nobody has."""
@@ -79,19 +79,10 @@ class ElfDriver:
         script = self.built / "versions"
         script.write_text(f"{version} {{ of_the_future; }};\n")
         versions = [f"-Wl,--version-script={script}"] if version else []
-        _run("cc", "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{name}", *versions, "-o", library, source)
+        elf_programs.compile_c(
+            source, library, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{name}", *versions
+        )
         return "-DNEEDS=of_the_future", str(library)
-
-    def _build(self, output: Path, source: str, *options: str) -> None:
-        libraries = [self.libc / name for name in ("libdl.so.2", "libpthread.so.0", "libm.so.6", "libc.so.6")]
-        linked = [
-            "-nodefaultlibs",
-            "-Wl,--no-as-needed",
-            f"-Wl,-rpath-link,{self.libc}",
-            *options,
-            *libraries,
-        ]
-        _run("cc", "-O0", "-fno-stack-protector", "-o", output, _SOURCES / source, *linked, "-lgcc")
 
 
 def of_another_architecture(program: Path) -> None:
@@ -117,7 +108,3 @@ def build_elf_driver(built: Path) -> ElfDriver:
 def loaded(output: str) -> list[str]:
     """The shared objects that a program of the driver says it runs with."""
     return [line.removeprefix("loaded ") for line in output.splitlines() if line.startswith("loaded ")]
-
-
-def _run(*arguments: object) -> None:
-    subprocess.run([str(argument) for argument in arguments], check=True, timeout=60)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import elf_programs
 import pytest
+
+from dra_driver.simulator import create_machine
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
 
@@ -206,3 +210,51 @@ def test_time_slices_are_not_supported_in_mig_mode_on_virtual_gpus_and_on_old_pa
         assert ("Not Supported" in done.stdout, machine.timeslice(index)) == (
             (True, 0) if index < 3 else (False, 2)
         )
+
+
+@pytest.fixture
+def elf_files() -> Path:
+    found = elf_programs.directory()
+    if found is None or os.uname().machine != "x86_64":
+        pytest.skip("needs a C compiler and the C library of the release before: python3 hack/libcs.py")
+    return found
+
+
+def test_a_hostile_machine_has_elf_programs_that_need_libraries_of_the_driver(
+    make, monkeypatch, elf_files, tmp_path, memory_path
+):
+    """The profile of the project's own tests; what users create runs in any container."""
+    kind = make("a30-4")
+    monkeypatch.setenv("SIMULATE_HOSTILE", "true")
+    monkeypatch.setenv("SIMULATE_ELF", str(elf_files))
+    hostile = create_machine("a30-4", memory_path / "hostile")
+    foreign = create_machine("gb200-nvl72-tray", memory_path / "foreign")
+
+    def started(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [str(program), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    alone = started(smi(hostile), "-L")
+    assert (alone.returncode, alone.stdout.partition(" library")[0]) == (
+        12,
+        "NVIDIA-SMI couldn't find libnvidia-ml.so",
+    )
+    libraries = hostile.host_root / "usr/lib/x86_64-linux-gnu"
+    beside_its_libc = started(smi(hostile), "-L", LD_LIBRARY_PATH=str(libraries))
+    assert beside_its_libc.returncode != 0
+    assert "libc.so.6" in beside_its_libc.stderr
+
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
+        (links / name).symlink_to(libraries / name)
+    on_host = started(smi(hostile), "-L", LD_LIBRARY_PATH=str(links))
+    assert on_host.stdout == run(smi(kind), "-L").stdout
+    alone_in_a_container = tmp_path / "nvidia-smi"
+    shutil.copy(smi(hostile), alone_in_a_container)
+    dev = str(tmp_path / "no-nodes")
+    there = started(alone_in_a_container, "-L", LD_LIBRARY_PATH=str(links), SIMULATOR_DEV=dev)
+    assert "GPU 0" not in there.stdout
+    control = hostile.host_root / "usr/bin/nvidia-cuda-mps-control"
+    assert started(control, "-v", LD_LIBRARY_PATH=str(links), PATH=os.environ["PATH"]).returncode == 0
+    assert smi(foreign).read_bytes().startswith(b"#!/bin/sh")

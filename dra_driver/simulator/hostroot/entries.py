@@ -16,6 +16,10 @@ class Text:
     content: str | bytes
     mode: int = 0o644
 
+    @property
+    def raw(self) -> bytes:
+        return self.content if isinstance(self.content, bytes) else self.content.encode()
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -84,10 +88,10 @@ class Tree:
             return False
         mode = stat.S_IMODE(status.st_mode)
         if isinstance(entry, Text):
-            if not stat.S_ISREG(status.st_mode) or mode != entry.mode or status.st_size != len(_raw(entry)):
+            if not stat.S_ISREG(status.st_mode) or mode != entry.mode or status.st_size != len(entry.raw):
                 return False
             with Path(full).open("rb") as file:
-                return file.read() == _raw(entry)
+                return file.read() == entry.raw
         if isinstance(entry, Link):
             return stat.S_ISLNK(status.st_mode) and str(Path(full).readlink()) == entry.target
         if isinstance(entry, Node):
@@ -110,7 +114,7 @@ class Tree:
         if not self._fresh:
             _unlink(new)
         if isinstance(entry, Text):
-            _write(new, _raw(entry), entry.mode)
+            _write(new, entry.raw, entry.mode)
         elif isinstance(entry, Link):
             os.symlink(entry.target, new)  # noqa: PTH211
         elif isinstance(entry, Socket):
@@ -161,10 +165,6 @@ class Tree:
 
 def _nodes(entries: Entries) -> dict[str, Node]:
     return {path: entry for path, entry in entries.items() if isinstance(entry, Node)}
-
-
-def _raw(entry: Text) -> bytes:
-    return entry.content if isinstance(entry.content, bytes) else entry.content.encode()
 
 
 def _write(path: str, content: bytes, mode: int) -> None:

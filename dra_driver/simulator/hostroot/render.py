@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dra_driver.simulator.hostroot.devices import devices
 from dra_driver.simulator.hostroot.driver import driver_files, nvidia_smi
+from dra_driver.simulator.hostroot.elf import ElfFiles
 from dra_driver.simulator.hostroot.entries import Entries, Tree
 from dra_driver.simulator.hostroot.kernel import procfs, sysfs
 from dra_driver.simulator.state import State
@@ -23,18 +24,21 @@ class HostRoot:
 
     def __init__(self, directory: Path) -> None:
         self.root = directory / "root"
+        self.elf = ElfFiles(directory)
         self._marker = directory / _MARKER
         self._paths = directory / _PATHS
         self._last: tuple[str, int, Entries] | None = None
 
     def entries(self, state: State) -> Entries:
-        return {
+        entries = {
             **procfs(state),
             **sysfs(state),
             **devices(state),
             **driver_files(state),
             **nvidia_smi(state),
         }
+        self.elf.replace_in(entries, state)
+        return entries
 
     def is_current(self, state: State) -> bool:
         try:

@@ -26,6 +26,7 @@ __all__ = [
     "Options",
     "addresses",
     "build",
+    "cdi_hook",
     "component_log",
     "component_pid",
     "down",
@@ -119,6 +120,11 @@ def helm() -> Path:
 def promql() -> Path:
     """Prometheus' engine for queries as a program (go/promql/main.go), built first if it is not there."""
     return binaries.build(_layout(), binaries.PROMQL) / "promql"
+
+
+def cdi_hook() -> Path:
+    """NVIDIA's CDI hook of a pinned version, built first if it is not there."""
+    return binaries.build(_layout(), binaries.CDI_HOOK) / "nvidia-cdi-hook"
 
 
 def log_dir() -> Path:

@@ -21,6 +21,7 @@ from localcluster.layout import CLUSTER_SOURCE, KUBERNETES, Layout
 
 _MODULES = CLUSTER_SOURCE / "go"
 _TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs"}
+_CGO = {"nvidia-cdi-hook": "1"}
 _OLDEST_GO = (1, 26)
 _NETWORK = re.compile(
     "dial tcp|i/o timeout|connection reset|TLS handshake|unexpected EOF|50[0-9] |bad gateway", re.I
@@ -59,6 +60,15 @@ HELM = (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),)
 """Apart, in a folder of its own: a cluster comes up without it, and another version of it builds nothing else anew."""
 PROMQL = (Part("promql", "promql", "."),)
 """Prometheus' engine for queries; the tests of dashboard and alerts ask it."""
+
+CDI_HOOK = (
+    Part(
+        "nvidia-cdi-hook",
+        "nvidia-cdi-hook",
+        "github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook",
+    ),
+)
+"""NVIDIA's own, which hosts have; containerd runs it for each container with a GPU."""
 
 
 def directory(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
@@ -109,7 +119,7 @@ def _build_part(part: Part, module: str, target: Path) -> None:
         done = subprocess.run(
             argv,
             cwd=_MODULES / module,
-            env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
+            env={**os.environ, "CGO_ENABLED": _CGO.get(module, "0"), "GOFLAGS": "", "GOWORK": "off"},
             capture_output=True,
             text=True,
             check=False,
@@ -130,6 +140,9 @@ def _flags(module: str) -> list[str]:
         prefix = "-X helm.sh/helm/v3/pkg/chartutil.k8sVersion"
         linker += f" {prefix}Major=1 {prefix}Minor={minor}"
         linker += f" -X helm.sh/helm/v3/internal/version.version={_version_of('helm', 'helm.sh/helm/v3')}"
+    if module == "nvidia-cdi-hook":
+        toolkit = "github.com/NVIDIA/nvidia-container-toolkit"
+        linker += f" -X {toolkit}/internal/info.version={_version_of(module, toolkit).removeprefix('v')}"
     if module.startswith(KUBERNETES):
         version = _version_of(module, "k8s.io/kubernetes")
         major, minor = version.removeprefix("v").split(".")[:2]

@@ -1,4 +1,5 @@
-"""Images made without a registry: a static shell under the names examples use."""
+"""Images made without a registry: a static shell, and the C library that the driver's programs need, under the names
+that examples use."""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ WORKLOAD_TAGS = (
 _BASH = Path("/bin/bash-static")
 # Stands for a CUDA program on a simulated machine, to show which MPS limits a container gets.
 _MPS_CLIENT = Path(__file__).resolve().parents[3] / "dra_driver/simulator/scripts/mps-client.sh"
+_C_LIBRARY = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
+_LOADERS = (Path("/lib64"), Path("/lib"))
 _EMPTY_DIRECTORIES = ("dev", "etc", "proc", "root", "sys", "tmp", "usr/lib", "var")
 _FOREVER = "2147483647"
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -107,7 +110,7 @@ def _static_busybox(layout: Layout) -> Path:
 
 
 def _layer(busybox: Path) -> bytes:
-    """Busybox with all its applets, bash, and the few files programs look for."""
+    """Busybox with all its applets, bash, a C library, and the few files programs look for."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
         for name in _EMPTY_DIRECTORIES:
@@ -119,11 +122,23 @@ def _layer(busybox: Path) -> bytes:
         _add_file(layer, "usr/bin/mps-client", _MPS_CLIENT.read_bytes(), 0o755)
         _add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
         _add_file(layer, "etc/group", b"root:x:0:\n", 0o644)
+        for path in _c_library():
+            _add_file(layer, str(path).lstrip("/"), path.read_bytes(), 0o755)
         for applet in _applets(busybox):
             entry = tarfile.TarInfo(applet)
             entry.type, entry.linkname = tarfile.SYMTYPE, "/bin/busybox"
             layer.addfile(entry)
     return buffer.getvalue()
+
+
+def _c_library() -> list[Path]:
+    """This machine's, which images of its distribution have too, with the loader where programs look for it."""
+    folder = Path(f"/lib/{os.uname().machine}-linux-gnu")
+    loaders = [top / loader.name for loader in folder.glob("ld-linux*") for top in _LOADERS]
+    found = [path for path in [*loaders, *(folder / name for name in _C_LIBRARY)] if path.is_file()]
+    if len(found) <= len(_C_LIBRARY):
+        raise ClusterError(f"This machine's C library is not in {folder}, where Debian has it.")
+    return found
 
 
 def _applets(busybox: Path) -> list[str]:
