@@ -43,6 +43,8 @@ JsonObject = dict[str, Any]
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
+_TAKES_TURNS = ("Job", "CronJob")
+"""Pods of these that find no room run when others have ended."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 _ADMIN_HINT = "adminAccess needs the label"
 
@@ -427,7 +429,13 @@ class ManifestCheck:
             if count.wanted == 1:
                 fits = f"its {claims} claims do not fit on {where} at one time, though each does alone"
             which = f" for a pod of {_of(groups[verdict.group])}" if len(groups) > 1 else ""
-            report.faults.append(f"{fits}:{which} {verdict.short}")
+            if content.get("kind") in _TAKES_TURNS and count.fitting:
+                report.hints.append(
+                    f"{fits}, the others wait until these have ended (if they need each other, none goes on):"
+                    f"{which} {verdict.short}"
+                )
+            else:
+                report.faults.append(f"{fits}:{which} {verdict.short}")
             return
         self._demands += [(report.name, demand) for demand in demands]
         if is_pod:
