@@ -118,13 +118,13 @@ cluster-status: ## What of the cluster runs
 cluster-down: ## Stop the cluster and remove what it left
 	@$(CLUSTER) down
 
-e2e: $(STAMP) ## Tests on a real Kubernetes, unattended; cleans up (root)
+e2e: $(STAMP) $(LIBCS) ## Tests on a real Kubernetes, unattended; cleans up (root)
 	@$(BIN)/python hack/e2e.py $(ARGS)
 
 policy: $(STAMP) ## Write the admission policy for parameters from their fields; a test compares it
 	@$(BIN)/python hack/parameters_policy.py
 
-e2e-matrix: $(STAMP) ## The core of these tests on Kubernetes 1.34, 1.35 and 1.36 as they are by default (root)
+e2e-matrix: $(STAMP) $(LIBCS) ## The core of these tests on Kubernetes 1.34, 1.35 and 1.36 as they are by default (root)
 	@$(BIN)/python hack/e2e.py --matrix $(ARGS)
 
 manifests: $(STAMP) ## Write what follows from the chart: daemonset/base, components, schema, table of values
