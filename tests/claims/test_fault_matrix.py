@@ -14,12 +14,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.journal.debts import DebtKeeper
 from dra_driver.mig.context import MigContext
@@ -119,11 +121,11 @@ class FaultyNode(KindNode):
         runners = super()._runners(context)
         root, layout = self.site.machine.host_root, mps_layout(self.plugin)
 
+        installed = installed_programs(str(root), self.site.machine.directory / "links")
+
         def programs() -> DriverPrograms:
             smi = FaultyNode.smi or root / "usr/bin/nvidia-smi"
-            return DriverPrograms(
-                str(root), {"nvidia-smi": str(smi)} if smi.exists() else {}, "/usr/bin:/bin"
-            )
+            return replace(installed(), paths={"nvidia-smi": str(smi)} if smi.exists() else {})
 
         if FaultyNode.host is None:
             FaultyNode.host = MpsHostOnSocket(self.mps, layout.socket)
