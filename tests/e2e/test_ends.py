@@ -63,14 +63,15 @@ MPS = config({"strategy": "MPS"})
 @contextmanager
 def nvidia_smi(text: str) -> Iterator[None]:
     """Another program in the place of nvidia-smi; `text` begins its script, and the real one goes on from there."""
-    real = SMI.read_text()
-    first, _, rest = real.partition("\n")
+    real = SMI.read_bytes()
+    program, first, rest = real.partition(b"#!/bin/sh\n")
+    assert rest, "the script is behind the end of an ELF program, or alone"
     # In place: a container that starts meanwhile has the file mounted.
-    SMI.write_text(f"{first}\n{text}\n{rest}")
+    SMI.write_bytes(program + first + f"{text}\n".encode() + rest)
     try:
         yield
     finally:
-        SMI.write_text(real)
+        SMI.write_bytes(real)
 
 
 def drained_within(cluster: Cluster, *names: str) -> float:
