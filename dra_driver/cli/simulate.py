@@ -197,6 +197,36 @@ def reboot(directory: Directory = DEFAULT_DIRECTORY) -> None:
     typer.echo(commands.reboot(directory))
 
 
+@app.command()
+def imex(
+    state: Annotated[
+        str, typer.Argument(help="ready, initializing, hung, killed (the socket stays) or stopped.")
+    ],
+    channels: Annotated[
+        int | None, typer.Option(min=0, help="How many IMEX channels the driver has; 0: it knows none.")
+    ] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Say what nvidia-imex of a machine in a fabric does."""
+    from dra_driver.simulator import commands
+
+    typer.echo(commands.imex(directory, state, channels))
+
+
+@app.command("host-devices")
+def host_devices(
+    kinds: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KIND]...", help="Of gds, mofed and gdrcopy; none: take all away."),
+    ] = None,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Give the machine nodes of GPUDirect Storage, RDMA and GDRCopy."""
+    from dra_driver.simulator import commands
+
+    typer.echo(commands.host_devices(directory, kinds or []))
+
+
 @app.command("add-gpu")
 def add_gpu(
     model: Annotated[str, typer.Argument(help="GPU model, such as h100-sxm or l40s.")],

@@ -112,6 +112,18 @@ def reboot(directory: Path) -> str:
     return f"rebooted, boot id {machine.boot_id}"
 
 
+def imex(directory: Path, state: str, channels: int | None) -> str:
+    machine = open_existing(directory)
+    machine.set_imex(state, channels)
+    return f"nvidia-imex of {machine.name} is {state}"
+
+
+def host_devices(directory: Path, kinds: list[str]) -> str:
+    machine = open_existing(directory)
+    machine.set_host_devices(kinds)
+    return f"{machine.name} has {', '.join(kinds) or 'no such nodes'}"
+
+
 def add_gpu(directory: Path, model: str) -> str:
     return f"added {open_existing(directory).add_gpu(model)}"
 

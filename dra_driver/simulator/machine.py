@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import pynvml
@@ -13,6 +14,7 @@ from dra_driver.simulator import catalogue, mig, policy
 from dra_driver.simulator.base import Selector
 from dra_driver.simulator.faults import error_text, make_fault
 from dra_driver.simulator.health import Health
+from dra_driver.simulator.hostroot import beside, imex
 from dra_driver.simulator.hostroot.entries import can_make_nodes
 from dra_driver.simulator.state import Fault, Function, Gpu, State
 
@@ -107,6 +109,28 @@ class Machine(Health):
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
             state.functions = others + virtual_functions(state, gpu, count)
+
+    # --- what is beside the GPUs ---------------------------------------------------------------
+
+    def set_imex(self, state: str, channels: int | None = None) -> None:
+        """What nvidia-imex does; with `channels` also how many the driver has, 0 for a driver that knows none."""
+        if state not in imex.STATES:
+            raise InvalidConfigError(f"nvidia-imex can be {', '.join(imex.STATES)}, not {state!r}")
+        with self._change() as now:
+            now.system["imex"] = state
+            if channels is not None:
+                now.system["imex_channels"] = channels
+
+    def set_host_devices(self, kinds: Iterable[str]) -> None:
+        """Have exactly these kinds of nodes: gds, mofed, gdrcopy."""
+        wanted = list(kinds)
+        unknown = sorted(set(wanted) - set(beside.KINDS))
+        if unknown:
+            raise InvalidConfigError(
+                f"there are no host devices {', '.join(unknown)}; choose of {', '.join(beside.KINDS)}"
+            )
+        with self._change() as now:
+            now.system["host_devices"] = wanted
 
     # --- driver and boot -----------------------------------------------------------------------
 

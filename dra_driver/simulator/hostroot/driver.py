@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pynvml
 
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
+from dra_driver.simulator.hostroot.scripts import quoted, script
 from dra_driver.simulator.mps import mps_programs
 from dra_driver.simulator.state import Gpu, State
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 # Library name -> the links beside it, besides `<name>.so.1`.
 _LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -125,7 +121,7 @@ def driver_files(state: State) -> Entries:
 def _programs(state: State) -> tuple[str, ...]:
     programs: tuple[str, ...] = _PROGRAMS
     if state.fabric.get("cluster"):
-        programs = (*programs, "nvidia-imex", "nvidia-imex-ctl")
+        programs = (*programs, "nvidia-imex")
     return programs
 
 
@@ -133,16 +129,11 @@ def _placeholder(name: str) -> Text:
     return Text(f"simulated {name}\n")
 
 
-@functools.cache
-def _script(name: str) -> str:
-    return (SCRIPTS / f"{name}.sh").read_text()
-
-
 def nvidia_smi(state: State) -> Entries:
     """The script with the facts of the machine, as containers and the host run it."""
     version, cuda = state.driver_version, state.cuda_version
     lines = [
-        f"MACHINE={_quote(state.machine)}",
+        f"MACHINE={quoted(state.machine)}",
         f"DRIVER_VERSION={version}",
         f"DRIVER_LOADED={'yes' if state.driver_loaded else 'no'}",
         f"CUDA_VERSION={cuda // 1000}.{cuda % 1000 // 10}",
@@ -155,7 +146,7 @@ def nvidia_smi(state: State) -> Entries:
         lines.append(f"    on_gpu {_gpu_facts(state, gpu)}")
         lines += [f"    on_mig {facts}" for facts in _mig_facts(state, gpu)]
     lines.append("}")
-    return {"usr/bin/nvidia-smi": Text(_script("nvidia-smi").replace("#@FACTS@", "\n".join(lines)), 0o755)}
+    return {"usr/bin/nvidia-smi": Text(script("nvidia-smi").replace("#@FACTS@", "\n".join(lines)), 0o755)}
 
 
 def _gpu_facts(state: State, gpu: Gpu) -> str:
@@ -180,7 +171,7 @@ def _gpu_facts(state: State, gpu: Gpu) -> str:
         "lost" if gpu.lost else "ok",
         "vgpu" if gpu.virtualization == pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU else "none",
     ]
-    return " ".join(_quote(fact) for fact in facts)
+    return " ".join(quoted(fact) for fact in facts)
 
 
 def _mig_facts(state: State, gpu: Gpu) -> list[str]:
@@ -191,9 +182,5 @@ def _mig_facts(state: State, gpu: Gpu) -> list[str]:
             continue
         name = profile.name if ci.size == profile.slices else f"{ci.size}c.{profile.name}"
         caps = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
-        rows.append(f"{gpu.minor} {caps[0]} {caps[1]} {_quote(name)} {ci.uuid}")
+        rows.append(f"{gpu.minor} {caps[0]} {caps[1]} {quoted(name)} {ci.uuid}")
     return rows
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"

@@ -6,6 +6,7 @@ import functools
 import struct
 
 from dra_driver.simulator import mig
+from dra_driver.simulator.hostroot.beside import HOST_DEVICE_MAJORS, host_devices
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Text
 from dra_driver.simulator.state import Function, Gpu, State
 
@@ -17,7 +18,7 @@ _PARAMS = (
     "NvLinkDisable: 0", "RmProfilingAdminOnly: 1", "PreserveVideoMemoryAllocations: 0", "EnableS0ixPowerManagement: 0",
     "DynamicPowerManagement: 3", "RegisterPCIDriver: 1", "EnablePCIERelaxedOrderingMode: 0", "EnableResizableBar: 0",
     "EnableGpuFirmware: 18", "EnableGpuFirmwareLogs: 2", "EnableDbgBreakpoint: 0", "OpenRmEnableUnsupportedGpus: 1",
-    "DmaRemapPeerMmio: 1", "ImexChannelCount: 2048", "CreateImexChannel0: 0", 'RegistryDwords: ""',
+    "DmaRemapPeerMmio: 1", "CreateImexChannel0: 0", 'RegistryDwords: ""',
     'RmMsg: ""', 'GpuBlacklist: ""', 'TemporaryFilePath: ""', 'ExcludedGpus: ""',
 )  # fmt: skip
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
@@ -35,7 +36,9 @@ def procfs(state: State) -> Entries:
     if not state.driver_loaded:
         return entries
     entries["proc/driver/nvidia/version"] = Text(_version(state))
-    entries["proc/driver/nvidia/params"] = Text("\n".join(_PARAMS) + "\n")
+    entries["proc/driver/nvidia/params"] = Text(
+        "\n".join((*_PARAMS, f"ImexChannelCount: {state.system.get('imex_channels', 2048)}")) + "\n"
+    )
     entries["proc/driver/nvidia-caps/mig-minors"] = Text(_mig_minors())
     caps = "proc/driver/nvidia/capabilities"
     entries[f"{caps}/mig/config"] = _access(1, 0o400)
@@ -74,11 +77,13 @@ def _proc_devices(state: State) -> str:
         lines += ["195 nvidia", "195 nvidia-modeset", "195 nvidiactl"]
         if any(item.driver == "nvidia-nvswitch" for item in state.functions):
             lines.append("234 nvidia-nvswitch")
+        if system.get("imex_channels", 2048):
+            lines.append(f"{system['imex_major']} nvidia-caps-imex-channels")
         lines += [
-            f"{system['imex_major']} nvidia-caps-imex-channels",
             f"{system['caps_major']} nvidia-caps",
             f"{system['uvm_major']} nvidia-uvm",
         ]
+    lines += [f"{major} {name}" for kind, major, name in HOST_DEVICE_MAJORS if kind in host_devices(state)]
     return "\n".join([*lines, "", "Block devices:", "259 blkext", "  8 sd", ""])
 
 
