@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from dra_driver.model.health import TAINTED_KEYS
+from dra_driver.model.host_devices import LAST_IMEX_CHANNEL, HostDevice
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.sharing import (
     MAX_MPS_SHARES,
@@ -196,6 +197,24 @@ class HealthSection(BaseModel):
         }
 
 
+class ImexSection(BaseModel):
+    """The section `imex`: the channels of nvidia-imex that claims on GPUs in a fabric get."""
+
+    model_config = _STRICT
+
+    channel: int | Literal["all", "off"]
+
+    @field_validator("channel", mode="before")
+    @classmethod
+    def _is_one(cls, channel: Any) -> Any:
+        is_number = isinstance(channel, int) and not isinstance(channel, bool)
+        if channel in ("all", "off") or (is_number and 0 <= channel <= LAST_IMEX_CHANNEL):
+            return channel
+        if channel is False:
+            return "off"
+        raise _fault(f"expected off, all or a channel's number from 0 to {LAST_IMEX_CHANNEL}")
+
+
 class ConfigFile(BaseModel):
     """The document. Unknown keys are errors, because otherwise a misspelt key would silently mean the default."""
 
@@ -236,6 +255,8 @@ class ConfigFile(BaseModel):
         Annotated[Literal["off", "v1alpha1", "v1beta1", "both"], BeforeValidator(_off)] | None
     ) = None
     health: HealthSection | None = None
+    imex: ImexSection | None = None
+    host_devices: list[HostDevice] | None = None
 
     @field_validator("sharing")
     @classmethod

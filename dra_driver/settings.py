@@ -14,6 +14,14 @@ from typing import Any, Final, Literal
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.host_devices import (
+    HOST_DEVICES,
+    LAST_IMEX_CHANNEL,
+    Extras,
+    HostDevice,
+    ImexChannels,
+    in_order,
+)
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -47,7 +55,8 @@ class Settings:
     instances that somebody else made there. `ignored_xids` and `fatal_xids` come on top of those that are known;
     `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions of
     the files that describe a container's devices to it: `v1alpha1`, `v1beta1` or `both`. `unhealthy_devices` is how new
-    pods are kept from them: `taint`, `withdraw` or `auto`.
+    pods are kept from them: `taint`, `withdraw` or `auto`. `imex_channel` is what claims on GPUs in a fabric get, None
+    for nothing; `host_devices` are what every claim gets beside its GPUs.
     """
 
     node_name: str
@@ -80,6 +89,13 @@ class Settings:
     taint_effects: Mapping[str, TaintEffect] = field(default_factory=dict)
     device_metadata: str = "off"
     unhealthy_devices: str = "auto"
+    imex_channel: ImexChannels | None = None
+    host_devices: tuple[HostDevice, ...] = ()
+
+    @property
+    def extras(self) -> Extras:
+        """What claims get of the host beside their GPUs."""
+        return Extras(self.imex_channel, self.host_devices)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
@@ -122,6 +138,7 @@ def resolve(
     ignored = values.pop("additional_xids_to_ignore", None)
     if ignored is not None:
         values["ignored_xids"] = frozenset(values.get("ignored_xids", ())) | xid_list(ignored)
+    values |= _extras(values)
     values = {name: value for name, value in values.items() if value is not None}
     if not values.get("node_name"):
         raise InvalidConfigError(
@@ -211,6 +228,42 @@ def consumable_shares(text: str) -> SharingPolicy:
     )
 
 
+def _extras(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts of `--imex-channel` and `--host-devices` as values. A file has checked its own."""
+    found: dict[str, Any] = {}
+    if isinstance(values.get("imex_channel"), str):
+        found["imex_channel"] = imex_channels(values["imex_channel"])
+    if isinstance(values.get("host_devices"), str):
+        found["host_devices"] = host_device_list(values["host_devices"])
+    elif values.get("host_devices") is not None:
+        found["host_devices"] = in_order(values["host_devices"])
+    return found
+
+
+def imex_channels(text: str) -> ImexChannels | None:
+    """The channels of `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
+    match text.strip():
+        case "off":
+            return None
+        case "all":
+            return "all"
+        case number if re.fullmatch(r"[0-9]{1,7}", number) and int(number) <= LAST_IMEX_CHANNEL:
+            return int(number)
+    raise InvalidConfigError(
+        f"--imex-channel {text!r}: expected off, all or a channel's number from 0 to {LAST_IMEX_CHANNEL}"
+    )
+
+
+def host_device_list(text: str) -> tuple[HostDevice, ...]:
+    """The names of `--host-devices`: `"gds,mofed"`. Raises: InvalidConfigError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not set(names) <= set(HOST_DEVICES):
+        raise InvalidConfigError(
+            f"--host-devices {text!r}: expected names with commas between them, of {', '.join(HOST_DEVICES)}"
+        )
+    return in_order(names)
+
+
 def xid_list(text: str) -> frozenset[int]:
     """The numbers of `--additional-xids-to-ignore`: `"45, 63"`. Raises: InvalidConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -261,11 +314,14 @@ def config_values(document: Any, path: Path) -> dict[str, Any]:
             for fault in error.errors()
         )
         raise InvalidConfigError(f"configuration file {path}: {'; '.join(faults)}", faults=faults) from error
-    values = parsed.model_dump(exclude_none=True, exclude={"sharing", "dynamic_mig", "health"})
+    values = parsed.model_dump(exclude_none=True, exclude={"sharing", "dynamic_mig", "health", "imex"})
     if parsed.dynamic_mig is not None:
         values |= parsed.dynamic_mig.values()
     if parsed.health is not None:
         values |= parsed.health.values()
+    if parsed.imex is not None:
+        # Also where it is off: the text is what a flag gives.
+        values["imex_channel"] = str(parsed.imex.channel)
     return values if parsed.sharing is None else values | {"sharing": parsed.sharing_policy()}
 
 

@@ -75,7 +75,7 @@ OF_OTHER_VALUES = frozenset(
             "simulate",
             "simulatorDir",
         ),
-        *("sharing", "dynamicMig", "deviceMetadata", "health"),
+        *("sharing", "dynamicMig", "deviceMetadata", "health", "imex", "hostDevices"),
     }
 )
 """Keys of the configuration file for which the chart has values of its own, or that belong to the pod."""
@@ -151,6 +151,8 @@ def schema() -> str:
         **file["$defs"],
         "sharing": sections["sharing"],
         "health": sections["health"],
+        "imex": sections["imex"],
+        "hostDevices": sections["hostDevices"],
         "config": {"type": "object", "additionalProperties": False, "properties": rest},
     }
     return json.dumps(document, indent=2) + "\n"

@@ -18,6 +18,7 @@ from dra_driver.api.schema import (
     FIELDS,
     LEAST_MEMORY,
     Choice,
+    Choices,
     Field,
     Memory,
     MemoryByDevice,
@@ -120,6 +121,8 @@ class Policy:
                 known = ", ".join(f"'{word}'" for word in words)
                 text = f"'must be {', '.join(words[:-1])} or {words[-1]}'"
                 self._faulty(name, places, f"!(p.is in [{known}])", text)
+            case Choices(words):
+                self._words_of(name, places, words)
             case WholeNumber(least, most):
                 wrong = f"type(p.is) != int || p.is < {least} || p.is > {most}"
                 self._faulty(name, places, wrong, f"'must be a whole number from {least} to {most}'")
@@ -134,6 +137,14 @@ class Policy:
 
     def _faulty(self, name: str, places: str, wrong: str, text: str) -> None:
         self.fault(f"{name}_wrong", f"{places}.filter(p, {wrong}).map(p, p.at + ': ' + {text})")
+
+    def _words_of(self, name: str, places: str, words: tuple[str, ...]) -> None:
+        self._faulty(name, places, "type(p.is) != list", "'must be a list'")
+        lists = self.add(f"{name}_lists", f"{places}.filter(p, type(p.is) == list)")
+        known = ", ".join(f"'{word}'" for word in words)
+        text = f"p.at + '[' + string(i) + ']: must be {', '.join(words[:-1])} or {words[-1]}'"
+        wrong = f"p.is.transformList(i, w, !(w in [{known}]), {text})"
+        self.fault(f"{name}_words", _joined(f"{lists}.map(p, {wrong}.join('; '))"))
 
     def _by_device(self, name: str, places: str) -> None:
         self._faulty(name, places, "type(p.is) != map", "'must be an object'")

@@ -62,10 +62,10 @@ def test_missing_node_name_is_told_with_the_remedy(given: dict) -> None:
 
 
 def test_file_can_set_every_setting_and_nothing_else(write) -> None:
-    sections = {"sharing", "dynamic_mig", "health"}
+    sections = {"sharing", "dynamic_mig", "health", "imex"}
     within = {
         "dynamic_mig", "dynamic_mig_gpus", "adopt_mig", "ignored_xids", "fatal_xids", "taint_effects", "sharing",
-        "unhealthy_devices",
+        "unhealthy_devices", "imex_channel",
     }  # fmt: skip
     names = {entry.name for entry in fields(Settings)}
     assert set(ConfigFile.model_fields) - sections == names - within
@@ -158,6 +158,8 @@ WRONG = {
     "adopt_mig": ["maybe"],
     "unhealthy_devices": ["maybe"],
     "device_metadata": ["v2"],
+    "imex_channel": ["some", "-1", "1048576", "0,1"],
+    "host_devices": ["gds,nic", "GDS"],
     **{
         name: ["relative", "./x"]
         for name in (
@@ -209,3 +211,31 @@ def test_all_faults_are_told_at_once() -> None:
 def test_an_empty_path_is_none() -> None:
     given = {"node_name": "node-a", "host_root": "", "nvidia_cdi_hook_path": ""}
     assert resolve(given, None) == Settings(host_root="", nvidia_cdi_hook_path="", node_name="node-a")
+
+
+@pytest.mark.parametrize(
+    ("section", "channel"), [("off", None), ("false", None), ("0", 0), ("1048575", 1048575), ("all", "all")]
+)
+def test_imex_channels_of_the_file(write, section: str, channel: object) -> None:
+    path = write(f"imex: {{channel: {section}}}")
+    assert resolve({"node_name": "node-a"}, path).imex_channel == channel
+    assert resolve({"node_name": "node-a", "imex_channel": "7"}, path).imex_channel == 7
+
+
+@pytest.mark.parametrize("channel", ["1048576", "-1", "one", "true", "[0]", "0.5", "'0'"])
+def test_imex_channels_that_cannot_be(write, channel: str) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve({"node_name": "node-a"}, write(f"imex: {{channel: {channel}}}"))
+    assert "imex.channel: expected off, all or a channel's number from 0 to 1048575" in str(caught.value)
+
+
+def test_host_devices_of_the_file(write) -> None:
+    path = write("hostDevices: [nvswitch, gds, gds]")
+    assert resolve({"node_name": "node-a"}, path).host_devices == ("gds", "nvswitch")
+    assert resolve({"node_name": "node-a", "host_devices": " mofed,gds,"}, path).host_devices == (
+        "gds",
+        "mofed",
+    )
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve({"node_name": "node-a"}, write("hostDevices: [nic]"))
+    assert "hostDevices.0: expected 'gds', 'mofed', 'gdrcopy' or 'nvswitch'" in str(caught.value)

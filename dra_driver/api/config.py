@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dra_driver.model.host_devices import HostDevice
+
 GROUP_VERSION = "resource.nvidia.com/v1beta1"
 
 DeviceType = Literal["gpu", "mig", "vfio"]
@@ -50,10 +52,12 @@ class Sharing:
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
     """Parameters of whole GPUs. `management` gives a claim with adminAccess what agents such as DCGM need: all GPUs of
-    the node, and the capabilities to monitor and configure MIG."""
+    the node, and the capabilities to monitor and configure MIG. `host_devices` are what the containers get beside the
+    GPU."""
 
     sharing: Sharing | None = None
     management: bool = False
+    host_devices: tuple[HostDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class MigDeviceConfig:
 
     sharing: Sharing | None = None
     management: bool = False
+    host_devices: tuple[HostDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

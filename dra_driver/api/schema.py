@@ -25,6 +25,7 @@ from dra_driver.api.config import (
     VfioDeviceConfig,
 )
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.host_devices import HOST_DEVICES, in_order
 from dra_driver.model.units import quantity_bytes
 
 LEAST_MEMORY = 1024 * 1024
@@ -139,6 +140,21 @@ class MemoryByDevice(Field):
 
 
 @dataclass(frozen=True)
+class Choices(Field):
+    """A list of words."""
+
+    words: tuple[str, ...]
+
+    def read(self, value: Any, path: str, faults: list[str]) -> list[str]:
+        """The words."""
+        if not isinstance(value, list):
+            faults.append(f"{path}: must be a list")
+            return []
+        one = Choice(self.words)
+        return [one.read(word, f"{path}[{number}]", faults) for number, word in enumerate(value)]
+
+
+@dataclass(frozen=True)
 class Section(Field):
     """An object. An unknown field is an error; `null` means that the field was not given, as it does in Kubernetes."""
 
@@ -176,9 +192,11 @@ _MPS: Final = Section(
     }
 )
 _MANAGEMENT: Final = Switch()
+_HOST_DEVICES: Final = Choices(HOST_DEVICES)
 FIELDS: Final[Mapping[str, Section]] = {
     "GpuConfig": Section(
         {
+            "hostDevices": _HOST_DEVICES,
             "sharing": Section(
                 {
                     "strategy": _STRATEGY,
@@ -190,7 +208,11 @@ FIELDS: Final[Mapping[str, Section]] = {
         }
     ),
     "MigDeviceConfig": Section(
-        {"sharing": Section({"strategy": _STRATEGY, "mpsConfig": _MPS}), "management": _MANAGEMENT}
+        {
+            "hostDevices": _HOST_DEVICES,
+            "sharing": Section({"strategy": _STRATEGY, "mpsConfig": _MPS}),
+            "management": _MANAGEMENT,
+        }
     ),
     "VfioDeviceConfig": Section(
         {
@@ -216,8 +238,10 @@ def _config(kind: str, values: Mapping[str, Any]) -> OpaqueConfig:
         iommu = values.get("iommu", {})
         return VfioDeviceConfig(iommu.get("backendPolicy", "LegacyOnly"), iommu.get("enableAPIDevice", False))
     sharing = _sharing(values["sharing"]) if "sharing" in values else None
-    management = values.get("management", False)
-    return GpuConfig(sharing, management) if kind == "GpuConfig" else MigDeviceConfig(sharing, management)
+    management, beside = values.get("management", False), in_order(values.get("hostDevices", ()))
+    if kind == "GpuConfig":
+        return GpuConfig(sharing, management, beside)
+    return MigDeviceConfig(sharing, management, beside)
 
 
 def _sharing(given: Mapping[str, Any]) -> Sharing:

@@ -35,6 +35,7 @@ from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
@@ -122,10 +123,11 @@ class Driver:
         api = ResourceApi(self._client)
 
         # The node's GPUs.
-        host = HostView(paths)
+        host = HostView(paths, imex=settings.imex_channel is not None)
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
+        extras = HostExtras(paths, programs, nodes=platform.nodes)
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
         nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark)
@@ -210,6 +212,7 @@ class Driver:
                     self.discovery.driver_version,
                     layout.directories,
                     self.mig,
+                    extras,
                 ),
             }
         )
@@ -222,7 +225,13 @@ class Driver:
             partial(tools_seen, programs, layout.socket, paths.proc, detachments.problem),
         )
         self.claims = claim_parts(
-            Identity(settings.driver_name, settings.node_name, settings.sharing, settings.metadata_versions),
+            Identity(
+                settings.driver_name,
+                settings.node_name,
+                settings.sharing,
+                settings.metadata_versions,
+                settings.extras,
+            ),
             lookup=ClaimLookup(ClaimClient(api), self.reporting.consumers),
             discovery=self.discovery,
             records=self.records,
@@ -243,6 +252,7 @@ class Driver:
             make_sure=partial(node_uid, self._client, settings.node_name),
             pods_run=lambda record: any_runs("/proc", self.reporting.consumers.known_pods(record)),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
+            extras=extras,
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
         )

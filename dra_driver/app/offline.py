@@ -61,7 +61,9 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         return _is_on_demand(settings, gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
     with closing(NvmlReader(platform.load_nvml, on_demand)) as reader:
-        inventory = discover_once(reader, HostView(platform.paths), ownership)
+        inventory = discover_once(
+            reader, HostView(platform.paths, imex=settings.imex_channel is not None), ownership
+        )
     if is_empty and ownership.unread is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(f"which MIG devices the driver made is not known: {ownership.unread}")
     taints, withheld, unread = (
@@ -309,6 +311,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users("/proc", _pods_of_claims(settings)),
+        settings.extras,
     )
     kubelet = KubeletChecks(
         settings.driver_name,

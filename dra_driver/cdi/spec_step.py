@@ -10,12 +10,13 @@ from typing import Any, Protocol, assert_never
 import structlog
 
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.rules.mps_edits import with_mps
-from dra_driver.cdi.rules.spec import claim_spec, common_edits
+from dra_driver.cdi.rules.spec import claim_spec, common_edits, with_nodes
 from dra_driver.errors import StateError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.model.driver_files import CdiDevice, DriverFiles
+from dra_driver.model.driver_files import CdiDevice, DriverFiles, HostNode
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mig import OwnedInstance
@@ -51,6 +52,7 @@ class CdiSteps:
         driver_version: Callable[[], str | None],
         mps_directories: Callable[[str], MpsDirectories],
         instances: MadeInstances,
+        extras: HostExtras,
     ) -> None:
         self._driver_name = driver_name
         self._specs = specs
@@ -59,9 +61,10 @@ class CdiSteps:
         self._driver_version = driver_version
         self._mps_directories = mps_directories
         self._instances = instances
+        self._extras = extras
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
-        self._common: tuple[DriverFiles, dict[str, Any]] | None = None
+        self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
@@ -84,7 +87,8 @@ class CdiSteps:
         }
         if managing:
             devices = self._with_management(devices, managing)
-        return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, self._common_edits(files))
+        common = self._common_edits(files, self._extras.channel_nodes(plan))
+        return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, common)
 
     def _with_management(
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
@@ -105,13 +109,16 @@ class CdiSteps:
             for device in devices
         ]
 
-    def _common_edits(self, files: DriverFiles) -> dict[str, Any]:
-        """As `common_edits`; the same object until the host's files change, so a caller must not change it."""
+    def _common_edits(self, files: DriverFiles, channels: tuple[HostNode, ...]) -> dict[str, Any]:
+        """As `common_edits`, with the claim's IMEX channels; the same object until the host's files or the channels
+        change, so a caller must not change it."""
         known = self._common
-        if known is not None and known[0] is files:
-            return known[1]
+        if known is not None and known[0] is files and known[1] == channels:
+            return known[2]
         edits = common_edits(files)
-        self._common = (files, edits)
+        if channels:
+            edits = with_nodes(edits, channels)
+        self._common = (files, channels, edits)
         return edits
 
     def _tell(self, notes: tuple[str, ...]) -> None:
@@ -136,7 +143,7 @@ class CdiSteps:
         self._specs.remove(claim_uid)
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
-        device = self._bare_device(planned)
+        device = self._extras.added(self._bare_device(planned), planned)
         match planned.usage:
             case MpsShared() as usage:
                 return with_mps(device, usage, self._mps_directories(usage.spec.device))

@@ -13,6 +13,7 @@ from typing import TypeGuard
 import structlog
 from structlog.contextvars import bound_contextvars
 
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.claims.attempt import (
     CLAIMS_AT_ONCE,
     CallsUnderWay,
@@ -23,6 +24,7 @@ from dra_driver.claims.attempt import (
 from dra_driver.claims.fetch import ClaimFetch
 from dra_driver.claims.outcomes import Observer, failed
 from dra_driver.claims.rules.conflicts import DeviceHeldError
+from dra_driver.claims.rules.extras import in_fabric
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
@@ -43,6 +45,7 @@ from dra_driver.journal.executor import Executor, refuse_newer
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Prepared, PrepareOutcome, UnprepareOutcome
+from dra_driver.model.host_devices import NO_EXTRAS, Extras
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -56,13 +59,14 @@ _FINISH_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Driver and pool name of this node's devices, how claims may share them, and the versions of the metadata that
-    containers get."""
+    """Driver and pool name of this node's devices, how claims may share them, the versions of the metadata that
+    containers get, and what they get beside their GPUs."""
 
     driver: str
     pool: str
     sharing: SharingPolicy = NO_SHARING
     metadata: tuple[str, ...] = ()
+    extras: Extras = NO_EXTRAS
 
 
 class Preparer:
@@ -88,6 +92,7 @@ class Preparer:
         unpreparer: Unpreparer,
         observer: Observer,
         setting_for_lost: Callable[[], str | None],
+        extras: HostExtras,
     ) -> None:
         """`setting_for_lost` answers what to set so that new pods stay away from lost GPUs, None if they do."""
         self._identity = identity
@@ -105,6 +110,7 @@ class Preparer:
         self._unpreparer = unpreparer
         self._observer = observer
         self._setting_for_lost = setting_for_lost
+        self._extras = extras
 
     def prepare(
         self,
@@ -210,6 +216,8 @@ class Preparer:
                     if self._stands(known, claim):
                         return self._as_recorded(known, guard, call)
                     raise
+                if self._identity.extras.imex is not None:
+                    self._refuse_unready_imex(claim, known, call)
                 gpus |= known.locked_gpus if known else frozenset()
                 with self._gpu_locks.hold(gpus, call.left(), call.has_left):
                     try:
@@ -225,6 +233,7 @@ class Preparer:
                         raise
                     if not plan.locked_gpus <= gpus:
                         continue
+                    self._extras.check(plan)
                     attempt.wanted = plan.held_devices()
                     self._settle(plan)
                     call.left()
@@ -232,6 +241,17 @@ class Preparer:
                     record = self._execute(attempt, plan, known)
                     guard.note_prepared(call.began_ns)
                     return prepared, record
+
+    def _refuse_unready_imex(
+        self, claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
+    ) -> None:
+        """Ask for the claims that get a channel, before the locks of GPUs: the daemon may take its time. A prepared
+        claim keeps what it has. Raises: RetryableError."""
+        inventory = self._inventory()
+        devices = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
+        wants = any(device is not None and in_fabric(device) for device in devices)
+        if wants and not (known is not None and known.phase == "prepared" and known.claim == claim):
+            self._extras.refuse_unready_imex(call.left())
 
     def _stands(self, known: ClaimRecord | None, claim: AllocatedClaim) -> TypeGuard[ClaimRecord]:
         return known is not None and known.claim == claim and self._executor.in_place(known)
@@ -291,6 +311,7 @@ class Preparer:
             known,
             identity.metadata,
             setting_for_lost=self._setting_for_lost,
+            extras=identity.extras,
         )
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:

@@ -16,7 +16,9 @@ from dra_driver.cli.options import (
     ContainerDriverRoot,
     DriverName,
     DynamicMig,
+    HostDevices,
     HostRoot,
+    ImexChannel,
     Kubeconfig,
     KubeletPluginsDirectory,
     KubeletRegistrarDirectory,
@@ -52,6 +54,8 @@ def doctor(
     simulate: Simulate = None,
     simulator_dir: SimulatorDir = None,
     dynamic_mig: DynamicMig = None,
+    imex_channel: ImexChannel = None,
+    host_devices: HostDevices = None,
 ) -> None:
     """Check what the driver needs, and say what to do.
 

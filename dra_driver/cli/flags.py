@@ -91,6 +91,15 @@ SIMULATOR_DIR = Flag("simulator_dir", "Where the simulated machine keeps its sta
 DYNAMIC_MIG = Flag(
     "dynamic_mig", "Make MIG devices on demand, on every GPU that is capable of it. [default: off]", bool
 )
+IMEX_CHANNEL = Flag(
+    "imex_channel",
+    "The IMEX channel for claims on GPUs in a multi-node NVLink fabric: a number, all or off. [default: off]",
+)
+HOST_DEVICES = Flag(
+    "host_devices",
+    "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
+    "between them. [default: none]",
+)
 CDI_ROOT = Flag("cdi_root", "Directory for CDI specs. [default: /etc/cdi]")
 KUBELET_REGISTRAR_DIRECTORY = Flag(
     "kubelet_registrar_directory_path",

@@ -13,6 +13,7 @@ from dra_driver.cli.options import (
     ContainerDriverRoot,
     DriverName,
     DynamicMig,
+    ImexChannel,
     NodeName,
     NvidiaDriverRoot,
     Simulate,
@@ -41,6 +42,7 @@ def inspect(
     config: Config = None,
     dynamic_mig: DynamicMig = None,
     consumable_shares: ConsumableShares = None,
+    imex_channel: ImexChannel = None,
     kubelet_plugins_directory_path: Annotated[
         str | None,
         typer.Option(

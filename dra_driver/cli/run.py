@@ -13,7 +13,9 @@ from dra_driver.cli.flags import (
     CONTAINER_DRIVER_ROOT,
     DRIVER_NAME,
     DYNAMIC_MIG,
+    HOST_DEVICES,
     HOST_ROOT,
+    IMEX_CHANNEL,
     KUBECONFIG,
     KUBELET_PLUGINS_DIRECTORY,
     KUBELET_REGISTRAR_DIRECTORY,
@@ -82,6 +84,8 @@ FLAGS = (
         "additional_xids_to_ignore",
         "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
     ),
+    IMEX_CHANNEL,
+    HOST_DEVICES,
     # klog's verbosity; 5 and above mean --log-level debug.
     Flag("verbosity", kind=int, spelled=("-v",), env=(), hidden=True),
     Flag("feature_gates", hidden=True),

@@ -11,7 +11,13 @@ from pathlib import Path
 from dra_driver.errors import StateError
 from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
-from dra_driver.model.driver_programs import CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM, DriverPrograms
+from dra_driver.model.driver_programs import (
+    CONTROL_PROGRAM,
+    IMEX_PROGRAM,
+    SERVER_PROGRAM,
+    SMI_PROGRAM,
+    DriverPrograms,
+)
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -69,7 +75,7 @@ class InstalledPrograms:
         self._lock = threading.Lock()
 
     def __call__(self) -> DriverPrograms:
-        names = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
+        names = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM, IMEX_PROGRAM)
         paths = {name: path for name in names if (path := self._find(name)) is not None}
         elsewhere = self._root.rstrip("/") != ""
         if elsewhere:

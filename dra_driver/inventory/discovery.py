@@ -361,7 +361,9 @@ class Discovery:
             for gpu in unanswering(gpus, self._inventory)
             if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
         )
-        return assembled(read, gpus, lost, self._host.gpu_functions(), self._inventory)
+        found = assembled(read, gpus, lost, self._host.gpu_functions(), self._inventory)
+        channels = self._host.imex_channels()
+        return found if channels is None else replace(found, imex_channels=channels)
 
     def _located(self, gpu: Gpu) -> Gpu:
         if gpu.pci_bus_id is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dra_driver.host.fingerprint import HostFingerprintReader, driver_fingerprint
+from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.fingerprint import HostFingerprint
 from dra_driver.model.host import HostPaths
@@ -11,9 +12,11 @@ from dra_driver.model.host import HostPaths
 class HostView:
     """PCI places and the fingerprint of one host."""
 
-    def __init__(self, paths: HostPaths) -> None:
+    def __init__(self, paths: HostPaths, *, imex: bool = False) -> None:
+        """Without `imex` nobody looks at IMEX channels."""
         self._proc = paths.proc
         self._sysfs = Sysfs(paths.sys, paths.proc)
+        self._channels = ImexChannelNodes(paths.proc) if imex else None
         self._fingerprints = HostFingerprintReader(paths.sys, paths.proc)
 
     def pcie_root(self, bus_id: str) -> str | None:
@@ -23,6 +26,10 @@ class HostView:
     def numa_node(self, bus_id: str) -> int | None:
         """The NUMA node, or None."""
         return self._sysfs.numa_node(bus_id)
+
+    def imex_channels(self) -> int | None:
+        """How many IMEX channels the NVIDIA driver has; None for none, and if nobody wants any."""
+        return None if self._channels is None else self._channels.count()
 
     def gpu_functions(self) -> frozenset[str]:
         """Bus IDs of NVIDIA functions that are VGA or 3D controllers."""

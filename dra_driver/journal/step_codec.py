@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, assert_never
 
 from dra_driver.errors import StateError
+from dra_driver.model.host_devices import ImexChannels, in_order
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import HeldDevice
@@ -155,6 +156,10 @@ def encode_held(held: HeldDevice) -> JsonObject:
         entry["usage"] = _encode_usage(held.usage)
     if held.placement is not None:
         entry["placement"] = encode_placement(held.placement)
+    if held.imex is not None:
+        entry["imexChannel"] = held.imex
+    if held.host_devices:
+        entry["hostDevices"] = list(held.host_devices)
     return entry
 
 
@@ -169,7 +174,13 @@ def decode_held(entry: JsonObject) -> HeldDevice:
         share_id=optional_text(entry, "shareID"),
         usage=_decode_usage(entry.get("usage")),
         placement=decode_placement(entry["placement"]) if entry.get("placement") else None,
+        imex=_decode_imex(entry),
+        host_devices=in_order(_texts(entry, "hostDevices")) if entry.get("hostDevices") else (),
     )
+
+
+def _decode_imex(entry: JsonObject) -> ImexChannels | None:
+    return "all" if entry.get("imexChannel") == "all" else optional_number(entry, "imexChannel")
 
 
 def _encode_usage(usage: TimeSliced | MpsShared | UnknownSharingMode) -> JsonObject:

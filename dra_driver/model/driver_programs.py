@@ -11,6 +11,7 @@ from dra_driver.errors import RetryableError
 CONTROL_PROGRAM = "nvidia-cuda-mps-control"
 SERVER_PROGRAM = "nvidia-cuda-mps-server"
 SMI_PROGRAM = "nvidia-smi"
+IMEX_PROGRAM = "nvidia-imex-ctl"
 
 _NOT_STARTED_CODES = (126, 127)
 """Exit codes of a shell and of the loader: the program is not executable, or libraries do not fit."""

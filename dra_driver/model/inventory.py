@@ -90,7 +90,8 @@ class Inventory:
     their device and a claim may hold it. `unread` are UUIDs of GPUs for MIG on demand whose profile table or whose
     existing instances could not all be read in this look; their `partitioning` is an older one or None.
     `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
-    made from them.
+    made from them. `imex_channels` is how many IMEX channels the NVIDIA driver has; None if it has none, or if nobody
+    wants any.
 
     The class has no slots, because it keeps what it has computed from the GPUs.
     """
@@ -102,6 +103,7 @@ class Inventory:
     lost: tuple[Gpu, ...] = ()
     unread: frozenset[str] = field(default=frozenset(), compare=False)
     reachable_pairs: Mapping[frozenset[str], int] = field(default_factory=dict, compare=False)
+    imex_channels: int | None = None
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.host_devices import HostDevice, ImexChannels
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.record import HeldDevice
 from dra_driver.model.sharing import kind_of
@@ -19,12 +20,19 @@ _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
     """One allocation result of ours, the device that it names, and how the claim uses the device. `managed` are the
-    GPUs that containers get beside it, for a claim that manages the node."""
+    GPUs that containers get beside it, for a claim that manages the node.
+
+    `imex` and `host_devices` are what its containers get beside it. The claim itself asked for `asked_host_devices`,
+    and cannot be prepared without.
+    """
 
     result: DeviceResult
     offered: OfferedDevice
     usage: SharingMode = None
     managed: tuple[Gpu, ...] = ()
+    imex: ImexChannels | None = None
+    host_devices: tuple[HostDevice, ...] = ()
+    asked_host_devices: tuple[HostDevice, ...] = ()
 
     @property
     def cdi_device(self) -> str:
@@ -35,7 +43,14 @@ class PlannedDevice:
         """The device as a record keeps it."""
         bare = held_silicon(self.offered)
         result = self.result
-        return replace(bare, admin_access=result.admin_access, share_id=result.share_id, usage=self.usage)
+        return replace(
+            bare,
+            admin_access=result.admin_access,
+            share_id=result.share_id,
+            usage=self.usage,
+            imex=self.imex,
+            host_devices=self.host_devices,
+        )
 
 
 @dataclass(frozen=True, slots=True)

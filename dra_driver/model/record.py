@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.host_devices import HostDevice, ImexChannels
 from dra_driver.model.mig import Placement
 from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step
@@ -20,7 +21,8 @@ class HeldDevice:
 
     `kind` is `gpu` or `mig`, or a kind that only a newer release knows. `usage` is how the claim shares the device with
     claims that hold other shares of it. A MIG device on demand has an empty `uuid`, because it gets another one each
-    time it is made, and the `placement` of its GPU instance; other devices have None there.
+    time it is made, and the `placement` of its GPU instance; other devices have None there. `imex` and `host_devices`
+    are what the claim's containers get beside it.
     """
 
     device: str
@@ -31,6 +33,8 @@ class HeldDevice:
     share_id: str | None = None
     usage: SharingMode = None
     placement: Placement | None = None
+    imex: ImexChannels | None = None
+    host_devices: tuple[HostDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import DraDriverError
+from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.libraries import UNUSUAL_DIRS, USUAL_DIRS
@@ -63,6 +65,7 @@ class SpecMaker:
             lambda: view.inventory.versions.driver,
             mps_layout(_NOWHERE).directories,
             _NothingMade(),
+            HostExtras(paths, installed_programs(paths.driver_root, _NOWHERE), nodes=nodes),
         )
 
     def spec(self, devices: list[OfferedDevice]) -> JsonObject:

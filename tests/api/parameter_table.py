@@ -96,6 +96,22 @@ PARAMETERS = (
     Parameters("MIG with MPS", mps("MigDeviceConfig", multiUser=False)),
     *(Parameters(f"{kind} with management {value}", parameters(kind, management=value))
       for kind in ("GpuConfig", "MigDeviceConfig") for value in (False, None)),
+    Parameters("nodes of the host", parameters(hostDevices=["gds", "mofed", "gdrcopy", "nvswitch"])),
+    Parameters("nodes of the host for MIG with MPS", mps("MigDeviceConfig") | {"hostDevices": ["gds", "gds"]}),
+    Parameters("no nodes of the host", parameters(hostDevices=[])),
+    Parameters("nodes of the host are null", parameters(hostDevices=None)),
+    *(Parameters(f"nodes of the host are {value!r}", parameters(hostDevices=value), ("hostDevices: must be a list",))
+      for value in ("gds", {"gds": True}, True)),
+    Parameters(
+        "nodes of the host that nobody knows",
+        parameters("MigDeviceConfig", hostDevices=["gds", "GDS", None, 1]),
+        tuple(f"hostDevices[{number}]: must be gds, mofed, gdrcopy or nvswitch" for number in (1, 2, 3)),
+    ),
+    Parameters(
+        "nodes of the host for VFIO",
+        parameters("VfioDeviceConfig", hostDevices=["gds"]),
+        ("hostDevices: unknown field",),
+    ),
     Parameters(
         "no apiVersion", {"kind": "GpuConfig"}, (f"apiVersion: is required; use {GROUP_VERSION}",)
     ),

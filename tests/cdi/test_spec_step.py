@@ -13,6 +13,7 @@ import structlog
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
@@ -27,6 +28,7 @@ from dra_driver.model.steps import WriteCdiSpec
 from dra_driver.mps.layout import mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.preparing import no_programs
 from tests.fakes.samples import DRIVER, NODE, claim, result
 
 STEP = WriteCdiSpec()
@@ -57,6 +59,7 @@ class Bench:
             lambda: self.inventory.versions.driver,
             mps_layout(directory / "plugin").directories,
             instances=NothingMade(),
+            extras=HostExtras(self.node.paths, no_programs, nodes=reader),
         )
 
     def plan(self, *names: str) -> Plan:

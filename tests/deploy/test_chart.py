@@ -40,6 +40,7 @@ VALUES: dict[str, Values] = {
     "driver-upgrades": {"driverUpgrades": {"enabled": True}},
     "dynamic-mig": {"dynamicMig": {"enabled": True}},
     "extended-resource": {"deviceClasses": {"extendedResourceName": "nvidia.com/gpu"}},
+    "imex": {"imex": {"channel": 0}},
     "mig-classes": {"deviceClasses": {"migProfiles": True}},
     "monitoring": {
         "monitoring": {
@@ -64,8 +65,13 @@ REFUSED = {
     frozenset({"dynamic-mig", "restricted"}): "exclude each other",
 }
 """Pairs that make no sense, and what the chart says of them."""
-IN_AN_OVERLAY = {frozenset({"simulator", "restricted"}), frozenset({"simulator", "mps"})}
-"""Pairs that kustomize needs a further patch for: overlays/e2e-restricted, components/mps/simulator."""
+IN_AN_OVERLAY = {
+    frozenset({"simulator", "restricted"}),
+    frozenset({"simulator", "mps"}),
+    frozenset({"imex", "restricted"}),
+}
+"""Pairs that kustomize needs a further patch for: overlays/e2e-restricted, components/mps/simulator,
+components/imex/restricted."""
 OVERLAYS: dict[str, Values] = {
     "e2e": {},
     "e2e-mig": {
@@ -202,6 +208,29 @@ def test_the_order_of_components_does_not_matter(components: tuple[str, ...], tr
     assert one_way == built(tree / f"{name}-turned", *reversed(components))
     values = merged(hack.WITHOUT_EXTENDED_RESOURCE, *(VALUES[component] for component in components))
     assert one_way == canonical(template(values))
+
+
+def test_the_restricted_driver_sees_nvidia_imex(tree: Path) -> None:
+    made = built(tree / "imex-restricted", "restricted", "imex", "imex/restricted")
+    values = merged(hack.WITHOUT_EXTENDED_RESOURCE, VALUES["restricted"], VALUES["imex"])
+    assert made == canonical(template(values))
+
+
+def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
+    from dra_driver.settings import resolve
+
+    def settings(values: Values) -> Any:
+        [container] = one(template(values), "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"]
+        given = {entry["name"].lower(): entry["value"] for entry in container["env"] if "value" in entry}
+        return resolve(
+            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")}, None
+        )
+
+    for channel in (0, 7, "all"):
+        found = settings({"imex": {"channel": channel}, "hostDevices": ["nvswitch", "gds"]})
+        assert (found.imex_channel, found.host_devices) == (channel, ("gds", "nvswitch"))
+    for off in ("off", False):
+        assert settings({"imex": {"channel": off}}).extras == settings({}).extras
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "+".join(sorted(pair)))
@@ -497,6 +526,11 @@ def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..
         ({"fullnameOverride": "x" * 64}, "at '/fullnameOverride': maxLength: got 64, want 63"),
         ({"fullnameOverride": "Upper"}, "at '/fullnameOverride'"),
         ({"sharing": [{"mode": "halves"}]}, "at '/sharing/0/mode': value must be one of"),
+        ({"imex": {"channel": "some"}}, "at '/imex/channel'"),
+        (
+            {"hostDevices": ["nic"]},
+            "at '/hostDevices/0': value must be one of 'gds', 'mofed', 'gdrcopy', 'nvswitch'",
+        ),
         ({"health": {"taintz": {}}}, "at '/health': additional properties 'taintz' not allowed"),
         ({"config": {"kubeApiQps": 3}}, "at '/config': additional properties 'kubeApiQps' not allowed"),
         ({"config": {"nodeName": "x"}}, "at '/config': additional properties 'nodeName' not allowed"),

@@ -27,12 +27,14 @@ from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, ok
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.host import imex
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.host import DeviceNode
+from dra_driver.model.host_devices import Extras
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.simulator import device_node_reader
@@ -207,6 +209,67 @@ def test_agents_that_keep_gpus_from_mig_mode(
 ) -> None:
     checks = host.checks(dynamic_mig=on_demand, gpu_users=lambda: users)
     says(checks.gpu_agents(), status, *parts)
+
+
+@pytest.fixture
+def tray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(imex, "_TIMEOUT_S", 0.3)
+    made = SimulatedNode("gb200-nvl72-tray", tmp_path / "machine")
+    yield Host(made, made.discover())
+    made.close()
+
+
+def test_imex_in_order(tray: Host) -> None:
+    def asked(**more: Any) -> Finding:
+        checks = tray.checks(extras=Extras(imex=0), **more)
+        [look] = [check.look for check in checks.all() if check.name == "IMEX"]
+        return look()
+
+    says(asked(), "OK", "nvidia-imex is ready, claims get channel 0 of 2048 ->")
+    hidden = Hiding(device_node_reader(tray.node.machine), gone=("channel0",))
+    says(asked(nodes=hidden), "OK", "channel0 is only in containers, which is enough")
+    first, *others = tray.inventory.gpus
+    one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
+    says(asked(inventory=one_outside), "WARN", f"in no fabric (yet): {first.pci_bus_id}", "grep -A4 Fabric")
+    says(tray.checks(extras=Extras(imex="all")).imex(), "OK", "claims get all of 2048")
+    assert "IMEX" not in [check.name for check in tray.checks().all()]
+
+
+@pytest.mark.parametrize(
+    ("state", "channels", "parts"),
+    [
+        ("stopped", 2048, ("does not run: its control socket", "systemctl status nvidia-imex")),
+        ("killed", 2048, ("Connection refused", "nvidia-imex-ctl -N")),
+        ("initializing", 2048, ("INITIALIZING", "systemctl status nvidia-imex")),
+        ("hung", 2048, ("does not answer", "systemctl status nvidia-imex")),
+        ("ready", 0, ("the NVIDIA driver has no IMEX channels", "NVreg_ImexChannelCount=2048")),
+        ("ready", 2, ("gives channel 2, the NVIDIA driver has 0 to 1", "NVreg_ImexChannelCount")),
+    ],
+)
+def test_imex_that_claims_would_wait_for(
+    tray: Host, state: str, channels: int, parts: tuple[str, ...]
+) -> None:
+    tray.node.machine.set_imex(state, channels)
+    says(tray.checks(extras=Extras(imex=2)).imex(), "FAIL", *parts)
+
+
+def test_imex_without_a_fabric(host: Host) -> None:
+    says(host.checks(extras=Extras(imex=0)).imex(), "WARN", "no GPU is in a fabric", "nvidia-smi -q")
+    says(host.checks(NvmlUnavailableError("away"), extras=Extras(imex=0)).imex(), "SKIP", "without NVML")
+
+
+def test_host_devices_that_are_missing(host: Host) -> None:
+    def asked(*kinds: Any) -> Finding:
+        [look] = [
+            check.look
+            for check in host.checks(extras=Extras(host_devices=kinds)).all()
+            if check.name == "host devices"
+        ]
+        return look()
+
+    says(asked("nvswitch"), "OK", "nvswitch: their nodes are there")
+    says(asked("gds", "nvswitch", "mofed"), "WARN", "gds, mofed (/dev/nvidia-fs*)", "modprobe nvidia-fs")
+    assert "host devices" not in [check.name for check in host.checks().all()]
 
 
 def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(host: Host, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import pytest
 
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
@@ -59,7 +60,7 @@ from dra_driver.simulator import device_node_reader
 from dra_driver.simulator.policy import TIMESLICE, Policies
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of
+from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of, no_programs
 from tests.fakes.samples import DRIVER, NODE, claim, result
 
 MACHINE = "h100-mig-static"
@@ -393,6 +394,7 @@ class KindNode:
                 lambda: site.inventory.versions.driver,
                 mps_layout(self.plugin).directories,
                 self,
+                HostExtras(paths, no_programs, nodes=site.nodes),
             ),
         }
 

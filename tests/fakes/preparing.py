@@ -12,6 +12,7 @@ from typing import Any
 
 from dra_driver.app.wiring.claims import ClaimParts, claim_parts
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.consumers import RecordedPods
@@ -27,6 +28,8 @@ from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
+from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -171,6 +174,11 @@ class Users:
         return None if text is None else InUse(frozenset({1}), text)
 
 
+def no_programs() -> DriverPrograms:
+    """A host on which the NVIDIA driver's programs are not installed."""
+    return DriverPrograms("/", {}, "")
+
+
 def claims_of(
     node: Any,
     identity: Identity,
@@ -194,6 +202,7 @@ def claims_of(
         make_sure=lambda: None,
         pods_run=lambda _record: None,
         setting_for_lost=lambda: None,
+        extras=HostExtras(HostPaths(), no_programs),
         timeouts=timeouts,
         rhythm=Rhythm(),
     )

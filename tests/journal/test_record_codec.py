@@ -76,7 +76,15 @@ configs = st.builds(
     json_values,
 )
 helds = st.builds(
-    HeldDevice, text, st.sampled_from(["gpu", "mig"]), text, text, st.booleans(), st.none() | text
+    HeldDevice,
+    text,
+    st.sampled_from(["gpu", "mig"]),
+    text,
+    text,
+    st.booleans(),
+    st.none() | text,
+    imex=st.sampled_from([None, 0, 2047, "all"]),
+    host_devices=st.sampled_from([(), ("gds",), ("mofed", "nvswitch")]),
 )
 pods = st.builds(
     PodRef,

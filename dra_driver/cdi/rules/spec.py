@@ -158,6 +158,11 @@ def common_edits(driver: DriverFiles) -> dict[str, Any]:
     return edits
 
 
+def with_nodes(edits: dict[str, Any], nodes: Sequence[HostNode]) -> dict[str, Any]:
+    """Common edits with more device nodes."""
+    return {**edits, "deviceNodes": [*edits["deviceNodes"], *(_node(node) for node in nodes)]}
+
+
 def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
     """The file to mount at each path, if no hook makes links or runs ldconfig in the container.
 

@@ -22,8 +22,10 @@ from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.conflicts import refuse_crowded, refuse_held
+from dra_driver.claims.rules.extras import asked_host_devices, imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
+from dra_driver.model.host_devices import NO_EXTRAS, Extras, in_order
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -65,12 +67,14 @@ def plan_claim(
     metadata: tuple[str, ...] = (),
     *,
     setting_for_lost: Callable[[], str | None] = lambda: None,
+    extras: Extras = NO_EXTRAS,
 ) -> Plan:
     """The plan for our part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
     claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost`
     answers what to set so that new pods stay away from lost GPUs, None if they do; it is asked only if one is lost.
+    `extras` are what the node's configuration gives to claims beside their GPUs.
 
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
     most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
@@ -85,6 +89,9 @@ def plan_claim(
         PlannedDevice(*pair, usage, inventory.gpus if _manages(claim, *pair, driver) else ())
         for pair, usage in zip(found, usages, strict=True)
     )
+    if extras != NO_EXTRAS or claim.configs or kept is not None:
+        held = known.devices if known is not None and kept is not None else None
+        devices = _with_extras(claim, devices, driver, extras, inventory, held)
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
@@ -144,6 +151,27 @@ def _manages(claim: AllocatedClaim, result: DeviceResult, offered: OfferedDevice
         return manages(config_for_result(result, claim.configs, driver, kind_of(offered)).config)
     except InvalidConfigError:
         return False  # those of a new claim were judged before
+
+
+def _with_extras(
+    claim: AllocatedClaim,
+    devices: Sequence[PlannedDevice],
+    driver: str,
+    extras: Extras,
+    inventory: Inventory,
+    held: Sequence[HeldDevice] | None,
+) -> tuple[PlannedDevice, ...]:
+    """The devices with what comes beside them. A prepared claim keeps what it `held`, whatever the node gives now."""
+    planned = []
+    for number, device in enumerate(devices):
+        asked = asked_host_devices(claim, device.result, device.offered, driver)
+        if held is not None:
+            imex, given = held[number].imex, held[number].host_devices
+        else:
+            imex = imex_of(device.result, device.offered, extras.imex, inventory)
+            given = in_order((*extras.host_devices, *asked))
+        planned.append(replace(device, imex=imex, host_devices=given, asked_host_devices=asked))
+    return tuple(planned)
 
 
 def _metadata(

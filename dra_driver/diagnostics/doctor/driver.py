@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
@@ -17,13 +18,17 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
+from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.hook import HookFinder
+from dra_driver.host.host_devices import HostDeviceFinder
+from dra_driver.host.imex import CHANNELS, ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.host import HostPaths
+from dra_driver.model.host_devices import NO_EXTRAS, NODE_PATTERNS, REMEDIES, Extras, ImexChannels
 from dra_driver.model.inventory import Inventory
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
@@ -41,6 +46,7 @@ class DriverChecks:
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
     """Programs besides this driver and the pods of claims that have a GPU open; None if that is not known."""
+    extras: Extras = NO_EXTRAS
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
@@ -231,6 +237,65 @@ class DriverChecks:
             )
         return ok("no other program keeps a GPU open")
 
+    def imex(self) -> Finding:
+        """Do claims on GPUs in a fabric get their IMEX channel?"""
+        wanted = self.extras.imex
+        if wanted is None:
+            return skip("claims get no IMEX channels")
+        inventory = _or_none(self.inventory)
+        if inventory is None:
+            return skip("not known without NVML")
+        outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
+        if len(outside) == len(inventory.gpus):
+            return warn(
+                "no GPU is in a fabric, so no claim gets an IMEX channel",
+                "`nvidia-smi -q | grep -A4 Fabric` on the node: the state must be Completed, the ClusterUUID not zero",
+            )
+        channels = ImexChannelNodes(self.paths.proc)
+        count = channels.count()
+        if count is None:
+            return fail(
+                f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
+                "load the module nvidia with NVreg_ImexChannelCount=2048; a driver before 550 has none",
+            )
+        if wanted != "all" and wanted >= count:
+            return fail(
+                f"the configuration gives channel {wanted}, the NVIDIA driver has 0 to {count - 1}",
+                "set imex.channel to one of these, or load the module nvidia with a larger NVreg_ImexChannelCount",
+            )
+        try:
+            with TemporaryDirectory() as links:
+                programs = installed_programs(self.paths.driver_root, Path(links) / "lib")
+                ImexDaemon(self.paths, programs).refuse_unready()
+        except DraDriverError as error:
+            seen, _, remedy = str(error).partition("; ")
+            return fail(seen, remedy or "install nvidia-imex on the node and start it")
+        if outside:
+            return warn(
+                f"nvidia-imex is ready, but these GPUs are in no fabric (yet): {named(outside)}",
+                "`nvidia-smi -q | grep -A4 Fabric` on the node",
+            )
+        first = 0 if wanted == "all" else wanted
+        node = f"{CHANNELS}/channel{first}"
+        told = (
+            ""
+            if DevRoot(self.paths, self.nodes).node(node)
+            else f"; {node} is only in containers, which is enough"
+        )
+        return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}{told}")
+
+    def host_devices(self) -> Finding:
+        """Is there what every claim is to get beside its GPUs?"""
+        kinds = self.extras.host_devices
+        finder = HostDeviceFinder(self.paths, nodes=self.nodes)
+        missing = [kind for kind in kinds if not finder.find(kind).nodes]
+        if missing:
+            return warn(
+                f"no nodes for {named(missing)} ({', '.join(NODE_PATTERNS[missing[0]])}), so claims go without",
+                f"{REMEDIES[missing[0]]}, or leave it out of --host-devices",
+            )
+        return ok(f"{named(kinds)}: their nodes are there")
+
     def cdi_hook(self) -> Finding:
         """Is nvidia-cdi-hook there, which makes the links to libraries in containers?"""
         try:
@@ -269,6 +334,12 @@ class DriverChecks:
             Check("MIG mode", self._if_needed(self.mig_mode)),
             Check("GPU agents", self._if_needed(self.gpu_agents)),
             Check("MIG capabilities", self._if_needed(self.mig_capabilities)),
+            *([Check("IMEX", self._if_needed(self.imex))] if self.extras.imex is not None else []),
+            *(
+                [Check("host devices", self._if_needed(self.host_devices))]
+                if self.extras.host_devices
+                else []
+            ),
             Check("nvidia-cdi-hook", self._if_needed(self.cdi_hook)),
             Check("persistence", self._if_needed(self.persistence)),
         ]
@@ -309,6 +380,10 @@ class DriverChecks:
         matches = (_GPU_NODE.match(name) for name in names)
         found = {int(match[1]) for match in matches if match is not None}
         return {minor for minor in found if dev.node(f"/dev/nvidia{minor}") is not None}
+
+
+def _channels(wanted: ImexChannels) -> str:
+    return "all" if wanted == "all" else f"channel {wanted}"
 
 
 def _or_none(shared: Shared[Inventory]) -> Inventory | None:

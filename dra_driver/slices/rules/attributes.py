@@ -77,6 +77,7 @@ def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonOb
         "nvlinkDomain": _string(inventory.nvlink_domains.get(gpu.uuid)),
         "fabricClusterUUID": _string(None if fabric is None else fabric.cluster_uuid),
         "fabricCliqueID": _int(None if fabric is None else fabric.clique_id),
+        "imexChannels": _int(None if fabric is None else inventory.imex_channels),
     }
 
 

@@ -1,0 +1,91 @@
+"""What a claim's containers get beside its GPUs: looked for before the first step, and again when the spec is written.
+
+| A crash, or a node that vanishes | leaves | Undo |
+|---|---|---|
+| before the first step | nothing: the claim has no record | none |
+| between the first step and the spec | the record of the other steps | the rollback of the failed Prepare |
+| after the spec was written | the spec; containers that start later lack the node | the next Prepare writes it anew |
+
+Nothing here changes the host, so there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+
+from dra_driver.cdi.rules.extras import note, refused, with_host_devices
+from dra_driver.host.device_nodes import DeviceNodeReader
+from dra_driver.host.host_devices import HostDeviceFinder
+from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
+from dra_driver.model.driver_files import CdiDevice, HostNode
+from dra_driver.model.driver_programs import FindPrograms
+from dra_driver.model.host import HostPaths
+from dra_driver.model.host_devices import ImexChannels
+from dra_driver.model.plan import Plan, PlannedDevice
+
+_log = structlog.get_logger(__name__)
+
+
+class HostExtras:
+    """Finds them on the host. Costs nothing for a plan that has none."""
+
+    def __init__(
+        self, paths: HostPaths, programs: FindPrograms, *, nodes: DeviceNodeReader | None = None
+    ) -> None:
+        self._finder = HostDeviceFinder(paths, nodes=nodes)
+        self._channels = ImexChannelNodes(paths.proc)
+        self._daemon = ImexDaemon(paths, programs)
+        self._lock = threading.Lock()
+        self._told: frozenset[str] = frozenset()
+
+    def check(self, plan: Plan) -> None:
+        """Raises: RetryableError if the node lacks what the claim cannot be prepared without."""
+        for planned in plan.devices:
+            for kind in planned.asked_host_devices:
+                if not self._finder.find(kind).nodes:
+                    raise refused(planned, kind)
+        channels = channels_of(plan)
+        if channels is not None:
+            self._channels.nodes(channels)
+
+    def refuse_unready_imex(self, timeout_s: float) -> None:
+        """Raises: RetryableError unless the host's nvidia-imex says in time that it is ready."""
+        self._daemon.refuse_unready(timeout_s)
+
+    def added(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
+        """The device with its nodes beside the GPU. Raises: RetryableError as `check`."""
+        missing = set()
+        for kind in planned.host_devices:
+            found = self._finder.find(kind)
+            if found.nodes:
+                device = with_host_devices(device, found.nodes, found.mounts)
+            elif kind in planned.asked_host_devices:
+                raise refused(planned, kind)
+            else:
+                missing.add(note(kind))
+        if planned.host_devices:
+            self._tell(frozenset(missing))
+        return device
+
+    def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
+        """The channels of a claim on GPUs in a fabric. Raises: RetryableError if the driver has none."""
+        channels = channels_of(plan)
+        if channels is None:
+            return ()
+        return tuple(HostNode(node, node.path) for node in self._channels.nodes(channels))
+
+    def _tell(self, missing: frozenset[str]) -> None:
+        """Log what the node lacks: once, and again when that changes."""
+        with self._lock:
+            if missing == self._told:
+                return
+            self._told = missing
+        if missing:
+            _log.warning("host_devices_missing", notes=sorted(missing))
+
+
+def channels_of(plan: Plan) -> ImexChannels | None:
+    """The channels of a plan: those of its devices, which come from one configuration."""
+    return next((planned.imex for planned in plan.devices if planned.imex is not None), None)

@@ -1,0 +1,51 @@
+"""Decides what the devices of a claim get beside the GPU: by the node's configuration and the claim's parameters."""
+
+from __future__ import annotations
+
+from dra_driver.api.resolve import config_for_result
+from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.host_devices import HostDevice, ImexChannels
+from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
+from dra_driver.model.sharing import kind_of
+
+
+def asked_host_devices(
+    claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, driver: str
+) -> tuple[HostDevice, ...]:
+    """What the claim's parameters ask for beside a device. Raises: InvalidConfigError."""
+    if not any(
+        isinstance(entry.parameters, dict) and "hostDevices" in entry.parameters for entry in claim.configs
+    ):
+        return ()
+    config = config_for_result(result, claim.configs, driver, kind_of(device)).config
+    return getattr(config, "host_devices", ())
+
+
+def imex_of(
+    result: DeviceResult, device: OfferedDevice, channels: ImexChannels | None, inventory: Inventory
+) -> ImexChannels | None:
+    """The IMEX channels that come with a device; None for what is in no fabric, or is only looked at.
+
+    Raises: RetryableError if the NVIDIA driver has no channels; ClaimRefusedError if it has fewer.
+    """
+    if channels is None or result.admin_access or not in_fabric(device):
+        return None
+    count = inventory.imex_channels
+    if count is None:
+        raise RetryableError(
+            f"request {result.request}: device {device.name} is in a fabric, but the NVIDIA driver of this node has no "
+            "IMEX channels; `gpu-dra-driver doctor` says what is missing"
+        )
+    if channels != "all" and channels >= count:
+        raise ClaimRefusedError(
+            f"request {result.request}: the configuration gives IMEX channel {channels} to device {device.name}, but "
+            f"the NVIDIA driver of this node has channels 0 to {count - 1}; set imex.channel to one of these, or load "
+            "the module nvidia with a larger NVreg_ImexChannelCount"
+        )
+    return channels
+
+
+def in_fabric(device: OfferedDevice) -> bool:
+    """Whether the device can reach GPUs of other nodes over NVLink; a MIG device cannot."""
+    return isinstance(device, WholeGpu) and device.gpu.fabric is not None

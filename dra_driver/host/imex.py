@@ -1,0 +1,150 @@
+"""The IMEX channels of the NVIDIA driver, and the host's nvidia-imex, which connects the nodes of a fabric.
+
+The protocol of the daemon's control socket is not public, so its own program asks: `nvidia-imex-ctl -q -u SOCKET`
+prints READY. Where the socket is stands in the daemon's configuration file. A TCP port would be no help: the daemon
+binds it to addresses that a pod does not reach, and anybody who does may ask.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.errors import RetryableError
+from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.model.driver_programs import IMEX_PROGRAM, FindPrograms, check_started, not_run
+from dra_driver.model.host import DeviceNode, HostPaths
+from dra_driver.model.host_devices import ImexChannels
+
+CHANNELS = "/dev/nvidia-caps-imex-channels"
+CONFIG = "/etc/nvidia-imex/config.cfg"
+MAJOR_NAME = "nvidia-caps-imex-channels"
+_COUNT = re.compile(r"^ImexChannelCount:\s*([0-9]{1,7})\s*$", re.MULTILINE)
+_SETTING = re.compile(r"^[ \t]*(IMEX_CMD_[A-Z_]+)[ \t]*=[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
+_READY = "READY"
+_TIMEOUT_S = 4.0
+_FRESH_S = 1.0
+"""Pods that start together are one burst: the daemon is asked once for them."""
+_SUPPORTED = "load an NVIDIA driver that has them (`modprobe nvidia`; 550 or newer)"
+
+
+class ImexChannelNodes:
+    """The channels by what the kernel and the NVIDIA driver say of them. Their nodes need not exist on the host."""
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self._proc = Path(proc)
+        self._caps = MigCaps(proc)
+
+    def major(self) -> int | None:
+        """The major number of the channels' nodes; None if the driver that is loaded has no channels."""
+        return self._caps.majors().get(MAJOR_NAME)
+
+    def count(self) -> int | None:
+        """How many channels the driver has; None if there are none, or if that is not known."""
+        if self.major() is None:
+            return None
+        try:
+            text = (self._proc / "driver/nvidia/params").read_text("ascii", errors="replace")
+        except OSError:
+            return None
+        found = _COUNT.search(text)
+        return int(found[1]) if found is not None and int(found[1]) else None
+
+    def nodes(self, channels: ImexChannels) -> tuple[DeviceNode, ...]:
+        """The nodes of the channels. Raises: RetryableError if the driver has no channels."""
+        major = self.major()
+        if major is None:
+            raise RetryableError(
+                f"IMEX channels: the kernel lists no {MAJOR_NAME} in {self._proc / 'devices'}; {_SUPPORTED}"
+            )
+        numbers = range(self.count() or 0) if channels == "all" else (channels,)
+        return tuple(DeviceNode(f"{CHANNELS}/channel{number}", "c", major, number) for number in numbers)
+
+
+class ImexDaemon:
+    """The host's nvidia-imex. For many threads."""
+
+    def __init__(self, paths: HostPaths, find: FindPrograms) -> None:
+        self._roots = tuple(dict.fromkeys(root for root in (paths.driver_root, paths.host_root) if root))
+        self._find = find
+        self._lock = threading.Lock()
+        self._ready_until = 0.0
+
+    def refuse_unready(self, timeout_s: float = _TIMEOUT_S) -> None:
+        """Raises: RetryableError unless nvidia-imex said within the last second, or says now, that it is ready."""
+        until = time.monotonic() + min(timeout_s, _TIMEOUT_S)
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise _unready(
+                f"does not answer: another call has waited for it for {min(timeout_s, _TIMEOUT_S):.3g} s"
+            )
+        try:
+            if time.monotonic() < self._ready_until:
+                return
+            self._ask(max(0.1, until - time.monotonic()))
+            self._ready_until = time.monotonic() + _FRESH_S
+        finally:
+            self._lock.release()
+
+    def _ask(self, timeout_s: float) -> None:
+        socket = self._socket()
+        programs = self._find()
+        program = programs.paths.get(IMEX_PROGRAM)
+        if program is None:
+            raise RetryableError(
+                f"whether nvidia-imex is ready cannot be asked: {IMEX_PROGRAM} is not below the driver root "
+                f"{programs.root}; install the package nvidia-imex of the driver's version"
+            )
+        action = f"ask nvidia-imex at {socket}"
+        try:
+            code, output = run_program(
+                [program, "-q", "-u", socket], programs.environment(), timeout_s=timeout_s, lane=IMEX_PROGRAM
+            )
+        except TimeoutError as error:
+            raise _unready(f"does not answer: {error}") from error
+        except OSError as error:
+            raise not_run(action, program, error) from error
+        check_started(action, program, code, output)
+        said = " ".join(output.split())
+        if code or said != _READY:
+            raise _unready(f"says {said[:200]!r}" if said else f"says nothing (exit code {code})")
+
+    def _socket(self) -> str:
+        """The control socket, as this process sees it. Raises: RetryableError."""
+        for root in self._roots:
+            tree = RootedTree(root)
+            file = tree.file(CONFIG)
+            if file is None:
+                continue
+            try:
+                found = settings(Path(tree.local(file)).read_text("utf-8", errors="replace"))
+            except OSError as error:
+                raise RetryableError(
+                    f"cannot read {CONFIG} below {root}: {error.strerror}; nvidia-imex says there where it listens"
+                ) from error
+            path = found.get("IMEX_CMD_UNIX_DOMAIN_PATH", "")
+            if found.get("IMEX_CMD_ENABLED") != "1" or not path.startswith("/"):
+                raise RetryableError(
+                    f"nvidia-imex cannot be asked whether it is ready; set IMEX_CMD_ENABLED=1 and "
+                    f"IMEX_CMD_UNIX_DOMAIN_PATH=/etc/nvidia-imex/imex_ctrl.sock in {CONFIG} on the node and restart it"
+                )
+            socket = tree.file_or_socket(path)
+            if socket is None:
+                raise _unready(f"does not run: its control socket {path} is not there")
+            return tree.local(socket)
+        raise _unready(f"is not installed: {CONFIG} is not there")
+
+
+def settings(text: str) -> Mapping[str, str]:
+    """The settings of the control service in nvidia-imex's configuration file; the last one of a name counts."""
+    return dict(_SETTING.findall(text))
+
+
+def _unready(what: str) -> RetryableError:
+    return RetryableError(
+        f"nvidia-imex of this node {what}; look at `systemctl status nvidia-imex` and `nvidia-imex-ctl -N` on the node"
+    )

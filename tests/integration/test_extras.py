@@ -1,0 +1,369 @@
+"""What containers get beside their GPUs, through the whole driver: IMEX channels, and the host's nodes for RDMA and
+storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from dra_driver.cdi.extras import HostExtras
+from dra_driver.host import imex
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.plan import Plan
+from tests.api.parameter_table import parameters
+from tests.integration.conftest import DRIVER, Node, eventually
+
+Json = dict[str, Any]
+Make = Callable[..., Node]
+TRAY = "gb200-nvl72-tray"
+CHANNEL = "/dev/nvidia-caps-imex-channels/channel"
+NOT_FOR_HOURS = 0.3
+
+
+@pytest.fixture
+def tray(make_node: Make, monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr(imex, "_TIMEOUT_S", NOT_FOR_HOURS)
+    monkeypatch.setattr(imex, "_FRESH_S", 0.0)
+    return make_node(TRAY)
+
+
+def spec_of(node: Node, ref: ClaimRef) -> Json:
+    [path] = node.cdi.glob(f"k8s.{DRIVER}-claim_{ref.uid}.json")
+    return json.loads(path.read_text())
+
+
+def channels(node: Node, ref: ClaimRef) -> list[tuple[str, int, int]]:
+    """Path, major and minor of the channels that containers of the claim get."""
+    nodes = spec_of(node, ref)["containerEdits"]["deviceNodes"]
+    return [(one["path"], one["major"], one["minor"]) for one in nodes if one["path"].startswith(CHANNEL)]
+
+
+def beside(node: Node, ref: ClaimRef) -> dict[str, list[str]]:
+    """The nodes of each device that are no GPU's, by the device."""
+    return {
+        device["name"].removeprefix(f"{ref.uid}-"): [
+            one["path"]
+            for one in device["containerEdits"]["deviceNodes"]
+            if not one["path"].removeprefix("/dev/nvidia").isdigit() and "/dri/" not in one["path"]
+        ]
+        for device in spec_of(node, ref)["devices"]
+    }
+
+
+def ready(node: Node, ref: ClaimRef) -> Prepared:
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Prepared), outcome
+    return outcome
+
+
+def refused(node: Node, ref: ClaimRef, *parts: str) -> None:
+    """The claim fails with one sentence that has these parts, and leaves nothing."""
+    before = node.specs(), node.records()
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Failed), outcome
+    assert "\n" not in outcome.error
+    assert all(part in outcome.error for part in parts), outcome.error
+    assert (node.specs(), node.records()) == before
+
+
+def asking(node: Node, name: str, *kinds: str, request: str = "gpu", count: int = 1) -> ClaimRef:
+    opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=list(kinds))}
+    asked = {"name": request, "exactly": {"deviceClassName": "gpu.nvidia.com", "count": count}}
+    return node.claim(name, {"requests": [asked], "config": [{"requests": [request], "opaque": opaque}]})
+
+
+# --- IMEX channels ------------------------------------------------------------------------------
+
+
+def test_claims_on_gpus_in_a_fabric_get_the_channel(tray: Node) -> None:
+    tray.start_driver(imex_channel=3)
+    devices = tray.wait_devices(4)
+    assert {json.dumps(device["attributes"]["imexChannels"]) for device in devices} == {'{"int": 2048}'}
+    ref = tray.claim("training")
+    ready(tray, ref)
+    assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
+    assert not (tray.machine.host_root / f"{CHANNEL}3".lstrip("/")).exists()  # described, as MIG's nodes are
+    tray.unprepare(ref)
+    assert (tray.specs(), tray.records()) == ([], [])
+
+
+def test_all_channels(tray: Node) -> None:
+    tray.machine.set_imex("ready", channels=16)
+    tray.start_driver(imex_channel="all")
+    tray.wait_devices(4)
+    ref = tray.claim("training")
+    ready(tray, ref)
+    assert channels(tray, ref) == [(f"{CHANNEL}{number}", 236, number) for number in range(16)]
+
+
+def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> None:
+        raise AssertionError("nobody wants to know")
+
+    for name in ("count", "nodes", "major"):
+        monkeypatch.setattr(imex.ImexChannelNodes, name, asked)
+    monkeypatch.setattr(imex.ImexDaemon, "refuse_unready", asked)
+    monkeypatch.setattr("dra_driver.host.host_devices.HostDeviceFinder.find", asked)
+    tray.start_driver()
+    assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
+    ref = tray.claim("training")
+    ready(tray, ref)
+    assert channels(tray, ref) == []
+    [record] = tray.records()
+    held = json.loads((tray.plugin_dir / "claims" / record).read_text())["devices"]
+    assert all(one.keys() == {"device", "kind", "uuid", "gpuUUID"} for one in held)
+
+
+def test_gpus_in_no_fabric_get_no_channel(make_node: Make) -> None:
+    node = make_node("dgx-h100")
+    node.start_driver(imex_channel=0)
+    assert all("imexChannels" not in device["attributes"] for device in node.wait_devices(8))
+    ref = node.claim("training")
+    ready(node, ref)
+    assert channels(node, ref) == []
+
+
+def test_who_only_looks_gets_no_channel(tray: Node) -> None:
+    tray.machine.set_imex("stopped")
+    tray.start_driver(imex_channel=0)
+    name = tray.wait_devices(4)[0]["name"]
+    monitor = tray.allocated_by_hand("monitor", name, adminAccess=True)
+    ready(tray, monitor)
+    assert channels(tray, monitor) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("initializing", "says 'INITIALIZING'"),
+        ("hung", "does not answer"),
+        ("killed", "Connection refused"),
+        ("stopped", "its control socket /etc/nvidia-imex/imex_ctrl.sock is not there"),
+    ],
+)
+def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node, state: str, said: str) -> None:
+    tray.machine.set_imex(state)
+    tray.start_driver(imex_channel=0)
+    names = [device["name"] for device in tray.wait_devices(4)]
+    monitor = tray.allocated_by_hand("monitor", names[0], adminAccess=True)
+    training = tray.claim("training")
+    outcomes = tray.prepare(training, monitor)
+    assert isinstance(outcomes[monitor.uid], Prepared)
+    assert said in outcomes[training.uid].error
+    assert "systemctl status nvidia-imex" in outcomes[training.uid].error
+    assert tray.records() == [f"{monitor.uid}.json"]
+    tray.machine.set_imex("ready")
+    ready(tray, training)
+    assert channels(tray, training) == [(f"{CHANNEL}0", 236, 0)]
+
+
+def test_a_daemon_that_listens_nowhere_is_told_how(tray: Node) -> None:
+    config = tray.machine.host_root / imex.CONFIG.lstrip("/")
+    config.write_text("IMEX_CMD_ENABLED=0\n")
+    tray.start_driver(imex_channel=0)
+    tray.wait_devices(4)
+    refused(
+        tray, tray.claim("training"), "set IMEX_CMD_ENABLED=1 and IMEX_CMD_UNIX_DOMAIN_PATH=", imex.CONFIG
+    )
+    config.unlink()
+    refused(tray, tray.claim("more"), f"is not installed: {imex.CONFIG} is not there")
+
+
+def test_a_channel_that_the_driver_does_not_have(tray: Node) -> None:
+    tray.machine.set_imex("ready", channels=8)
+    tray.start_driver(imex_channel=8)
+    tray.wait_devices(4)
+    refused(tray, tray.claim("training"), "IMEX channel 8", "has channels 0 to 7", "NVreg_ImexChannelCount")
+
+
+def test_a_driver_without_channels(tray: Node) -> None:
+    tray.machine.set_imex("ready", channels=0)
+    tray.start_driver(imex_channel=0)
+    assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
+    refused(tray, tray.claim("training"), "has no IMEX channels", "gpu-dra-driver doctor")
+
+
+def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tray.start_driver(imex_channel=0)
+    tray.wait_devices(4)
+    check = HostExtras.check
+
+    def then_gone(self: HostExtras, plan: Plan) -> None:
+        check(self, plan)
+        tray.machine.set_imex("ready", channels=0)
+
+    monkeypatch.setattr(HostExtras, "check", then_gone)
+    refused(tray, tray.claim("training"), "the kernel lists no nvidia-caps-imex-channels")
+    monkeypatch.undo()
+    tray.machine.set_imex("ready", channels=2048)
+    driver.discovery.scan_now(10)
+    ready(tray, tray.claim("more"))
+
+
+def test_a_prepared_claim_keeps_what_it_has(tray: Node) -> None:
+    tray.machine.set_host_devices(["gds", "gdrcopy"])
+    driver = tray.start_driver(imex_channel=3, host_devices=("gdrcopy",))
+    tray.wait_devices(4)
+    ref = tray.claim("training")
+    first = ready(tray, ref)
+    spec = spec_of(tray, ref)
+    driver.stop()
+    tray.machine.set_imex("stopped")
+    for changes in ({}, {"imex_channel": 5, "host_devices": ("gds",)}):
+        driver = tray.start_driver(**changes)
+        eventually(lambda driver=driver: driver.discovery.inventory)
+        assert ready(tray, ref) == first
+        assert spec_of(tray, ref) == spec
+        driver.stop()
+    tray.start_driver()
+    tray.unprepare(ref)
+    assert (tray.specs(), tray.records()) == ([], [])
+
+
+# --- nodes of the host --------------------------------------------------------------------------
+
+
+def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> None:
+    node = make_node("dgx-h100")
+    node.machine.set_host_devices(["mofed", "gds"])
+    node.start_driver(host_devices=("gds", "mofed", "gdrcopy", "nvswitch"))
+    node.wait_devices(8)
+    first, second = node.claim("first"), node.claim("second")
+    with structlog.testing.capture_logs() as logs:
+        ready(node, first)
+        ready(node, second)
+    [paths] = beside(node, first).values()
+    assert paths == [
+        *(f"/dev/nvidia-fs{number}" for number in range(8)),
+        *(f"/dev/infiniband/uverbs{number}" for number in range(8)),
+        "/dev/infiniband/rdma_cm",
+        "/dev/nvidia-nvswitchctl",
+        *(f"/dev/nvidia-nvswitch{number}" for number in range(4)),
+    ]
+    [device] = spec_of(node, first)["devices"]
+    mounts = {one["containerPath"]: one["hostPath"] for one in device["containerEdits"]["mounts"]}
+    root = str(node.machine.host_root)
+    assert mounts == {"/run/udev": f"{root}/run/udev", "/etc/cufile.json": f"{root}/etc/cufile.json"}
+    [told] = [line for line in logs if line["event"] == "host_devices_missing"]  # once, not for every claim
+    assert told["notes"] == [
+        "hostDevices gdrcopy of the configuration: this node has no /dev/gdrdrv; `modprobe gdrdrv` on the node, and "
+        "start the service gdrcopy"
+    ]
+
+
+def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> None:
+    node = make_node("dgx-h100")
+    node.machine.set_host_devices(["gdrcopy"])
+    node.start_driver()
+    node.wait_devices(8)
+    opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=["gdrcopy", "nvswitch", "gdrcopy"])}
+    one = {"deviceClassName": "gpu.nvidia.com"}
+    ref = node.claim(
+        "training",
+        {
+            "requests": [{"name": "with", "exactly": one}, {"name": "without", "exactly": one}],
+            "config": [{"requests": ["with"], "opaque": opaque}],
+        },
+    )
+    outcome = ready(node, ref)
+    by_request = {device.requests[0]: device.device for device in outcome.devices}
+    found = beside(node, ref)
+    assert found[by_request["without"]] == []
+    assert found[by_request["with"]] == [
+        "/dev/gdrdrv", "/dev/nvidia-nvswitchctl", *(f"/dev/nvidia-nvswitch{number}" for number in range(4)),
+    ]  # fmt: skip
+
+
+def test_what_a_claim_asks_for_and_the_node_lacks(make_node: Make) -> None:
+    node = make_node("dgx-h100")
+    node.machine.set_host_devices(["gds"])
+    node.start_driver()
+    node.wait_devices(8)
+    lacking, fine = asking(node, "lacking", "gds", "mofed"), asking(node, "fine", "gds")
+    outcomes = node.prepare(lacking, fine)
+    assert isinstance(outcomes[fine.uid], Prepared)
+    assert outcomes[lacking.uid].error.endswith(
+        "request gpu: its parameters ask for hostDevices mofed, but this node has no /dev/infiniband/uverbs* and no "
+        "/dev/infiniband/rdma_cm; load the RDMA drivers on the node (`modprobe ib_uverbs rdma_ucm`), or remove mofed "
+        "from the parameters"
+    )
+    assert node.records() == [f"{fine.uid}.json"]
+    node.machine.set_host_devices(["gds", "mofed"])
+    ready(node, lacking)
+
+
+def test_nodes_that_vanish_before_the_spec_is_written(
+    make_node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node("dgx-h100")
+    node.machine.set_host_devices(["gds"])
+    node.start_driver()
+    node.wait_devices(8)
+    other = node.claim("other")
+    ready(node, other)
+    spec = spec_of(node, other)
+    check = HostExtras.check
+
+    def then_gone(self: HostExtras, plan: Plan) -> None:
+        check(self, plan)
+        node.machine.set_host_devices([])
+
+    monkeypatch.setattr(HostExtras, "check", then_gone)
+    refused(node, asking(node, "training", "gds"), "hostDevices gds", "/dev/nvidia-fs*", "modprobe nvidia-fs")
+    assert spec_of(node, other) == spec
+
+
+def test_no_mig_device_is_made_for_a_claim_that_lacks_something(make_node: Make) -> None:
+    node = make_node("h100-mig-empty")
+    node.start_driver(dynamic_mig=True)
+    devices = eventually(node.devices)
+    name = next(device["name"] for device in devices if "1g10gb" in device["name"])
+    opaque = {"driver": DRIVER, "parameters": parameters("MigDeviceConfig", hostDevices=["gds"])}
+    config = [{"source": "FromClaim", "requests": [], "opaque": opaque}]
+    ref = node.allocated_by_hand("training", name, config=config)
+    before = node.machine.current().by_uuid
+    refused(node, ref, "hostDevices gds")
+    assert all(not gpu.instances for gpu in node.machine.current().present)
+    assert {uuid: gpu.mig_serial for uuid, gpu in node.machine.current().by_uuid.items()} == {
+        uuid: gpu.mig_serial for uuid, gpu in before.items()
+    }
+    node.machine.set_host_devices(["gds"])
+    ready(node, ref)
+    [paths] = beside(node, ref).values()
+    assert [path for path in paths if "nvidia-cap" not in path] == [
+        f"/dev/nvidia-fs{number}" for number in range(8)
+    ]
+
+
+def test_a_node_of_a_group_brings_the_group(make_node: Make) -> None:
+    """The simulated storage nodes belong to root only; one of another group would not open for other users."""
+    node = make_node("dgx-h100")
+    node.machine.set_host_devices(["gds"])
+    node.start_driver()
+    node.wait_devices(8)
+    ref = asking(node, "training", "gds")
+    ready(node, ref)
+    [device] = spec_of(node, ref)["devices"]
+    modes = {one["fileMode"] for one in device["containerEdits"]["deviceNodes"] if "nvidia-fs" in one["path"]}
+    assert modes == {0o660}
+
+
+def test_paths_of_a_real_host(tmp_path: Path) -> None:
+    """A driver container has its own /dev, without the nodes of other modules: those are the host's."""
+    from dra_driver.host.host_devices import HostDeviceFinder
+    from dra_driver.model.host import DeviceNode, HostPaths
+
+    class Reader:
+        def read(self, path: str) -> DeviceNode | None:
+            return DeviceNode(path, "c", 510, 0) if path in ("/dev/gdrdrv", "/x/dev/nvidiactl") else None
+
+    paths = HostPaths(driver_root="/x", host_driver_root="/run/nvidia/driver", host_root=str(tmp_path))
+    [node] = HostDeviceFinder(paths, nodes=Reader()).find("gdrcopy").nodes
+    assert (node.node.path, node.host_path) == ("/dev/gdrdrv", "/dev/gdrdrv")
+    assert replace(node.node, path="") == DeviceNode("", "c", 510, 0)
