@@ -221,7 +221,7 @@ def host_devices(
     ] = None,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
-    """Give the machine nodes of GPUDirect Storage, RDMA and GDRCopy."""
+    """Give the machine nodes for storage, RDMA, GDRCopy."""
     from dra_driver.simulator import commands
 
     typer.echo(commands.host_devices(directory, kinds or []))

@@ -79,6 +79,9 @@ class Host:
         self.shown: dict[int, Hashable] = {}
         self.surprises: list[Exception] = []
 
+    def imex_channels(self) -> int | None:
+        return None
+
     def pcie_root(self, bus_id: str) -> str | None:
         return f"pci0000:{int(bus_id[5:7], 16) - 1:02x}"
 
