@@ -298,6 +298,9 @@ class ManifestCheck:
 
     def _selector_hints(self, v1: JsonObject) -> Iterator[str]:
         for body in _selecting(v1):
+            class_name = body.get("deviceClassName")
+            if class_name is not None and (class_name not in self._classes or self._other_driver(class_name)):
+                continue  # its devices are not known here
             for selector in body.get("selectors") or ():
                 yield from hints(selector["cel"]["expression"], self._driver, self._variables)
 

@@ -359,6 +359,24 @@ def test_examples_fit_the_machines_that_they_are_for() -> None:
     assert len(reports[0]["devices"]) == 1
 
 
+def test_the_example_for_two_trays_fits_where_claims_get_a_channel() -> None:
+    readme = (EXAMPLES / "imex-job/README.md").read_text().splitlines()
+    [configured] = [line.strip() for line in readme if line.startswith("    imex:")]
+    tray = (str(EXAMPLES / "imex-job"), "--simulate", "gb200-nvl72-tray")
+    code, reports, _ = validate("-", *tray, stdin=configured)
+    assert (code, len(reports[1]["devices"])) == (0, 4)
+    code, reports, _ = validate(*tray)
+    assert code == 1
+    assert any("imexChannels" in fault for fault in reports[0]["faults"])
+
+
+def test_no_hint_is_given_on_devices_of_another_driver() -> None:
+    code, reports, _ = validate(str(EXAMPLES / "gpu-and-nic"), "--simulate", "dgx-h100")
+    assert code == 0
+    assert [report["hints"] for report in reports] == [[], []]
+    assert any("DeviceClass dranet is neither" in note for note in reports[0]["notes"])
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -> None:
     machine = SHARED[name]

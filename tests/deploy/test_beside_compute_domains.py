@@ -1,0 +1,50 @@
+"""NVIDIA's compute-domain plugin runs beside this driver: no name of the one is a name of the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from dra_driver.cdi.rules.spec import spec_kind
+from dra_driver.settings import DEFAULT_DRIVER_NAME
+from dra_driver.slices.rules.build import build_pool
+from tests.fakes.samples import MIXED
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = "compute-domain.nvidia.com"
+CLASSES = {"compute-domain-daemon.nvidia.com", "compute-domain-default-channel.nvidia.com"}
+CDI_KIND = "k8s.compute-domain.nvidia.com/claim"
+"""Of release 0.5 of NVIDIA's chart with `resources.gpus.enabled=false`."""
+
+
+def own_classes() -> set[str]:
+    files = [*ROOT.glob("daemonset/base/*.yaml"), *ROOT.glob("daemonset/components/*/device-class*.yaml")]
+    documents = (document for path in files for document in yaml.safe_load_all(path.read_text()))
+    return {one["metadata"]["name"] for one in documents if one and one.get("kind") == "DeviceClass"}
+
+
+def test_drivers_classes_and_cdi_kinds_differ() -> None:
+    classes = own_classes()
+    assert {"gpu.nvidia.com", "mig.nvidia.com", "shares.gpu.nvidia.com"} <= classes
+    assert not classes & CLASSES
+    assert DEFAULT_DRIVER_NAME != PLUGIN
+    assert spec_kind(DEFAULT_DRIVER_NAME) != CDI_KIND
+
+
+def test_attributes_are_in_the_domain_of_the_driver() -> None:
+    """A bare name is qualified with its driver's; a standard name means the same in every driver."""
+    pool = build_pool(MIXED, "node-a")
+    names = {name for entry in pool.slices for device in entry.devices for name in device["attributes"]}
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"resource.kubernetes.io"}
+
+
+def test_the_manual_names_them() -> None:
+    text = (ROOT / "docs/imex.md").read_text()
+    section = text.partition("## Beside NVIDIA's compute domains")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [a-zA-Z ]+ \| (.+) \| (.+) \|$", section, re.MULTILINE)
+    ours, theirs = (set(re.findall(r"`([^`]+)`", " ".join(cells))) for cells in zip(*rows, strict=True))
+    assert {PLUGIN, CDI_KIND, *CLASSES} <= theirs
+    assert ours <= own_classes() | {"gpu.nvidia.com", "vfio.gpu.nvidia.com", spec_kind(DEFAULT_DRIVER_NAME)}
+    assert not ours & theirs

@@ -1,0 +1,113 @@
+"""A claim with devices of two drivers, and an example for nodes that this cluster does not have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.model.claim import ClaimRef, Prepared
+from tests.e2e.conftest import Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+NICS = "dra.net"
+CLASS = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "DeviceClass",
+    "metadata": {"name": "dranet"},
+    "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{NICS}"'}}]},
+}
+
+
+class Adapters:
+    """What the other driver does with a claim: nothing that a container would see."""
+
+    def prepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        has_left: Callable[[], bool] | None = None,
+    ) -> Mapping[str, Prepared]:
+        return {ref.uid: Prepared(()) for ref in claims}
+
+    def unprepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        has_left: Callable[[], bool] | None = None,
+    ) -> Mapping[str, None]:
+        return {ref.uid: None for ref in claims}
+
+
+@pytest.fixture
+def nics(cluster: Cluster) -> Iterator[dict[str, str]]:
+    """A second driver as dranet is: an adapter behind each PCIe root, and RDMA only behind the last; the roots."""
+    roots = sorted(
+        {device["attributes"]["resource.kubernetes.io/pcieRoot"]["string"] for device in cluster.devices()}
+    )
+    assert len(roots) > 1
+    devices = [
+        {
+            "name": f"nic-{number}",
+            "attributes": {
+                "dra.net/ifName": {"string": f"eth{number}"},
+                "dra.net/rdma": {"bool": root == roots[-1]},
+                "resource.kubernetes.io/pcieRoot": {"string": root},
+            },
+        }
+        for number, root in enumerate(roots)
+    ]
+    published = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": "adapters"},
+        "spec": {
+            "driver": NICS,
+            "nodeName": cluster.node,
+            "pool": {"name": cluster.node, "generation": 1, "resourceSliceCount": 1},
+            "devices": devices,
+        },
+    }
+    plugin = KubeletPlugin(PluginSettings(NICS), Adapters(), ready=lambda: True)
+    plugin.start()
+    try:
+        wait_for(
+            "the kubelet to know the second driver",
+            lambda: plugin.registrar.status is not None and plugin.registrar.status.registered,
+        )
+        cluster.apply(json.dumps(CLASS))
+        cluster.apply(json.dumps(published))
+        yield {device["name"]: root for device, root in zip(devices, roots, strict=True)}
+        cluster.kubectl("delete", "-f", "examples/gpu-and-nic", "--ignore-not-found", "--timeout=300s")
+        wait_for("the claim to be gone", lambda: not cluster.get("resourceclaims", "-A")["items"])
+    finally:
+        cluster.kubectl("delete", "resourceslice", "adapters", "--ignore-not-found", check=False)
+        cluster.kubectl("delete", "deviceclass", "dranet", "--ignore-not-found", check=False)
+        plugin.stop()
+        if plugin.settings.plugin_dir.is_dir() and not any(plugin.settings.plugin_dir.iterdir()):
+            plugin.settings.plugin_dir.rmdir()
+
+
+def test_a_gpu_and_an_adapter_behind_one_root(cluster: Cluster, nics: dict[str, str]) -> None:
+    cluster.kubectl("apply", "-f", "examples/gpu-and-nic")
+    cluster.wait_running("gpu-and-nic")
+    [name] = cluster.claims_of("gpu-and-nic")
+    claim = cluster.get("resourceclaim", name, "-n", "default")
+    found = {
+        result["request"]: result["device"] for result in claim["status"]["allocation"]["devices"]["results"]
+    }
+    [gpu] = [device for device in cluster.devices() if device["name"] == found["gpu"]]
+    wanted = sorted(nics.values())[-1]
+    assert nics[found["nic"]] == wanted
+    assert gpu["attributes"]["resource.kubernetes.io/pcieRoot"]["string"] == wanted
+    assert len(cluster.seen_by("gpu-and-nic")) == 1
+
+
+def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> None:
+    told = cluster.kubectl("apply", "--dry-run=server", "-f", "examples/imex-job")
+    assert told.count("(server dry run)") == 3
+    assert Path("examples/imex-job/imex-job.yaml").read_text().count("kind:") == 3
