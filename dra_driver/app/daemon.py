@@ -70,6 +70,7 @@ from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.model.driver_programs import IMEX_PROGRAM
 from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
@@ -127,7 +128,8 @@ class Driver:
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
-        extras = HostExtras(paths, programs, nodes=platform.nodes)
+        imex_programs = installed_programs(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,))
+        extras = HostExtras(paths, imex_programs, nodes=platform.nodes)
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
         nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark)

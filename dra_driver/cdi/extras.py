@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 
 class HostExtras:
-    """Finds them on the host. Costs nothing for a plan that has none."""
+    """Finds them on the host; nobody asks for a plan that has none."""
 
     def __init__(
         self, paths: HostPaths, programs: FindPrograms, *, nodes: DeviceNodeReader | None = None
@@ -65,8 +65,7 @@ class HostExtras:
                 raise refused(planned, kind)
             else:
                 missing.add(note(kind))
-        if planned.host_devices:
-            self._tell(frozenset(missing))
+        self._tell(frozenset(missing))
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:

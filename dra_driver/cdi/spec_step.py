@@ -87,7 +87,7 @@ class CdiSteps:
         }
         if managing:
             devices = self._with_management(devices, managing)
-        common = self._common_edits(files, self._extras.channel_nodes(plan))
+        common = self._common_edits(files, self._extras.channel_nodes(plan) if plan.has_extras else ())
         return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, common)
 
     def _with_management(
@@ -143,7 +143,9 @@ class CdiSteps:
         self._specs.remove(claim_uid)
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
-        device = self._extras.added(self._bare_device(planned), planned)
+        device = self._bare_device(planned)
+        if planned.host_devices:
+            device = self._extras.added(device, planned)
         match planned.usage:
             case MpsShared() as usage:
                 return with_mps(device, usage, self._mps_directories(usage.spec.device))

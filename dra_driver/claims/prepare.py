@@ -233,7 +233,8 @@ class Preparer:
                         raise
                     if not plan.locked_gpus <= gpus:
                         continue
-                    self._extras.check(plan)
+                    if plan.has_extras:
+                        self._extras.check(plan)
                     attempt.wanted = plan.held_devices()
                     self._settle(plan)
                     call.left()
@@ -247,10 +248,11 @@ class Preparer:
     ) -> None:
         """Ask for the claims that get a channel, before the locks of GPUs: the daemon may take its time. A prepared
         claim keeps what it has. Raises: RetryableError."""
+        if known is not None and known.phase == "prepared" and known.claim == claim:
+            return
         inventory = self._inventory()
         devices = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
-        wants = any(device is not None and in_fabric(device) for device in devices)
-        if wants and not (known is not None and known.phase == "prepared" and known.claim == claim):
+        if any(device is not None and in_fabric(device) for device in devices):
             self._extras.refuse_unready_imex(call.left())
 
     def _stands(self, known: ClaimRecord | None, claim: AllocatedClaim) -> TypeGuard[ClaimRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,17 +13,19 @@ from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_programs import (
     CONTROL_PROGRAM,
-    IMEX_PROGRAM,
     SERVER_PROGRAM,
     SMI_PROGRAM,
     DriverPrograms,
 )
 
+_PROGRAMS = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def installed_programs(root: str, links: Path, links_mode: int = 0o700) -> InstalledPrograms:
-    """The driver's programs below `root`, as this process sees it.
+def installed_programs(
+    root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
+) -> InstalledPrograms:
+    """The driver's programs of these names below `root`, as this process sees it.
 
     `links` is the directory for links to libraries; its mode is `links_mode`, because programs that run as another user
     need it.
@@ -44,7 +46,8 @@ def installed_programs(root: str, links: Path, links_mode: int = 0o700) -> Insta
             if path.rpartition("/")[0] in scanned.directories
         }
 
-    return InstalledPrograms(root, find, libraries, links, os.environ.get("PATH", _SYSTEM_PATH), links_mode)
+    search_path = os.environ.get("PATH", _SYSTEM_PATH)
+    return InstalledPrograms(root, find, libraries, links, search_path, links_mode, names)
 
 
 class InstalledPrograms:
@@ -62,6 +65,7 @@ class InstalledPrograms:
         links: Path,
         search_path: str,
         links_mode: int = 0o755,
+        names: Sequence[str] = _PROGRAMS,
     ) -> None:
         """`find` answers the path of a program, `libraries` the file of each library name that a loader needs."""
         self._root = root
@@ -70,13 +74,13 @@ class InstalledPrograms:
         self._links = links
         self._links_mode = links_mode
         self._search_path = search_path
+        self._names = names
         self._linked_for: object = None
         self._linked_from: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self) -> DriverPrograms:
-        names = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM, IMEX_PROGRAM)
-        paths = {name: path for name in names if (path := self._find(name)) is not None}
+        paths = {name: path for name in self._names if (path := self._find(name)) is not None}
         elsewhere = self._root.rstrip("/") != ""
         if elsewhere:
             with self._lock:

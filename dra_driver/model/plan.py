@@ -66,6 +66,11 @@ class Plan:
         """The GPUs whose locks the plan needs: adminAccess reserves and changes nothing."""
         return frozenset(device.offered.gpu.uuid for device in self.devices if not device.result.admin_access)
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether a device comes with something of the host beside it."""
+        return any(device.imex is not None or device.host_devices for device in self.devices)
+
     def held_devices(self) -> tuple[HeldDevice, ...]:
         """The devices as a record keeps them."""
         return tuple(device.held() for device in self.devices)

@@ -31,6 +31,8 @@ from dra_driver.errors import (
 )
 from dra_driver.health import store as healthstore
 from dra_driver.host import nvidia_smi
+from dra_driver.host.imex import ImexChannelNodes
+from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
@@ -326,6 +328,14 @@ def proc(directory: Path) -> Parser:
                     raise AssertionError(f"a node anywhere: {node.path!r}")
         caps.majors()
         sysfs.memory_total()
+        imex = ImexChannelNodes(str(directory))
+        (directory / "driver/nvidia/params").write_bytes(content)
+        imex.count()
+        with suppress(DraDriverError):
+            imex.nodes(0)
+        for name in imex_settings(content.decode(errors="replace")):
+            if not name.startswith("IMEX_CMD_"):
+                raise AssertionError(f"a setting of another kind: {name!r}")
         function = directory / "bus/pci/devices/0000:1b:00.0"
         function.mkdir(parents=True, exist_ok=True)
         for name in ("vendor", "device", "class", "numa_node"):

@@ -39,6 +39,7 @@ _PROC = (
     "Character devices:\n195 nvidia\n511 nvidia-caps\n\nBlock devices:\n7 loop\n",
     "DeviceFileMinor: 12\nDeviceFileMode: 292\nDeviceFileModify: 1\n",
     "MemTotal:  1024 kB\n",
+    "ImexChannelCount: 2048\nIMEX_CMD_ENABLED=1\nIMEX_CMD_UNIX_DOMAIN_PATH=/x\n",
 )
 MPS_SPEC: Json = {"device": "gpu-0", "uuid": GPU, "kind": "gpu", "gpu_uuid": GPU, "multi_user": True,
                    "default_active_thread_percentage": 50, "default_memory_limit_mib": None}  # fmt: skip
@@ -131,6 +132,7 @@ def _seeds() -> dict[str, tuple[bytes | str | Json | list[Any], ...]]:
         "config-file": (
             "nodeName: a\nsharing: [{mode: shares, shares: 4}]\n",
             "healthcheckPort: 1\ndynamicMig: {enabled: true, adopt: keep}\n",
+            "imex: {channel: 0}\nhostDevices: [gds]\n",
         ),
         "selector": (
             'device.driver == "a" && device.attributes["a"].type in ["gpu", 1.5]',

@@ -232,6 +232,8 @@ def test_imex_in_order(tray: Host) -> None:
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
     says(asked(inventory=one_outside), "WARN", f"in no fabric (yet): {first.pci_bus_id}", "grep -A4 Fabric")
     says(tray.checks(extras=Extras(imex="all")).imex(), "OK", "claims get all of 2048")
+    tray.node.machine.set_imex("ready", channels=5000)
+    says(tray.checks(extras=Extras(imex="all")).imex(), "FAIL", "5000 channels", "imex.channel to a number")
     assert "IMEX" not in [check.name for check in tray.checks().all()]
 
 

@@ -110,6 +110,8 @@ def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.Mon
         monkeypatch.setattr(imex.ImexChannelNodes, name, asked)
     monkeypatch.setattr(imex.ImexDaemon, "refuse_unready", asked)
     monkeypatch.setattr("dra_driver.host.host_devices.HostDeviceFinder.find", asked)
+    for name in ("check", "added", "channel_nodes", "refuse_unready_imex"):
+        monkeypatch.setattr(HostExtras, name, asked)
     tray.start_driver()
     assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
     ref = tray.claim("training")
@@ -180,6 +182,13 @@ def test_a_channel_that_the_driver_does_not_have(tray: Node) -> None:
     tray.start_driver(imex_channel=8)
     tray.wait_devices(4)
     refused(tray, tray.claim("training"), "IMEX channel 8", "has channels 0 to 7", "NVreg_ImexChannelCount")
+
+
+def test_more_channels_than_a_container_can_have(tray: Node) -> None:
+    tray.machine.set_imex("ready", channels=5000)
+    tray.start_driver(imex_channel="all")
+    tray.wait_devices(4)
+    refused(tray, tray.claim("training"), "all IMEX channels", "has 5000", "imex.channel to a number")
 
 
 def test_a_driver_without_channels(tray: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dra_driver.api.resolve import config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.host_devices import HostDevice, ImexChannels
+from dra_driver.model.host_devices import MOST_IMEX_CHANNELS, HostDevice, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 from dra_driver.model.sharing import kind_of
 
@@ -36,6 +36,12 @@ def imex_of(
         raise RetryableError(
             f"request {result.request}: device {device.name} is in a fabric, but the NVIDIA driver of this node has no "
             "IMEX channels; `gpu-dra-driver doctor` says what is missing"
+        )
+    if channels == "all" and count > MOST_IMEX_CHANNELS:
+        raise ClaimRefusedError(
+            f"request {result.request}: the configuration gives all IMEX channels to device {device.name}, but the "
+            f"NVIDIA driver of this node has {count}, and a container can have {MOST_IMEX_CHANNELS}; set imex.channel "
+            "to a number, or load the module nvidia with a smaller NVreg_ImexChannelCount"
         )
     if channels != "all" and channels >= count:
         raise ClaimRefusedError(

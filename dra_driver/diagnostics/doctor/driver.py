@@ -27,8 +27,16 @@ from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.driver_programs import IMEX_PROGRAM
 from dra_driver.model.host import HostPaths
-from dra_driver.model.host_devices import NO_EXTRAS, NODE_PATTERNS, REMEDIES, Extras, ImexChannels
+from dra_driver.model.host_devices import (
+    MOST_IMEX_CHANNELS,
+    NO_EXTRAS,
+    NODE_PATTERNS,
+    REMEDIES,
+    Extras,
+    ImexChannels,
+)
 from dra_driver.model.inventory import Inventory
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
@@ -258,6 +266,11 @@ class DriverChecks:
                 f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
                 "load the module nvidia with NVreg_ImexChannelCount=2048; a driver before 550 has none",
             )
+        if wanted == "all" and count > MOST_IMEX_CHANNELS:
+            return fail(
+                f"the NVIDIA driver has {count} channels, too many for one container",
+                f"set imex.channel to a number, or load the module nvidia with {MOST_IMEX_CHANNELS} at most",
+            )
         if wanted != "all" and wanted >= count:
             return fail(
                 f"the configuration gives channel {wanted}, the NVIDIA driver has 0 to {count - 1}",
@@ -265,7 +278,9 @@ class DriverChecks:
             )
         try:
             with TemporaryDirectory() as links:
-                programs = installed_programs(self.paths.driver_root, Path(links) / "lib")
+                programs = installed_programs(
+                    self.paths.driver_root, Path(links) / "lib", names=(IMEX_PROGRAM,)
+                )
                 ImexDaemon(self.paths, programs).refuse_unready()
         except DraDriverError as error:
             seen, _, remedy = str(error).partition("; ")
