@@ -1,0 +1,80 @@
+"""What comes beside a device: by the node's configuration, by the claim's parameters, and kept once it was given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dra_driver.claims.rules.plan import plan_claim
+from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.claim import DeviceConfig
+from dra_driver.model.gpu import Fabric
+from dra_driver.model.host_devices import Extras
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from tests.api.parameter_table import parameters
+from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory, result
+
+INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 3))
+OUTSIDE = h100(1)
+NODES = replace(inventory(INSIDE, OUTSIDE), imex_channels=8)
+IN, OUT = NODES.by_name
+
+
+def planned(*results: Any, node: Inventory = NODES, known: ClaimRecord | None = None, **more: Any) -> Plan:
+    configs = more.pop("configs", ())
+    wanted = replace(claim(), results=tuple(results), configs=configs)
+    return plan_claim(wanted, node, NODE, DRIVER, (), known=known, extras=Extras(**more))
+
+
+def config(source: Any, requests: tuple[str, ...], *kinds: str) -> DeviceConfig:
+    return DeviceConfig(source, requests, DRIVER, parameters(hostDevices=list(kinds)))
+
+
+def test_only_devices_in_a_fabric_that_are_used_get_the_channel() -> None:
+    plan = planned(result(IN, "a"), result(OUT, "b"), imex=7)
+    assert [device.imex for device in plan.devices] == [7, None]
+    assert [held.imex for held in plan.held_devices()] == [7, None]
+    assert [device.imex for device in planned(result(IN, admin_access=True), imex=7).devices] == [None]
+    assert not planned(result(IN)).has_extras
+
+
+@pytest.mark.parametrize(
+    ("channels", "count", "error"),
+    [
+        (8, 8, ClaimRefusedError),
+        (0, None, RetryableError),
+        ("all", None, RetryableError),
+        ("all", 4097, ClaimRefusedError),
+    ],
+)
+def test_channels_that_the_driver_does_not_have(
+    channels: Any, count: int | None, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        planned(result(IN), node=replace(NODES, imex_channels=count), imex=channels)
+    assert not planned(result(OUT), node=replace(NODES, imex_channels=count), imex=channels).has_extras
+
+
+def test_the_claim_asks_in_addition_to_the_node() -> None:
+    configs = (config("FromClass", (), "nvswitch"), config("FromClaim", ("a",), "mofed", "gds"))
+    plan = planned(result(IN, "a"), result(OUT, "b"), configs=configs, host_devices=("gdrcopy", "gds"))
+    assert [device.host_devices for device in plan.devices] == [
+        ("gds", "mofed", "gdrcopy"),
+        ("gds", "gdrcopy", "nvswitch"),
+    ]
+    assert [device.asked_host_devices for device in plan.devices] == [("gds", "mofed"), ("nvswitch",)]
+
+
+def test_a_prepared_claim_keeps_it_and_a_half_prepared_one_does_not() -> None:
+    first = planned(result(IN), imex=7, host_devices=("gds",))
+    record = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
+    for extras in ({}, {"imex": 2, "host_devices": ("mofed",)}):
+        assert planned(result(IN), known=record, **extras).devices == first.devices
+        gone = replace(NODES, imex_channels=None)
+        assert planned(result(IN), known=record, node=gone, **extras).devices == first.devices
+    again = planned(result(IN), known=replace(record, phase="preparing"), imex=2)
+    assert [(device.imex, device.host_devices) for device in again.devices] == [(2, ())]
