@@ -313,9 +313,9 @@ def section(name: str) -> str:
 
 
 WHOLE = (
-    "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "jobset", "kai", "kueue",
-    "monitoring-daemonset", "mps-shared-claim", "nvlink-domain", "one-gpu", "pytorch-ddp", "selectors", "shared-claim",
-    "time-slicing", "two-claims", "volcano",
+    "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "host-devices", "jobset", "kai",
+    "kueue", "monitoring-daemonset", "mps-shared-claim", "nvlink-domain", "one-gpu", "pytorch-ddp", "selectors",
+    "shared-claim", "time-slicing", "two-claims", "volcano",
 )  # fmt: skip
 SHARED = {
     "gpu-shares": "dgx-h100",

@@ -1,4 +1,4 @@
-"""A claim with devices of two drivers, and an example for nodes that this cluster does not have."""
+"""What stands beside the GPU: nodes of the host, devices of another driver, and other nodes of a fabric."""
 
 from __future__ import annotations
 
@@ -111,3 +111,37 @@ def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> No
     told = cluster.kubectl("apply", "--dry-run=server", "-f", "examples/imex-job")
     assert told.count("(server dry run)") == 3
     assert Path("examples/imex-job/imex-job.yaml").read_text().count("kind:") == 3
+
+
+@pytest.fixture
+def storage(cluster: Cluster) -> Iterator[None]:
+    """A node whose modules for GPUDirect Storage and GDRCopy are loaded."""
+    cluster.simulate("host-devices", "gds", "gdrcopy")
+    try:
+        yield
+    finally:
+        cluster.simulate("host-devices")
+
+
+def test_a_container_gets_the_nodes_of_the_host_that_it_asks_for(
+    cluster: Cluster, storage: None, example: Callable[..., None]
+) -> None:
+    example("host-devices")
+    cluster.wait_running("host-devices")
+    assert len(cluster.seen_by("host-devices")) == 1
+    command = (
+        "ls -d /dev/nvidia-fs* /dev/gdrdrv /run/udev; cat /etc/cufile.json; [ -c /dev/gdrdrv ] && echo node"
+    )
+    told = cluster.kubectl("exec", "host-devices", "--", "sh", "-c", command).split()
+    assert told[:10] == [
+        *sorted(["/dev/gdrdrv", *(f"/dev/nvidia-fs{number}" for number in range(8))]),
+        "/run/udev",
+    ]
+    assert told[-1] == "node"
+    assert "logging" in " ".join(told)
+
+
+def test_a_pod_is_told_which_module_its_node_lacks(cluster: Cluster, example: Callable[..., None]) -> None:
+    example("host-devices")
+    wait_for("the pod to be told", lambda: "hostDevices gds" in cluster.told_of("host-devices", "default"))
+    assert "modprobe nvidia-fs" in cluster.told_of("host-devices", "default")
