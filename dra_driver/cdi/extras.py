@@ -22,7 +22,7 @@ from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.model.driver_files import CdiDevice, HostNode
 from dra_driver.model.driver_programs import FindPrograms
 from dra_driver.model.host import HostPaths
-from dra_driver.model.host_devices import ImexChannels
+from dra_driver.model.host_devices import HostDevice, ImexChannels
 from dra_driver.model.plan import Plan, PlannedDevice
 
 _log = structlog.get_logger(__name__)
@@ -38,7 +38,7 @@ class HostExtras:
         self._channels = ImexChannelNodes(paths.proc)
         self._daemon = ImexDaemon(paths, programs)
         self._lock = threading.Lock()
-        self._told: frozenset[str] = frozenset()
+        self._told: set[HostDevice] = set()
 
     def check(self, plan: Plan) -> None:
         """Raises: RetryableError if the node lacks what the claim cannot be prepared without."""
@@ -56,16 +56,12 @@ class HostExtras:
 
     def added(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
         """The device with its nodes beside the GPU. Raises: RetryableError as `check`."""
-        missing = set()
         for kind in planned.host_devices:
             found = self._finder.find(kind)
-            if found.nodes:
-                device = with_host_devices(device, found.nodes, found.mounts)
-            elif kind in planned.asked_host_devices:
+            if not found.nodes and kind in planned.asked_host_devices:
                 raise refused(planned, kind)
-            else:
-                missing.add(note(kind))
-        self._tell(frozenset(missing))
+            self._tell(kind, is_there=bool(found.nodes))
+            device = with_host_devices(device, found.nodes, found.mounts)
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
@@ -75,14 +71,16 @@ class HostExtras:
             return ()
         return tuple(HostNode(node, node.path) for node in self._channels.nodes(channels))
 
-    def _tell(self, missing: frozenset[str]) -> None:
-        """Log what the node lacks: once, and again when that changes."""
+    def _tell(self, kind: HostDevice, *, is_there: bool) -> None:
+        """Log what the node lacks: once, and again when it was there meanwhile."""
         with self._lock:
-            if missing == self._told:
+            if is_there:
+                self._told.discard(kind)
                 return
-            self._told = missing
-        if missing:
-            _log.warning("host_devices_missing", notes=sorted(missing))
+            if kind in self._told:
+                return
+            self._told.add(kind)
+        _log.warning("host_devices_missing", notes=[note(kind)])
 
 
 def channels_of(plan: Plan) -> ImexChannels | None:

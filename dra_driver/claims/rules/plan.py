@@ -164,7 +164,12 @@ def _with_extras(
     """The devices with what comes beside them. A prepared claim keeps what it `held`, whatever the node gives now."""
     planned = []
     for number, device in enumerate(devices):
-        asked = asked_host_devices(claim, device.result, device.offered, driver)
+        try:
+            asked = asked_host_devices(claim, device.result, device.offered, driver)
+        except InvalidConfigError:
+            if held is None:
+                raise
+            asked = ()  # a newer release judged the parameters when the claim was new
         if held is not None:
             imex, given = held[number].imex, held[number].host_devices
         else:
