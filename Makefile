@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
+PROGRAM := $(VENV)/.program
+INSTALL := $(BIN)/python hack/dependencies.py
 STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
 CEL := $(VENV)/.cel
@@ -27,25 +29,30 @@ $(RUNTIME): requirements.txt
 		{ echo "The venv module is missing: install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the driver's locked dependencies (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
+	@$(INSTALL) --require-hashes -r requirements.txt
 	@touch $@
 
 # The stand-in for the scheduler judges selectors.
 $(CEL): $(RUNTIME) requirements-cel.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-cel.txt
+	@$(INSTALL) --quiet --require-hashes -r requirements-cel.txt
 	@touch $@
 
-$(STAMP): $(RUNTIME) requirements-dev.txt pyproject.toml
+# The commands of this tree in $(BIN), made by the locked setuptools.
+$(PROGRAM): $(RUNTIME) requirements-dev.txt pyproject.toml
+	@sed -n '/^setuptools==/,/[^\\]$$/p' requirements-dev.txt > $@.txt
+	@$(INSTALL) --quiet --require-hashes -r $@.txt
+	@PYTHONWARNINGS='ignore:Editable installation' $(INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	@rm $@.txt && touch $@
+
+$(STAMP): $(PROGRAM) requirements-dev.txt
 	@echo "Installing the locked tools for development (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.txt
-	@PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--no-deps --no-build-isolation --editable .
+	@$(INSTALL) --require-hashes -r requirements-dev.txt
 	@touch $@
 
 demo: $(CEL) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
 	@$(BIN)/python hack/playground demo --simulate $(MACHINE)
 
-playground: $(STAMP) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
+playground: $(CEL) $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
 	@$(BIN)/python hack/playground run --simulate $(MACHINE) $(if $(CONFIG),--config $(CONFIG))
 
 docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them

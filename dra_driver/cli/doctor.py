@@ -29,6 +29,8 @@ from dra_driver.cli.options import (
 )
 from dra_driver.cli.output import Color, ColorOption, Output, OutputOption, print_object
 from dra_driver.cli.scratch import this_machine
+from dra_driver.cli.tables import terminal_width
+from dra_driver.diagnostics.rules.tables import hanging
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.doctor.checks import Outcome
@@ -83,13 +85,15 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) ->
         checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
         print_object({"counts": counts, "checks": checks}, output)
         return
-    width = max(len(outcome.check) for outcome in outcomes)
+    names = max(len(outcome.check) for outcome in outcomes)
+    width = terminal_width(all_columns=output is Output.wide)
     for outcome in outcomes:
         finding = outcome.finding
         status = f"{finding.status:<4}"
+        line = hanging(f"{status}  {outcome.check:<{names}}  ", finding.seen, width)
         if is_coloured:
-            status = typer.style(status, fg=_COLORS[finding.status])
-        typer.echo(f"{status}  {outcome.check:<{width}}  {finding.seen}", color=is_coloured)
+            line = typer.style(status, fg=_COLORS[finding.status]) + line[len(status) :]
+        typer.echo(line, color=is_coloured)
         if finding.remedy is not None:
-            typer.echo(f"      {'':<{width}}  -> {finding.remedy}")
+            typer.echo(hanging(f"      {'':<{names}}  -> ", finding.remedy, width))
     typer.echo("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -1,4 +1,4 @@
-"""`make demo`: a GPU node at work in five scenes, then nothing is left of it."""
+"""`make demo`: a GPU node at work, scene by scene as the machine has it, then nothing is left of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from dra_driver.app.daemon import Driver
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.cli.tables import device_table, terminal_width
+from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.errors import FatalError, InvalidConfigError
 from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef, Failed
@@ -21,6 +22,8 @@ from playground.node import DRIVER, JsonObject, PlaygroundNode
 
 _NAMESPACE = "default"
 _WAIT_S = 20.0
+_LONG = 3
+"""What nvidia-smi calls a long time slice."""
 
 
 def demo(
@@ -51,6 +54,7 @@ class _Demo:
 
     def __init__(self, root: Path, machine: str, stack: ExitStack) -> None:
         self._node = stack.enter_context(PlaygroundNode(root, machine, name="demo-node"))
+        self._scenes = 0
         self._partition_one_gpu()
         self._driver = Driver(self._node.settings)
         stack.callback(self._driver.stop)
@@ -60,6 +64,7 @@ class _Demo:
         self._publish()
         self._prepare_gpus()
         self._prepare_mig()
+        self._prepare_time_slices()
         self._refuse_double_allocation()
         self._take_back()
 
@@ -88,50 +93,76 @@ class _Demo:
         registered = time.monotonic() - started
         _wait("the slices to be published", lambda: bool(self._node.devices()))
         published = time.monotonic() - started
-        _scene(1, f"The node publishes its devices ({self._node.settings.simulate})")
+        self._scene(f"The node publishes its devices ({self._node.settings.simulate})")
         typer.echo(device_table(self._node.devices(), terminal_width()), nl=False)
         typer.echo(
             f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s"
         )
 
     def _prepare_gpus(self) -> None:
-        _scene(2, "A claim for two GPUs in one NVLink domain")
         domains = self._published("gpu", "nvlinkDomain")
-        request: JsonObject = {"deviceClassName": "gpu.nvidia.com", "count": 2}
+        free = len(self._published("gpu", "uuid"))
+        request: JsonObject = {"deviceClassName": "gpu.nvidia.com", "count": min(free, 2)}
         devices: JsonObject = {"requests": [{"name": "gpus", "exactly": request}]}
         if len(domains) > len(set(domains)):
+            self._scene("A claim for two GPUs in one NVLink domain")
             devices["constraints"] = [{"requests": ["gpus"], "matchAttribute": f"{DRIVER}/nvlinkDomain"}]
+        elif free > 1:
+            self._scene("A claim for two GPUs; none of this machine's have NVLink between them")
         else:
-            typer.echo(
-                "  This machine has no two free GPUs with NVLink between them: the claim asks for one GPU.\n"
-            )
-            request["count"] = 1
+            self._scene("A claim for a GPU")
         self._claim_and_prepare("training", {"devices": devices})
         self._show_spec("training")
 
     def _prepare_mig(self) -> None:
-        _scene(3, "A claim for a MIG device by its profile")
+        """Nothing where there is no MIG device."""
         profiles = self._published("mig", "profile")
         if not profiles:
-            typer.echo("  This machine has no GPU with MIG: there is nothing to claim.")
             return
+        self._scene(f"A claim for a MIG device by its profile, {profiles[-1]}")
         expression = f"device.attributes['{DRIVER}'].profile == '{profiles[-1]}'"
         request = {"deviceClassName": "mig.nvidia.com", "selectors": [{"cel": {"expression": expression}}]}
         self._claim_and_prepare("inference", {"devices": {"requests": [{"name": "mig", "exactly": request}]}})
         self._show_spec("inference")
 
+    def _prepare_time_slices(self) -> None:
+        """Nothing where every GPU is taken."""
+        if not set(self._published("gpu", "uuid")) - self._uuids_of("training"):
+            return
+        self._scene("A claim for a GPU in long time slices, for pods that share it")
+        parameters = {
+            "apiVersion": "resource.nvidia.com/v1beta1",
+            "kind": "GpuConfig",
+            "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}},
+        }
+        request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
+        config = {"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": parameters}}
+        self._claim_and_prepare("notebooks", {"devices": {"requests": [request], "config": [config]}})
+        [uuid] = self._uuids_of("notebooks")
+        _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU has no long time slices")
+        typer.echo("    the GPU has long time slices now")
+
+    def _uuids_of(self, claim: str) -> set[str]:
+        results = self._claims()[claim]["status"]["allocation"]["devices"]["results"]
+        names = {result["device"] for result in results}
+        return {
+            device["attributes"]["uuid"]["string"]
+            for device in self._node.devices()
+            if device["name"] in names
+        }
+
     def _refuse_double_allocation(self) -> None:
-        _scene(4, "A scheduler gives a GPU out twice: the driver refuses and names the holder")
+        self._scene("A scheduler gives a GPU out twice: the driver refuses and names the holder")
         taken = self._claims()["training"]["status"]["allocation"]["devices"]["results"][0]
         spec = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
         allocation = {"devices": {"results": [{**taken, "request": "gpu"}]}}
         self._add_claim("thief", spec, {"allocation": allocation})
         outcome = self._call("prepare", "thief")
         _expect(isinstance(outcome, Failed), "the second claim was not refused")
-        typer.echo(f"  {outcome.error}")
+        _tell("  ", outcome.error)
 
     def _take_back(self) -> None:
-        _scene(5, "Unprepare, and nothing is left")
+        self._scene("Unprepare, and nothing is left")
         for name in sorted(self._claims()):
             outcome = self._call("unprepare", name)
             _expect(outcome is None, f"unprepare of {name} failed: {outcome}")
@@ -145,6 +176,10 @@ class _Demo:
         typer.echo(
             "\nThat was the real daemon; only hardware, API server, scheduler and kubelet were stand-ins."
         )
+
+    def _scene(self, title: str) -> None:
+        self._scenes += 1
+        typer.echo(f"\n{self._scenes}. {title}\n")
 
     def _published(self, kind: str, attribute: str) -> list[str]:
         """What the published devices of a kind have as this attribute, where they have it."""
@@ -192,14 +227,14 @@ class _Demo:
         common = spec["containerEdits"]
         typer.echo(f"  CDI spec {file.name} (cdiVersion {spec['cdiVersion']}):")
         nodes = ", ".join(node["path"] for node in common["deviceNodes"])
-        typer.echo(f"    every container: {nodes}; {len(common['mounts'])} driver files; {common['env'][0]}")
+        _tell("    every container: ", f"{nodes}; {len(common['mounts'])} driver files; {common['env'][0]}")
         for device in spec["devices"]:
             nodes = ", ".join(node["path"] for node in device["containerEdits"]["deviceNodes"])
-            typer.echo(f"    {device['name'].removeprefix(uid + '-')}: {nodes}")
+            _tell(f"    {device['name'].removeprefix(uid + '-')}: ", nodes)
 
 
-def _scene(number: int, title: str) -> None:
-    typer.echo(f"\n{number}. {title}\n")
+def _tell(prefix: str, text: str) -> None:
+    typer.echo(hanging(prefix, text, terminal_width()))
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -82,13 +82,19 @@ A node with the simulated machine {machine} is up. In another terminal:
   kubectl apply -f {examples}/one-gpu
   kubectl wait --for=condition=Ready pod/one-gpu
   {program} claims
-  kubectl delete -f {examples}/one-gpu
+  {program} cluster --by pod
 
-3. Break the GPU with index 0, see its taint, and mend it:
+3. Break the GPU with index 0, and see its health, its taints and the events:
   {program} simulate lose 0
   {program} top --once
   kubectl get resourceslices -o jsonpath='{{.items[*].spec.devices[*].taints}}'
+  kubectl events
+  {program} cluster
+
+4. Mend it, and end the pod:
   {program} simulate restore 0
+  {program} cluster
+  kubectl delete -f {examples}/one-gpu
 
 Ctrl-C ends it.
 """

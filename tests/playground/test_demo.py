@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from dra_driver.simulator import machine_names
 ROOT = Path(__file__).parents[2]
 WITHOUT_MIG = {"a10-8", "dgx-1v", "dgx-2", "gb10", "l40s-8", "t4-4"}
 WITHOUT_NVLINK = {"a10-8", "gb10", "l40s-8", "rtx-pro-6000-8", "t4-4", "vm-passthrough"}
+ONE_WHOLE_GPU = {"gb10", "vm-passthrough"}
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +33,12 @@ def test_demo_runs_to_its_end_on_every_machine(
     shown = capsys.readouterr().out
     assert "held by claim default/training" in shown
     assert "claim records: 0" in shown
-    assert ("no GPU with MIG" in shown) == (machine in WITHOUT_MIG)
-    assert ("the claim asks for one GPU" in shown) == (machine in WITHOUT_NVLINK)
+    assert ("A claim for a MIG device" in shown) == (machine not in WITHOUT_MIG)
+    assert ("A claim for two GPUs in one NVLink domain" in shown) == (machine not in WITHOUT_NVLINK)
+    assert ("A claim for a GPU\n" in shown) == (machine in ONE_WHOLE_GPU)
+    assert len(re.findall(r"^    gpu-\w+  ->", shown, re.MULTILINE)) >= 1 + (machine not in ONE_WHOLE_GPU)
+    numbers = [int(number) for number in re.findall(r"^(\d)\. ", shown, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
 
 
 def test_demo_refuses_a_directory_in_use(tmp_path: Path) -> None:

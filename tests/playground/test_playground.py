@@ -150,7 +150,8 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
     eventually(lambda: len(playground.devices()) == 8)
     environment = os.environ | playground.variables | {"HOME": str(tmp_path)}  # where kubectl has its cache
     tainted: list[Any] = []
-    assert len(playground.commands) == 10
+    printed: list[str] = []
+    assert len(playground.commands) == 14
     for command in playground.commands:
         if command.startswith("kubectl") and shutil.which("kubectl") is None:
             continue
@@ -161,8 +162,15 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         if "simulate lose" in command:
             tainted = eventually(lambda: [one for one in playground.devices() if one.get("taints")])
+            eventually(lambda: playground.call("GET", "/api/v1/namespaces/default/events")["items"])
+        if command == "kubectl events":
+            assert "GPULost" in done.stdout
+        if "simulate restore" in command:
+            eventually(lambda: not any(one.get("taints") for one in playground.devices()))
+        if command.endswith(" cluster"):
+            printed.append(done.stdout)
     assert [one["attributes"]["index"] for one in tainted] == [{"int": 0}]
-    eventually(lambda: not any(one.get("taints") for one in playground.devices()))
+    assert ["gpu-lost" in text for text in printed] == [True, False]
     assert playground.end(signal.SIGTERM) == 0
 
 

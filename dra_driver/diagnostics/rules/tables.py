@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _GAP = "   "
 _CUT = ".."
 _NOTHING = ("-", "")
+_LEAST_TEXT = 20
+"""A narrower column of text is harder to read than lines that run over the edge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,25 @@ def fitted(
 def printable(cell: str) -> str:
     """Names come from drivers, files and the API: nothing in them may move a terminal's cursor."""
     return "".join(sign if sign.isprintable() else "?" for sign in cell)
+
+
+def hanging(prefix: str, text: str, width: int | None) -> str:
+    """The text after its prefix, and what is too long for `width` below the text's beginning; None is one line.
+
+    Words stay whole: a path, a name or a command can be copied.
+    """
+    indent = " " * len(prefix)
+    line = prefix + " ".join(printable(word) for word in text.split())
+    if width is None or len(line) <= width or width - len(prefix) < _LEAST_TEXT:
+        return line
+    return textwrap.fill(
+        line[len(prefix) :],
+        width,
+        initial_indent=prefix,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _shortened(cell: str, width: int) -> str:
