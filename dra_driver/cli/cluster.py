@@ -62,6 +62,7 @@ def cluster(
     right to list resourceslices, resourceclaims, deviceclasses and pods.
     """
     from dra_driver.diagnostics.cluster_lists import ClusterReader
+    from dra_driver.diagnostics.packed_slices import uncollected
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
     from dra_driver.settings import DEFAULT_DRIVER_NAME
@@ -69,12 +70,14 @@ def cluster(
     configure_logs("critical", "console")
     driver = driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
-    reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S)
+    reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
     with suppress(KeyboardInterrupt):
         while True:
             began = time.monotonic()
             try:
-                shown = _Shown(driver, reader.read(with_owners=by == "workload"), by, namespace)
+                lists = reader.read()
+                with uncollected():
+                    shown = _Shown(driver, lists, by, namespace)
             except ApiUnavailableError as error:
                 if not watch:
                     raise
@@ -102,25 +105,23 @@ class _Shown:
     """One look, counted."""
 
     def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
+        from dra_driver.diagnostics.packed_slices import UnpackedPools
         from dra_driver.diagnostics.rules import cluster_view, waiting_pods
         from dra_driver.validation.pending_claims import pending_claims
         from dra_driver.validation.rules.extended_resources import extended_claims
 
         members, problems = cluster_view.pools_of(driver, lists.slices)
-        devices = cluster_view.devices_of(members, cluster_view.holders_of(driver, lists.claims))
+        holders = cluster_view.holders_of(driver, lists.claims)
+        devices = cluster_view.devices_of(UnpackedPools(members), holders)
         self._by = by
         self._lacking = lists.lacking
         self._nodes = cluster_view.by_node(devices, members, problems) if by == "node" else []
         self._products = cluster_view.by_product(devices) if by == "product" else []
         self._users: list[UserRow] = []
         if by != "node" and by != "product":  # noqa: PLR1714  mypy narrows it so
-            workloads = {
-                (str(pod.get("namespace", "")), str(pod["name"])): cluster_view.workload_of(pod)
-                for pod in lists.owners
-            }
-            rows = cluster_view.by_user(devices, by, workloads)
+            rows = cluster_view.by_user(devices, by, lists.workloads)
             self._users = [row for row in rows if namespace in (None, row.namespace)]
-        whole = {pool: found for pool, found in members.items() if pool not in problems}
+        whole = UnpackedPools({pool: found for pool, found in members.items() if pool not in problems})
         wanted = [*lists.claims, *extended_claims(lists.waiting, lists.classes)]
         self._pending = pending_claims(driver, wanted, whole, lists.classes, namespace)
         self._pods = waiting_pods.pods_by_claim(lists.waiting)

@@ -1,93 +1,213 @@
-"""Whole lists of a cluster, page by page."""
+"""What a cluster has that concerns one driver: lists, page by page, of each object only what a look at it needs."""
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from dra_driver.diagnostics.packed_slices import packed, uncollected
+from dra_driver.diagnostics.rules.cluster_view import results_of, workload_of
 from dra_driver.errors import ApiRejectedError, FatalError
 from dra_driver.kube.client import ApiClient
+from dra_driver.kube.convert import from_version
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.watch_stream import WatchStream
 
 JsonObject = dict[str, Any]
+Key = tuple[str, str]
+"""Namespace and name."""
 
-_PAGE = "500"
-_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
+_PAGE = 500
+_PAGE_OF_SLICES = 100
+"""A slice can have half a MiB in memory before it is packed."""
+_METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1,application/json"
 _UNSCHEDULED = "spec.nodeName=,status.phase=Pending"
 _FORGOTTEN = 410
 """A list took so long that the server forgot how it looked at its beginning."""
+_WATCH_S = (300, 600)
+"""The server ends a watch after that long."""
+_IDLE_S = 150.0
+"""Bookmarks come about once a minute: after two that are missing the server is taken for dead."""
+_PODS = "/api/v1/pods"
 
 _Page = Callable[[dict[str, str]], JsonObject]
 """The answer to one request of a list, with that query."""
+_Watch = Callable[[dict[str, str]], WatchStream]
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLists:
-    """Slices, claims and classes in v1 shape; `owners` is the metadata of all pods, `waiting` the pods without a node.
-    `lacking` are the rights that are missing, and without which something cannot be told."""
+    """Slices, packed, claims and classes in v1 shape; `workloads` has that of each pod, `waiting` the pods without a
+    node. `lacking` are the rights that are missing, and without which something cannot be told."""
 
     slices: list[JsonObject]
     claims: list[JsonObject]
     classes: list[JsonObject]
-    owners: list[JsonObject] = field(default_factory=list)
+    workloads: dict[Key, str] = field(default_factory=dict)
     waiting: list[JsonObject] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
 
 
-class ClusterReader:
-    """Reads all that concerns one driver, as often as it is asked to."""
+class Listed:
+    """The objects of one resource, of each what `keep` leaves of it; filled by `read`, kept up to date by `follow`."""
 
-    def __init__(self, endpoint: Endpoint, driver: str, *, timeout_s: float) -> None:
+    def __init__(
+        self, resource: str, keep: Callable[[JsonObject], Any], page: _Page, watch: _Watch, limit: int = _PAGE
+    ) -> None:
+        self.resource = resource
+        self._keep = keep
+        self._page = page
+        self._watch = watch
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._items: dict[Key, Any] = {}
+
+    def items(self) -> dict[Key, Any]:
+        """What there is now."""
+        with self._lock:
+            return dict(self._items)
+
+    def read(self) -> str:
+        """List all; the version to watch from. In one piece if the server forgets the beginning of the list before its
+        end is read. Raises: FatalError that names the right that is missing; ApiUnavailableError, ApiRejectedError.
+        """
+        try:
+            return self._read(self._limit)
+        except ApiRejectedError as error:
+            if error.status in (401, 403):
+                raise FatalError(
+                    f"this user may not list {self.resource} in all namespaces; "
+                    f"ask for a ClusterRole with the verb list for {self.resource}"
+                ) from error
+            if error.status != _FORGOTTEN:
+                raise
+        return self._read(None)
+
+    def _read(self, limit: int | None) -> str:
+        items: dict[Key, Any] = {}
+        query = {} if limit is None else {"limit": str(limit)}
+        more: dict[str, str] = {}
+        while True:
+            with uncollected():
+                answer = self._page(query | more)
+                for entry in answer.get("items") or ():
+                    items[_key(entry)] = self._keep(entry)
+                metadata = answer.get("metadata") or {}
+                del answer
+            if not metadata.get("continue"):
+                break
+            more = {"continue": metadata["continue"]}
+        with self._lock:
+            self._items = items
+        return str(metadata.get("resourceVersion") or "")
+
+    def follow(self, version: str) -> Iterator[WatchStream | str]:
+        """The open watch from that version on, then after each event that was taken in its version.
+
+        Raises: WatchExpiredError (read again), ApiUnavailableError, ApiRejectedError.
+        """
+        seconds = int(random.uniform(*_WATCH_S))  # noqa: S311  spreads load
+        stream = self._watch(
+            {
+                "watch": "true",
+                "allowWatchBookmarks": "true",
+                "resourceVersion": version,
+                "timeoutSeconds": str(seconds),
+            }
+        )
+        yield stream
+        for event in stream:
+            entry = from_version(event.get("object") or {})
+            metadata = entry.get("metadata") or {}
+            if event.get("type") != "BOOKMARK":
+                self._take(str(event.get("type")), entry)
+            yield str(metadata.get("resourceVersion") or version)
+
+    def _take(self, kind: str, entry: JsonObject) -> None:
+        with self._lock:
+            if kind == "DELETED":
+                self._items.pop(_key(entry), None)
+            elif kind in ("ADDED", "MODIFIED"):
+                self._items[_key(entry)] = self._keep(entry)
+
+
+class ClusterReader:
+    """All lists that concern one driver; with `with_owners` those of all pods too, for their workloads."""
+
+    def __init__(self, endpoint: Endpoint, driver: str, *, timeout_s: float, with_owners: bool) -> None:
         client = ApiClient(endpoint, timeout_s=timeout_s)
         self._api = ResourceApi(client)
-        self._client = client
-        # Pods are large; of those that run, the metadata says who owns them.
-        self._owners = ApiClient(endpoint, timeout_s=timeout_s, headers={"Accept": _METADATA})
-        self._driver = driver
-
-    def read(self, *, with_owners: bool) -> ClusterLists:
-        """Raises: FatalError that names the right that is missing; ApiUnavailableError, ApiRejectedError."""
-        slices = self._resources("resourceslices", fieldSelector=f"spec.driver={self._driver}")
-        found = ClusterLists(slices, self._resources("resourceclaims"), self._resources("deviceclasses"))
+        of_driver = {"fieldSelector": f"spec.driver={driver}"}
+        self._slices = self._of_group("resourceslices", packed, of_driver, _PAGE_OF_SLICES)
+        self._claims = self._of_group("resourceclaims", lambda claim: _kept_claim(claim, driver), {})
+        self._classes = self._of_group("deviceclasses", _slim, {})
+        self.waiting = _of_pods(client, client, _slim, {"fieldSelector": _UNSCHEDULED})
+        self.needed = [self._slices, self._claims, self._classes]
+        self._owners: Listed | None = None
         if with_owners:
-            found.owners.extend(pod["metadata"] for pod in _all("pods", _pods_of(self._owners), {}))
+            # Pods are large; of those that run, the metadata says who owns them.
+            accepts = (_METADATA.format(suffix) for suffix in ("List", ""))
+            lists, events = (
+                ApiClient(endpoint, timeout_s=timeout_s, headers={"Accept": accept}) for accept in accepts
+            )
+            self._owners = _of_pods(lists, events, lambda pod: workload_of(pod["metadata"]), {})
+            self.needed.append(self._owners)
+
+    def read(self) -> ClusterLists:
+        """Raises: FatalError that names the right that is missing; ApiUnavailableError, ApiRejectedError."""
+        for listed in self.needed:
+            listed.read()
+        lacking = []
         try:
-            pods = _all("pods", _pods_of(self._client), {"fieldSelector": _UNSCHEDULED})
-            found.waiting.extend(map(_slim, pods))
+            self.waiting.read()
         except FatalError as error:
-            found.lacking.append(str(error))
-        return found
+            lacking.append(str(error))
+        return self.lists(lacking)
 
-    def _resources(self, plural: str, **query: str) -> list[JsonObject]:
-        def page(query: dict[str, str]) -> JsonObject:
-            answer = self._api.call("GET", plural, action=f"list {plural}", query=query)
-            if plural == "resourceslices":
-                for entry in answer.get("items") or ():
-                    _share_parts(entry, parts)
-            return answer
+    def lists(self, lacking: list[str]) -> ClusterLists:
+        """What was read and heard of until now."""
+        slices, claims, classes, waiting = (
+            [*listed.items().values()] for listed in (self._slices, self._claims, self._classes, self.waiting)
+        )
+        workloads = self._owners.items() if self._owners else {}
+        return ClusterLists(slices, claims, classes, workloads, waiting, lacking)
 
-        parts: dict[str, Any] = {}
-        return [_slim(entry) for entry in _all(f"{plural}.resource.k8s.io", page, query)]
+    def _of_group(
+        self,
+        plural: str,
+        keep: Callable[[JsonObject], Any],
+        query: dict[str, str],
+        limit: int = _PAGE,
+    ) -> Listed:
+        return Listed(
+            f"{plural}.resource.k8s.io",
+            keep,
+            lambda more: self._api.call("GET", plural, action=f"list {plural}", query=query | more),
+            lambda more: self._api.watch(
+                plural, action=f"watch {plural}", query=query | more, idle_timeout_s=_IDLE_S
+            ),
+            limit,
+        )
 
 
-def _pods_of(client: ApiClient) -> _Page:
-    return lambda query: client.request("GET", "/api/v1/pods", action="list pods", query=query)
+def _of_pods(
+    lists: ApiClient, events: ApiClient, keep: Callable[[JsonObject], Any], query: dict[str, str]
+) -> Listed:
+    return Listed(
+        "pods",
+        keep,
+        lambda more: lists.request("GET", _PODS, action="list pods", query=query | more),
+        lambda more: events.watch(_PODS, action="watch pods", query=query | more, idle_timeout_s=_IDLE_S),
+    )
 
 
-def _share_parts(entry: JsonObject, parts: dict[str, Any]) -> None:
-    """Equal parts of devices become one object: nodes of one kind differ in little but their UUIDs, and thousands of
-    them have to fit in memory."""
-    for device in (entry.get("spec") or {}).get("devices") or ():
-        for name in ("capacity", "taints"):
-            if name in device:
-                device[name] = parts.setdefault(repr(device[name]), device[name])
-        for one in device.get("consumesCounters") or ():
-            one["counters"] = parts.setdefault(repr(one["counters"]), one["counters"])
-        attributes = device.get("attributes") or {}
-        for name, value in attributes.items():
-            attributes[name] = parts.setdefault(repr(value), value)
+def _key(entry: JsonObject) -> Key:
+    metadata = entry["metadata"]
+    return str(metadata.get("namespace") or ""), str(metadata["name"])
 
 
 def _slim(entry: JsonObject) -> JsonObject:
@@ -96,27 +216,25 @@ def _slim(entry: JsonObject) -> JsonObject:
     return entry
 
 
-def _all(resource: str, page: _Page, query: dict[str, str]) -> list[JsonObject]:
-    """Page by page; in one piece if the server forgets the beginning of the list before its end is read."""
-    try:
-        return list(_paged(page, query))
-    except ApiRejectedError as error:
-        if error.status in (401, 403):
-            raise FatalError(
-                f"this user may not list {resource} in all namespaces; "
-                f"ask for a ClusterRole with the verb list for {resource}"
-            ) from error
-        if error.status != _FORGOTTEN:
-            raise
-    return list(page(query).get("items") or ())
-
-
-def _paged(page: _Page, query: dict[str, str]) -> Iterator[JsonObject]:
-    more: dict[str, str] = {}
-    while True:
-        answer = page({**query, "limit": _PAGE, **more})
-        yield from answer.get("items") or ()
-        token = (answer.get("metadata") or {}).get("continue")
-        if not token:
-            return
-        more = {"continue": token}
+def _kept_claim(claim: JsonObject, driver: str) -> JsonObject:
+    """Of a claim that has its devices, who has which; all of one that waits."""
+    status = claim.get("status") or {}
+    if not status.get("allocation"):
+        return _slim(claim)
+    metadata = claim["metadata"]
+    results = [
+        {name: value for name, value in result.items() if name not in ("driver", "tolerations", "request")}
+        | {"driver": driver}
+        for result in results_of(claim)
+        if result.get("driver") == driver
+    ]
+    return {
+        "metadata": {name: metadata[name] for name in ("namespace", "name", "uid") if name in metadata},
+        "status": {
+            "allocation": {"devices": {"results": results}},
+            "reservedFor": [
+                {"resource": entry.get("resource"), "name": entry.get("name")}
+                for entry in status.get("reservedFor") or ()
+            ],
+        },
+    }

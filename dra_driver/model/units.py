@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from dra_driver.errors import InvalidConfigError
 
@@ -23,6 +24,7 @@ _FACTORS = {
 }
 
 
+@lru_cache(maxsize=1024)  # slices and claims have the same few again and again
 def parse_quantity(text: str) -> Fraction:
     """The exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
 

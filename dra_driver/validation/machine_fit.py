@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,13 +101,15 @@ class MachineFit:
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 
-    def free(self, others: Sequence[JsonObject]) -> set[str]:
-        """The devices of which the claims `others` have nothing: neither all, nor a share, nor a part of the GPU."""
+    def free(self, others: Sequence[JsonObject], names: Collection[str]) -> set[str]:
+        """Those of the named devices of which the claims `others` have nothing: neither all, nor a share, nor a part of
+        the GPU."""
         inventory = self._left(others)
         return {
             candidate.id[2]
             for candidate in inventory.candidates
-            if candidate.id not in inventory.taken
+            if candidate.id[2] in names
+            and candidate.id not in inventory.taken
             and candidate.id not in inventory.shares
             and all(inventory.counters.get(key, 0) >= least for key, least in counters_of(candidate).items())
         }
@@ -271,14 +273,22 @@ def _compiled(body: JsonObject) -> tuple[Selector, ...]:
 
 
 def _stored(entry: JsonObject, number: int) -> JsonObject:
-    """A slice as the API server would hold it; versions keep their type, which the plain value does not tell."""
-    entry = copy.deepcopy(entry)
-    entry["metadata"] = {"name": f"{number:04d}"}
-    for device in entry["spec"].get("devices") or ():
-        for value in (device.get("attributes") or {}).values():
-            if "version" in value:
-                value["version"] = Semver(value["version"])
-    return entry
+    """A slice as the API server would hold it; versions keep their type, which the plain value does not tell. The slice
+    itself stays as it is."""
+    spec = dict(entry["spec"])
+    if spec.get("devices"):
+        spec["devices"] = [_stored_device(device) for device in spec["devices"]]
+    return {**entry, "metadata": {"name": f"{number:04d}"}, "spec": spec}
+
+
+def _stored_device(device: JsonObject) -> JsonObject:
+    attributes = device.get("attributes") or {}
+    versions = {
+        name: {**value, "version": Semver(value["version"])}
+        for name, value in attributes.items()
+        if "version" in value
+    }
+    return {**device, "attributes": attributes | versions} if versions else device
 
 
 def bounded_search(call: Callable[[], _T], bound_s: float = _BOUND_S) -> _T:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import marshal
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any
 
 from dra_driver.errors import DraDriverError
-from dra_driver.validation.machine_fit import Fit, MachineFit
+from dra_driver.validation.machine_fit import Fit, MachineFit, bounded_search
+from dra_driver.validation.rules.allocator import AllocationError, allocated_to
 from dra_driver.validation.rules.cel.values import NotJudgedError
 
 JsonObject = dict[str, Any]
@@ -63,19 +67,22 @@ def pending_claims(
     by_name = {entry["metadata"]["name"]: entry for entry in classes}
     ours = {name for name, entry in by_name.items() if driver in json.dumps(entry.get("spec") or {})}
     waiting = [claim for claim in claims if _waits(claim) and _is_in(claim, namespace)]
-    cluster = _Cluster(driver, claims, pools, by_name, ours)
-    verdicts: dict[str, PendingClaim] = {}  # pods of one template have claims with one spec
+    asking: dict[str, list[JsonObject]] = {}  # pods of one template have claims with one spec
+    for claim in waiting:
+        if {name for name in _class_names(claim) if name in ours or name not in by_name}:
+            asking.setdefault(json.dumps(claim["spec"], sort_keys=True), []).append(claim)
+    judged = [same[0] for same in asking.values()][:_MOST_SPECS]
+    cluster = _Cluster(driver, claims, pools, by_name, ours, judged)
+    verdicts = dict(zip(asking, map(cluster.verdict, judged), strict=False))
     found = []
     for claim in waiting:
-        if not {name for name in _class_names(claim) if name in ours or name not in by_name}:
-            continue
         key = json.dumps(claim["spec"], sort_keys=True)
-        if key not in verdicts:
-            verdicts[key] = cluster.verdict(claim) if len(verdicts) < _MOST_SPECS else _TOO_MANY
+        if key not in asking:
+            continue
         metadata = claim["metadata"]
         found.append(
             replace(
-                verdicts[key],
+                verdicts.get(key, _TOO_MANY),
                 namespace=metadata.get("namespace", ""),
                 name=metadata["name"],
                 kind=claim.get("kind") or "ResourceClaim",
@@ -94,7 +101,7 @@ class _Kind:
 
 
 class _Cluster:
-    """All nodes, put into kinds once for each set of attributes that selectors name."""
+    """All nodes, put into kinds for each set of attributes that selectors of the claims `judged` name."""
 
     def __init__(
         self,
@@ -103,16 +110,20 @@ class _Cluster:
         pools: Mapping[str, Sequence[JsonObject]],
         classes: Mapping[str, JsonObject],
         ours: Collection[str],
+        judged: Iterable[JsonObject],
     ) -> None:
         self._driver = driver
         self._pools = pools
         self._classes = classes
         self._ours = ours
         self._kinds: dict[frozenset[str], tuple[list[_Kind], int]] = {}
+        self._sizes: dict[str, int] = {}
         self._holding: dict[str, list[JsonObject]] = {}
         for claim in claims:
             for pool in {result["pool"] for result in _results(claim, driver)}:
                 self._holding.setdefault(pool, []).append(claim)
+        sets = [*{_named(claim, classes) for claim in judged if set(_class_names(claim)) <= set(ours)}]
+        self._looks = dict(zip(sets, self._alike(sets), strict=True))
 
     def verdict(self, claim: JsonObject) -> PendingClaim:
         names = set(_class_names(claim))
@@ -138,8 +149,10 @@ class _Cluster:
             alone = kind.machine.claim(spec, self._classes)
             if alone.problem is not None:
                 reasons[alone.problem] += len(kind.nodes)
-            elif kind.others and kind.machine.claim(spec, self._classes, kind.others).problem is not None:
-                reason, free, matching = _taken_away(alone, kind.machine.free(kind.others))
+            elif kind.others and not self._fits_beside(spec, kind):
+                matching_names = {name for found in alone.funnels for name in found.matching}
+                free_names = kind.machine.free(kind.others, matching_names)
+                reason, free, matching = _taken_away(alone, free_names)
                 reasons[reason] += len(kind.nodes)
                 best[reason] = max(best.get(reason, (-1, 0, "")), (free, matching, kind.nodes[0]))
             else:
@@ -151,28 +164,40 @@ class _Cluster:
         ranked = tuple((texts.get(reason, reason), number) for reason, number in reasons.most_common())
         return PendingClaim("", "", reasons=ranked, fits=tuple(fits), untried=untried)
 
+    def _fits_beside(self, spec: JsonObject, kind: _Kind) -> bool:
+        try:
+            found = bounded_search(lambda: kind.machine.allocated(spec, self._classes, kind.others))
+        except AllocationError:  # nothing was found for as long as anybody waits
+            return False
+        return found is not None
+
+    def _alike(self, named: Sequence[frozenset[str]]) -> list[dict[bytes, list[str]]]:
+        """The pools that look the same, for each set; all in one turn, because unpacking a pool takes the longest."""
+        alike: list[dict[bytes, list[str]]] = [{} for _ in named]
+        if not named:
+            return alike
+        for pool, slices in self._pools.items():
+            self._sizes[pool] = sum(len(entry["spec"].get("devices") or ()) for entry in slices)
+            results = [
+                result
+                for claim in self._holding.get(pool, ())
+                for result in _results(claim, self._driver)
+                if result["pool"] == pool and not result.get("adminAccess")
+            ]
+            for found, look in zip(alike, _looks(slices, results, named), strict=True):
+                found.setdefault(look, []).append(pool)
+        return alike
+
     def _kinds_for(self, named: frozenset[str]) -> tuple[list[_Kind], int]:
         if named not in self._kinds:
-            alike: dict[str, list[str]] = {}
-            for pool, slices in self._pools.items():
-                results = [
-                    result
-                    for claim in self._holding.get(pool, ())
-                    for result in _results(claim, self._driver)
-                    if result["pool"] == pool and not result.get("adminAccess")
-                ]
-                alike.setdefault(_looks(slices, results, named), []).append(pool)
-            common = sorted(alike.values(), key=len, reverse=True)
-            sizes = accumulate(self._size(nodes[0]) for nodes in common)
+            common = sorted(self._looks[named].values(), key=len, reverse=True)
+            sizes = accumulate(self._sizes[nodes[0]] for nodes in common)
             tried = max(1, sum(size <= _MOST_DEVICES for size in islice(sizes, _MOST_KINDS)))
             self._kinds[named] = (
                 [self._kind(nodes) for nodes in common[:tried]],
                 sum(map(len, common[tried:])),
             )
         return self._kinds[named]
-
-    def _size(self, pool: str) -> int:
-        return sum(len(entry["spec"].get("devices") or ()) for entry in self._pools[pool])
 
     def _kind(self, nodes: Sequence[str]) -> _Kind:
         first = nodes[0]
@@ -192,9 +217,7 @@ def _taken_away(alone: Fit, free: Collection[str]) -> tuple[str, int, int]:
 
 
 def _results(claim: JsonObject, driver: str) -> list[JsonObject]:
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    results = (allocation.get("devices") or {}).get("results") or ()
-    return [result for result in results if result.get("driver") == driver]
+    return [result for result in allocated_to(claim) if result.get("driver") == driver]
 
 
 def _waits(claim: JsonObject) -> bool:
@@ -227,52 +250,83 @@ def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[st
     return frozenset(name for name in _OWN | _RELATED if re.search(rf"\b{name}\b(?!\()", text))
 
 
-def _looks(slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: frozenset[str]) -> str:
-    """What a node has and what is taken of it, without what makes it this node; in any order of its GPUs."""
-    held: dict[str, list[JsonObject]] = {}
+def _looks(
+    slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: Iterable[frozenset[str]]
+) -> list[bytes]:
+    """What a node has and what is taken of it, without what makes it this node; in any order of its GPUs. A digest for
+    each set of attributes that are told apart by their values."""
+    held: dict[str, list[str]] = {}
     for result in taken:
-        held.setdefault(result["device"], []).append(result.get("consumedCapacity") or {})
+        held.setdefault(result["device"], []).append(repr(result.get("consumedCapacity") or {}))
     devices = [device for entry in slices for device in entry["spec"].get("devices") or ()]
-    often = Counter(value for device in devices for value in _relations(device))
+    known: dict[bytes, _Attributes] = {}  # MIG devices of a GPU and a profile have the same
+    attributes = [_attributes(device, known) for device in devices]
+    often = Counter(relation for one in attributes for relation in one.relations)
     numbers = {value: number for number, value in enumerate(value for value in often if often[value] > 1)}
     counters = {
-        entry["name"]: entry["counters"]
+        entry["name"]: _bytes(entry["counters"])
         for content in slices
         for entry in content["spec"].get("sharedCounters") or ()
     }
-    gpus: dict[str, list[JsonObject]] = {}
-    for device in devices:
+    gpus: list[dict[str, list[bytes]]] = [{} for _ in named]
+    for device, one in zip(devices, attributes, strict=True):
         consumed = device.get("consumesCounters") or ()
-        gpu = " ".join(sorted(one["counterSet"] for one in consumed)) or f"device {device['name']}"
-        content = _content(device, numbers, named)
-        content["held"] = sorted(repr(one) for one in held.get(device["name"], ()))
-        content["of"] = [counters.get(one["counterSet"]) for one in consumed]
-        gpus.setdefault(gpu, []).append(content)
-    return " ".join(sorted(repr(one) for one in gpus.values()))
+        sets = sorted(entry["counterSet"] for entry in consumed)
+        gpu = " ".join(sets) or f"device {device['name']}"
+        common = one.plain + _content(device, held.get(device["name"], ()))
+        relations = [(relation[0], numbers.get(relation)) for relation in one.relations]
+        for wanted, found in zip(named, gpus, strict=True):
+            values = [(name, value) for name, value in one.own if _short(name) in wanted]
+            others = [(name, number) for name, number in relations if _short(name) not in wanted]
+            parts = found.setdefault(gpu, [counters.get(name, b"") for name in sets])
+            parts.append(common + _bytes([values, others]))
+    return [_digest(found.values()) for found in gpus]
 
 
-def _relations(device: JsonObject) -> Iterator[tuple[str, str]]:
-    for name, value in (device.get("attributes") or {}).items():
-        if name.rpartition("/")[2] in _RELATED:
-            yield name, repr(value)
+def _digest(gpus: Iterable[Sequence[bytes]]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for one in sorted(_bytes(parts) for parts in gpus):
+        digest.update(one)
+    return digest.digest()
 
 
-def _content(device: JsonObject, numbers: Mapping[tuple[str, str], int], named: frozenset[str]) -> JsonObject:
-    attributes = {}
-    for name, value in (device.get("attributes") or {}).items():
-        short = name.rpartition("/")[2]
-        if short in named:
-            attributes[name] = value
-        elif short in _RELATED:
-            attributes[name] = numbers.get((name, repr(value)))
-        elif short not in _OWN:
-            attributes[name] = value
-    return {
-        "attributes": attributes,
-        "capacity": device.get("capacity"),
-        "taints": [
-            (taint["key"], taint.get("value"), taint["effect"]) for taint in device.get("taints") or ()
-        ],
-        "counters": [entry["counters"] for entry in device.get("consumesCounters") or ()],
-        "shared": device.get("allowMultipleAllocations"),
-    }
+def _bytes(content: Any) -> bytes:
+    """The same for equal values of the shape of JSON. Version 2 writes no references, which depend on more than the
+    values."""
+    return marshal.dumps(content, 2)
+
+
+@lru_cache(maxsize=4096)
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """Of a device: what matters whatever a selector names, what differs from device to device, and of that what matters
+    by being equal."""
+
+    plain: bytes
+    own: tuple[tuple[str, JsonObject], ...]
+    relations: tuple[tuple[str, str], ...]
+
+
+def _attributes(device: JsonObject, known: dict[bytes, _Attributes]) -> _Attributes:
+    attributes = device.get("attributes") or {}
+    key = _bytes(attributes)
+    if key not in known:
+        own = {name for name in attributes if _short(name) in _OWN or _short(name) in _RELATED}
+        known[key] = _Attributes(
+            _bytes([(name, value) for name, value in attributes.items() if name not in own]),
+            tuple((name, value) for name, value in attributes.items() if name in own),
+            tuple((name, repr(value)) for name, value in attributes.items() if _short(name) in _RELATED),
+        )
+    return known[key]
+
+
+def _content(device: JsonObject, held: Iterable[str]) -> bytes:
+    """What matters of a device beside its attributes."""
+    taints = [(taint["key"], taint.get("value"), taint["effect"]) for taint in device.get("taints") or ()]
+    consumed = [entry["counters"] for entry in device.get("consumesCounters") or ()]
+    shared = device.get("allowMultipleAllocations")
+    return _bytes((device.get("capacity"), taints, consumed, shared, sorted(held)))

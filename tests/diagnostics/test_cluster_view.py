@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dra_driver.diagnostics.packed_slices import UnpackedPools, packed
 from dra_driver.diagnostics.rules.cluster_view import (
     Count,
     by_node,
@@ -130,6 +131,20 @@ TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
 def test_counts(slices: list[Json], claims: list[Json], expected: Count) -> None:
     assert counted(slices, *claims) == expected
     assert expected.gpus == expected.free + expected.allocated + expected.blocked + expected.tainted
+
+
+def test_packed_slices_are_the_same_slices() -> None:
+    slices = [
+        entry("n", gpu("a"), total=2),
+        entry("n", sharedCounters=COUNTERS, total=2),
+        entry("m", gpu("b")),
+    ]
+    for number, one in enumerate(slices):
+        one["metadata"] = {"name": f"slice-{number}"}
+    members, problems = pools_of(DRIVER, map(packed, slices))
+    assert problems == {}
+    assert dict(UnpackedPools(members)) == {"n": slices[:2], "m": slices[2:]}
+    assert len(UnpackedPools(members)) == 2
 
 
 def test_nodes_and_products() -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from operator import add
 from typing import Any, Literal
 
@@ -39,7 +38,8 @@ class Holder:
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
     """A device of the driver. `state` is of the whole device: `blocked` if what other devices take of the same GPU
-    leaves too little for it. A device that is shared is allocated from its first holder on."""
+    leaves too little for it. A device that is shared is allocated from its first holder on. `capacity` is of shared
+    devices only."""
 
     node: str
     pool: str
@@ -167,12 +167,12 @@ def _pool_devices(
     for spec, device in entries:
         attributes: JsonObject = device.get("attributes") or {}
         found = tuple(holders.get((pool, device["name"]), ()))
+        kind = _text(attributes, "type", spec["driver"]) or "gpu"
+        if kind == "mig" and not found and _text(attributes, "uuid", spec["driver"]) is None:
+            continue  # it would be made on demand; there are dozens a GPU
         taints = tuple(
             f"{taint['key'].rpartition('/')[2]}:{taint['effect']}" for taint in device.get("taints") or ()
         )
-        kind = _text(attributes, "type") or "gpu"
-        if kind == "mig" and not found and _text(attributes, "uuid") is None:
-            continue  # it would be made on demand; there are dozens a GPU
         state: State = "free"
         if found:
             state = "allocated"
@@ -185,13 +185,15 @@ def _pool_devices(
             pool=pool,
             name=device["name"],
             kind=kind,
-            product=_text(attributes, "productName") or "-",
-            profile=_text(attributes, "profile"),
+            product=_text(attributes, "productName", spec["driver"]) or "-",
+            profile=_text(attributes, "profile", spec["driver"]),
             is_shared=bool(device.get("allowMultipleAllocations")),
             state=state,
             taints=taints,
             holders=found,
-            capacity={name: str(entry["value"]) for name, entry in (device.get("capacity") or {}).items()},
+            capacity={name: str(entry["value"]) for name, entry in (device.get("capacity") or {}).items()}
+            if device.get("allowMultipleAllocations")
+            else {},
         )
 
 
@@ -210,19 +212,17 @@ def _consumption(device: JsonObject) -> Iterator[tuple[tuple[str, str], Fraction
             yield (entry["counterSet"], name), amount_of(str(value["value"]))
 
 
-@lru_cache(maxsize=4096)
 def amount_of(quantity: str) -> Fraction:
-    """A quantity as a number; what is none counts as 0. Nodes of one kind have the same few."""
+    """A quantity as a number; what is none counts as 0."""
     try:
         return parse_quantity(quantity)
     except InvalidConfigError:
         return Fraction(0)
 
 
-def _text(attributes: JsonObject, name: str) -> str | None:
-    value = attributes.get(name)
-    if value is None:
-        value = next((found for full, found in attributes.items() if full.endswith(f"/{name}")), None)
+def _text(attributes: JsonObject, name: str, driver: str) -> str | None:
+    """A driver may write its own domain or leave it out."""
+    value = attributes.get(name) or attributes.get(f"{driver}/{name}")
     return None if not value else str(next(iter(value.values())))
 
 

@@ -251,9 +251,14 @@ def _on_node(spec: Object, node: str, pool: tuple[str, str]) -> bool:
     return bool(spec.get("allNodes")) or spec.get("nodeName") == node
 
 
-def _held(claim: Object) -> Iterator[DeviceId]:
+def allocated_to(claim: Object) -> list[Object]:
+    """The allocation results of a claim, empty if it has none yet."""
     allocation = (claim.get("status") or {}).get("allocation") or {}
-    for result in (allocation.get("devices") or {}).get("results") or ():
+    return list((allocation.get("devices") or {}).get("results") or ())
+
+
+def _held(claim: Object) -> Iterator[DeviceId]:
+    for result in allocated_to(claim):
         if not result.get("adminAccess") and not result.get("shareID"):
             yield result["driver"], result["pool"], result["device"]
 
