@@ -49,9 +49,8 @@ ConsumableShares = Annotated[
 
 
 def usual_kubeconfig() -> str | None:
-    """Where kubectl looks, of several files the first that exists; None in a pod."""
-    named = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
-    if named:
-        return next((path for path in named if Path(path).exists()), named[0])
+    """Where kubectl looks; None in a pod."""
+    if named := os.environ.get("KUBECONFIG", "").strip(os.pathsep):
+        return named
     usual = Path("~/.kube/config").expanduser()
     return str(usual) if usual.exists() else None

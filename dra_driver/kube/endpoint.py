@@ -6,7 +6,7 @@ import base64
 import binascii
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def load_endpoint(
     """
     environ = os.environ if environ is None else environ
     if kubeconfig:
-        endpoint = kubeconfig_endpoint(Path(kubeconfig).expanduser(), context=context)
+        endpoint = kubeconfig_endpoint(kubeconfig, context=context)
     else:
         endpoint = in_cluster_endpoint(environ, service_account_dir)
     if endpoint.proxy is not None:
@@ -119,32 +119,79 @@ def in_cluster_endpoint(environ: Mapping[str, str], directory: Path) -> Endpoint
     )
 
 
-def kubeconfig_endpoint(path: Path, *, context: str | None = None) -> Endpoint:
-    """The cluster and user of a kubeconfig's context, by default its current one.
+def kubeconfig_endpoint(kubeconfig: Path | str, *, context: str | None = None) -> Endpoint:
+    """The cluster and user of a kubeconfig's context, by default its current one. Several files, as the variable
+    KUBECONFIG has them, are read as kubectl reads them.
 
     Token, token file and client certificates are read here; `exec` and `auth-provider` users go through
     the Kubernetes client library, which is imported only then: it takes 20 MiB.
     Raises: InvalidConfigError.
     """
-    document = _read_yaml(path)
-    name = context or document.get("current-context") or ""
-    chosen = _entry(document, "contexts", name, path).get("context") or {}
-    cluster = _entry(document, "clusters", chosen.get("cluster"), path).get("cluster") or {}
-    user = _entry(document, "users", chosen.get("user"), path).get("user") or {} if chosen.get("user") else {}
+    files = _Kubeconfig(_files_of(str(kubeconfig)))
+    name = context or files.current_context()
+    chosen, _ = files.entry("contexts", name)
+    chosen = chosen.get("context") or {}
+    cluster, cluster_path = files.entry("clusters", chosen.get("cluster"))
+    cluster = cluster.get("cluster") or {}
+    user: dict[str, Any] = {}
+    user_path = cluster_path
+    if chosen.get("user"):
+        user, user_path = files.entry("users", chosen["user"])
+        user = user.get("user") or {}
     server = str(cluster.get("server") or "").rstrip("/")
     if not server.startswith(("http://", "https://")):
         raise InvalidConfigError(
-            f"kubeconfig {path}: cluster {chosen.get('cluster')!r} has no http(s) `server`"
+            f"kubeconfig {cluster_path}: cluster {chosen.get('cluster')!r} has no http(s) `server`"
         )
     namespace = str(chosen.get("namespace") or "default")
     proxy = cluster.get("proxy-url")
-    proxy = proxy_of_url(str(proxy), f"proxy-url of kubeconfig {path}") if proxy else None
+    proxy = proxy_of_url(str(proxy), f"proxy-url of kubeconfig {cluster_path}") if proxy else None
     if "exec" in user or "auth-provider" in user:
-        return replace(_library_endpoint(path, name, server), proxy=proxy, namespace=namespace)
-    tls = _tls_of(cluster, user, path)
+        return replace(_library_endpoint(files.names, user_path, name, server), proxy=proxy, namespace=namespace)
+    tls = _tls_of(cluster, cluster_path, user, user_path)
     if server.startswith("https://"):
-        _check_tls(tls, f"kubeconfig {path}")
-    return Endpoint(server, str(path), tls, _token_of(user, path), proxy, namespace)
+        _check_tls(tls, f"kubeconfig {files.names}")
+    return Endpoint(server, files.names, tls, _token_of(user, user_path), proxy, namespace)
+
+
+def _files_of(kubeconfig: str) -> list[Path]:
+    """Of several files those that exist; of one, or where none exists, the first."""
+    whole = Path(kubeconfig).expanduser()
+    if whole.exists():
+        return [whole]
+    named = [Path(name).expanduser() for name in kubeconfig.split(os.pathsep) if name] or [whole]
+    return [path for path in named if path.exists()] or named[:1]
+
+
+class _Kubeconfig:
+    """What several files say together: of two entries with one name, and of two current contexts, the first counts."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._documents = [(path, _read_yaml(path)) for path in paths]
+        self.names = os.pathsep.join(map(str, paths))
+        if not any(document.get("clusters") for _, document in self._documents):
+            raise InvalidConfigError(f"kubeconfig {self.names} names no clusters; is it the right file?")
+
+    def current_context(self) -> str:
+        """Empty if no file names one."""
+        named = (document.get("current-context") for _, document in self._documents)
+        return str(next(filter(None, named), ""))
+
+    def entry(self, section: str, name: Any) -> tuple[dict[str, Any], Path]:
+        """An entry by its name, and the file that has it. Raises: InvalidConfigError with those that there are."""
+        entries = [
+            (entry, path)
+            for path, document in self._documents
+            for entry in document.get(section) or ()
+            if isinstance(entry, dict)
+        ]
+        for entry, path in entries:
+            if entry.get("name") == name:
+                return entry, path
+        known = ", ".join(sorted({str(entry.get("name")) for entry, _ in entries}))
+        raise InvalidConfigError(
+            f"kubeconfig {self.names}: {section} has no entry {name!r}; it has: {known or 'none'}"
+        )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -163,9 +210,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise InvalidConfigError(
             f"kubeconfig {path} is not valid YAML{_where(error)}; repair the file"
         ) from None
-    if not isinstance(document, dict) or not document.get("clusters"):
+    if document is not None and not isinstance(document, dict):
         raise InvalidConfigError(f"kubeconfig {path} names no clusters; is it the right file?")
-    return document
+    return document or {}
 
 
 def _where(error: Exception) -> str:
@@ -173,22 +220,16 @@ def _where(error: Exception) -> str:
     return "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
 
 
-def _entry(document: Mapping[str, Any], section: str, name: Any, path: Path) -> dict[str, Any]:
-    for entry in document.get(section) or ():
-        if isinstance(entry, dict) and entry.get("name") == name:
-            return entry
-    known = ", ".join(sorted(str(e.get("name")) for e in document.get(section) or () if isinstance(e, dict)))
-    raise InvalidConfigError(f"kubeconfig {path}: {section} has no entry {name!r}; it has: {known or 'none'}")
-
-
-def _tls_of(cluster: Mapping[str, Any], user: Mapping[str, Any], path: Path) -> TlsSettings:
+def _tls_of(
+    cluster: Mapping[str, Any], cluster_path: Path, user: Mapping[str, Any], user_path: Path
+) -> TlsSettings:
     return TlsSettings(
-        ca_file=_path_of(cluster, "certificate-authority", path),
-        ca_data=_data_of(cluster, "certificate-authority-data", path),
-        cert_file=_path_of(user, "client-certificate", path),
-        key_file=_path_of(user, "client-key", path),
-        cert_data=_data_of(user, "client-certificate-data", path),
-        key_data=_data_of(user, "client-key-data", path),
+        ca_file=_path_of(cluster, "certificate-authority", cluster_path),
+        ca_data=_data_of(cluster, "certificate-authority-data", cluster_path),
+        cert_file=_path_of(user, "client-certificate", user_path),
+        key_file=_path_of(user, "client-key", user_path),
+        cert_data=_data_of(user, "client-certificate-data", user_path),
+        key_data=_data_of(user, "client-key-data", user_path),
         insecure=bool(cluster.get("insecure-skip-tls-verify")),
         server_name=cluster.get("tls-server-name"),
     )
@@ -218,7 +259,8 @@ def _token_of(user: Mapping[str, Any], path: Path) -> TokenSource:
     return NoToken()
 
 
-def _library_endpoint(path: Path, context: str, server: str) -> Endpoint:
+def _library_endpoint(files: str, path: Path, context: str, server: str) -> Endpoint:
+    """`path` is the one of the files that has the user."""
     try:
         from kubernetes import config
         from kubernetes.client import Configuration
@@ -231,7 +273,7 @@ def _library_endpoint(path: Path, context: str, server: str) -> Endpoint:
     configuration = Configuration()
     try:
         config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=str(path), context=context, client_configuration=configuration, persist_config=False
+            config_file=files, context=context, client_configuration=configuration, persist_config=False
         )
     except Exception as error:  # ConfigException, and whatever a provider's own libraries raise
         raise InvalidConfigError(f"kubeconfig {path}: credentials of {context!r} failed: {error}") from error
@@ -247,7 +289,7 @@ def _library_endpoint(path: Path, context: str, server: str) -> Endpoint:
         insecure=not configuration.verify_ssl,
         server_name=configuration.tls_server_name,
     )
-    return Endpoint(server, str(path), tls, LibraryToken(configuration))
+    return Endpoint(server, files, tls, LibraryToken(configuration))
 
 
 def _check_tls(tls: TlsSettings, origin: str) -> None:

@@ -124,7 +124,7 @@ def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> Non
     assert "may not list pods" in done.stderr
 
 
-def test_of_several_kubeconfigs_the_first_that_exists_is_read(at_work: list[str], tmp_path: Path) -> None:
+def test_of_several_kubeconfigs_those_that_exist_are_read(at_work: list[str], tmp_path: Path) -> None:
     assert (
         call("cluster", KUBECONFIG=f"{tmp_path}/none:{at_work[-1]}", HOME="/").stdout == call(*at_work).stdout
     )

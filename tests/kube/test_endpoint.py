@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -105,6 +106,61 @@ def test_context_is_chosen_by_name(tmp_path):
     assert load_endpoint(path, context="y").server == "http://d"
     with pytest.raises(InvalidConfigError, match="contexts has no entry 'z'; it has: x, y"):
         load_endpoint(path, context="z")
+
+
+def _named(directory, name, server, **changes):
+    """A kubeconfig in a folder of its own, with a context, cluster and user of that name and a token beside it."""
+    directory.mkdir()
+    (directory / "token").write_text(f"token-of-{name}")
+    return write(
+        directory / "config",
+        **{
+            "clusters": [{"name": name, "cluster": {"server": server}}],
+            "users": [{"name": name, "user": {"tokenFile": "token"}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+            "current-context": name,
+            **changes,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "server", "token"),
+    [
+        (None, "http://second:1", "token-of-second"),
+        ("first", "http://first:1", "token-of-first"),
+        ("third", "http://third:1", "token-of-third"),
+        ("mixed", "http://third:1", "token-of-first"),
+    ],
+)
+def test_several_files_are_merged_as_kubectl_does(tmp_path, context, server, token):
+    mixed = {"name": "mixed", "context": {"cluster": "third", "user": "first"}}
+    first = {"name": "first", "context": {"cluster": "first", "user": "first"}}
+    again = {"name": "first", "cluster": {"server": "http://not-me:1"}}
+    third = {"name": "third", "cluster": {"server": "http://third:1"}}
+    files = [
+        tmp_path / "absent",
+        _named(tmp_path / "a", "first", "http://first:1", **{"current-context": ""}, contexts=[mixed, first]),
+        _named(tmp_path / "b", "second", "http://second:1"),
+        _named(tmp_path / "c", "third", "http://third:1", clusters=[again, third]),
+    ]
+    named = ":".join(map(str, files))
+    endpoint = load_endpoint(named, context=context)
+    assert (endpoint.server, endpoint.token.header()) == (server, f"Bearer {token}")
+    if kubectl := shutil.which("kubectl"):
+        chosen = ["--context", context] if context else []
+        shown = subprocess.run(
+            [kubectl, "config", "view", "--minify", "-o", "json", *chosen],
+            env={"KUBECONFIG": named, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        [cluster], [user] = json.loads(shown)["clusters"], json.loads(shown)["users"]
+        assert cluster["cluster"]["server"] == server
+        assert f"token-of-{user['name']}" == token
+
+
+def test_a_file_whose_name_has_a_colon_is_one_file(tmp_path):
+    path = write(tmp_path / "a:b", cluster={"server": "http://one:1"})
+    assert load_endpoint(path).server == "http://one:1"
 
 
 def test_static_token_becomes_a_bearer_header(tmp_path):
