@@ -14,8 +14,8 @@ import typer
 from dra_driver.cli.options import ClusterKubeconfig, Context, DriverName, usual_kubeconfig
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.tables import terminal_width
+from dra_driver.diagnostics.packed_slices import UnpackedPools, uncollected
 from dra_driver.diagnostics.rules.tables import Column, table
-from dra_driver.errors import ApiUnavailableError
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
@@ -27,6 +27,8 @@ By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
 
 _TIMEOUT_S = 60.0
 _MOST_REASONS = 3
+_POLL_S = 30.0
+"""Lists of a large cluster are work for its API server, which others need too."""
 _REST = 4
 """So many times as long as a look took, at least, before the next one."""
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
@@ -48,9 +50,11 @@ def cluster(
     ] = None,
     output: OutputOption = Output.table,
     watch: Annotated[
-        bool, typer.Option("-w", "--watch", help="Look again every few seconds, until Ctrl-C.")
+        bool, typer.Option("-w", "--watch", help="Show it anew when something changes, until Ctrl-C.")
     ] = False,
-    interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds between two looks.")] = 5.0,
+    interval: Annotated[
+        float, typer.Option("--interval", min=1, help="With --watch: seconds between two looks, at least.")
+    ] = 5.0,
     kubeconfig: ClusterKubeconfig = None,
     context: Context = None,
     driver_name: DriverName = None,
@@ -62,7 +66,7 @@ def cluster(
     right to list resourceslices, resourceclaims, deviceclasses and pods.
     """
     from dra_driver.diagnostics.cluster_lists import ClusterReader
-    from dra_driver.diagnostics.packed_slices import uncollected
+    from dra_driver.diagnostics.cluster_watch import ClusterWatch
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
     from dra_driver.settings import DEFAULT_DRIVER_NAME
@@ -71,26 +75,23 @@ def cluster(
     driver = driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
-    with suppress(KeyboardInterrupt):
+    if not watch:
+        _Shown(driver, reader.read(), by, namespace).print(output)
+        return
+    with suppress(KeyboardInterrupt), ClusterWatch(reader, _tell, poll_s=max(interval, _POLL_S)) as watching:
         while True:
+            lists = watching.next()
             began = time.monotonic()
-            try:
-                lists = reader.read()
-                with uncollected():
-                    shown = _Shown(driver, lists, by, namespace)
-            except ApiUnavailableError as error:
-                if not watch:
-                    raise
-                typer.echo(f"gpu-dra-driver: {error}; looking again", err=True)
-            else:
-                if watch and output.is_for_people and sys.stdout.isatty():
-                    typer.echo(_HOME_AND_CLEAR, nl=False)
-                shown.print(output)
-            if not watch:
-                return
+            shown = _Shown(driver, lists, by, namespace)
+            if output.is_for_people and sys.stdout.isatty():
+                typer.echo(_HOME_AND_CLEAR, nl=False)
+            shown.print(output)
             sys.stdout.flush()
-            # Lists of a large cluster are work for its API server, which others need too.
             time.sleep(max(interval, _REST * (time.monotonic() - began)))
+
+
+def _tell(what: str) -> None:
+    typer.echo(f"gpu-dra-driver: {what}", err=True)
 
 
 def kubectl_gpus() -> None:
@@ -104,8 +105,8 @@ def kubectl_gpus() -> None:
 class _Shown:
     """One look, counted."""
 
+    @uncollected()
     def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
-        from dra_driver.diagnostics.packed_slices import UnpackedPools
         from dra_driver.diagnostics.rules import cluster_view, waiting_pods
         from dra_driver.validation.pending_claims import pending_claims
         from dra_driver.validation.rules.extended_resources import extended_claims

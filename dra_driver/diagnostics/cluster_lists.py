@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,19 @@ class ClusterLists:
 
 
 class Listed:
-    """The objects of one resource, of each what `keep` leaves of it; filled by `read`, kept up to date by `follow`."""
+    """The objects of one resource, of each what `keep` leaves of it; filled by `read`, kept up to date by `take`."""
 
     def __init__(
-        self, resource: str, keep: Callable[[JsonObject], Any], page: _Page, watch: _Watch, limit: int = _PAGE
+        self,
+        name: str,
+        resource: str,
+        keep: Callable[[JsonObject], Any],
+        page: _Page,
+        watch: _Watch,
+        limit: int = _PAGE,
     ) -> None:
-        self.resource = resource
+        self.name = name
+        self._resource = resource
         self._keep = keep
         self._page = page
         self._watch = watch
@@ -80,8 +87,8 @@ class Listed:
         except ApiRejectedError as error:
             if error.status in (401, 403):
                 raise FatalError(
-                    f"this user may not list {self.resource} in all namespaces; "
-                    f"ask for a ClusterRole with the verb list for {self.resource}"
+                    f"this user may not list {self._resource} in all namespaces; "
+                    f"ask for a ClusterRole with the verb list for {self._resource}"
                 ) from error
             if error.status != _FORGOTTEN:
                 raise
@@ -105,13 +112,11 @@ class Listed:
             self._items = items
         return str(metadata.get("resourceVersion") or "")
 
-    def follow(self, version: str) -> Iterator[WatchStream | str]:
-        """The open watch from that version on, then after each event that was taken in its version.
-
-        Raises: WatchExpiredError (read again), ApiUnavailableError, ApiRejectedError.
-        """
+    def watch(self, version: str) -> WatchStream:
+        """The changes after that version. Raises: WatchExpiredError (read again), also while it is read;
+        ApiUnavailableError, ApiRejectedError."""
         seconds = int(random.uniform(*_WATCH_S))  # noqa: S311  spreads load
-        stream = self._watch(
+        return self._watch(
             {
                 "watch": "true",
                 "allowWatchBookmarks": "true",
@@ -119,20 +124,17 @@ class Listed:
                 "timeoutSeconds": str(seconds),
             }
         )
-        yield stream
-        for event in stream:
-            entry = from_version(event.get("object") or {})
-            metadata = entry.get("metadata") or {}
-            if event.get("type") != "BOOKMARK":
-                self._take(str(event.get("type")), entry)
-            yield str(metadata.get("resourceVersion") or version)
 
-    def _take(self, kind: str, entry: JsonObject) -> None:
+    def take(self, event: JsonObject) -> str:
+        """Take in an event of the watch; the version after it, empty if it tells none."""
+        entry = from_version(event.get("object") or {})
+        kind = event.get("type")
         with self._lock:
             if kind == "DELETED":
                 self._items.pop(_key(entry), None)
             elif kind in ("ADDED", "MODIFIED"):
                 self._items[_key(entry)] = self._keep(entry)
+        return str((entry.get("metadata") or {}).get("resourceVersion") or "")
 
 
 class ClusterReader:
@@ -145,7 +147,7 @@ class ClusterReader:
         self._slices = self._of_group("resourceslices", packed, of_driver, _PAGE_OF_SLICES)
         self._claims = self._of_group("resourceclaims", lambda claim: _kept_claim(claim, driver), {})
         self._classes = self._of_group("deviceclasses", _slim, {})
-        self.waiting = _of_pods(client, client, _slim, {"fieldSelector": _UNSCHEDULED})
+        self.waiting = _of_pods("waiting", client, client, _slim, {"fieldSelector": _UNSCHEDULED})
         self.needed = [self._slices, self._claims, self._classes]
         self._owners: Listed | None = None
         if with_owners:
@@ -154,7 +156,7 @@ class ClusterReader:
             lists, events = (
                 ApiClient(endpoint, timeout_s=timeout_s, headers={"Accept": accept}) for accept in accepts
             )
-            self._owners = _of_pods(lists, events, lambda pod: workload_of(pod["metadata"]), {})
+            self._owners = _of_pods("owners", lists, events, lambda pod: workload_of(pod["metadata"]), {})
             self.needed.append(self._owners)
 
     def read(self) -> ClusterLists:
@@ -184,6 +186,7 @@ class ClusterReader:
         limit: int = _PAGE,
     ) -> Listed:
         return Listed(
+            plural,
             f"{plural}.resource.k8s.io",
             keep,
             lambda more: self._api.call("GET", plural, action=f"list {plural}", query=query | more),
@@ -195,9 +198,14 @@ class ClusterReader:
 
 
 def _of_pods(
-    lists: ApiClient, events: ApiClient, keep: Callable[[JsonObject], Any], query: dict[str, str]
+    name: str,
+    lists: ApiClient,
+    events: ApiClient,
+    keep: Callable[[JsonObject], Any],
+    query: dict[str, str],
 ) -> Listed:
     return Listed(
+        name,
         "pods",
         keep,
         lambda more: lists.request("GET", _PODS, action="list pods", query=query | more),
