@@ -11,6 +11,8 @@ import typer
 
 from dra_driver.cli.options import CdiRoot, Config, DriverName, KubeletPluginsDirectory, SimulatorDir
 from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.tables import terminal_width
+from dra_driver.diagnostics.rules.tables import hanging
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim
@@ -42,22 +44,25 @@ def claims(
     settings = resolve(given, config, {"node_name": "this-node"})
     found = prepared_claims(settings)
     if output.is_for_people:
-        typer.echo("\n".join(_lines(found, settings.plugin_directory)))
+        width = terminal_width(all_columns=output is Output.wide)
+        typer.echo("\n".join(_lines(found, settings.plugin_directory, width)))
     else:
         print_object(asdict(found), output)
 
 
-def _lines(found: NodeClaims, directory: Path) -> list[str]:
+def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     lines = (
         [] if found.claims else [f"no claim is prepared (records are looked for in {directory / 'claims'})"]
     )
-    heads = _aligned([_head(claim) for claim in found.claims])
+    heads = _aligned([_head(claim) for claim in found.claims], "", width)
     for claim, head in zip(found.claims, heads, strict=True):
         lines.append(head)
-        lines.append(f"    uid {claim.uid}; to undo: {', '.join(claim.undo) or 'nothing'}")
-        lines += [f"    {line}" for line in _aligned([_device(device) for device in claim.devices])]
-    lines += [f"debt: {debt.text}" for debt in found.debts]
-    lines += [f"problem: {problem}" for problem in found.problems]
+        lines.append(
+            hanging(f"    uid {claim.uid}; ", f"to undo: {', '.join(claim.undo) or 'nothing'}", width)
+        )
+        lines += _aligned([_device(device) for device in claim.devices], "    ", width)
+    lines += [hanging("debt: ", debt.text, width) for debt in found.debts]
+    lines += [hanging("problem: ", problem, width) for problem in found.problems]
     return lines
 
 
@@ -93,9 +98,14 @@ def _device(device: ClaimDevice) -> tuple[str, ...]:
     return device.device, device.kind, device.uuid or "-", "; ".join(filter(None, rest))
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]], indent: str, width: int | None) -> list[str]:
+    """In columns; the last one goes on below itself, or on a line of its own."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        hanging(
+            indent + "".join(f"{cell:<{size}}  " for cell, size in zip(row[:-1], widths[:-1], strict=True)),
+            row[-1],
+            width,
+        )
         for row in rows
     ]

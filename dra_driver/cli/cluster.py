@@ -15,7 +15,7 @@ from dra_driver.cli.options import ClusterKubeconfig, Context, DriverName, usual
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.packed_slices import UnpackedPools, uncollected
-from dra_driver.diagnostics.rules.tables import Column, table
+from dra_driver.diagnostics.rules.tables import Column, hanging, table
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
@@ -146,7 +146,8 @@ class _Shown:
                 text = _user_table(self._users, self._by, width)
         typer.echo(text, nl=False)
         for line in self._pending_lines():
-            typer.echo(line)
+            indent = " " * (len(line) - len(line.lstrip()))
+            typer.echo(hanging(indent, line, width))
         for lacking in self._lacking:
             typer.echo(f"gpu-dra-driver: who waits is not known: {lacking}", err=True)
 

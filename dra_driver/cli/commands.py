@@ -97,12 +97,13 @@ def commands_for(arguments: Sequence[str]) -> typer.Typer:
     known = ("run", "mps-host", "demo", "simulate", *_FOR_PEOPLE)
     # A name that is not known is answered with those that are.
     wanted = arguments[0] if arguments and arguments[0] in known else None
+    there = {command.name for command in app.registered_commands}
     for name in _FOR_PEOPLE:
-        if wanted in (None, name):
+        if wanted in (None, name) and name not in there:
             function = name.replace("-", "_")
             module = importlib.import_module(f"dra_driver.cli.{function}")
             app.command(name)(getattr(module, function))
-    if wanted in (None, "simulate"):
+    if wanted in (None, "simulate") and not app.registered_groups:
         from dra_driver.cli import simulate
 
         app.add_typer(simulate.app, name="simulate")

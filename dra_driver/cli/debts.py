@@ -17,6 +17,8 @@ from dra_driver.cli.options import (
     SimulatorDir,
 )
 from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.tables import terminal_width
+from dra_driver.diagnostics.rules.tables import hanging
 
 
 def debts(
@@ -48,8 +50,9 @@ def debts(
     settings = resolve(given, config, {"node_name": "this-node"})
     left, problems = node_debts(settings, pay=pay)
     if output.is_for_people:
-        lines = [debt.text for debt in left] or ["nothing is owed"]
-        typer.echo("\n".join([*lines, *(f"problem: {problem}" for problem in problems)]))
+        width = terminal_width(all_columns=output is Output.wide)
+        lines = [hanging("", debt.text, width) for debt in left] or ["nothing is owed"]
+        typer.echo("\n".join([*lines, *(hanging("problem: ", problem, width) for problem in problems)]))
     else:
         print_object({"debts": [asdict(owed(debt)) for debt in left], "problems": list(problems)}, output)
     if left or problems:

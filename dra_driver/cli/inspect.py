@@ -21,6 +21,7 @@ from dra_driver.cli.options import (
 )
 from dra_driver.cli.output import Output, OutputOption, print_objects
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.cli.tables import device_table, terminal_width
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.mig_map import GpuMap
@@ -90,19 +91,17 @@ def inspect(
     for note in dict.fromkeys(notes):
         typer.echo(f"note: {note}", err=True)
     devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
+    width = terminal_width(all_columns=output is Output.wide)
     if not output.is_for_people:
         print_objects(slices, output)
     elif not mig and devices:
-        from dra_driver.cli.tables import device_table, terminal_width
-
-        width = terminal_width(all_columns=output is Output.wide)
         typer.echo(device_table(devices, width), nl=False)
     elif mig and not maps:
         typer.echo("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", err=True)
     if maps:
         from dra_driver.diagnostics.rules.mig_map import draw_gpus
 
-        typer.echo(("" if mig else "\n") + draw_gpus(maps), nl=False)
+        typer.echo(("" if mig else "\n") + draw_gpus(maps, width), nl=False)
     if not mig and not devices:
         raise NotSupportedError(
             "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU that could be "

@@ -13,17 +13,17 @@ JsonObject = dict[str, Any]
 
 _DEVICE_COLUMNS = (
     Column("DEVICE"),
-    Column("INDEX", drop=2),
+    Column("INDEX", drop=3),
     Column("TYPE"),
-    Column("PRODUCT", cut=16),
+    Column("PRODUCT", drop=1, cut=16),
     Column("MEMORY"),
-    Column("CC", drop=6),
-    Column("PCI BUS ID", drop=1),
-    Column("NUMA", drop=5),
-    Column("NVLINK DOMAIN", drop=3),
-    Column("SHARED", drop=1, optional=True),
-    Column("TAINTS", cut=24, optional=True),
-    Column("UUID", drop=4),
+    Column("CC", drop=7),
+    Column("PCI BUS ID", drop=2),
+    Column("NUMA", drop=6),
+    Column("NVLINK DOMAIN", drop=4),
+    Column("SHARED", drop=2, optional=True),
+    Column("TAINTS", cut=12, optional=True),
+    Column("UUID", drop=5),
 )
 
 
@@ -59,6 +59,8 @@ def _row_key(device: JsonObject) -> str:
 def _common_row(devices: Sequence[JsonObject]) -> tuple[str, ...]:
     starts = sorted(int(str(device["name"]).rpartition("-")[2]) for device in devices)
     where = ",".join(map(str, starts))
+    if len(starts) > 2 and starts == [*range(starts[0], starts[-1] + 1)]:
+        where = f"{starts[0]}..{starts[-1]}"  # as the shell writes it
     name = f"{_row_key(devices[0])}-{where if len(starts) == 1 else f'{{{where}}}'}"
     return (name, *_row(devices[0])[1:-1], f"{len(devices)} on demand")
 

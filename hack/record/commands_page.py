@@ -43,7 +43,18 @@ made up.
 In the driver's pod the commands need no options, because they have the driver's settings; elsewhere give them those of
 `run`. None of them changes anything.
 """
-_RECORDED = (("top", 100), ("top", 80), ("doctor", 100), ("inspect", 80))
+_RECORDED = (
+    ("top", 100),
+    ("top", 80),
+    ("doctor", 120),
+    ("inspect", 80),
+    ("claims", 100),
+    ("debts", 80),
+    ("cluster", 100),
+    ("device-classes", 80),
+    ("validate", 100),
+    ("simulate", 100),
+)
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d(\s+)\d\d:\d\d:\d\d UTC")
 _PORT = re.compile(r"127\.0\.0\.1:\d+")
@@ -121,6 +132,7 @@ COMMANDS = (
         "validate --simulate dgx-h100 examples/nvlink-domain hack/record/does-not-fit.yaml",
         exit_code=1,
     ),
+<<<<<<< HEAD
     Recorded(
         "How many of these pods fit at once on two such machines?",
         "validate --simulate dgx-h100 --nodes 2 hack/record/too-many-pods.yaml",
@@ -131,13 +143,19 @@ COMMANDS = (
         "validate --simulate dgx-h100 --server examples/admin-access",
         ("--kubeconfig",),
     ),
+=======
+    Recorded("Which machines can be simulated (`--simulate`, `make demo MACHINE=...`)?", "simulate list"),
+>>>>>>> 566b1c8 (cli: long lines hang below their beginning; every command is tried at each width; pictures of all)
 )
 
 
 def pages() -> dict[Path, str]:
     """The page and the pictures, by their files."""
-    # Short, because the path of a socket has 107 bytes at most.
-    with tempfile.TemporaryDirectory(prefix="r-") as directory, RecordedNode(Path(directory)) as node:
+    # Short, because the path of a socket has 107 bytes at most, and of one length, for lines that are folded.
+    with (
+        tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory,
+        RecordedNode(Path(directory)) as node,
+    ):
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             texts = list(
                 pool.map(
@@ -162,7 +180,7 @@ def pages() -> dict[Path, str]:
 
 
 def _shown(file: Path) -> str:
-    name, columns = file.stem.split("-")
+    name, _, columns = file.stem.rpartition("-")
     return f"\n![{name} on a terminal of {columns} columns]({file.relative_to(PAGE.parent)})\n"
 
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.diagnostics.rules.tables import Column, table
+from dra_driver.cli.main import main
+from dra_driver.diagnostics.rules.tables import Column, hanging, table
 
 COLUMNS = (Column("NAME"), Column("BUS", drop=1), Column("UUID", drop=2), Column("PRODUCT", cut=16))
 ROW = ("gpu-1", "0000:ab:00.0", "GPU-4cf8db2d-06c0", "NVIDIA H100 80GB HBM3")
@@ -86,28 +87,6 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
     return printed.decode().splitlines()
 
 
-def test_inspect_fits_each_width_and_cuts_no_identity() -> None:
-    command = ["inspect", "--simulate", "gb200-nvl72-tray"]
-    piped = subprocess.run(
-        [sys.executable, "-m", "dra_driver.cli.main", *command], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    whole = {cell for line in piped for cell in line.split()}
-    for columns in (80, 100, 160):
-        shown = on_terminal(columns, *command)
-        assert max(map(len, shown)) <= columns
-        assert len(shown) == len(piped)
-        assert {cell for line in shown for cell in line.split()} <= whole
-        assert "PCI BUS ID" in shown[0]
-    assert on_terminal(80, *command, "-o", "wide") == piped
-
-
-@pytest.mark.parametrize("command", [[], ["simulate"], ["simulate", "mig"]])
-def test_help_says_at_80_columns_what_each_command_does(command: list[str]) -> None:
-    shown = on_terminal(80, *command, "-h")
-    assert max(map(len, shown)) <= 80
-    assert not [line for line in shown[1:] if line.endswith("...")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -119,15 +98,51 @@ def test_help_says_at_80_columns_what_each_command_does(command: list[str]) -> N
         (["simulate", "create", "dgx-h100", "--simulator-dir", "/proc/none"], "/proc/none"),
     ],
 )
-def test_an_error_is_one_line_with_one_prefix(arguments: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dra_driver.cli.main", *arguments], capture_output=True, text=True, check=False
-    )
-    [line] = done.stderr.splitlines()
+def test_an_error_is_one_line_with_one_prefix(
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu-dra-driver", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("gpu-dra-driver: ")
     assert said in line
     assert "Value error" not in line
-    assert done.returncode in (1, 2)
+    assert ended.value.code in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "width", "lines"),
+    [
+        ("FAIL  NVML  ", None, ["FAIL  NVML  7 GPUs answer, 8 are on the PCI bus of this machine"]),
+        ("FAIL  NVML  ", 80, ["FAIL  NVML  7 GPUs answer, 8 are on the PCI bus of this machine"]),
+        (
+            "FAIL  NVML  ",
+            40,
+            ["FAIL  NVML  7 GPUs answer, 8 are on the", "            PCI bus of this machine"],
+        ),
+        (
+            "  FAIL  NVML  ",
+            34,
+            ["  FAIL  NVML", "      7 GPUs answer, 8 are on the", "      PCI bus of this machine"],
+        ),
+    ],
+)
+def test_a_long_text_hangs_below_its_beginning(prefix: str, width: int | None, lines: list[str]) -> None:
+    text = "7 GPUs answer, 8 are on\nthe PCI bus of this machine"
+    assert hanging(prefix, text, width).splitlines() == lines
+
+
+def test_a_long_word_stays_whole() -> None:
+    path = "/" + "x" * 50
+    assert hanging("OK  CDI directory  ", f"{path} is there", 60).splitlines() == [
+        "OK  CDI directory",
+        f"    {path} is",
+        "    there",
+    ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

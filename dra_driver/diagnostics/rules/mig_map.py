@@ -53,21 +53,25 @@ class GpuMap:
     whole_owner: str | None = None
 
 
-def draw_gpus(maps: Iterable[GpuMap]) -> str:
-    """The drawings of several GPUs with empty lines between them; empty without GPUs."""
-    return "\n".join(draw_gpu(entry) for entry in maps)
+def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
+    """The drawings of several GPUs with empty lines between them, for a terminal of so many columns; empty without
+    GPUs."""
+    return "\n".join(draw_gpu(entry, width) for entry in maps)
 
 
-def draw_gpu(entry: GpuMap) -> str:
+def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
     """A headline, the memory slices, a line for each instance, and what there is room for."""
-    lines = _folded(f"{entry.name}  {_ascii(entry.product or 'unknown product')}  MIG mode {entry.mode}", "")
-    lines += _boxes(entry)
+    width = min(WIDTH, width or WIDTH)
+    lines = _folded(
+        f"{entry.name}  {_ascii(entry.product or 'unknown product')}  MIG mode {entry.mode}", "", width
+    )
+    lines += _boxes(entry, width)
     for drawn in _in_order(entry.instances):
-        lines += _folded(f"{_title(drawn)}: {_ascii(drawn.owner)}", "  ")
+        lines += _folded(f"{_title(drawn)}: {_ascii(drawn.owner)}", "  ", width)
     if entry.whole_owner is not None:
-        lines += _folded(f"whole GPU: {_ascii(entry.whole_owner)}", "  ")
+        lines += _folded(f"whole GPU: {_ascii(entry.whole_owner)}", "  ", width)
     room = ", ".join(f"{_ascii(name)} x{count}" for name, count in entry.room if count > 0)
-    lines += _folded(f"room for: {room or 'nothing'}", "  ")
+    lines += _folded(f"room for: {room or 'nothing'}", "  ", width)
     return "\n".join(lines) + "\n"
 
 
@@ -89,14 +93,16 @@ class _Box:
 
     def line(self, text: str, pitch: int) -> str:
         inner = self.size * pitch - 1
+        if len(text) >= inner:
+            text = text.replace("I ", "I").replace("not there", "absent")
         return f" {text}"[:inner].ljust(inner) + "|"
 
 
-def _boxes(entry: GpuMap) -> list[str]:
+def _boxes(entry: GpuMap, width: int) -> list[str]:
     """The slices' numbers and a row of boxes; none where that would be too wide."""
     if entry.memory_slices == 0 or entry.memory_slices > _MOST_SLICES:
         return []
-    pitch = min(_WIDEST_CELL, (WIDTH - 1) // entry.memory_slices)
+    pitch = min(_WIDEST_CELL, (width - 1) // entry.memory_slices)
     boxes = [*_row(entry)]
     frame = "+" + "".join("-" * (box.size * pitch - 1) + "+" for box in boxes)
     numbers = "  " + "".join(str(number).ljust(pitch) for number in range(entry.memory_slices)).rstrip()
@@ -142,7 +148,7 @@ def _ascii(text: str) -> str:
     return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
 
 
-def _folded(text: str, indent: str) -> list[str]:
+def _folded(text: str, indent: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+        text, width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
     )

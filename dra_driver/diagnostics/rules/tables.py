@@ -9,8 +9,8 @@ from dataclasses import dataclass
 _GAP = "   "
 _CUT = ".."
 _NOTHING = ("-", "")
-_LEAST_TEXT = 20
-"""A narrower column of text is harder to read than lines that run over the edge."""
+_LEAST_TEXT = 24
+_DEEPER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,25 @@ def printable(cell: str) -> str:
 def hanging(prefix: str, text: str, width: int | None) -> str:
     """The text after its prefix, and what is too long for `width` below the text's beginning; None is one line.
 
-    Words stay whole: a path, a name or a command can be copied.
+    Where the prefix leaves too little room, the text begins on a line of its own. Words stay whole: a path, a name or a
+    command can be copied.
     """
-    indent = " " * len(prefix)
-    line = prefix + " ".join(printable(word) for word in text.split())
-    if width is None or len(line) <= width or width - len(prefix) < _LEAST_TEXT:
+    words = [printable(word) for word in text.split()]
+    line = (prefix + " ".join(words)).rstrip()
+    if width is None or len(line) <= width:
         return line
-    return textwrap.fill(
-        line[len(prefix) :],
+    first, indent = prefix, " " * len(prefix)
+    if width - len(prefix) < max(_LEAST_TEXT, *map(len, words)):
+        first = indent = " " * (len(prefix) - len(prefix.lstrip()) + _DEEPER)
+    folded = textwrap.fill(
+        " ".join(words),
         width,
-        initial_indent=prefix,
+        initial_indent=first,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return folded if first == prefix else f"{prefix.rstrip()}\n{folded}"
 
 
 def _shortened(cell: str, width: int) -> str:

@@ -1,0 +1,166 @@
+"""Every command as a person types it: on terminals of usual widths, piped, without colour, in a dumb terminal.
+
+The commands are those of docs/commands.md, on the node that is recorded there, and the help of each.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pynvml
+import pytest
+import typer
+
+from dra_driver.cli.commands import app, commands_for
+from dra_driver.cli.main import DAEMONS, run_daemon
+from dra_driver.logs import configure_logs
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "hack"), str(ROOT / "hack/record")]
+
+from commands_page import COMMANDS, Recorded  # noqa: E402
+from recorded_node import RecordedNode  # noqa: E402
+
+WIDTHS = (80, 100, 160)
+_ESCAPE = "\x1b"
+_MANIFESTS = ("device-classes",)
+"""They print YAML, which is never folded."""
+_DRAWN = ("top",)
+"""Bars are as wide as there is room."""
+
+_COMMAND = typer.main.get_command(commands_for([]))
+
+Prints = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RecordedNode]:
+    # Short, because the path of a socket has 107 bytes at most.
+    with TemporaryDirectory(prefix="w-") as directory, RecordedNode(Path(directory)) as made:
+        yield made
+
+
+class _Terminal(io.StringIO):
+    def __init__(self, *, is_one: bool) -> None:
+        super().__init__()
+        self._is_one = is_one
+
+    def isatty(self) -> bool:
+        return self._is_one
+
+
+@pytest.fixture
+def prints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prints]:
+    """The lines that a command prints on a terminal of so many columns, or into a pipe."""
+
+    def run(arguments: list[str], columns: int | None, **environment: str) -> list[str]:
+        output = _Terminal(is_one=columns is not None)
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns or 80), **environment}.items():
+            monkeypatch.setenv(name, value)
+        try:
+            _COMMAND.main(arguments, prog_name=app.info.name, standalone_mode=False)
+        except typer.Exit:
+            pass
+        finally:
+            monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+        return output.getvalue().splitlines()
+
+    yield run
+    configure_logs("critical", "console")
+    pynvml.nvmlLib = None
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+def _plain(line: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", line)
+
+
+def _arguments(command: Recorded, node: RecordedNode) -> list[str]:
+    return [*command.arguments.split(), *node.flags(command.where)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.arguments)
+def test_output_fits_each_terminal_and_is_whole_in_a_pipe(
+    command: Recorded, node: RecordedNode, prints: Prints
+) -> None:
+    arguments = _arguments(command, node)
+    piped = prints(arguments, None)
+    assert piped
+    assert not [line for line in piped if _ESCAPE in line]
+    words = _words(piped)
+    for columns in WIDTHS:
+        shown = [_plain(line) for line in prints(arguments, columns)]
+        assert all(map(str.isprintable, shown))
+        assert command.title in _MANIFESTS or not [line for line in shown if _is_too_long(line, columns)]
+        # Nothing is said on a terminal that a pipe does not get: columns go, and what is shortened says so.
+        assert command.title in _DRAWN or _words(shown) - words == set()
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        shown = prints(arguments, 100, **environment)
+        assert not [line for line in shown if _ESCAPE in line], environment
+
+
+@pytest.mark.parametrize("arguments", ["inspect", "cluster", "cluster --by workload -n ml"])
+def test_wide_prints_on_a_terminal_what_a_pipe_gets(
+    arguments: str, node: RecordedNode, prints: Prints
+) -> None:
+    [command] = [one for one in COMMANDS if one.arguments == arguments]
+    words = _arguments(command, node)
+    assert prints([*words, "-o", "wide"], 80) == prints(words, None)
+
+
+def _is_too_long(line: str, columns: int) -> bool:
+    """A word that is wider than the terminal stays whole: a path or an expression can be copied."""
+    return len(line) > columns and (len(line.split()) > 1 or len(line.strip()) < columns - 24)
+
+
+def _words(lines: list[str]) -> set[str]:
+    """Without drawings, what a table has shortened, and times and numbers, which go on."""
+    words = {word for line in lines if not line.startswith(("|", "+")) for word in line.split()}
+    return {
+        word for word in words if not word.endswith("..") and not re.search(r"\d[smh]$|\d:\d|^\d+$", word)
+    }
+
+
+def _paths(command: Any, path: list[str]) -> Iterator[list[str]]:
+    """The words that lead to the command and to each below it."""
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        if not child.hidden and name not in DAEMONS:
+            yield from _paths(child, [*path, name])
+
+
+HELPS = [*_paths(_COMMAND, [])]
+
+
+@pytest.mark.parametrize("path", HELPS, ids=" ".join)
+def test_help_fits_each_terminal(path: list[str], prints: Prints) -> None:
+    for columns in WIDTHS:
+        shown = prints([*path, "-h"], columns)
+        assert shown
+        assert max(map(len, shown)) <= columns
+        assert not [line for line in shown[1:] if line.endswith("...") or _ESCAPE in line]
+    assert prints([*path, "-h"], None) == prints([*path, "-h"], 80)
+
+
+@pytest.mark.parametrize("daemon", DAEMONS)
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_help_of_a_daemon_fits_each_terminal(
+    daemon: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setitem(sys.modules, "rich", sys.modules.get("rich"))
+    with pytest.raises(SystemExit) as ended:
+        run_daemon(daemon, ["-h"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) > 5
+    assert max(map(len, shown)) <= columns
