@@ -132,7 +132,6 @@ COMMANDS = (
         "validate --simulate dgx-h100 examples/nvlink-domain hack/record/does-not-fit.yaml",
         exit_code=1,
     ),
-<<<<<<< HEAD
     Recorded(
         "How many of these pods fit at once on two such machines?",
         "validate --simulate dgx-h100 --nodes 2 hack/record/too-many-pods.yaml",
@@ -143,9 +142,7 @@ COMMANDS = (
         "validate --simulate dgx-h100 --server examples/admin-access",
         ("--kubeconfig",),
     ),
-=======
     Recorded("Which machines can be simulated (`--simulate`, `make demo MACHINE=...`)?", "simulate list"),
->>>>>>> 566b1c8 (cli: long lines hang below their beginning; every command is tried at each width; pictures of all)
 )
 
 
