@@ -113,7 +113,7 @@ class _Shown:
 
         members, problems = cluster_view.pools_of(driver, lists.slices)
         holders = cluster_view.holders_of(driver, lists.claims)
-        devices = cluster_view.devices_of(UnpackedPools(members), holders)
+        devices = cluster_view.devices_of(UnpackedPools(members, holders), holders)
         self._by = by
         self._lacking = lists.lacking
         self._nodes = cluster_view.by_node(devices, members, problems) if by == "node" else []

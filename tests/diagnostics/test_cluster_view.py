@@ -147,6 +147,20 @@ def test_packed_slices_are_the_same_slices() -> None:
     assert len(UnpackedPools(members)) == 2
 
 
+def test_mig_devices_on_demand_are_unpacked_where_one_is_held() -> None:
+    cut = [gpu("a", slices="7"), mig("a", 0), mig("a", 1), mig("a", 2, is_made=True)]
+    slices = [entry(node, *cut, sharedCounters=COUNTERS) for node in ("n", "m")]
+    for one in slices:
+        one["metadata"] = {"name": one["spec"]["nodeName"]}
+    members, _ = pools_of(DRIVER, map(packed, slices))
+    found = UnpackedPools(members, [("n", "a-mig-0"), ("m", "a"), ("m", "a-mig-2")])
+    names = {pool: [one["name"] for one in has[0]["spec"]["devices"]] for pool, has in found.items()}
+    assert names == {"n": [one["name"] for one in cut], "m": ["a", "a-mig-2"]}
+    claims = [claim("c", ("n", "a-mig-0")), claim("d", ("m", "a-mig-2"))]
+    holders = holders_of(DRIVER, claims)
+    assert devices_of(UnpackedPools(members, holders), holders) == devices_of(UnpackedPools(members), holders)
+
+
 def test_nodes_and_products() -> None:
     slices = [
         entry("b", gpu("b1"), gpu("b2", "A100"), total=2),

@@ -167,9 +167,9 @@ def _pool_devices(
     for spec, device in entries:
         attributes: JsonObject = device.get("attributes") or {}
         found = tuple(holders.get((pool, device["name"]), ()))
+        if not found and is_on_demand(device, spec["driver"]):
+            continue
         kind = _text(attributes, "type", spec["driver"]) or "gpu"
-        if kind == "mig" and not found and _text(attributes, "uuid", spec["driver"]) is None:
-            continue  # it would be made on demand; there are dozens a GPU
         taints = tuple(
             f"{taint['key'].rpartition('/')[2]}:{taint['effect']}" for taint in device.get("taints") or ()
         )
@@ -195,6 +195,12 @@ def _pool_devices(
             if device.get("allowMultipleAllocations")
             else {},
         )
+
+
+def is_on_demand(device: JsonObject, driver: str) -> bool:
+    """Whether it is a MIG device that is made when a claim gets it; there are dozens a GPU."""
+    attributes: JsonObject = device.get("attributes") or {}
+    return _text(attributes, "type", driver) == "mig" and _text(attributes, "uuid", driver) is None
 
 
 def _counters(slices: Sequence[JsonObject]) -> dict[tuple[str, str], Fraction]:
