@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from dra_driver.cli.options import (
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import terminal_width
+from dra_driver.diagnostics.rules.tables import hanging
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
@@ -37,7 +37,6 @@ EXIT_NOT_ASKED = 3
 """Nothing is wrong, but the API server could not be asked about every document."""
 _MOST_NODES = 5000
 _INDENT = " " * 9
-_LEAST_COLUMNS = 40
 
 
 def validate(
@@ -166,34 +165,21 @@ def _print(checked: Checked, machines: str, findings: ServerFindings | None, out
         print_object({**found, "documents": [asdict(report) for report in reports]}, output)
         return
     columns = terminal_width(all_columns=output is Output.wide)
-    width = max(len(report.place) for report in reports)
+    places = max(len(report.place) for report in reports)
     verdicts = max(5, *(len(report.verdict) for report in reports))
     for report in reports:
-        typer.echo(f"{report.verdict:<{verdicts}}  {report.place:<{width}}  {report.name}")
+        head = f"{report.verdict:<{verdicts}}  {report.place:<{places}}  "
+        typer.echo(hanging(head, report.name, columns))
         for label, texts in (("fault: ", report.faults), ("hint: ", report.hints), ("", report.notes)):
             for text in texts:
-                typer.echo(_wrapped(f"{label}{text}", columns, _INDENT))
+                typer.echo(hanging(_INDENT + label, text, columns))
     number = len(reports)
     open_ones = sum(1 for report in reports if report.verdict == "not judged")
     unjudged = f", {open_ones} not judged" if open_ones else ""
     summary = [f"{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machines}"]
     summary += [checked.together] if checked.together is not None else []
     summary += [_server_line(reports, findings)] if findings is not None else []
-    typer.echo("\n" + "\n".join(_wrapped(line, columns, "") for line in summary))
-
-
-def _wrapped(text: str, columns: int | None, indent: str) -> str:
-    """On a terminal in lines that end between words; what is piped stays in one."""
-    if columns is None:
-        return indent + text
-    return textwrap.fill(
-        text,
-        max(columns, _LEAST_COLUMNS),
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    typer.echo("\n" + "\n".join(hanging("", line, columns) for line in summary))
 
 
 def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:

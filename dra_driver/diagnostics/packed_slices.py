@@ -23,8 +23,8 @@ _METADATA = ("name", "resourceVersion")
 
 
 def packed(entry: JsonObject) -> JsonObject:
-    """A slice of which name, driver, node and pool can be read; the rest is packed, and once more without the MIG devices
-    that could be made on demand if it has some."""
+    """A slice of which name, driver, node and pool can be read; the rest is packed. If it has MIG devices that could be
+    made on demand, it is packed once more without them."""
     spec = entry["spec"]
     content = {name: spec[name] for name in _LARGE if name in spec}
     header = {

@@ -147,7 +147,9 @@ def kubeconfig_endpoint(kubeconfig: Path | str, *, context: str | None = None) -
     proxy = cluster.get("proxy-url")
     proxy = proxy_of_url(str(proxy), f"proxy-url of kubeconfig {cluster_path}") if proxy else None
     if "exec" in user or "auth-provider" in user:
-        return replace(_library_endpoint(files.names, user_path, name, server), proxy=proxy, namespace=namespace)
+        return replace(
+            _library_endpoint(files.names, user_path, name, server), proxy=proxy, namespace=namespace
+        )
     tls = _tls_of(cluster, cluster_path, user, user_path)
     if server.startswith("https://"):
         _check_tls(tls, f"kubeconfig {files.names}")
