@@ -63,7 +63,8 @@ def cluster(
 
     From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked (MIG
     devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks. Needs the
-    right to list resourceslices, resourceclaims, deviceclasses and pods.
+    right to list resourceslices, resourceclaims, deviceclasses and pods, and for --watch to watch them; what may not be
+    watched is listed again every half minute.
     """
     from dra_driver.diagnostics.cluster_lists import ClusterReader
     from dra_driver.diagnostics.cluster_watch import ClusterWatch
