@@ -257,6 +257,7 @@ class ConfigFile(BaseModel):
     health: HealthSection | None = None
     imex: ImexSection | None = None
     host_devices: list[HostDevice] | None = None
+    claim_host_devices: list[HostDevice] | None = None
 
     @field_validator("sharing")
     @classmethod

@@ -56,7 +56,8 @@ class Settings:
     `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions of
     the files that describe a container's devices to it: `v1alpha1`, `v1beta1` or `both`. `unhealthy_devices` is how new
     pods are kept from them: `taint`, `withdraw` or `auto`. `imex_channel` is what claims on GPUs in a fabric get, None
-    for nothing; `host_devices` are what every claim gets beside its GPUs.
+    for nothing; `host_devices` are what every claim gets beside its GPUs, `claim_host_devices` what its author may
+    ask for.
     """
 
     node_name: str
@@ -91,11 +92,12 @@ class Settings:
     unhealthy_devices: str = "auto"
     imex_channel: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()
+    claim_host_devices: tuple[HostDevice, ...] = ()
 
     @property
     def extras(self) -> Extras:
         """What claims get of the host beside their GPUs."""
-        return Extras(self.imex_channel, self.host_devices)
+        return Extras(self.imex_channel, self.host_devices, self.claim_host_devices)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
@@ -229,14 +231,16 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 
 def _extras(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The texts of `--imex-channel` and `--host-devices` as values. A file has checked its own."""
+    """The texts of `--imex-channel` and of both lists of nodes as values. A file has checked its own."""
     found: dict[str, Any] = {}
     if isinstance(values.get("imex_channel"), str):
         found["imex_channel"] = imex_channels(values["imex_channel"])
-    if isinstance(values.get("host_devices"), str):
-        found["host_devices"] = host_device_list(values["host_devices"])
-    elif values.get("host_devices") is not None:
-        found["host_devices"] = in_order(values["host_devices"])
+    for name in ("host_devices", "claim_host_devices"):
+        value = values.get(name)
+        if isinstance(value, str):
+            found[name] = host_device_list(value, f"--{name.replace('_', '-')}")
+        elif value is not None:
+            found[name] = in_order(value)
     return found
 
 
@@ -254,12 +258,12 @@ def imex_channels(text: str) -> ImexChannels | None:
     )
 
 
-def host_device_list(text: str) -> tuple[HostDevice, ...]:
-    """The names of `--host-devices`: `"gds,mofed"`. Raises: InvalidConfigError."""
+def host_device_list(text: str, flag: str) -> tuple[HostDevice, ...]:
+    """The names of a flag: `"gds,mofed"`. Raises: InvalidConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not set(names) <= set(HOST_DEVICES):
         raise InvalidConfigError(
-            f"--host-devices {text!r}: expected names with commas between them, of {', '.join(HOST_DEVICES)}"
+            f"{flag} {text!r}: expected names with commas between them, of {', '.join(HOST_DEVICES)}"
         )
     return in_order(names)
 

@@ -75,7 +75,7 @@ OF_OTHER_VALUES = frozenset(
             "simulate",
             "simulatorDir",
         ),
-        *("sharing", "dynamicMig", "deviceMetadata", "health", "imex", "hostDevices"),
+        *("sharing", "dynamicMig", "deviceMetadata", "health", "imex", "hostDevices", "claimHostDevices"),
     }
 )
 """Keys of the configuration file for which the chart has values of its own, or that belong to the pod."""
@@ -153,6 +153,7 @@ def schema() -> str:
         "health": sections["health"],
         "imex": sections["imex"],
         "hostDevices": sections["hostDevices"],
+        "claimHostDevices": sections["claimHostDevices"],
         "config": {"type": "object", "additionalProperties": False, "properties": rest},
     }
     return json.dumps(document, indent=2) + "\n"

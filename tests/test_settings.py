@@ -160,6 +160,7 @@ WRONG = {
     "device_metadata": ["v2"],
     "imex_channel": ["some", "-1", "1048576", "0,1"],
     "host_devices": ["gds,nic", "GDS"],
+    "claim_host_devices": ["gds,nic", "GDS"],
     **{
         name: ["relative", "./x"]
         for name in (

@@ -86,6 +86,11 @@ FLAGS = (
     ),
     IMEX_CHANNEL,
     HOST_DEVICES,
+    Flag(
+        "claim_host_devices",
+        "Of these nodes, those that the author of any claim may ask for by parameters. DeviceClasses may have all of "
+        "them. [default: none]",
+    ),
     # klog's verbosity; 5 and above mean --log-level debug.
     Flag("verbosity", kind=int, spelled=("-v",), env=(), hidden=True),
     Flag("feature_gates", hidden=True),

@@ -36,10 +36,12 @@ REMEDIES: Final[Mapping[HostDevice, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric."""
+    """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric. For
+    `claim_host_devices` every author of a claim may ask."""
 
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()
+    claim_host_devices: tuple[HostDevice, ...] = ()
 
 
 NO_EXTRAS: Final = Extras()

@@ -61,12 +61,35 @@ def test_channels_that_the_driver_does_not_have(
 
 def test_the_claim_asks_in_addition_to_the_node() -> None:
     configs = (config("FromClass", (), "nvswitch"), config("FromClaim", ("a",), "mofed", "gds"))
-    plan = planned(result(IN, "a"), result(OUT, "b"), configs=configs, host_devices=("gdrcopy", "gds"))
+    plan = planned(
+        *(result(IN, "a"), result(OUT, "b")),
+        configs=configs,
+        host_devices=("gdrcopy", "gds"),
+        claim_host_devices=("gds", "mofed"),
+    )
     assert [device.host_devices for device in plan.devices] == [
         ("gds", "mofed", "gdrcopy"),
         ("gds", "gdrcopy", "nvswitch"),
     ]
     assert [device.asked_host_devices for device in plan.devices] == [("gds", "mofed"), ("nvswitch",)]
+
+
+def test_an_author_of_claims_may_ask_for_what_the_node_allows() -> None:
+    configs = (config("FromClaim", ("a",), "mofed", "gds"),)
+    for allowed in ((), ("gds",), ("nvswitch", "gds")):
+        with pytest.raises(
+            ClaimRefusedError, match=r"request a: its parameters ask for hostDevices .*mofed, which this"
+        ):
+            planned(result(IN, "a"), configs=configs, claim_host_devices=allowed, host_devices=("mofed",))
+    for granted in (
+        planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds")),
+        planned(result(IN, "a", admin_access=True), configs=configs),
+        planned(result(IN, "a"), configs=(config("FromClass", ("a",), "mofed", "gds"),)),
+    ):
+        assert granted.devices[0].host_devices == ("gds", "mofed")
+    first = planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds"))
+    record = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
+    assert planned(result(IN, "a"), configs=configs, known=record).devices == first.devices
 
 
 def test_a_prepared_claim_keeps_it_and_a_half_prepared_one_does_not() -> None:

@@ -223,12 +223,16 @@ def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
         [container] = one(template(values), "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"]
         given = {entry["name"].lower(): entry["value"] for entry in container["env"] if "value" in entry}
         return resolve(
-            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")}, None
+            {"node_name": "n"}
+            | {name: given.get(name) for name in ("imex_channel", "host_devices", "claim_host_devices")},
+            None,
         )
 
     for channel in (0, 7, "all"):
-        found = settings({"imex": {"channel": channel}, "hostDevices": ["nvswitch", "gds"]})
-        assert (found.imex_channel, found.host_devices) == (channel, ("gds", "nvswitch"))
+        given = {"imex": {"channel": channel}, "hostDevices": ["nvswitch", "gds"]}
+        found = settings(given | {"claimHostDevices": ["mofed"]})
+        assert (found.imex_channel, found.extras.host_devices) == (channel, ("gds", "nvswitch"))
+        assert found.extras.claim_host_devices == ("mofed",)
     for off in ("off", False):
         assert settings({"imex": {"channel": off}}).extras == settings({}).extras
 

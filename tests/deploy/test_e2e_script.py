@@ -12,6 +12,15 @@ from typing import Any
 
 import pytest
 
+ROW = [
+    "build the image",
+    "bring the cluster up",
+    "make the simulated machine",
+    "put NVIDIA's CDI hook on it",
+    "install the driver",
+    "run the tests",
+]
+
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -52,8 +61,7 @@ def test_a_cluster_that_was_up_is_used_and_left(
 ) -> None:
     status, steps = run(script, monkeypatch, up=True, failing=failing)
     assert status == (7 if failing else 0)
-    made = ["build the image", "bring the cluster up", "make the simulated machine", "install the driver"]
-    assert steps == [*made, "run the tests"]
+    assert steps == ROW
     assert script.SIMULATOR_STATE.is_dir()
     assert "is left in place" in capsys.readouterr().out
 
@@ -70,15 +78,6 @@ def test_an_own_cluster_is_taken_down(
 def test_an_own_cluster_is_kept_when_asked(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     _, steps = run(script, monkeypatch, "--keep", up=False)
     assert steps[-1] == "run the tests"
-
-
-ROW = [
-    "build the image",
-    "bring the cluster up",
-    "make the simulated machine",
-    "install the driver",
-    "run the tests",
-]
 
 
 def test_the_matrix_goes_on_after_a_release_that_fails(

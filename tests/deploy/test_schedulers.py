@@ -255,7 +255,7 @@ def block(kind: str) -> Json:
 def test_claims_and_classes_of_the_manual_are_right() -> None:
     objects = [document for document in BLOCKS if "kind" in document]
     documents = [Document("docs/schedulers.md", 1, content) for content in objects]
-    reports = check_documents(documents, DEFAULT_DRIVER_NAME, None, {})
+    reports = check_documents(documents, DEFAULT_DRIVER_NAME).reports
     assert [fault for report in reports for fault in (*report.faults, *report.hints)] == []
     assert [report.name for report in reports if report.verdict == "OK"] == [
         "ResourceClaim shared", "DeviceClass mig.gpu.nvidia.com", "ResourceClaimTemplate mig-3g",

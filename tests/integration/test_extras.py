@@ -15,6 +15,7 @@ import structlog
 from dra_driver.cdi.extras import HostExtras
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.host_devices import HOST_DEVICES
 from dra_driver.model.plan import Plan
 from tests.api.parameter_table import parameters
 from tests.integration.conftest import DRIVER, Node, eventually
@@ -269,7 +270,7 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
 def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> None:
     node = make_node("dgx-h100")
     node.machine.set_host_devices(["gdrcopy"])
-    node.start_driver()
+    node.start_driver(claim_host_devices=HOST_DEVICES)
     node.wait_devices(8)
     opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=["gdrcopy", "nvswitch", "gdrcopy"])}
     one = {"deviceClassName": "gpu.nvidia.com"}
@@ -292,7 +293,7 @@ def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> Non
 def test_what_a_claim_asks_for_and_the_node_lacks(make_node: Make) -> None:
     node = make_node("dgx-h100")
     node.machine.set_host_devices(["gds"])
-    node.start_driver()
+    node.start_driver(claim_host_devices=HOST_DEVICES)
     node.wait_devices(8)
     lacking, fine = asking(node, "lacking", "gds", "mofed"), asking(node, "fine", "gds")
     outcomes = node.prepare(lacking, fine)
@@ -312,7 +313,7 @@ def test_nodes_that_vanish_before_the_spec_is_written(
 ) -> None:
     node = make_node("dgx-h100")
     node.machine.set_host_devices(["gds"])
-    node.start_driver()
+    node.start_driver(claim_host_devices=HOST_DEVICES)
     node.wait_devices(8)
     other = node.claim("other")
     ready(node, other)
@@ -330,7 +331,7 @@ def test_nodes_that_vanish_before_the_spec_is_written(
 
 def test_no_mig_device_is_made_for_a_claim_that_lacks_something(make_node: Make) -> None:
     node = make_node("h100-mig-empty")
-    node.start_driver(dynamic_mig=True)
+    node.start_driver(dynamic_mig=True, claim_host_devices=HOST_DEVICES)
     devices = eventually(node.devices)
     name = next(device["name"] for device in devices if "1g10gb" in device["name"])
     opaque = {"driver": DRIVER, "parameters": parameters("MigDeviceConfig", hostDevices=["gds"])}
@@ -354,7 +355,7 @@ def test_a_node_of_a_group_brings_the_group(make_node: Make) -> None:
     """The simulated storage nodes belong to root only; one of another group would not open for other users."""
     node = make_node("dgx-h100")
     node.machine.set_host_devices(["gds"])
-    node.start_driver()
+    node.start_driver(claim_host_devices=HOST_DEVICES)
     node.wait_devices(8)
     ref = asking(node, "training", "gds")
     ready(node, ref)

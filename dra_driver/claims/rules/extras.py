@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from dra_driver.api.resolve import config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
@@ -11,15 +13,31 @@ from dra_driver.model.sharing import kind_of
 
 
 def asked_host_devices(
-    claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, driver: str
+    claim: AllocatedClaim,
+    result: DeviceResult,
+    device: OfferedDevice,
+    driver: str,
+    allowed: Collection[HostDevice],
 ) -> tuple[HostDevice, ...]:
-    """What the claim's parameters ask for beside a device. Raises: InvalidConfigError."""
+    """What the claim's parameters ask for beside a device.
+
+    Administrators ask in a DeviceClass, or with adminAccess. The author of a claim may ask for what is `allowed`.
+    Raises: InvalidConfigError; ClaimRefusedError if they ask for more.
+    """
     if not any(
         isinstance(entry.parameters, dict) and "hostDevices" in entry.parameters for entry in claim.configs
     ):
         return ()
-    config = config_for_result(result, claim.configs, driver, kind_of(device)).config
-    return getattr(config, "host_devices", ())
+    resolved = config_for_result(result, claim.configs, driver, kind_of(device))
+    asked: tuple[HostDevice, ...] = getattr(resolved.config, "host_devices", ())
+    more = [kind for kind in asked if kind not in allowed]
+    if more and resolved.of_claim and not result.admin_access:
+        raise ClaimRefusedError(
+            f"request {result.request}: its parameters ask for hostDevices {', '.join(more)}, which this node gives "
+            "to no claim that asks for it; use a DeviceClass that has these parameters, or have an administrator add "
+            "it to claimHostDevices (--claim-host-devices) of the driver"
+        )
+    return asked
 
 
 def imex_of(

@@ -25,7 +25,7 @@ from dra_driver.claims.rules.conflicts import refuse_crowded, refuse_held
 from dra_driver.claims.rules.extras import asked_host_devices, imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
-from dra_driver.model.host_devices import NO_EXTRAS, Extras, in_order
+from dra_driver.model.host_devices import HOST_DEVICES, NO_EXTRAS, Extras, in_order
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -165,7 +165,8 @@ def _with_extras(
     planned = []
     for number, device in enumerate(devices):
         try:
-            asked = asked_host_devices(claim, device.result, device.offered, driver)
+            allowed = extras.claim_host_devices if held is None else HOST_DEVICES
+            asked = asked_host_devices(claim, device.result, device.offered, driver, allowed)
         except InvalidConfigError:
             if held is None:
                 raise
