@@ -119,7 +119,14 @@ def with_kubeconfig(cluster: Cluster) -> dict[str, str]:
 def watched(cluster: Cluster) -> Iterator[Iterator[dict[str, Any]]]:
     """What `cluster --watch` prints, look for look, until Ctrl-C."""
     command = view("--watch", "--interval", "1", "-o", "json")
-    process = subprocess.Popen(command, env=with_kubeconfig(cluster), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=with_kubeconfig(cluster),
+        stdout=subprocess.PIPE,
+        text=True,
+        # As from a shell: what runs in the background of one has SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
     assert process.stdout is not None
     lines = process.stdout
 

@@ -156,7 +156,13 @@ class _Watching:
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "dra_driver.cli.main", *arguments, "--watch", "--interval", "1"]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            # As from a shell: what runs in the background of one has SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None

@@ -87,8 +87,8 @@ def test_a_fault_behind_several_checks_is_found_and_made_small() -> None:
 
 def test_too_much_work_and_too_much_memory_are_findings() -> None:
     def work(content: bytes) -> None:
-        for _ in range(LINES if content == b"bad" else 1):
-            parse_quantity("1")
+        for number in range(LINES if content == b"bad" else 1):
+            parse_quantity(str(number))  # no two are the same: it knows the answers that it gave
 
     def memory(content: bytes) -> None:
         bytearray(2 * MEMORY if content == b"bad" else 1)
