@@ -87,6 +87,18 @@ class Cluster:
     def get(self, *arguments: str) -> Json:
         return json.loads(self.kubectl("get", *arguments, "-o", "json"))
 
+    def helm(self, *arguments: str, values: Json | None = None) -> subprocess.CompletedProcess[str]:
+        """Helm in the project's directory; `values` are those of standard input."""
+        return subprocess.run(
+            [str(self.local.helm()), *arguments, *(() if values is None else ("-f", "-"))],
+            cwd=ROOT,
+            env={**os.environ, "KUBECONFIG": str(self.local.kubeconfig())},
+            input=json.dumps(values or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     def apply(self, manifest: str) -> None:
         self.kubectl("apply", "-f", "-", stdin=manifest)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared
-from tests.e2e.conftest import Cluster, wait_for
+from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
+from tests.e2e.conftest import Cluster, claim_and_pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -105,6 +108,44 @@ def test_a_gpu_and_an_adapter_behind_one_root(cluster: Cluster, nics: dict[str, 
     assert nics[found["nic"]] == wanted
     assert gpu["attributes"]["resource.kubernetes.io/pcieRoot"]["string"] == wanted
     assert len(cluster.seen_by("gpu-and-nic")) == 1
+
+
+@pytest.fixture
+def compute_domains(cluster: Cluster) -> Iterator[list[dict[str, Any]]]:
+    """NVIDIA's published chart with its part for compute domains only; the objects that it made. Its images are not
+    here, so no program of it runs."""
+    name, chart = "compute-domains", cluster.local.compute_domains_chart()
+    options = ("--namespace", name, "--set", "resources.gpus.enabled=false")
+    done = cluster.helm("install", name, str(chart), *options, "--create-namespace")
+    try:
+        assert done.returncode == 0, done.stderr
+        rendered = cluster.helm("get", "manifest", name, "--namespace", name).stdout
+        yield [one for one in yaml.safe_load_all(rendered) if one]
+    finally:
+        cluster.helm("uninstall", name, "--namespace", name)
+        cluster.kubectl("delete", "-f", str(chart / "crds"), "--ignore-not-found", "--timeout=300s")
+        cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=300s")
+
+
+def test_nvidias_compute_domains_are_installed_beside_it(
+    cluster: Cluster, compute_domains: list[dict[str, Any]]
+) -> None:
+    made = {kind: {one["metadata"]["name"] for one in compute_domains if one["kind"] == kind} for kind in (
+        "DeviceClass", "DaemonSet", "ValidatingAdmissionPolicy",
+    )}  # fmt: skip
+    assert made["DeviceClass"] == COMPUTE_DOMAIN_CLASSES
+    assert made["DaemonSet"]
+    assert made["ValidatingAdmissionPolicy"]
+    classes = {one["metadata"]["name"] for one in cluster.get("deviceclasses")["items"]}
+    assert classes >= COMPUTE_DOMAIN_CLASSES | {"gpu.nvidia.com", "mig.nvidia.com"}
+    # Its policy is about slices too.
+    names = {device["name"] for device in cluster.devices()}
+    cluster.kubectl("delete", "resourceslices", "--field-selector", "spec.driver=gpu.nvidia.com")
+    wait_for("the slices to be back", lambda: {one["name"] for one in cluster.devices()} == names)
+    cluster.apply(claim_and_pod("beside"))
+    cluster.wait_running("beside")
+    assert len(cluster.seen_by("beside")) == 1
+    cluster.kubectl("delete", "pod/beside", "resourceclaim/beside", "--timeout=300s")
 
 
 def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> None:

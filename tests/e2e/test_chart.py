@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ from tests.e2e.conftest import (
     DAEMONSET,
     NAMESPACE,
     PLUGIN_DIR,
-    ROOT,
     Cluster,
     claim_and_pod,
     install,
@@ -47,23 +45,9 @@ class Chart:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    def helm(self, *arguments: str, values: Json | None = None) -> subprocess.CompletedProcess[str]:
-        command = [str(self.cluster.local.helm()), *arguments]
-        if values is not None:
-            command += ["-f", "-"]
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "KUBECONFIG": str(self.cluster.local.kubeconfig())},
-            input=json.dumps(values or {}),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
     def upgrade(self, *arguments: str, values: Json | None = None, name: str = RELEASE) -> str:
         """`helm upgrade --install`, seen rolled out; what it printed."""
-        done = self.helm(
+        done = self.cluster.helm(
             *("upgrade", "--install", RELEASE, "daemonset/chart", "-n", NAMESPACE, *arguments),
             values=VALUES | (values or {}),
         )
@@ -97,7 +81,7 @@ class Chart:
         return sorted(found.split())
 
     def release_is_there(self) -> bool:
-        return RELEASE in self.helm("list", "-n", NAMESPACE, "-a", "-q").stdout.split()
+        return RELEASE in self.cluster.helm("list", "-n", NAMESPACE, "-a", "-q").stdout.split()
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +89,7 @@ def released(_cluster: Cluster) -> Iterator[Chart]:
     chart = Chart(_cluster)
     yield chart
     if chart.release_is_there():
-        done = chart.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait")
+        done = chart.cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait")
         assert done.returncode == 0, done.stderr
         wait_for("the driver's pods to be gone", lambda: not _cluster.driver_pods())
     install(_cluster, "e2e")
@@ -134,7 +118,7 @@ def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> N
     patch = {"spec": {"updateStrategy": strategy, "template": {"spec": {"containers": [old]}}}}
     cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps(patch))
     before = cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"]
-    refused = chart.helm("install", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=VALUES)
+    refused = chart.cluster.helm("install", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=VALUES)
     assert "cannot be imported into the current release" in refused.stderr
     assert cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"] == before
     there = chart.objects()
@@ -157,12 +141,12 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
 ) -> None:
     if not chart.release_is_there():
         chart.upgrade(*TAKE_OVER)
-    before = chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
+    before = chart.cluster.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
     wrong = VALUES | {"kubeletPlugin": {"tolerationz": []}}
-    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
+    done = chart.cluster.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
     assert done.returncode
     assert "additional properties 'tolerationz' not allowed" in done.stderr
-    assert chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout == before
+    assert chart.cluster.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout == before
     [taken] = cluster.allocated("before")
     uuids = [device["attributes"]["uuid"]["string"] for device in cluster.devices()]
     free = next(uuid for uuid in uuids if uuid != taken)
@@ -176,7 +160,7 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
     cluster.apply(claim_and_pod("shared", "shares.gpu.nvidia.com"))
     cluster.wait_running("shared")
     cluster.kubectl("delete", "pods,resourceclaims", "shared", "-n", "default", "--timeout=300s")
-    done = chart.helm("rollback", RELEASE, "-n", NAMESPACE)
+    done = chart.cluster.helm("rollback", RELEASE, "-n", NAMESPACE)
     assert done.returncode == 0, done.stderr
     chart.rolled_out()
     wait_for(
@@ -246,21 +230,21 @@ def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cl
         chart.upgrade(*TAKE_OVER)
     before = chart.objects()
     second = ("install", "second", "daemonset/chart", "-n", "second", "--create-namespace")
-    done = chart.helm(*second, values=VALUES)
+    done = chart.cluster.helm(*second, values=VALUES)
     assert "DeviceClass gpu.nvidia.com belongs to the release gpu-dra-driver" in done.stderr
-    done = chart.helm(*second, values=VALUES | {"deviceClasses": {"create": False}})
+    done = chart.cluster.helm(*second, values=VALUES | {"deviceClasses": {"create": False}})
     assert "serves gpu.nvidia.com on the same nodes" in done.stderr
     assert chart.objects() == before
     assert not cluster.kubectl("get", "namespace", "second", "--ignore-not-found")
     other = VALUES | {"selectorLabelsOverride": {"app": "other"}}
-    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=other)
+    done = chart.cluster.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=other)
     assert "finds its pods by other labels" in done.stderr
     # A label with two values keeps them apart: the release that is there gets it, the other asks for another one.
     cluster.kubectl("label", "node", cluster.node, "pool=a", "--overwrite")
     try:
         chart.upgrade(values={"kubeletPlugin": {"nodeSelector": {"pool": "a"}}})
         apart = {"deviceClasses": {"create": False}, "kubeletPlugin": {"nodeSelector": {"pool": "b"}}}
-        done = chart.helm(*second, "--dry-run=server", values=VALUES | apart)
+        done = chart.cluster.helm(*second, "--dry-run=server", values=VALUES | apart)
         assert done.returncode == 0, done.stderr
     finally:
         chart.upgrade()
@@ -274,7 +258,7 @@ def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
     def notes() -> str:
         values = VALUES | {"kubeletPlugin": {"gpuNodesOnly": True}}
         command = ("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--dry-run=server")
-        done = chart.helm(*command, values=values)
+        done = chart.cluster.helm(*command, values=values)
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("\nNOTES:\n")[2]
 
@@ -300,7 +284,7 @@ def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     cluster.wait_running("last")
     cluster.kubectl("delete", "pods,resourceclaims", "last", "-n", "default", "--timeout=300s")
     wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
-    done = released.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
+    done = released.cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
     assert done.returncode == 0, done.stderr
     wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
     assert released.objects() == []

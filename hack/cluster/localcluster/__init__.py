@@ -29,6 +29,7 @@ __all__ = [
     "cdi_hook",
     "component_log",
     "component_pid",
+    "compute_domains_chart",
     "down",
     "helm",
     "is_up",
@@ -125,6 +126,11 @@ def promql() -> Path:
 def cdi_hook() -> Path:
     """NVIDIA's CDI hook of a pinned version, built first if it is not there."""
     return binaries.build(_layout(), binaries.CDI_HOOK) / "nvidia-cdi-hook"
+
+
+def compute_domains_chart() -> Path:
+    """The published chart of NVIDIA's DRA driver, of a pinned version."""
+    return binaries.source_of(*binaries.COMPUTE_DOMAINS) / "deployments/helm/dra-driver-nvidia-gpu"
 
 
 def log_dir() -> Path:

@@ -7,6 +7,7 @@ they are apart because their dependencies ask for different versions.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -71,6 +72,10 @@ CDI_HOOK = (
 """NVIDIA's own, which hosts have; containerd runs it for each container with a GPU."""
 
 
+COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
+"""NVIDIA's DRA driver, of which the tests want the chart: its part for compute domains runs beside this driver."""
+
+
 def directory(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
     """Where the programs lie that the present go.mod files and flags give."""
     digest = hashlib.sha256(_machine().encode())
@@ -97,6 +102,15 @@ def build(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
     return target
 
 
+def source_of(folder: str, module: str) -> Path:
+    """The files of a module that the go.mod in `folder` requires, downloaded first if they are not there."""
+    _require_go()
+    done = _run_go(["go", "mod", "download", "-json", module], folder)
+    if done.returncode != 0:
+        raise ClusterError(f"Downloading {module} failed: {(done.stdout + done.stderr).strip()[-2000:]}")
+    return Path(json.loads(done.stdout)["Dir"])
+
+
 def _missing(target: Path, parts: tuple[Part, ...]) -> Iterator[Part]:
     return (part for part in parts if not (target / part.name).exists())
 
@@ -113,7 +127,13 @@ def _provide_part(part: Part, layout: Layout, target: Path) -> None:
 def _build_part(part: Part, module: str, target: Path) -> None:
     """Build beside and rename, so that an interrupted build leaves no half file."""
     unfinished = target / f".{part.name}.unfinished"
-    argv = ["go", "build", *_flags(module), "-o", str(unfinished), part.package]
+    done = _run_go(["go", "build", *_flags(module), "-o", str(unfinished), part.package], module)
+    if done.returncode != 0:
+        raise ClusterError(f"Building {part.name} failed: {done.stderr.strip()[-2000:]}")
+    unfinished.replace(target / part.name)
+
+
+def _run_go(argv: list[str], module: str) -> subprocess.CompletedProcess[str]:
     # Go gives up at the first module that does not come; those that came are kept for the next try.
     for tries_left in (2, 1, 0):
         done = subprocess.run(
@@ -124,12 +144,10 @@ def _build_part(part: Part, module: str, target: Path) -> None:
             text=True,
             check=False,
         )
-        if done.returncode == 0 or not tries_left or not _NETWORK.search(done.stderr):
+        if done.returncode == 0 or not tries_left or not _NETWORK.search(done.stdout + done.stderr):
             break
         time.sleep(10)
-    if done.returncode != 0:
-        raise ClusterError(f"Building {part.name} failed: {done.stderr.strip()[-2000:]}")
-    unfinished.replace(target / part.name)
+    return done
 
 
 def _flags(module: str) -> list[str]:
