@@ -13,7 +13,7 @@ import yaml
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
-from tests.e2e.conftest import Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import Cluster, claim_and_pod, install, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -110,27 +110,43 @@ def test_a_gpu_and_an_adapter_behind_one_root(cluster: Cluster, nics: dict[str, 
     assert len(cluster.seen_by("gpu-and-nic")) == 1
 
 
-@pytest.fixture
-def compute_domains(cluster: Cluster) -> Iterator[list[dict[str, Any]]]:
-    """NVIDIA's published chart with its part for compute domains only; the objects that it made. Its images are not
-    here, so no program of it runs."""
-    name, chart = "compute-domains", cluster.local.compute_domains_chart()
-    options = ("--namespace", name, "--set", "resources.gpus.enabled=false")
-    done = cluster.helm("install", name, str(chart), *options, "--create-namespace")
-    try:
+class NvidiasChart:
+    """NVIDIA's published chart of its DRA driver. Its images are not here, so no program of it runs."""
+
+    NAME = "nvidias"
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.chart: Path = cluster.local.compute_domains_chart()
+
+    def install(self, values: dict[str, Any]) -> list[dict[str, Any]]:
+        """The objects that it made."""
+        space = ("--namespace", self.NAME)
+        done = self.cluster.helm(
+            "install", self.NAME, str(self.chart), *space, "--create-namespace", values=values
+        )
         assert done.returncode == 0, done.stderr
-        rendered = cluster.helm("get", "manifest", name, "--namespace", name).stdout
-        yield [one for one in yaml.safe_load_all(rendered) if one]
+        rendered = self.cluster.helm("get", "manifest", self.NAME, *space).stdout
+        return [one for one in yaml.safe_load_all(rendered) if one]
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", self.NAME, "--namespace", self.NAME)
+        for what in (("-f", str(self.chart / "crds")), ("namespace", self.NAME)):
+            self.cluster.kubectl("delete", *what, "--ignore-not-found", "--timeout=300s")
+
+
+@pytest.fixture
+def nvidias(cluster: Cluster) -> Iterator[NvidiasChart]:
+    chart = NvidiasChart(cluster)
+    try:
+        yield chart
     finally:
-        cluster.helm("uninstall", name, "--namespace", name)
-        cluster.kubectl("delete", "-f", str(chart / "crds"), "--ignore-not-found", "--timeout=300s")
-        cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=300s")
+        chart.uninstall()
 
 
-def test_nvidias_compute_domains_are_installed_beside_it(
-    cluster: Cluster, compute_domains: list[dict[str, Any]]
-) -> None:
-    made = {kind: {one["metadata"]["name"] for one in compute_domains if one["kind"] == kind} for kind in (
+def test_nvidias_compute_domains_are_installed_beside_it(cluster: Cluster, nvidias: NvidiasChart) -> None:
+    objects = nvidias.install({"resources": {"gpus": {"enabled": False}}})
+    made = {kind: {one["metadata"]["name"] for one in objects if one["kind"] == kind} for kind in (
         "DeviceClass", "DaemonSet", "ValidatingAdmissionPolicy",
     )}  # fmt: skip
     assert made["DeviceClass"] == COMPUTE_DOMAIN_CLASSES
@@ -146,6 +162,41 @@ def test_nvidias_compute_domains_are_installed_beside_it(
     cluster.wait_running("beside")
     assert len(cluster.seen_by("beside")) == 1
     cluster.kubectl("delete", "pod/beside", "resourceclaim/beside", "--timeout=300s")
+
+
+def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidias: NvidiasChart) -> None:
+    """The steps of docs/install.md for a cluster with one node, as far as they need no program of NVIDIA's."""
+    ours = cluster.get("deviceclass", "gpu.nvidia.com")["spec"]
+    overlay = ("-k", "daemonset/overlays/e2e")
+    cluster.kubectl("delete", *overlay, "--timeout=300s")
+    moved = {"matchExpressions": [{"key": "gpus-by", "operator": "NotIn", "values": ["dra"]}]}
+    affinity = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [moved]}}
+    }
+    objects = nvidias.install({"gpuResourcesEnabledOverride": True, "kubeletPlugin": {"affinity": affinity}})
+    [plugin] = [one["metadata"]["name"] for one in objects if one["kind"] == "DaemonSet"]
+    theirs = cluster.get("deviceclass", "gpu.nvidia.com")["spec"]
+
+    def wanted() -> int:
+        return cluster.get("daemonset", plugin, "-n", nvidias.NAME)["status"].get("desiredNumberScheduled", 0)
+
+    try:
+        wait_for("NVIDIA's plugin on the node", lambda: wanted() == 1)
+        cluster.kubectl("label", "node", cluster.node, "gpus-by=dra")
+        wait_for("NVIDIA's plugin to be off the node", lambda: wanted() == 0)
+        install(cluster, "e2e")
+        assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == {**theirs, **ours}
+        cluster.apply(claim_and_pod("moved"))
+        cluster.wait_running("moved")
+        nvidias.uninstall()  # that takes its classes away, which are ours too
+        assert "gpu.nvidia.com" not in cluster.kubectl("get", "deviceclasses", "-o", "name")
+        install(cluster, "e2e")
+        assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == ours
+        assert len(cluster.seen_by("moved")) == 1
+        cluster.kubectl("delete", "pod/moved", "resourceclaim/moved", "--timeout=300s")
+    finally:
+        cluster.kubectl("label", "node", cluster.node, "gpus-by-")
+        install(cluster, "e2e")
 
 
 def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> None:
