@@ -80,11 +80,14 @@ def test_an_author_of_claims_may_ask_for_what_the_node_allows() -> None:
         with pytest.raises(
             ClaimRefusedError, match=r"request a: its parameters ask for hostDevices .*mofed, which this"
         ):
-            planned(result(IN, "a"), configs=configs, claim_host_devices=allowed, host_devices=("mofed",))
+            planned(result(IN, "a"), configs=configs, claim_host_devices=allowed, host_devices=("gdrcopy",))
+    of_class = config("FromClass", ("a",), "gds", "mofed", "nvswitch")
     for granted in (
         planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds")),
         planned(result(IN, "a", admin_access=True), configs=configs),
         planned(result(IN, "a"), configs=(config("FromClass", ("a",), "mofed", "gds"),)),
+        planned(result(IN, "a"), configs=configs, host_devices=("mofed",), claim_host_devices=("gds",)),
+        planned(result(IN, "a"), configs=(of_class, *configs)),
     ):
         assert granted.devices[0].host_devices == ("gds", "mofed")
     first = planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig
 from dra_driver.api.resolve import config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
@@ -21,23 +22,32 @@ def asked_host_devices(
 ) -> tuple[HostDevice, ...]:
     """What the claim's parameters ask for beside a device.
 
-    Administrators ask in a DeviceClass, or with adminAccess. The author of a claim may ask for what is `allowed`.
-    Raises: InvalidConfigError; ClaimRefusedError if they ask for more.
+    Administrators ask in a DeviceClass, or with adminAccess. The author of a claim may ask for what is `allowed`, and
+    for what the class gives: its entry is not merged with that of the claim. Raises: InvalidConfigError;
+    ClaimRefusedError if they ask for more.
     """
     if not any(
         isinstance(entry.parameters, dict) and "hostDevices" in entry.parameters for entry in claim.configs
     ):
         return ()
     resolved = config_for_result(result, claim.configs, driver, kind_of(device))
-    asked: tuple[HostDevice, ...] = getattr(resolved.config, "host_devices", ())
-    more = [kind for kind in asked if kind not in allowed]
-    if more and resolved.of_claim and not result.admin_access:
+    asked = _of(resolved.config)
+    if not resolved.of_claim or result.admin_access:
+        return asked
+    of_class = [entry for entry in claim.configs if entry.source == "FromClass"]
+    given = _of(config_for_result(result, of_class, driver, kind_of(device)).config)
+    more = [kind for kind in asked if kind not in allowed and kind not in given]
+    if more:
         raise ClaimRefusedError(
             f"request {result.request}: its parameters ask for hostDevices {', '.join(more)}, which this node gives "
             "to no claim that asks for it; use a DeviceClass that has these parameters, or have an administrator add "
             "it to claimHostDevices (--claim-host-devices) of the driver"
         )
     return asked
+
+
+def _of(config: OpaqueConfig) -> tuple[HostDevice, ...]:
+    return config.host_devices if isinstance(config, GpuConfig | MigDeviceConfig) else ()
 
 
 def imex_of(
