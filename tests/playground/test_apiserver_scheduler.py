@@ -153,6 +153,16 @@ def test_tainted_device_is_left_out_unless_tolerated(server, scheduler, effect):
     assert picked(scheduler.allocate_claim("default", "brave")) == [("gpu", "gpu-0")]
 
 
+@pytest.mark.parametrize("fields", [{}, {"adminAccess": True}])
+def test_all_devices_are_not_to_be_had_while_one_is_tainted(server, scheduler, fields):
+    publish(server, [gpu(0, taints=[{"key": "a/xid", "value": "79", "effect": "NoSchedule"}]), gpu(1)])
+    claim(server, "plain", request(allocationMode="All", **fields))
+    claim(server, "brave", request(allocationMode="All", tolerations=[{"operator": "Exists"}], **fields))
+    with pytest.raises(AllocationError):
+        scheduler.allocate_claim("default", "plain")
+    assert len(picked(scheduler.allocate_claim("default", "brave"))) == 2
+
+
 def test_informational_taint_does_not_matter(server, scheduler):
     publish(server, [gpu(0, taints=[{"key": "a/b", "effect": "None"}])])
     claim(server, "c", request())

@@ -197,7 +197,7 @@ class _Search:
                 yield from self._choose(wanted, left, count - 1, [*picks, pick])
 
     def _free(self, picks: list[Pick], pick: Pick) -> bool:
-        if not self._fits([*picks, pick]):
+        if not self._fits([*picks, pick]) or not _tolerates(pick):
             return False
         if pick.wanted.admin:
             return True
@@ -291,12 +291,15 @@ def _matcher(selects: Selects) -> Callable[[Wanted, Candidate], bool]:
             raise AllocationError(
                 f"request {wanted.name}, device {'/'.join(candidate.id)}: {error}"
             ) from error
-        if consumption(wanted.capacity, candidate.device, candidate.id[0]) is None:
-            return False
-        taints = candidate.device.get("taints") or ()
-        return all(_tolerated(taint, wanted.tolerations) for taint in taints)
+        return consumption(wanted.capacity, candidate.device, candidate.id[0]) is not None
 
     return matches
+
+
+def _tolerates(pick: Pick) -> bool:
+    """Whether the taints keep nobody off; also with adminAccess. One such device is too many for `All`."""
+    taints = pick.candidate.device.get("taints") or ()
+    return all(_tolerated(taint, pick.wanted.tolerations) for taint in taints)
 
 
 def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
