@@ -350,7 +350,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"this one has no usable GPU ({reason}); name one with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
-    fit = MachineFit(name, settings.driver_name, slices)
+    fit = MachineFit(name, settings.driver_name, slices, settings.extras)
     if settings.simulate is None and not fit.devices:
         return None, "this one has no GPU; name one with --simulate"
     return fit, f"{len(fit.devices)} device{'s' if len(fit.devices) != 1 else ''}"

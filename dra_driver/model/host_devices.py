@@ -43,6 +43,11 @@ class Extras:
     host_devices: tuple[HostDevice, ...] = ()
     claim_host_devices: tuple[HostDevice, ...] = ()
 
+    @property
+    def askable(self) -> tuple[HostDevice, ...]:
+        """What the author of any claim may have in its parameters."""
+        return (*self.host_devices, *self.claim_host_devices)
+
 
 NO_EXTRAS: Final = Extras()
 

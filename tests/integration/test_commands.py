@@ -28,6 +28,7 @@ from dra_driver.slices.rules.build import build_pool
 from dra_driver.validation.documents import read_documents
 from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.standard_classes import standard_classes
+from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.integration.conftest import DRIVER, NODE, Node
 from tests.integration.test_process import call, environment
@@ -333,6 +334,36 @@ def test_all_examples_are_right() -> None:
     assert [
         hint for report in reports for hint in report["hints"] if "extendedResourceName" not in hint
     ] == []
+
+
+@pytest.mark.parametrize(
+    ("configuration", "code"),
+    [("{}", 1), ("claimHostDevices: [gds]", 0), ("hostDevices: [gds]", 0), ("claimHostDevices: [mofed]", 1)],
+)
+def test_nodes_of_the_host_that_the_configuration_does_not_allow_are_a_fault(
+    tmp_path: Path, configuration: str, code: int
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(configuration)
+    claim = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "training"},
+        "spec": {
+            "devices": {
+                "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}],
+                "config": [
+                    {"opaque": {"driver": "gpu.nvidia.com", "parameters": parameters(hostDevices=["gds"])}}
+                ],
+            }
+        },
+    }
+    arguments = ("-", "--simulate", "dgx-h100", "--config", str(config))
+    exit_code, [report], _ = validate(*arguments, stdin=yaml.safe_dump(claim))
+    assert exit_code == code
+    assert [("hostDevices gds" in fault, "claimHostDevices" in fault) for fault in report["faults"]] == [
+        (True, True)
+    ] * code
 
 
 @pytest.mark.parametrize("machine", ["dgx-h100", "h100-mig-static"])

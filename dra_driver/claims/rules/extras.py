@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal
 
 from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig
 from dra_driver.api.resolve import config_for_result
@@ -10,13 +11,12 @@ from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
 from dra_driver.model.host_devices import MOST_IMEX_CHANNELS, HostDevice, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
-from dra_driver.model.sharing import kind_of
 
 
 def asked_host_devices(
     claim: AllocatedClaim,
     result: DeviceResult,
-    device: OfferedDevice,
+    kind: Literal["gpu", "mig"],
     driver: str,
     allowed: Collection[HostDevice],
 ) -> tuple[HostDevice, ...]:
@@ -30,13 +30,13 @@ def asked_host_devices(
         isinstance(entry.parameters, dict) and "hostDevices" in entry.parameters for entry in claim.configs
     ):
         return ()
-    resolved = config_for_result(result, claim.configs, driver, kind_of(device))
+    resolved = config_for_result(result, claim.configs, driver, kind)
     asked = _of(resolved.config)
     if not resolved.of_claim or result.admin_access:
         return asked
     of_class = [entry for entry in claim.configs if entry.source == "FromClass"]
-    given = _of(config_for_result(result, of_class, driver, kind_of(device)).config)
-    more = [kind for kind in asked if kind not in allowed and kind not in given]
+    given = _of(config_for_result(result, of_class, driver, kind).config)
+    more = [one for one in asked if one not in allowed and one not in given]
     if more:
         raise ClaimRefusedError(
             f"request {result.request}: its parameters ask for hostDevices {', '.join(more)}, which this node gives "

@@ -165,9 +165,8 @@ def _with_extras(
     planned = []
     for number, device in enumerate(devices):
         try:
-            given_to_all = (*extras.host_devices, *extras.claim_host_devices)
-            allowed = given_to_all if held is None else HOST_DEVICES
-            asked = asked_host_devices(claim, device.result, device.offered, driver, allowed)
+            allowed = extras.askable if held is None else HOST_DEVICES
+            asked = asked_host_devices(claim, device.result, kind_of(device.offered), driver, allowed)
         except InvalidConfigError:
             if held is None:
                 raise
