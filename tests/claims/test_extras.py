@@ -93,6 +93,8 @@ def test_an_author_of_claims_may_ask_for_what_the_node_allows() -> None:
     first = planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds"))
     record = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
     assert planned(result(IN, "a"), configs=configs, known=record).devices == first.devices
+    forgot = replace(record, devices=tuple(replace(one, host_devices=()) for one in record.devices))
+    assert planned(result(IN, "a"), configs=configs, known=forgot).devices == first.devices
 
 
 def test_a_prepared_claim_keeps_it_and_a_half_prepared_one_does_not() -> None:

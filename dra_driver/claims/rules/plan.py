@@ -172,7 +172,8 @@ def _with_extras(
                 raise
             asked = ()  # a newer release judged the parameters when the claim was new
         if held is not None:
-            imex, given = held[number].imex, held[number].host_devices
+            # An older release that served in between may have dropped from the record what the claim asked for.
+            imex, given = held[number].imex, in_order((*held[number].host_devices, *asked))
         else:
             imex = imex_of(device.result, device.offered, extras.imex, inventory)
             given = in_order((*extras.host_devices, *asked))
