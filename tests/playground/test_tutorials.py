@@ -88,6 +88,14 @@ def test_every_block_works_as_printed(
     eventually(lambda: "gpu.nvidia.com/gpu-lost" not in str(playground.devices()))
 
 
+def test_first_hour_calls_the_command_only_where_it_is_there() -> None:
+    # `make demo` installs what the driver needs, `make playground` the command too.
+    before, playground, after = (ROOT / "docs/first-hour.md").read_text().partition("make playground")
+    assert playground
+    assert ".venv/bin/gpu-dra-driver" not in before
+    assert ".venv/bin/gpu-dra-driver" in after
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_page_shows_the_configuration_with_which_it_starts(page: str) -> None:
     arguments = first_terminal(page)
