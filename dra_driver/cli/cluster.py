@@ -204,7 +204,7 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
         *_COUNTS,
         Column("PRODUCT", drop=5, cut=16),
         Column("CONSUMED", drop=6, cut=12, optional=True),
-        Column("TAINTS", drop=4, cut=16, optional=True),
+        Column("TAINTS", cut=16, optional=True),
         Column("PROBLEM", cut=20, optional=True),
     ]
     cells = [

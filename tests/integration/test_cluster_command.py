@@ -18,7 +18,7 @@ from dra_driver.diagnostics.cluster_watch import ClusterWatch
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.endpoint import load_endpoint
 from tests.cli.test_tables import on_terminal
-from tests.integration.conftest import NODE, Node
+from tests.integration.conftest import NODE, Node, eventually
 from tests.integration.test_process import call
 
 
@@ -54,6 +54,17 @@ def test_nodes_users_and_who_waits(at_work: list[str]) -> None:
     assert max(map(len, narrow)) <= 80
     # What adds up to all GPUs stays.
     assert narrow[0].split()[:6] == ["NODE", "GPUS", "FREE", "ALLOCATED", "BLOCKED", "TAINTED"]
+
+
+def test_taints_stay_on_a_narrow_terminal(at_work: list[str], node: Node) -> None:
+    node.machine.lose_gpu(2)
+    eventually(lambda: any(device.get("taints") for device in node.devices()))
+    titles, row = on_terminal(80, *at_work)[:2]
+    assert max(len(titles), len(row)) <= 80
+    # The GPU is counted as allocated: nothing else on its row says that it is bad.
+    assert row.split()[1:6] == ["8", "6", "2", "0", "0"]
+    assert titles.split()[-1] == "TAINTS"
+    assert "gpu-lost:" in row
 
 
 def test_as_json(at_work: list[str]) -> None:
