@@ -53,7 +53,10 @@ def cluster(
         bool, typer.Option("-w", "--watch", help="Show it anew when something changes, until Ctrl-C.")
     ] = False,
     interval: Annotated[
-        float, typer.Option("--interval", min=1, help="With --watch: seconds between two looks, at least.")
+        float,
+        typer.Option(
+            "--interval", min=1, max=86400, help="With --watch: seconds between two looks, at least."
+        ),
     ] = 5.0,
     kubeconfig: ClusterKubeconfig = None,
     context: Context = None,

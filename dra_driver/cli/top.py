@@ -66,7 +66,9 @@ _ENDS = {"g": 0, "\x1b[H": 0, "\x1b[1~": 0, "G": _LAST, "\x1b[F": _LAST, "\x1b[4
 
 
 def top(
-    interval: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.2, max=86400, help="Seconds between two looks.")
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end, also on a terminal.")] = False,
     output: Annotated[
         Output, typer.Option("-o", "--output", help="How to print; wide, json and yaml print one look.")

@@ -67,6 +67,14 @@ def test_taints_stay_on_a_narrow_terminal(at_work: list[str], node: Node) -> Non
     assert "gpu-lost:" in row
 
 
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e12", "0.5"])
+def test_an_interval_that_nobody_waits_for_is_refused(seconds: str) -> None:
+    done = call("cluster", "--watch", "--interval", seconds)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--interval" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_as_json(at_work: list[str]) -> None:
     shown = json.loads(call(*at_work, "-o", "json", "--by", "workload").stdout)
     assert shown["by"] == "workload"
