@@ -85,7 +85,11 @@ class Listed:
         try:
             return self._read(self._limit)
         except ApiRejectedError as error:
-            if error.status in (401, 403):
+            if error.status == 401:
+                raise FatalError(
+                    "the API server does not accept these credentials; they may have expired: log in anew"
+                ) from error
+            if error.status == 403:
                 raise FatalError(
                     f"this user may not list {self._resource} in all namespaces; "
                     f"ask for a ClusterRole with the verb list for {self._resource}"

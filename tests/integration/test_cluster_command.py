@@ -134,6 +134,14 @@ def test_pods_without_a_node_and_what_the_scheduler_says(at_work: list[str], nod
     assert "old-way" not in call(*at_work, "-n", "other").stdout
 
 
+def test_credentials_that_ended_are_no_missing_right(at_work: list[str], node: Node) -> None:
+    node.server.faults.fail(9, 401, reason="Unauthorized", path="/resourceslices")
+    done = call(*at_work)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "credentials" in done.stderr
+    assert "ClusterRole" not in done.stderr
+
+
 def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> None:
     node.server.faults.fail(1, 403, reason="Forbidden", path="/resourceclaims")
     done = call(*at_work)
