@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 
 import typer
@@ -30,6 +31,12 @@ _FOR_PEOPLE = (
     "top",
     "validate",
 )
+_OWN_WORDS = (
+    (r"Input should be (greater|less) than or equal to", r"expected a number \1 than or equal to"),
+    ("Input should be a valid number, .*? as a number", "expected a number"),
+    ("Input should be a valid integer, .*? as an integer", "expected a whole number"),
+)
+"""For what typer says in pydantic's."""
 _DAEMON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -87,6 +94,8 @@ def call(arguments: Sequence[str]) -> int:
         context = getattr(error, "ctx", None)
         command = app.info.name if context is None else context.command_path
         said = error.format_message().removeprefix("Error: ").rstrip(".").replace("Value error, ", "")
+        for theirs, own in _OWN_WORDS:
+            said = re.sub(theirs, own, said)
         raise InvalidConfigError(f"{said} (see {command} -h)") from error
     except OSError as error:
         raise DraDriverError(str(error)) from error

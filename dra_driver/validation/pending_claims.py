@@ -69,7 +69,8 @@ def pending_claims(
     waiting = [claim for claim in claims if _waits(claim) and _is_in(claim, namespace)]
     asking: dict[str, list[JsonObject]] = {}  # pods of one template have claims with one spec
     for claim in waiting:
-        if {name for name in _class_names(claim) if name in ours or name not in by_name}:
+        known = {name for name in _class_names(claim) if name in ours or name not in by_name}
+        if known or _strange_request(claim) is not None:
             asking.setdefault(json.dumps(claim["spec"], sort_keys=True), []).append(claim)
     judged = [same[0] for same in asking.values()][:_MOST_SPECS]
     cluster = _Cluster(driver, claims, pools, by_name, ours, judged)
@@ -122,10 +123,21 @@ class _Cluster:
         for claim in claims:
             for pool in {result["pool"] for result in _results(claim, driver)}:
                 self._holding.setdefault(pool, []).append(claim)
-        sets = [*{_named(claim, classes) for claim in judged if set(_class_names(claim)) <= set(ours)}]
+        sets = [
+            *{
+                _named(claim, classes)
+                for claim in judged
+                if set(_class_names(claim)) <= set(ours) and _strange_request(claim) is None
+            }
+        ]
         self._looks = dict(zip(sets, self._alike(sets), strict=True))
 
     def verdict(self, claim: JsonObject) -> PendingClaim:
+        strange = _strange_request(claim)
+        if strange is not None:
+            return PendingClaim(
+                "", "", unknown=f"request {strange} has a form that this version does not know"
+            )
         names = set(_class_names(claim))
         missing = sorted(names - set(self._classes))
         if missing:
@@ -234,6 +246,15 @@ def _bodies(claim: JsonObject) -> Iterator[JsonObject]:
         if entry.get("exactly"):
             yield entry["exactly"]
         yield from entry.get("firstAvailable") or ()
+
+
+def _strange_request(claim: JsonObject) -> str | None:
+    """The first request, or a selector of one, of a sort that came after this version; None if all are known."""
+    for entry in (claim["spec"].get("devices") or {}).get("requests") or ():
+        bodies = [*(entry.get("firstAvailable") or ()), *filter(None, [entry.get("exactly")])]
+        if not bodies or not all("cel" in one for body in bodies for one in body.get("selectors") or ()):
+            return str(entry.get("name"))
+    return None
 
 
 def _class_names(claim: JsonObject) -> Iterator[str]:

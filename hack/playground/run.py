@@ -16,6 +16,7 @@ from dra_driver.app.daemon import Driver
 from dra_driver.app.posix_signals import SignalWatch
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.logs import configure_logs
+from dra_driver.model.ids import gpu_device_names
 from dra_driver.settings import read_config_file
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop
@@ -67,6 +68,8 @@ def _welcome(node: PlaygroundNode, machine: str) -> str:
     program = program.relative_to(here) if program.is_relative_to(here) else program
     examples = Path(__file__).resolve().parents[2] / "examples"
     examples = examples.relative_to(here) if examples.is_relative_to(here) else examples
+    uuids = [gpu.uuid for gpu in node.machine.current().present]
+    gpu = gpu_device_names(uuids)[uuids[0]]
     return f"""\
 A node with the simulated machine {machine} is up. In another terminal:
 
@@ -84,15 +87,15 @@ A node with the simulated machine {machine} is up. In another terminal:
   {program} claims
   {program} cluster --by pod
 
-3. Break the GPU with index 0, and see its health, its taints and the events:
-  {program} simulate lose 0
+3. Break a GPU, and see its health, its taints and the events:
+  {program} simulate lose {gpu}
   {program} top --once
   kubectl get resourceslices -o jsonpath='{{.items[*].spec.devices[*].taints}}'
   kubectl events
   {program} cluster
 
 4. Mend it, and end the pod:
-  {program} simulate restore 0
+  {program} simulate restore {gpu}
   {program} cluster
   kubectl delete -f {examples}/one-gpu
 

@@ -304,6 +304,22 @@ def test_devices_of_another_driver_are_not_judged() -> None:
     assert found.unknown == "class nic.example.com is of another driver"
 
 
+@pytest.mark.parametrize(
+    "request_of_later",
+    [
+        {"name": "r", "oneOf": {}},
+        {"name": "r", "exactly": {"deviceClassName": "gpu.nvidia.com", "selectors": [{"later": {}}]}},
+    ],
+)
+def test_a_request_of_a_later_version_is_told_and_hides_no_other_claim(request_of_later: Json) -> None:
+    later = asking("later")
+    later["spec"]["devices"]["requests"] = [request_of_later]
+    members, _ = pools_of(DRIVER, [entry("n", gpu("a"))])
+    first, second = pending_claims(DRIVER, [later, asking()], members, [*standard_classes(DRIVER).values()])
+    assert first.unknown == "request r has a form that this version does not know"
+    assert (second.name, second.fits) == ("c", ("n",))
+
+
 def test_a_selector_that_cannot_be_judged_hides_no_other_claim() -> None:
     broken = asking("broken", selector="device.driver ==")
     members, _ = pools_of(DRIVER, [entry("n", gpu("a"))])
