@@ -189,7 +189,7 @@ def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidi
         cluster.apply(claim_and_pod("moved"))
         cluster.wait_running("moved")
         nvidias.uninstall()  # that takes its classes away, which are ours too
-        assert "gpu.nvidia.com" not in cluster.kubectl("get", "deviceclasses", "-o", "name")
+        assert not cluster.kubectl("get", "deviceclass", "gpu.nvidia.com", "-o", "name", "--ignore-not-found")
         install(cluster, "e2e")
         assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == ours
         assert len(cluster.seen_by("moved")) == 1

@@ -150,6 +150,35 @@ def test_whole_gpu_waits_for_its_slices_and_starts_after(mig: Cluster) -> None:
     assert not modes()
 
 
+def test_an_agent_for_all_devices_waits_while_a_part_is_held(mig: Cluster) -> None:
+    """kube-scheduler counts counters for adminAccess too; the stand-in does so after it."""
+    space = "agents"
+    mig.make_namespace(space, {"resource.kubernetes.io/admin-access": "true"})
+    agent = (
+        claim_and_pod("agent")
+        .replace("namespace: default", f"namespace: {space}")
+        .replace(
+            "deviceClassName: gpu.nvidia.com",
+            "deviceClassName: gpu.nvidia.com, allocationMode: All, adminAccess: true",
+        )
+    )
+    try:
+        mig.apply(claim_and_pod("small", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
+        mig.wait_running("small")
+        mig.apply(agent)
+        wait_for(
+            "the agent to be unschedulable", lambda: "cannot allocate all" in mig.told_of("agent", space)
+        )
+        mig.kubectl("delete", "pod/small", "resourceclaim/small")
+        wait_for(
+            "the agent to run",
+            lambda: mig.get("pod", "agent", "-n", space)["status"]["phase"] == "Running",
+            timeout_s=SLOW_S,
+        )
+    finally:
+        mig.kubectl("delete", "namespace", space, "--timeout=300s")
+
+
 def test_a_limit_in_the_pod_is_enough(mig: Cluster, example: Callable[[str], None]) -> None:
     example("mig-extended-resource")
     [found] = mig.get("pods")["items"]

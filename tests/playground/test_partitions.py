@@ -105,11 +105,13 @@ def test_whole_gpu_waits_until_its_last_part_is_gone() -> None:
         cluster.claim("late", mig("1g.10gb"))
 
 
-def test_admin_access_takes_nothing_of_the_counters() -> None:
+def test_admin_access_takes_nothing_of_the_counters_but_needs_them() -> None:
+    """As kube-scheduler has it, which `tests/e2e/test_mig.py` shows."""
     cluster = Cluster(on_demand(0))
     assert cluster.claim("watch", whole(adminAccess=True)) == [GPU_0]
     assert slots(cluster.claim("most", mig("7g.80gb"))) == ["7g80gb-0-0"]
-    assert cluster.claim("watch-too", whole(adminAccess=True)) == [GPU_0]
+    with pytest.raises(AllocationError):
+        cluster.claim("watch-too", whole(adminAccess=True))
 
 
 def test_devices_with_media_extensions_exclude_each_other_where_there_is_one_engine() -> None:

@@ -199,10 +199,12 @@ class _Search:
     def _free(self, picks: list[Pick], pick: Pick) -> bool:
         if not self._fits([*picks, pick]) or not _tolerates(pick):
             return False
-        if pick.wanted.admin:
-            return True
         own = pick.candidate.id
-        held = {other.candidate.id: other.candidate for other in picks if not other.wanted.admin}
+        # Counters have no exception for adminAccess: kube-scheduler counts them, kubernetes/kubernetes#140729.
+        counted = {other.candidate.id: other.candidate for other in [*picks, pick]}
+        if pick.wanted.admin:
+            return self._counters_suffice([*counted.values()])
+        held = {other.candidate.id for other in picks if not other.wanted.admin}
         if own in self._inventory.taken:
             return False
         shares = self._inventory.shares.get(own, [])
@@ -212,7 +214,7 @@ class _Search:
             chosen = [other.consumes() for other in picks if other.is_share and other.candidate.id == own]
             if not fits(pick.candidate.device, [*shares, *chosen, pick.consumes()]):
                 return False
-        return self._counters_suffice([*(held | {own: pick.candidate}).values()])
+        return self._counters_suffice([*counted.values()])
 
     def _counters_suffice(self, held: list[Candidate]) -> bool:
         left = dict(self._inventory.counters)
