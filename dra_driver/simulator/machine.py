@@ -14,7 +14,7 @@ from dra_driver.simulator import catalogue, mig, policy
 from dra_driver.simulator.base import Selector
 from dra_driver.simulator.faults import error_text, make_fault
 from dra_driver.simulator.health import Health
-from dra_driver.simulator.hostroot import beside, imex
+from dra_driver.simulator.hostroot import host_devices, imex
 from dra_driver.simulator.hostroot.entries import can_make_nodes
 from dra_driver.simulator.state import Fault, Function, Gpu, State
 
@@ -124,10 +124,10 @@ class Machine(Health):
     def set_host_devices(self, kinds: Iterable[str]) -> None:
         """Have exactly these kinds of nodes: gds, mofed, gdrcopy."""
         wanted = list(kinds)
-        unknown = sorted(set(wanted) - set(beside.KINDS))
+        unknown = sorted(set(wanted) - set(host_devices.KINDS))
         if unknown:
             raise InvalidConfigError(
-                f"there are no host devices {', '.join(unknown)}; choose of {', '.join(beside.KINDS)}"
+                f"there are no host devices {', '.join(unknown)}; choose of {', '.join(host_devices.KINDS)}"
             )
         with self._change() as now:
             now.system["host_devices"] = wanted

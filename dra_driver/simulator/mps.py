@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Entries, Text
+from dra_driver.simulator.hostroot.scripts import script
 from dra_driver.simulator.state import Gpu, State
 
-SCRIPTS = Path(__file__).parent / "scripts"
 BEHAVIOUR_FILE = "var/lib/nvidia-simulator/mps.json"
 START_DELAY_MS = 300
 
@@ -67,12 +66,12 @@ def mps_programs(state: State) -> Entries:
         "start_delay_ms": int(state.system.get("mps_start_delay_ms", START_DELAY_MS)),
         "devices": [device for gpu in state.present for device in _devices(state, gpu)],
     }
-    control = _script("nvidia-cuda-mps-control.py").replace("#@FACTS@", json.dumps(facts))
+    control = script("nvidia-cuda-mps-control.py").replace("#@FACTS@", json.dumps(facts))
     return {
         "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
-        "usr/bin/nvidia-cuda-mps-server": Text(_script("nvidia-cuda-mps-server.sh"), 0o755),
-        "usr/share/nvidia-simulator/nvidia_mps_daemon.py": Text(_script("nvidia-cuda-mps-control-daemon.py")),
-        "usr/bin/mps-client": Text(_script("mps-client.sh"), 0o755),
+        "usr/bin/nvidia-cuda-mps-server": Text(script("nvidia-cuda-mps-server.sh"), 0o755),
+        "usr/share/nvidia-simulator/nvidia_mps_daemon.py": Text(script("nvidia-cuda-mps-control-daemon.py")),
+        "usr/bin/mps-client": Text(script("mps-client.sh"), 0o755),
     }
 
 
@@ -91,8 +90,3 @@ def _devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
             nodes = [f"dev/nvidia-caps/nvidia-cap{minor}" for minor in minors]
             rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "nodes": nodes, **common})
     return rows
-
-
-@functools.cache
-def _script(name: str) -> str:
-    return (SCRIPTS / name).read_text()

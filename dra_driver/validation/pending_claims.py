@@ -242,18 +242,25 @@ def _is_in(claim: JsonObject, namespace: str | None) -> bool:
 
 
 def _bodies(claim: JsonObject) -> Iterator[JsonObject]:
-    for entry in (claim["spec"].get("devices") or {}).get("requests") or ():
-        if entry.get("exactly"):
-            yield entry["exactly"]
-        yield from entry.get("firstAvailable") or ()
+    for request in _requests(claim):
+        yield from _bodies_of(request)
+
+
+def _requests(claim: JsonObject) -> Sequence[JsonObject]:
+    return (claim["spec"].get("devices") or {}).get("requests") or ()
+
+
+def _bodies_of(request: JsonObject) -> list[JsonObject]:
+    """Unlike `alternatives` for requests of later versions too, which may have none."""
+    return [*filter(None, [request.get("exactly")]), *(request.get("firstAvailable") or ())]
 
 
 def _strange_request(claim: JsonObject) -> str | None:
     """The first request, or a selector of one, of a sort that came after this version; None if all are known."""
-    for entry in (claim["spec"].get("devices") or {}).get("requests") or ():
-        bodies = [*(entry.get("firstAvailable") or ()), *filter(None, [entry.get("exactly")])]
+    for request in _requests(claim):
+        bodies = _bodies_of(request)
         if not bodies or not all("cel" in one for body in bodies for one in body.get("selectors") or ()):
-            return str(entry.get("name"))
+            return str(request.get("name"))
     return None
 
 

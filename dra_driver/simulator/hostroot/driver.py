@@ -146,7 +146,7 @@ def nvidia_smi(state: State) -> Entries:
         lines.append(f"    on_gpu {_gpu_facts(state, gpu)}")
         lines += [f"    on_mig {facts}" for facts in _mig_facts(state, gpu)]
     lines.append("}")
-    return {"usr/bin/nvidia-smi": Text(script("nvidia-smi").replace("#@FACTS@", "\n".join(lines)), 0o755)}
+    return {"usr/bin/nvidia-smi": Text(script("nvidia-smi.sh").replace("#@FACTS@", "\n".join(lines)), 0o755)}
 
 
 def _gpu_facts(state: State, gpu: Gpu) -> str:

@@ -26,7 +26,7 @@ def imex(state: State) -> Entries:
     facts = f"MACHINE={quoted(state.machine)}\nSTATE={quoted(daemon)}"
     entries: Entries = {
         "etc/nvidia-imex/config.cfg": Text(_CONFIG),
-        "usr/bin/nvidia-imex-ctl": Text(script("nvidia-imex-ctl").replace("#@FACTS@", facts), 0o755),
+        "usr/bin/nvidia-imex-ctl": Text(script("nvidia-imex-ctl.sh").replace("#@FACTS@", facts), 0o755),
     }
     if daemon != "stopped":
         entries[_SOCKET] = Socket()

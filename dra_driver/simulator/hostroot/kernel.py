@@ -6,8 +6,8 @@ import functools
 import struct
 
 from dra_driver.simulator import mig
-from dra_driver.simulator.hostroot.beside import HOST_DEVICE_MAJORS, host_devices
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Text
+from dra_driver.simulator.hostroot.host_devices import HOST_DEVICE_MAJORS, host_devices
 from dra_driver.simulator.state import Function, Gpu, State
 
 _PARAMS = (

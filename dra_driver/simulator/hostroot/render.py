@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dra_driver.simulator.hostroot.beside import beside
 from dra_driver.simulator.hostroot.devices import devices
 from dra_driver.simulator.hostroot.driver import driver_files, nvidia_smi
 from dra_driver.simulator.hostroot.elf import ElfFiles
 from dra_driver.simulator.hostroot.entries import Entries, Tree
+from dra_driver.simulator.hostroot.host_devices import host_device_nodes
 from dra_driver.simulator.hostroot.imex import imex
 from dra_driver.simulator.hostroot.kernel import procfs, sysfs
 from dra_driver.simulator.state import State
@@ -39,7 +39,7 @@ class HostRoot:
             **driver_files(state),
             **nvidia_smi(state),
             **imex(state),
-            **beside(state),
+            **host_device_nodes(state),
         }
         self.elf.replace_in(entries, state)
         return entries

@@ -1,4 +1,4 @@
-"""The shell scripts that stand in for programs of the driver."""
+"""The scripts that stand in for programs of the driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 @functools.cache
 def script(name: str) -> str:
-    return (SCRIPTS / f"{name}.sh").read_text()
+    return (SCRIPTS / name).read_text()
 
 
 def quoted(text: str) -> str:

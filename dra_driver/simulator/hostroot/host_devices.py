@@ -19,7 +19,7 @@ def host_devices(state: State) -> list[str]:
     return list(state.system.get("host_devices", []))
 
 
-def beside(state: State) -> Entries:
+def host_device_nodes(state: State) -> Entries:
     """A few storage nodes, and an adapter for each GPU."""
     kinds = host_devices(state)
     entries: Entries = {}
