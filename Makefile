@@ -8,7 +8,7 @@ PROGRAM := $(VENV)/.program
 INSTALL := $(BIN)/python hack/dependencies.py
 STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
-CEL := $(VENV)/.cel
+PLAYGROUND := $(VENV)/.playground
 LIBCS := $(VENV)/.libcs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
@@ -32,9 +32,9 @@ $(RUNTIME): requirements.txt
 	@$(INSTALL) --require-hashes -r requirements.txt
 	@touch $@
 
-# The stand-in for the scheduler judges selectors.
-$(CEL): $(RUNTIME) requirements-cel.txt
-	@$(INSTALL) --quiet --require-hashes -r requirements-cel.txt
+# The stand-in for the scheduler judges selectors, that for the kubelet calls as any client of gRPC.
+$(PLAYGROUND): $(RUNTIME) requirements-playground.txt
+	@$(INSTALL) --quiet --require-hashes -r requirements-playground.txt
 	@touch $@
 
 # The commands of this tree in $(BIN), made by the locked setuptools.
@@ -49,10 +49,10 @@ $(STAMP): $(PROGRAM) requirements-dev.txt
 	@$(INSTALL) --require-hashes -r requirements-dev.txt
 	@touch $@
 
-demo: $(CEL) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
+demo: $(PLAYGROUND) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
 	@$(BIN)/python hack/playground demo --simulate $(MACHINE)
 
-playground: $(CEL) $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
+playground: $(PLAYGROUND) $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
 	@$(BIN)/python hack/playground run --simulate $(MACHINE) $(if $(CONFIG),--config $(CONFIG))
 
 docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them
@@ -145,7 +145,7 @@ COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --no-emit-index-url --no
 
 lock: ## Lock the dependencies anew
 	@$(COMPILE) -o requirements.txt pyproject.toml
-	@$(COMPILE) --extra cel -c requirements.txt -o requirements-cel.txt pyproject.toml
+	@$(COMPILE) --extra playground -c requirements.txt -o requirements-playground.txt pyproject.toml
 	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
 	@$(PYTHON) hack/image/requirements.py | $(COMPILE) -c requirements.txt -o requirements-image.txt -
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["site"], sep="\n")' | \

@@ -11,22 +11,25 @@ neither.
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import structlog
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.kubelet import registration, v1, v1beta1
-from dra_driver.kubelet.listener import SERVER_OPTIONS, unix_target
+from dra_driver.kubelet.grpc_client import call
+from dra_driver.kubelet.grpc_server import Caller, GrpcServer, Limits, Method
+from dra_driver.kubelet.grpc_wire import RpcError, Status
 from dra_driver.kubelet.pb import dra_v1_pb2 as dra_pb
 from dra_driver.kubelet.pb import grpc_health_pb2 as pb
 from dra_driver.kubelet.pb import registration_pb2
-from dra_driver.kubelet.rpc import RpcError, error_text, stream_handler, unary_handler
+from dra_driver.kubelet.rpc import error_text, stream_method, unary_method
 from dra_driver.kubelet.workers import Workers
 
 SERVICE = "grpc.health.v1.Health"
@@ -40,17 +43,14 @@ _MAX_WATCHERS = 4
 _MAX_WORKERS = 8
 _MAX_CALLS = 64
 """This port is open to the pod network; a client that floods it must not fill a queue."""
-_REQUEST_BYTES = "grpc.max_receive_message_length"
+_MAX_CONNECTIONS = 64
+_IDLE_S = 60.0
+"""A prober that keeps its connection asks more often."""
 _MAX_REQUEST_BYTES = 1024
 """The name of a service."""
-_STOP_WAIT_S = 1.0
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a new connection for every check
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_channelz", 0),
-)
+_MAX_ANSWER_BYTES = 4096
 _DRA_SERVICES = {registration.V1: v1.SERVICE, registration.V1BETA1: v1beta1.SERVICE}
-_Status = pb.HealthCheckResponse.ServingStatus
+_ServingStatus = pb.HealthCheckResponse.ServingStatus
 
 
 def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
@@ -59,32 +59,26 @@ def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
     until = time.monotonic() + timeout_s
     dialled = "registration", registrar
     try:
-        info = _ask(
+        info = call(
             registrar,
             f"/{registration.SERVICE}/GetInfo",
             registration_pb2.InfoRequest(),
             registration_pb2.PluginInfo,
-            until,
+            timeout_s,
         )
         service = next(_DRA_SERVICES[name] for name in info.supported_versions if name in _DRA_SERVICES)
         dialled = "DRA", Path(info.endpoint)
-        _ask(
+        call(
             dialled[1],
             f"/{service}/NodePrepareResources",
             dra_pb.NodePrepareResourcesRequest(),
             dra_pb.NodePrepareResourcesResponse,
-            until,
+            max(0.0, until - time.monotonic()),
         )
-    except grpc.RpcError as error:
+    except RpcError as error:
         name, path = dialled
-        return f"the {name} socket {path} does not answer ({error.code().name}: {error_text(error.details() or '')})"
+        return f"the {name} socket {path} does not answer ({error.code.name}: {error_text(error)})"
     return None
-
-
-def _ask(path: Path, method: str, request: Any, response: Any, until: float) -> Any:
-    with grpc.insecure_channel(unix_target(path), options=_CHANNEL_OPTIONS) as channel:
-        call = channel.unary_unary(method, type(request).SerializeToString, response.FromString)
-        return call(request, timeout=max(0.0, until - time.monotonic()))
 
 
 class Liveness:
@@ -169,30 +163,25 @@ class HealthServer:
             "startup": self._is_started,
             "readiness": self._is_ready,
         }
-        self._workers = Workers("health", limit=_MAX_WORKERS)
-        self._server = grpc.server(
-            self._workers,
-            handlers=(self._handlers(),),
-            options=tuple((dict(SERVER_OPTIONS) | {_REQUEST_BYTES: _MAX_REQUEST_BYTES}).items()),
-            maximum_concurrent_rpcs=_MAX_CALLS,
-        )
+        limits = Limits(_MAX_CONNECTIONS, _MAX_CALLS, _MAX_REQUEST_BYTES, _MAX_ANSWER_BYTES, _IDLE_S)
+        self._server = GrpcServer(self._methods(), Workers("health", limit=_MAX_WORKERS), limits)
         self.port = 0
 
     def start(self) -> None:
         """Raises: InvalidConfigError if the server cannot listen on the address."""
         try:
-            self.port = self._server.add_insecure_port(self._address)
-        except RuntimeError as error:
+            bound = _bound(self._address)
+            self._server.start(bound)
+        except (OSError, ValueError) as error:
             raise InvalidConfigError(
                 f"health service cannot listen on {self._address}: another process uses the address, or it is not an "
                 "address of this node; choose another --healthcheck-port"
             ) from error
-        self._server.start()
+        self.port = bound.getsockname()[1]
         _log.info("health_served", address=self._address, port=self.port)
 
     def stop(self) -> None:
-        self._server.stop(0).wait(_STOP_WAIT_S)
-        self._workers.shutdown(wait=False)
+        self._server.stop(0)
 
     def _is_live(self) -> bool:
         return self._liveness.fault() is None
@@ -210,23 +199,25 @@ class HealthServer:
     def _status(self, service: str) -> pb.HealthCheckResponse:
         check = self._services.get(service)
         if check is None:
-            return pb.HealthCheckResponse(status=_Status.SERVICE_UNKNOWN)
-        return pb.HealthCheckResponse(status=_Status.SERVING if check() else _Status.NOT_SERVING)
+            return pb.HealthCheckResponse(status=_ServingStatus.SERVICE_UNKNOWN)
+        return pb.HealthCheckResponse(
+            status=_ServingStatus.SERVING if check() else _ServingStatus.NOT_SERVING
+        )
 
-    def _check(self, request: pb.HealthCheckRequest, _context: Any) -> pb.HealthCheckResponse:
+    def _check(self, request: pb.HealthCheckRequest, _caller: Caller) -> pb.HealthCheckResponse:
         if request.service not in self._services:
-            raise RpcError(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not known")
+            raise RpcError(Status.NOT_FOUND, f"service {request.service!r} is not known")
         return self._status(request.service)
 
-    def _list(self, _request: pb.HealthListRequest, _context: Any) -> pb.HealthListResponse:
+    def _list(self, _request: pb.HealthListRequest, _caller: Caller) -> pb.HealthListResponse:
         return pb.HealthListResponse(statuses={name: self._status(name) for name in self._services})
 
-    def _watch(self, request: pb.HealthCheckRequest, context: Any) -> Iterator[pb.HealthCheckResponse]:
+    def _watch(self, request: pb.HealthCheckRequest, caller: Caller) -> Iterator[pb.HealthCheckResponse]:
         if not self._watchers.acquire(blocking=False):
-            raise RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_MAX_WATCHERS} watchers")
+            raise RpcError(Status.RESOURCE_EXHAUSTED, f"more than {_MAX_WATCHERS} watchers")
         try:
             ended = threading.Event()
-            if not context.add_callback(ended.set):
+            if not caller.add_callback(ended.set):
                 return
             sent: Any = None
             while not ended.is_set():
@@ -238,12 +229,25 @@ class HealthServer:
         finally:
             self._watchers.release()
 
-    def _handlers(self) -> Any:
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Check": unary_handler("Check", self._check, pb.HealthCheckRequest, pb.HealthCheckResponse),
-                "List": unary_handler("List", self._list, pb.HealthListRequest, pb.HealthListResponse),
-                "Watch": stream_handler("Watch", self._watch, pb.HealthCheckRequest, pb.HealthCheckResponse),
-            },
-        )
+    def _methods(self) -> dict[str, Method]:
+        return {
+            f"/{SERVICE}/Check": unary_method("Check", self._check, pb.HealthCheckRequest),
+            f"/{SERVICE}/List": unary_method("List", self._list, pb.HealthListRequest),
+            f"/{SERVICE}/Watch": stream_method("Watch", self._watch, pb.HealthCheckRequest),
+        }
+
+
+def _bound(address: str) -> socket.socket:
+    """A socket that listens on `host:port`, for IPv4 and IPv6 where the host is empty or `[::]`. Raises: OSError;
+    ValueError if the port is no number."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if host in {"", "::"}:
+        host = ""
+        try:
+            return socket.create_server((host, int(port)), family=socket.AF_INET6, dualstack_ipv6=True)
+        except (OSError, ValueError) as error:
+            # No IPv6 in this kernel, or on no interface.
+            if isinstance(error, OSError) and error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
+                raise
+    return socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import structlog
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.kubelet.grpc_server import Caller, Method
+from dra_driver.kubelet.grpc_wire import RpcError, Status
 from dra_driver.kubelet.pb import registration_pb2 as pb
-from dra_driver.kubelet.rpc import RpcError, unary_handler
+from dra_driver.kubelet.rpc import unary_method
 
 SERVICE = "pluginregistration.Registration"
 PLUGIN_TYPE = "DRAPlugin"
@@ -71,29 +71,23 @@ class Registrar:
         """The kubelet's last answer; None before the first one."""
         return self._status
 
-    def handlers(self) -> Any:
-        """The generic gRPC handler of the service."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "GetInfo": unary_handler("GetInfo", self._get_info, pb.InfoRequest, pb.PluginInfo),
-                "NotifyRegistrationStatus": unary_handler(
-                    "NotifyRegistrationStatus",
-                    self._notify,
-                    pb.RegistrationStatus,
-                    pb.RegistrationStatusResponse,
-                ),
-            },
-        )
+    def methods(self) -> dict[str, Method]:
+        """The methods of the service by their paths."""
+        return {
+            f"/{SERVICE}/GetInfo": unary_method("GetInfo", self._get_info, pb.InfoRequest),
+            f"/{SERVICE}/NotifyRegistrationStatus": unary_method(
+                "NotifyRegistrationStatus", self._notify, pb.RegistrationStatus
+            ),
+        }
 
-    def _get_info(self, _request: pb.InfoRequest, _context: Any) -> pb.PluginInfo:
+    def _get_info(self, _request: pb.InfoRequest, _caller: Caller) -> pb.PluginInfo:
         if self.get_info_error is not None:
-            raise RpcError(grpc.StatusCode.UNKNOWN, self.get_info_error)
+            raise RpcError(Status.UNKNOWN, self.get_info_error)
         return self._info
 
-    def _notify(self, request: pb.RegistrationStatus, _context: Any) -> pb.RegistrationStatusResponse:
+    def _notify(self, request: pb.RegistrationStatus, _caller: Caller) -> pb.RegistrationStatusResponse:
         if self.notify_error is not None:
-            raise RpcError(grpc.StatusCode.UNKNOWN, self.notify_error)
+            raise RpcError(Status.UNKNOWN, self.notify_error)
         status = RegistrationStatus(request.plugin_registered, request.error)
         changed, self._status = status != self._status, status
         if status.registered:
@@ -104,5 +98,5 @@ class Registrar:
             except Exception:  # noqa: BLE001 - foreign callback
                 _log.exception("registration_callback_failed")
         if not status.registered:
-            raise RpcError(grpc.StatusCode.UNKNOWN, f"failed registration process: {status.error}")
+            raise RpcError(Status.UNKNOWN, f"failed registration process: {status.error}")
         return pb.RegistrationStatusResponse()

@@ -6,29 +6,21 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
 import structlog
 from structlog.contextvars import bind_contextvars, clear_contextvars
 
 from dra_driver.errors import DraDriverError
+from dra_driver.kubelet.grpc_server import Caller, Message, Method
+from dra_driver.kubelet.grpc_wire import RpcError, Status
 
 _log = structlog.get_logger(__name__)
 _request_ids = itertools.count(1)
 
 MAX_ERROR_CHARS = 1024
 _MAX_LOGGED_CHARS = 4096
-_NO_DEADLINE_S = 1e9
 
-Unary = Callable[[Any, Any], Any]
-Streaming = Callable[[Any, Any], Iterator[Any]]
-
-
-class RpcError(Exception):
-    """Ends a call with this status; the client gets the text as it is."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+Unary = Callable[[Any, Caller], Message]
+Streaming = Callable[[Any, Caller], Iterator[Message]]
 
 
 class _Shown:
@@ -55,21 +47,15 @@ def error_text(error: BaseException | str) -> str:
     return line if len(line) <= MAX_ERROR_CHARS else line[: MAX_ERROR_CHARS - 1] + "…"
 
 
-def remaining_s(context: Any) -> float | None:
-    """Seconds until the caller gives up; None if it has no time limit."""
-    left: float | None = context.time_remaining()
-    return None if left is None or left > _NO_DEADLINE_S else left
-
-
 def unary(method: str, behavior: Unary) -> Unary:
     """The behavior with a request ID, logs, and a status for every exception."""
 
-    def call(request: Any, context: Any) -> Any:
-        clear_contextvars()  # gRPC threads are reused
+    def call(request: Any, caller: Caller) -> Message:
+        clear_contextvars()  # workers are reused
         bind_contextvars(request_id=next(_request_ids), method=method)
         try:
             _log.debug("rpc_received", request=_Shown(request))
-            response = behavior(request, context)
+            response = behavior(request, caller)
             _log.debug("rpc_answered", response=_Shown(response))
             return response
         except RpcError as error:
@@ -77,10 +63,10 @@ def unary(method: str, behavior: Unary) -> Unary:
             code, text = error.code, error_text(error)
         except Exception as error:  # noqa: BLE001 - the edge of the process
             _log.exception("rpc_failed", code="UNKNOWN")
-            code, text = grpc.StatusCode.UNKNOWN, error_text(error)
+            code, text = Status.UNKNOWN, error_text(error)
         finally:
             clear_contextvars()
-        return context.abort(code, text)
+        raise RpcError(code, text)
 
     return call
 
@@ -88,12 +74,12 @@ def unary(method: str, behavior: Unary) -> Unary:
 def streaming(method: str, behavior: Streaming) -> Streaming:
     """Like `unary`, for a call that answers with a stream."""
 
-    def call(request: Any, context: Any) -> Iterator[Any]:
+    def call(request: Any, caller: Caller) -> Iterator[Message]:
         clear_contextvars()
         bind_contextvars(request_id=next(_request_ids), method=method)
         try:
             _log.debug("stream_opened", request=_Shown(request))
-            yield from behavior(request, context)
+            yield from behavior(request, caller)
             _log.debug("stream_ended")
             return
         except RpcError as error:
@@ -101,23 +87,19 @@ def streaming(method: str, behavior: Streaming) -> Streaming:
             code, text = error.code, error_text(error)
         except Exception as error:  # noqa: BLE001 - the edge of the process
             _log.exception("rpc_failed", code="UNKNOWN")
-            code, text = grpc.StatusCode.UNKNOWN, error_text(error)
+            code, text = Status.UNKNOWN, error_text(error)
         finally:
             clear_contextvars()
-        context.abort(code, text)
+        raise RpcError(code, text)
 
     return call
 
 
-def unary_handler(method: str, behavior: Unary, request: Any, response: Any) -> Any:
-    """A gRPC method handler for one request and one answer, given the two message classes."""
-    return grpc.unary_unary_rpc_method_handler(
-        unary(method, behavior), request.FromString, response.SerializeToString
-    )
+def unary_method(name: str, behavior: Unary, request: Any) -> Method:
+    """A method with one request, of this message class, and one answer."""
+    return Method(unary(name, behavior), request.FromString)
 
 
-def stream_handler(method: str, behavior: Streaming, request: Any, response: Any) -> Any:
-    """A gRPC method handler for one request and a stream of answers, given the two message classes."""
-    return grpc.unary_stream_rpc_method_handler(
-        streaming(method, behavior), request.FromString, response.SerializeToString
-    )
+def stream_method(name: str, behavior: Streaming, request: Any) -> Method:
+    """A method with one request, of this message class, and a stream of answers."""
+    return Method(streaming(name, behavior), request.FromString, is_stream=True)

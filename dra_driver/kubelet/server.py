@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from dra_driver.errors import FatalError
-from dra_driver.kubelet.device_health import DraHealth, Watch
+from dra_driver.kubelet.device_health import Watch, health_methods
 from dra_driver.kubelet.grpc_health import HealthServer, Liveness, dial
+from dra_driver.kubelet.grpc_server import Method
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.registration import Registrar, RegistrationStatus, supported_versions
 from dra_driver.kubelet.sockets import (
@@ -29,7 +29,7 @@ from dra_driver.kubelet.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
-# Each pod of the node may wait in its own call, and each health stream keeps a thread. The threads # exist only while
+# Each pod of the node may wait in its own call, and each health stream keeps a thread. The threads exist only while
 # they are needed.
 _DRA_WORKERS = 256
 _REGISTRAR_WORKERS = 4
@@ -87,21 +87,24 @@ class KubeletPlugin:
             plugin_dir=settings.plugin_dir,
             pod_uid=settings.pod_uid,
         )
-        dra_health = DraHealth(watch_device_health)
         self.registrar = Registrar(
             settings.driver,
             self.sockets.dra,
             supported_versions(
-                v1=settings.serve_v1, v1beta1=settings.serve_v1beta1, device_health=dra_health.offered
+                v1=settings.serve_v1,
+                v1beta1=settings.serve_v1beta1,
+                device_health=watch_device_health is not None,
             ),
             on_status,
         )
-        handlers = [*_dra_services(settings, DraV1(claims)), dra_health]
-        self._dra = Listener("dra", self.sockets.dra, handlers, Workers("dra", limit=_DRA_WORKERS))
+        methods = _dra_methods(settings, DraV1(claims))
+        if watch_device_health is not None:
+            methods |= health_methods(watch_device_health)
+        self._dra = Listener("dra", self.sockets.dra, methods, Workers("dra", limit=_DRA_WORKERS))
         self._registration = Listener(
             "registration",
             self.sockets.registrar,
-            [self.registrar.handlers()],
+            self.registrar.methods(),
             Workers("registration", limit=_REGISTRAR_WORKERS),
         )
         self.liveness = Liveness(self._dial_self)
@@ -186,6 +189,8 @@ class KubeletPlugin:
             _log.exception("fatal_callback_failed")
 
 
-def _dra_services(settings: PluginSettings, v1: DraV1) -> Sequence[Any]:
+def _dra_methods(settings: PluginSettings, v1: DraV1) -> dict[str, Method]:
     served = ((settings.serve_v1, v1), (settings.serve_v1beta1, DraV1beta1(v1)))
-    return [service.handlers() for wanted, service in served if wanted]
+    return {
+        path: method for wanted, service in served if wanted for path, method in service.methods().items()
+    }

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import grpc
 import structlog
 
 from dra_driver.kubelet.claim_check import check_claims
+from dra_driver.kubelet.grpc_server import Caller, Method
+from dra_driver.kubelet.grpc_wire import RpcError, Status
 from dra_driver.kubelet.pb import dra_v1_pb2 as pb
-from dra_driver.kubelet.rpc import RpcError, error_text, remaining_s, unary_handler
+from dra_driver.kubelet.rpc import error_text, unary_method
 from dra_driver.model.claim import (
     ClaimRef,
     Failed,
@@ -58,15 +59,15 @@ class DraV1:
     def __init__(self, claims: ClaimService) -> None:
         self._claims = claims
 
-    def handlers(self) -> Any:
-        """The generic gRPC handler of the service."""
-        return dra_handlers(SERVICE, self.prepare, self.unprepare)
+    def methods(self) -> dict[str, Method]:
+        """The methods of the service by their paths."""
+        return dra_methods(SERVICE, self.prepare, self.unprepare)
 
     def prepare(
-        self, request: pb.NodePrepareResourcesRequest, context: Any
+        self, request: pb.NodePrepareResourcesRequest, caller: Caller
     ) -> pb.NodePrepareResourcesResponse:
         response = pb.NodePrepareResourcesResponse()
-        for uid, outcome in _outcomes(self._claims.prepare, request.claims, context).items():
+        for uid, outcome in _outcomes(self._claims.prepare, request.claims, caller).items():
             try:
                 response.claims[uid].CopyFrom(_prepare_entry(outcome))
             except Exception as error:  # noqa: BLE001 - must not fail the other claims
@@ -75,41 +76,29 @@ class DraV1:
         return response
 
     def unprepare(
-        self, request: pb.NodeUnprepareResourcesRequest, context: Any
+        self, request: pb.NodeUnprepareResourcesRequest, caller: Caller
     ) -> pb.NodeUnprepareResourcesResponse:
         response = pb.NodeUnprepareResourcesResponse()
-        for uid, outcome in _outcomes(self._claims.unprepare, request.claims, context).items():
+        for uid, outcome in _outcomes(self._claims.unprepare, request.claims, caller).items():
             response.claims[uid].CopyFrom(_unprepare_entry(outcome))
         return response
 
 
-def dra_handlers(
-    service: str, prepare: Callable[[Any, Any], Any], unprepare: Callable[[Any, Any], Any]
-) -> Any:
-    """The generic gRPC handler of a DRA service that speaks the v1 messages."""
-    return grpc.method_handlers_generic_handler(
-        service,
-        {
-            "NodePrepareResources": unary_handler(
-                "NodePrepareResources",
-                prepare,
-                pb.NodePrepareResourcesRequest,
-                pb.NodePrepareResourcesResponse,
-            ),
-            "NodeUnprepareResources": unary_handler(
-                "NodeUnprepareResources",
-                unprepare,
-                pb.NodeUnprepareResourcesRequest,
-                pb.NodeUnprepareResourcesResponse,
-            ),
-        },
+def dra_methods(
+    service: str, prepare: Callable[[Any, Caller], Any], unprepare: Callable[[Any, Caller], Any]
+) -> dict[str, Method]:
+    """The methods of a DRA service that speaks the v1 messages, by their paths."""
+    asked = (
+        ("NodePrepareResources", prepare, pb.NodePrepareResourcesRequest),
+        ("NodeUnprepareResources", unprepare, pb.NodeUnprepareResourcesRequest),
     )
+    return {f"/{service}/{name}": unary_method(name, answer, request) for name, answer, request in asked}
 
 
 def _outcomes(
     call: _Call[_Outcome],
     claims: Sequence[pb.Claim],
-    context: Any,
+    caller: Caller,
 ) -> dict[str, _Outcome | Failed]:
     """One outcome for each UID of the request: the service's outcome, or an error.
 
@@ -117,13 +106,13 @@ def _outcomes(
     """
     if len(claims) > MAX_CLAIMS:
         raise RpcError(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            Status.RESOURCE_EXHAUSTED,
             f"the call names {len(claims)} claims, but one call may have at most {MAX_CLAIMS}; make several calls",
         )
     checked = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
     outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}
     if checked.accepted:
-        outcomes |= _call(call, checked.accepted, context)
+        outcomes |= _call(call, checked.accepted, caller)
     for uid, outcome in outcomes.items():
         if isinstance(outcome, Failed):
             # A refused UID may have any length.
@@ -134,10 +123,10 @@ def _outcomes(
 def _call(
     call: _Call[_Outcome],
     refs: Sequence[ClaimRef],
-    context: Any,
+    caller: Caller,
 ) -> dict[str, _Outcome | Failed]:
     try:
-        answers = call(refs, remaining_s(context), lambda: not context.is_active())
+        answers = call(refs, caller.time_remaining(), lambda: not caller.is_active())
         missing = Failed("internal error: the driver gave no answer for this claim")
         outcomes: dict[str, _Outcome | Failed] = {ref.uid: answers.get(ref.uid, missing) for ref in refs}
         if unasked := sorted(map(str, answers.keys() - outcomes.keys())):

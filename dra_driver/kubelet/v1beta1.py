@@ -6,10 +6,9 @@ test compares them with the v1beta1 proto.
 
 from __future__ import annotations
 
-from typing import Any
-
+from dra_driver.kubelet.grpc_server import Caller, Method
 from dra_driver.kubelet.pb import dra_v1_pb2 as pb
-from dra_driver.kubelet.v1 import DraV1, dra_handlers
+from dra_driver.kubelet.v1 import DraV1, dra_methods
 
 SERVICE = "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin"
 
@@ -20,14 +19,14 @@ class DraV1beta1:
     def __init__(self, v1: DraV1) -> None:
         self._v1 = v1
 
-    def handlers(self) -> Any:
-        """The generic gRPC handler of the service."""
-        return dra_handlers(SERVICE, self._prepare, self._v1.unprepare)
+    def methods(self) -> dict[str, Method]:
+        """The methods of the service by their paths."""
+        return dra_methods(SERVICE, self._prepare, self._v1.unprepare)
 
     def _prepare(
-        self, request: pb.NodePrepareResourcesRequest, context: Any
+        self, request: pb.NodePrepareResourcesRequest, caller: Caller
     ) -> pb.NodePrepareResourcesResponse:
-        response = self._v1.prepare(request, context)
+        response = self._v1.prepare(request, caller)
         for entry in response.claims.values():
             for device in entry.devices:
                 device.ClearField("share_id")

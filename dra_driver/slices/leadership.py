@@ -151,15 +151,19 @@ class InstanceLeadership:
 
     def _living(self) -> Iterator[InstanceStart]:
         try:
-            paths = list(self._directory.iterdir())
+            names = os.listdir(self._directory)  # noqa: PTH208  no Path objects wanted every second
         except FileNotFoundError:
             return
         except OSError as error:
             raise state_error("read", self._directory, error) from error
-        for path in paths:
-            match = _FILE.match(path.name)
-            if match is None and path.suffix != TEMPORARY_SUFFIX:
+        for name in names:
+            if self._held is not None and name == self._start.file_name:
+                yield self._start
                 continue
+            match = _FILE.match(name)
+            if match is None and not name.endswith(TEMPORARY_SUFFIX):
+                continue
+            path = self._directory / name
             if not _is_locked(path):
                 with suppress(OSError):
                     path.unlink()

@@ -21,7 +21,9 @@ _HERE = Path(__file__).resolve().parent
 
 # By a part of the path of the code, the first that fits.
 _PARTS = (
-    ("grpc/", "gRPC and protobuf"),
+    ("h2/", "gRPC and protobuf"),
+    ("hpack/", "gRPC and protobuf"),
+    ("hyperframe/", "gRPC and protobuf"),
     ("google/", "gRPC and protobuf"),
     ("dra_driver/kubelet/", "gRPC and protobuf"),
     ("urllib3/", "asking the API server"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,17 +33,17 @@ def steps(scratch: str) -> Iterator[Step]:
     kept: list[Any] = []
 
     def serve(name: str) -> None:
-        server = sys.modules["grpc"].server(sys.modules["concurrent.futures"].ThreadPoolExecutor(4))
-        server.add_insecure_port(f"unix:{scratch}/{name}.sock")
-        server.start()
-        kept.append(server)
+        listener = sys.modules["dra_driver.kubelet.listener"]
+        workers = sys.modules["dra_driver.kubelet.workers"].Workers(name, limit=4)
+        kept.append(listener.Listener(name, pathlib.Path(scratch, f"{name}.sock"), {}, workers))
+        kept[-1].start()
 
     yield "standard library", _load("dataclasses", "inspect", "json", "logging", "threading", "subprocess")
     yield "OpenSSL", _load("ssl")
-    yield "asyncio, which gRPC and structlog import", _load("asyncio")
+    yield "asyncio, which structlog imports", _load("asyncio")
     yield "structlog", _load("structlog")
     yield "urllib3, http.client", _load("http.client", "urllib3")
-    yield "gRPC", _load("grpc")
+    yield "h2, for gRPC", _load("h2.connection")
     yield "protobuf", _load("dra_driver.kubelet.pb.dra_v1_pb2")
     yield "pynvml", _load("pynvml")
     yield "prometheus-client", _load("prometheus_client")
@@ -51,8 +52,7 @@ def steps(scratch: str) -> Iterator[Step]:
         "a TLS context with the system's CAs",
         lambda: kept.append(sys.modules["ssl"].create_default_context()),
     )
-    yield "a gRPC server", lambda: serve("one")
-    yield "two more", lambda: [*map(serve, ("two", "three"))]
+    yield "two gRPC servers", lambda: [*map(serve, ("one", "two"))]
     yield "the simulator and its YAML parser", _load("dra_driver.simulator", "yaml")
 
 

@@ -35,7 +35,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, also to a path that was used before
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # how long a connection may take; grpc-go gives it 20 s
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 

@@ -121,13 +121,13 @@ def test_c05_service_socket_after_registration(node: ConformanceNode, common: bo
     registrar = Registrar(OTHER_DRIVER, endpoint, ("v1.DRAPlugin",))
     ref = node.allocated_by_hand("late", "eth1")
 
-    def serve(path: Path, *handlers: Any) -> Listener:
-        listener = Listener("late", path, list(handlers), Workers("late", limit=4))
+    def serve(path: Path, served: Any) -> Listener:
+        listener = Listener("late", path, served, Workers("late", limit=4))
         listener.start()
         return listener
 
     def dra() -> Any:
-        return DraV1(FakeClaims()).handlers()
+        return DraV1(FakeClaims()).methods()
 
     def asked() -> Any:
         try:
@@ -135,7 +135,7 @@ def test_c05_service_socket_after_registration(node: ConformanceNode, common: bo
         except KubeletError:  # a socket that comes anew is registered anew, which ends the calls
             return None
 
-    listeners = [serve(registration, registrar.handlers(), *([dra()] if common else []))]
+    listeners = [serve(registration, registrar.methods() | (dra() if common else {}))]
     eventually(lambda: node.kubelet.instances(OTHER_DRIVER))
     if not common:
         with pytest.raises(KubeletError):
@@ -144,8 +144,8 @@ def test_c05_service_socket_after_registration(node: ConformanceNode, common: bo
     for _ in range(2):
         assert isinstance(eventually(asked)[ref.uid], Prepared)
         listeners.pop().stop(0)
-        again = [registrar.handlers(), dra()] if common else [dra()]
-        listeners.append(serve(endpoint, *again))
+        again = registrar.methods() | dra() if common else dra()
+        listeners.append(serve(endpoint, again))
         eventually(lambda: any(one.connected for one in node.kubelet.instances(OTHER_DRIVER)))
     for listener in listeners:
         listener.stop(0)

@@ -102,13 +102,14 @@ def test_development_tools_are_out_of_reach() -> None:
         "hypothesis",
         "jsonschema",
         "celpy",
+        "grpc",
         "grpc_tools",
         "mypy",
         "piptools",
         "playground",
     } <= names
     assert not names & {
-        "grpc",
+        "h2",
         "google",
         "pynvml",
         "kubernetes",

@@ -195,7 +195,7 @@ def made_registrars(node: Node) -> Iterator[Callable[..., Registrar]]:
         registrar = Registrar(name, endpoint, versions)
         registrar._info.type = kind
         path = node.registry / f"{file}-reg.sock"
-        listener = Listener("bare", path, [registrar.handlers()], Workers("bare", limit=2))
+        listener = Listener("bare", path, registrar.methods(), Workers("bare", limit=2))
         listener.start()
         listeners.append(listener)
         return registrar

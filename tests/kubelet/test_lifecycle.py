@@ -127,7 +127,7 @@ def test_longest_paths_are_served(short_dir, length):
     workers = Workers("test", limit=2)
     path = short_dir / ("s" * (length - len(str(short_dir)) - 1 - 5) + ".sock")
     assert len(str(path)) == length
-    listener = Listener("test", path, [], workers)
+    listener = Listener("test", path, {}, workers)
     listener.start()
     with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
         opened.unary_unary("/a.B/C")(b"", timeout=5)
@@ -139,7 +139,7 @@ def test_longest_paths_are_served(short_dir, length):
 def test_shortest_socket_name_fits_a_directory_that_leaves_it_just_enough_room(short_dir):
     directory = short_dir / ("d" * (107 - len("/dra.sock") - len(str(short_dir)) - 1))
     directory.mkdir()
-    listener = Listener("test", directory / "dra.sock", [], Workers("test", limit=1))
+    listener = Listener("test", directory / "dra.sock", {}, Workers("test", limit=1))
     listener.start()
     assert names(directory) == ["dra.sock"]
     listener.stop(0)
@@ -148,7 +148,7 @@ def test_shortest_socket_name_fits_a_directory_that_leaves_it_just_enough_room(s
 def test_path_too_long_to_bind_leaves_nothing(short_dir):
     directory = short_dir / ("d" * 100)
     directory.mkdir()
-    listener = Listener("test", directory / "dra.sock", [], Workers("test", limit=1))
+    listener = Listener("test", directory / "dra.sock", {}, Workers("test", limit=1))
     with pytest.raises(StateError, match="cannot listen on"):
         listener.start()
     listener.stop(0)
@@ -158,7 +158,7 @@ def test_path_too_long_to_bind_leaves_nothing(short_dir):
 def test_directory_with_odd_characters_is_served(short_dir):
     directory = short_dir / "a%20b c?#é"
     directory.mkdir()
-    listener = Listener("test", directory / "dra.sock", [], Workers("test", limit=1))
+    listener = Listener("test", directory / "dra.sock", {}, Workers("test", limit=1))
     listener.start()
     assert names(directory) == ["dra.sock"]
     listener.stop(0)

@@ -176,14 +176,14 @@ def test_dra_socket_may_come_after_the_registration(node, kubelet, bare):
     endpoint = node.root / "late.sock"
     bare(endpoint=str(endpoint))
     eventually(lambda: kubelet.instances(DRIVER))
-    listener = Listener("late", endpoint, [DraV1(FakeClaims()).handlers()], Workers("late", limit=4))
+    listener = Listener("late", endpoint, DraV1(FakeClaims()).methods(), Workers("late", limit=4))
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(kubelet.prepare, DRIVER, [claim()])
         listener.start()
         assert waiting.result(10) == {"uid-1": Prepared((device(),))}
     listener.stop(0)
     eventually(lambda: not kubelet.instances(DRIVER)[0].connected)
-    again = Listener("late", endpoint, [DraV1(FakeClaims()).handlers()], Workers("late", limit=4))
+    again = Listener("late", endpoint, DraV1(FakeClaims()).methods(), Workers("late", limit=4))
     again.start()
     kubelet.wait_registered(DRIVER)
     assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
@@ -194,8 +194,8 @@ def test_dra_socket_may_come_after_the_registration(node, kubelet, bare):
 def test_one_socket_may_serve_registration_and_dra(node, kubelet):
     path = node.registry / "common.sock"
     registrar = Registrar(DRIVER, path, ("v1.DRAPlugin",))
-    handlers = [registrar.handlers(), DraV1(FakeClaims()).handlers()]
-    listener = Listener("common", path, handlers, Workers("common", limit=4))
+    served = registrar.methods() | DraV1(FakeClaims()).methods()
+    listener = Listener("common", path, served, Workers("common", limit=4))
     listener.start()
     kubelet.wait_registered(DRIVER)
     assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}

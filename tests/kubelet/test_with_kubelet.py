@@ -8,7 +8,7 @@ import grpc
 import pytest
 from playground.kubelet_client import KubeletError
 
-from dra_driver.kubelet.device_health import DraHealth
+from dra_driver.kubelet.device_health import health_methods
 from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.registration import Registrar
@@ -87,7 +87,7 @@ def test_answer_with_missing_or_foreign_entries_is_an_error(node, kubelet, bare)
             return response
 
     endpoint = node.root / "odd.sock"
-    listener = Listener("odd", endpoint, [Odd(FakeClaims()).handlers()], Workers("odd", limit=4))
+    listener = Listener("odd", endpoint, Odd(FakeClaims()).methods(), Workers("odd", limit=4))
     listener.start()
     bare(endpoint=str(endpoint))
     kubelet.wait_registered(DRIVER)
@@ -215,7 +215,9 @@ def test_health_stream_is_opened_again_and_again_by_the_alpha_client(node, kubel
     kubelet = kubelets(health="v1alpha1")
     node.plugin()
     eventually(lambda: len(kubelet.calls("NodeWatchResources")) >= 3)
-    assert {call.error for call in kubelet.calls("NodeWatchResources")} == {"Method not found!"}
+    assert {call.error for call in kubelet.calls("NodeWatchResources")} == {
+        "method /v1alpha1.DRAResourceHealth/NodeWatchResources is not known"
+    }
     assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
 
 
@@ -263,37 +265,26 @@ def test_reported_health_arrives_while_calls_go_on(node, kubelets, mode):
 
 
 def test_calls_and_health_share_one_connection(node, kubelets):
-    peers = set()
-
-    class Peers(DraV1):
-        def prepare(self, request, context):
-            peers.add(context.peer())
-            return super().prepare(request, context)
-
-        def unprepare(self, request, context):
-            peers.add(context.peer())
-            return super().unprepare(request, context)
-
     ended = threading.Event()
 
-    def watch(_request, context):
-        peers.add(context.peer())
-        context.add_callback(ended.set)
+    def watch(_request, caller):
+        caller.add_callback(ended.set)
         yield report(dra_health_v1_pb2.HEALTHY)
         ended.wait(10)
 
     path = node.registry / "common.sock"
     registrar = Registrar(DRIVER, path, ("v1.DRAPlugin",))
-    handlers = [registrar.handlers(), Peers(FakeClaims()).handlers(), DraHealth(watch)]
-    listener = Listener("common", path, handlers, Workers("common", limit=8))
+    served = DraV1(FakeClaims()).methods() | health_methods(watch)
+    listener = Listener("common", path, served | registrar.methods(), Workers("common", limit=8))
     listener.start()
     kubelet = kubelets(health="v1alpha1")
     kubelet.wait_registered(DRIVER)
     eventually(lambda: kubelet.health(DRIVER))
+    eventually(lambda: len(listener._server._connections) == 1)  # that of the registration has ended
     for _ in range(3):
         kubelet.prepare(DRIVER, [claim()])
         kubelet.unprepare(DRIVER, [claim()])
-    assert len(peers) == 1
+        assert len(listener._server._connections) == 1
     kubelet.stop()
     listener.stop(0)
 

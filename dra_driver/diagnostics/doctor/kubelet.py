@@ -203,19 +203,12 @@ class KubeletChecks:
 
 def _plugin_of(path: Path) -> tuple[str, str] | None:
     """Name and endpoint that a plugin registers with; None if it does not answer."""
-    import grpc
-
+    from dra_driver.kubelet.grpc_client import call
+    from dra_driver.kubelet.grpc_wire import RpcError
     from dra_driver.kubelet.pb import registration_pb2
 
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
-    with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
-        call = channel.unary_unary(
-            _GET_INFO,
-            registration_pb2.InfoRequest.SerializeToString,
-            registration_pb2.PluginInfo.FromString,
-        )
-        try:
-            answer = call(registration_pb2.InfoRequest(), timeout=_ASK_S)
-        except grpc.RpcError:
-            return None
+    try:
+        answer = call(path, _GET_INFO, registration_pb2.InfoRequest(), registration_pb2.PluginInfo, _ASK_S)
+    except RpcError:
+        return None
     return answer.name, answer.endpoint

@@ -24,10 +24,11 @@ _POLL_S = 0.2
 @dataclass(slots=True)
 class _EventSet:
     """`masks` holds, for each GPU, the event types, the last event before its registration, and how often the GPU had
-    been reset then. `watch` hears of changes of the machine."""
+    been reset then. `checked` is the version of the machine that was looked at last. `watch` hears of its changes."""
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seen: int = 0
+    checked: int = -1
     reported_lost: set[str] = field(default_factory=set)
     watch: MachineWatch | None = None
 
@@ -86,20 +87,20 @@ class Waiting(Core):
             if resets != gpu.resets:
                 before, since = 0, state.event_seq
             events.masks[gpu.uuid] = (before | wanted, since, gpu.resets)
+            events.checked = -1
 
     def nvmlEventSetWait_v2(self, handle: Any, out: Any, timeout: Any) -> int:  # noqa: N802
         deadline = time.monotonic() + number(timeout) / 1000
-        checked = -1
         while True:
             events = self._set(handle)
             state = self.state()
-            if state.version != checked:
-                checked = state.version
+            if state.version != events.checked:
                 found = self._next(state, events)
                 if found is not None:
                     self._fill(target(out), found)
                     return int(pynvml.NVML_SUCCESS)
                 self._report_lost(state, events)
+                events.checked = state.version
             left = deadline - time.monotonic()
             if left <= 0:
                 return int(pynvml.NVML_ERROR_TIMEOUT)
