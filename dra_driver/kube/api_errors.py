@@ -29,6 +29,7 @@ RETRYABLE_STATUS = frozenset({408, 429})
 _BRIEF_STATUS = frozenset({429, 502, 503, 504})
 """The API server, or what balances the load before it, is busy or starts."""
 _MAX_TEXT = 600
+_SHOWN_BYTES = 60
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d+) ?(.*)")
 _LONGEST_ASKED_S = 300.0
 """A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
@@ -58,6 +59,22 @@ def api_errors(action: str, endpoint: Endpoint | None = None) -> Iterator[None]:
     # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
+
+
+def decoded_json(data: bytes, action: str) -> Any:
+    """The JSON of an answer or an event. Raises: ApiUnavailableError."""
+    try:
+        value = json.loads(data)
+        if b"\\ud" in data or b"\\uD" in data:
+            # Half of a pair of surrogates can neither be written nor sent on.
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        start = one_line(data[:_SHOWN_BYTES].decode("utf-8", "replace"))
+        raise ApiUnavailableError(
+            f"{action}: the answer is no JSON that can be read ({error}); it begins with {start!r}: "
+            "check that this is the API server, and not a proxy or a login page before it"
+        ) from error
+    return value
 
 
 def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:

@@ -60,6 +60,11 @@ def same_quantity(one: object, other: object) -> bool:
         return False
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 slice`, `2 slices`; a noun of several words ends in the one that is counted."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_bytes(value: int | Fraction) -> str:
     """The canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
 

@@ -16,9 +16,7 @@ from dra_driver.api.decode import decode
 from dra_driver.api.resolve import needs_admin_access, unbuilt_features
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.units import parse_quantity
-from dra_driver.validation.rules.cel.values import NotJudgedError
-from dra_driver.validation.rules.fields import (
+from dra_driver.model.shapes import (
     Anything,
     FieldFault,
     ListField,
@@ -28,6 +26,8 @@ from dra_driver.validation.rules.fields import (
     Shape,
     faults,
 )
+from dra_driver.model.units import parse_quantity
+from dra_driver.validation.rules.cel.values import NotJudgedError
 from dra_driver.validation.rules.selectors import compiled
 
 JsonObject = dict[str, Any]
