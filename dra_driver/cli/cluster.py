@@ -290,10 +290,6 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
     return table(columns, cells, width)
 
 
-def _were(number: int) -> str:
-    return "was" if number == 1 else "were"
-
-
 def _verdict_lines(
     verdict: PendingClaim,
     claims: Sequence[PendingClaim],
@@ -317,11 +313,10 @@ def _verdict_lines(
         idle = "" if pods or lacking else "; no pod waits for it, and devices are allocated only for a pod"
         lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
     if verdict.untried:
-        lines.append(f"  {counted(verdict.untried, 'more node')} {_were(verdict.untried)} not looked at")
+        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not looked at")
     if shared_pools and not verdict.fits and not verdict.unknown:
-        lines.append(
-            f"  {counted(shared_pools, 'pool')} that nodes share {_were(shared_pools)} not looked at"
-        )
+        were = counted(shared_pools, "pool that nodes share was", "pools that nodes share were")
+        lines.append(f"  {were} not looked at")
     elif not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
         lines.append("  no node publishes devices of this driver")
     if pods and what == "claim":

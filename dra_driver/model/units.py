@@ -60,9 +60,9 @@ def same_quantity(one: object, other: object) -> bool:
         return False
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 slice`, `2 slices`; a noun of several words ends in the one that is counted."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """`1 slice`, `2 slices`; `several` is for what does not simply get an s, such as `libraries`."""
+    return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def format_bytes(value: int | Fraction) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.units import counted
 from dra_driver.simulator import mig, policy
 from dra_driver.simulator.hostroot import HostRoot
 from dra_driver.simulator.sessions import Session, Sessions
@@ -85,7 +86,7 @@ class MachineBase:
             condition = [
                 *(["lost"] if gpu.lost else []),
                 *([f"recovery action {gpu.recovery_action}"] if gpu.recovery_action else []),
-                *([f"{len(gpu.holders)} processes"] if gpu.holders else []),
+                *([counted(len(gpu.holders), "process", "processes")] if gpu.holders else []),
             ]
             names = [mig.profile_by_id(model, gi.profile_id) for gi in gpu.instances]
             layout = [f"{row.name}@{gi.start}" for row, gi in zip(names, gpu.instances, strict=True) if row]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.model.units import counted
 from dra_driver.simulator import catalogue
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.machine import Machine, create, open_existing
@@ -37,7 +38,7 @@ def _fault(code: int | None, delay_s: float, remaining: int | None) -> str:
     parts = [
         *([] if code is None else [error_text(code).lower()]),
         *([f"after {delay_s:g} s"] if delay_s else []),
-        *([] if remaining is None else [f"{remaining} times"]),
+        *([] if remaining is None else [counted(remaining, "time")]),
     ]
     return ", ".join(parts)
 

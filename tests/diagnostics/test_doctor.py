@@ -319,9 +319,7 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     (library / "libcuda.so.570.1.1").unlink()
     of_another_machine = b"\x7fELF\x02\x01\x01" + bytes(11) + b"\x16\x00"
     (library / "libnvidia-ml.so.580.95.05").write_bytes(of_another_machine)
-    says(
-        at(tmp_path), "OK", "580.95.05, 1 libraries", "1 library below", "left out, not made for this machine"
-    )
+    says(at(tmp_path), "OK", "580.95.05, 1 library", "1 library below", "left out, not made for this machine")
     for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
         (library / name).write_bytes(of_another_machine)
     says(at(tmp_path), "FAIL", "left out, not made for this machine", "install the NVIDIA driver that is")
@@ -853,7 +851,7 @@ def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> Cluste
 @pytest.mark.parametrize(
     ("labels", "status", "parts"),
     [
-        ({"a": "true", "b": "true"}, "OK", ("all 2 nodes with devices",)),
+        ({"a": "true", "b": "true"}, "OK", ("2 nodes with devices have",)),
         ({"a": "true", "b": None}, "WARN", ("without the label", ": b", "kubectl label node NODE")),
         ({"a": "true", "b": "false"}, "WARN", (": b",)),
         ({"a": None, "b": None}, "SKIP", ("no node has the label", "before you apply", "a, b")),
@@ -918,7 +916,7 @@ def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None
             "resourceslices", {"metadata": {"name": f"s-{pool}"}, "spec": spec}, group="resource.k8s.io"
         )
         if pool == NODE:
-            says(checks.slices(), "OK", "2 devices in 1 slices, 1 of them tainted")
+            says(checks.slices(), "OK", "2 devices in 1 slice, 1 of them tainted")
     says(checks.slices(), "WARN", "pools that are not this driver's: other", "grep manager")
 
 

@@ -63,7 +63,7 @@ def test_doctor_on_a_node_at_work(node: Node) -> None:
     assert [name for name, check in found.items() if check["status"] == "FAIL"] == []
     assert done.returncode == 0
     assert found["NVML"]["seen"].startswith("8 GPUs answer")
-    assert found["slices"]["seen"] == "8 devices in 1 slices"
+    assert found["slices"]["seen"] == "8 devices in 1 slice"
     assert found["registration"]["status"] == "OK"
     assert all((check["remedy"] is None) == (check["status"] in ("OK", "SKIP")) for check in found.values())
     assert node.server.writes("resourceslices") == before

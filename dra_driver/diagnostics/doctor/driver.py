@@ -38,6 +38,7 @@ from dra_driver.model.host_devices import (
     ImexChannels,
 )
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.units import counted
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
@@ -130,7 +131,9 @@ class DriverChecks:
                 f"libraries of several versions below {root}: {', '.join(libraries.versions)}",
                 f"remove the packages of all but {loaded or libraries.versions[0]}",
             )
-        found = f"{libraries.versions[0]}, {len(libraries.files)} libraries below {root}"
+        found = (
+            f"{libraries.versions[0]}, {counted(len(libraries.files), 'library', 'libraries')} below {root}"
+        )
         if libraries.left_out:
             return ok(f"{found}; {note_of_left_out(root, libraries.left_out)}")
         return ok(found)
@@ -157,7 +160,7 @@ class DriverChecks:
             first = inventory.faults[0]
             more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
             return warn(
-                f"{len(inventory.gpus)} GPUs answer; {first.subject}: {first.text}{more}",
+                f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
                 "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
             )
         on_bus = len(Sysfs(self.paths.sys, self.paths.proc).gpu_functions())
