@@ -128,7 +128,7 @@ class RecordedNode(PlaygroundNode):
             raise SystemExit(f"record: claim {name} could not be prepared: {outcome.error}")
 
     def grow_old(self) -> None:
-        """Let everything be some hours old, so that ages do not depend on how fast this machine is; for the next 58 s."""
+        """Let everything be some hours old, so that for 58 s ages do not depend on how fast this machine is."""
         now = datetime.now(UTC)
         ages = (timedelta(days=2, hours=5), timedelta(hours=26), timedelta(hours=7, minutes=30, seconds=2))
         directory = self.plugin_dir
