@@ -312,7 +312,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users("/proc", _pods_of_claims(settings)),
-        settings.extras,
+        settings.companions,
     )
     kubelet = KubeletChecks(
         settings.driver_name,
@@ -351,7 +351,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"this one has no usable GPU ({reason}); name one with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
-    fit = MachineFit(name, settings.driver_name, slices, settings.extras)
+    fit = MachineFit(name, settings.driver_name, slices, settings.companions)
     if settings.simulate is None and not fit.devices:
         return None, "this one has no GPU; name one with --simulate"
     return fit, counted(len(fit.devices), "device")
