@@ -19,6 +19,7 @@ from dra_driver.cli.options import (
     DynamicMig,
     KubeletPluginsDirectory,
     NvidiaDriverRoot,
+    SimulateSeveral,
     SimulatorDir,
     usual_kubeconfig,
 )
@@ -44,15 +45,7 @@ def validate(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="YAML files or directories; - is standard input.")
     ],
-    simulate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--simulate",
-            envvar="SIMULATE",
-            metavar="MACHINE",
-            help="A simulated machine instead of this one; repeat it for several nodes.",
-        ),
-    ] = None,
+    simulate: SimulateSeveral = None,
     nodes: Annotated[
         int,
         typer.Option("--nodes", min=1, max=_MOST_NODES, help="So many nodes of each machine."),

@@ -17,6 +17,7 @@ from dra_driver.errors import DraDriverError
 from dra_driver.validation.machine_fit import Fit, MachineFit, bounded_search
 from dra_driver.validation.rules.allocator import AllocationError, allocated_to
 from dra_driver.validation.rules.cel.values import CelError, NotJudgedError
+from dra_driver.validation.rules.manifests import bodies
 
 JsonObject = dict[str, Any]
 
@@ -259,23 +260,18 @@ def _is_in(claim: JsonObject, namespace: str | None) -> bool:
 
 def _bodies(claim: JsonObject) -> Iterator[JsonObject]:
     for request in _requests(claim):
-        yield from _bodies_of(request)
+        yield from bodies(request)
 
 
 def _requests(claim: JsonObject) -> Sequence[JsonObject]:
     return (claim["spec"].get("devices") or {}).get("requests") or ()
 
 
-def _bodies_of(request: JsonObject) -> list[JsonObject]:
-    """Unlike `alternatives` for requests of later versions too, which may have none."""
-    return [*filter(None, [request.get("exactly")]), *(request.get("firstAvailable") or ())]
-
-
 def _strange_request(claim: JsonObject) -> str | None:
     """The first request that this version does not know, or does not know a selector of; None if there is none."""
     for request in _requests(claim):
-        bodies = _bodies_of(request)
-        if not bodies or not all(map(_known_selectors, bodies)):
+        asked = bodies(request)
+        if not asked or not all(map(_known_selectors, asked)):
             return str(request.get("name"))
     return None
 
@@ -291,9 +287,9 @@ def _class_names(claim: JsonObject) -> Iterator[str]:
 
 def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[str]:
     """The attributes of which a selector may want a certain value."""
-    bodies = [*_bodies(claim), *(classes[name].get("spec") or {} for name in _class_names(claim))]
+    asking = [*_bodies(claim), *(classes[name].get("spec") or {} for name in _class_names(claim))]
     text = "\n".join(
-        selector["cel"]["expression"] for body in bodies for selector in body.get("selectors") or ()
+        selector["cel"]["expression"] for body in asking for selector in body.get("selectors") or ()
     )
     return frozenset(name for name in _OWN | _RELATED if re.search(rf"\b{name}\b(?!\()", text))
 

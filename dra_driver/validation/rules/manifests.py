@@ -235,12 +235,18 @@ def default_claim_spec(spec: dict[str, Any]) -> None:
                 wanted.setdefault("count", 1)
 
 
+def bodies(request: JsonObject) -> list[JsonObject]:
+    """What a v1 request asks for: one body, those of `firstAvailable` in order, or none for a request of a later
+    version."""
+    return list(request.get("firstAvailable") or filter(None, [request.get("exactly")]))
+
+
 def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
-    """The names and bodies of a v1 request: one, or those of `firstAvailable` in order."""
-    first = request.get("firstAvailable")
-    if first:
-        return [(f"{request['name']}/{body['name']}", body) for body in first]
-    return [(request["name"], request["exactly"])]
+    """The bodies of a v1 request with the names by which allocation results have them."""
+    name = request["name"]
+    if request.get("firstAvailable"):
+        return [(f"{name}/{body['name']}", body) for body in bodies(request)]
+    return [(name, body) for body in bodies(request)]
 
 
 def class_names(document: JsonObject) -> list[str]:
