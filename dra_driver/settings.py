@@ -283,6 +283,9 @@ def has_gate(text: str, name: str) -> bool:
     return f"{name}=true" in text.replace(" ", "").split(",")
 
 
+_MOST_CONFIG_BYTES = 1 << 20
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The values of a YAML file by setting name.
 
@@ -291,14 +294,18 @@ def read_config_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        document = yaml.safe_load(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(_MOST_CONFIG_BYTES + 1)
+        if len(content) > _MOST_CONFIG_BYTES:
+            raise InvalidConfigError(f"configuration file {path} has more than 1 MiB; is it the right file?")
+        document = yaml.safe_load(content.decode())
     except OSError as error:
         raise InvalidConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # a date that does not exist is a ValueError
+    except UnicodeDecodeError as error:
+        raise InvalidConfigError(f"configuration file {path} is not a text file in UTF-8") from error
+    except RecursionError as error:
+        raise InvalidConfigError(f"configuration file {path} is nested too deep") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date that does not exist is a ValueError
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"configuration file {path} is not valid YAML: {reason}") from error
     return config_values(document if document is not None else {}, path)
