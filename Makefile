@@ -50,10 +50,10 @@ $(STAMP): $(PROGRAM) requirements-dev.txt
 	@touch $@
 
 demo: $(PLAYGROUND) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
-	@$(BIN)/python hack/playground demo --simulate $(MACHINE)
+	@$(BIN)/python hack/playground demo --simulate "$(MACHINE)"
 
 playground: $(PLAYGROUND) $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
-	@$(BIN)/python hack/playground run --simulate $(MACHINE) $(if $(CONFIG),--config $(CONFIG))
+	@$(BIN)/python hack/playground run --simulate "$(MACHINE)" $(if $(CONFIG),--config "$(CONFIG)")
 
 docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them
 	@$(BIN)/python hack/record/commands_page.py

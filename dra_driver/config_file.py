@@ -9,8 +9,8 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from dra_driver.model.companions import LAST_IMEX_CHANNEL, HostDevice
 from dra_driver.model.health import TAINTED_KEYS
-from dra_driver.model.host_devices import LAST_IMEX_CHANNEL, HostDevice
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.sharing import (
     MAX_MPS_SHARES,

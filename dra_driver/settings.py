@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.gpu import Gpu
-from dra_driver.model.host_devices import (
+from dra_driver.model.companions import (
     HOST_DEVICES,
     LAST_IMEX_CHANNEL,
-    Extras,
+    Companions,
     HostDevice,
     ImexChannels,
     in_order,
 )
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -95,9 +95,9 @@ class Settings:
     claim_host_devices: tuple[HostDevice, ...] = ()
 
     @property
-    def extras(self) -> Extras:
+    def companions(self) -> Companions:
         """What claims get of the host beside their GPUs."""
-        return Extras(self.imex_channel, self.host_devices, self.claim_host_devices)
+        return Companions(self.imex_channel, self.host_devices, self.claim_host_devices)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
@@ -140,7 +140,7 @@ def resolve(
     ignored = values.pop("additional_xids_to_ignore", None)
     if ignored is not None:
         values["ignored_xids"] = frozenset(values.get("ignored_xids", ())) | xid_list(ignored)
-    values |= _extras(values)
+    values |= _companions(values)
     values = {name: value for name, value in values.items() if value is not None}
     if not values.get("node_name"):
         raise InvalidConfigError(
@@ -230,7 +230,7 @@ def consumable_shares(text: str) -> SharingPolicy:
     )
 
 
-def _extras(values: Mapping[str, Any]) -> dict[str, Any]:
+def _companions(values: Mapping[str, Any]) -> dict[str, Any]:
     """The texts of `--imex-channel` and of both lists of nodes as values. A file has checked its own."""
     found: dict[str, Any] = {}
     if isinstance(values.get("imex_channel"), str):
@@ -283,6 +283,9 @@ def has_gate(text: str, name: str) -> bool:
     return f"{name}=true" in text.replace(" ", "").split(",")
 
 
+_MOST_CONFIG_BYTES = 1 << 20
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The values of a YAML file by setting name.
 
@@ -291,14 +294,18 @@ def read_config_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        document = yaml.safe_load(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(_MOST_CONFIG_BYTES + 1)
+        if len(content) > _MOST_CONFIG_BYTES:
+            raise InvalidConfigError(f"configuration file {path} has more than 1 MiB; is it the right file?")
+        document = yaml.safe_load(content.decode())
     except OSError as error:
         raise InvalidConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # a date that does not exist is a ValueError
+    except UnicodeDecodeError as error:
+        raise InvalidConfigError(f"configuration file {path} is not a text file in UTF-8") from error
+    except RecursionError as error:
+        raise InvalidConfigError(f"configuration file {path} is nested too deep") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date that does not exist is a ValueError
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"configuration file {path} is not valid YAML: {reason}") from error
     return config_values(document if document is not None else {}, path)

@@ -33,7 +33,7 @@ CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
 INSTALL = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
 MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
-HOOK = [sys.executable, "hack/elf_programs.py", str(SIMULATOR_STATE / "root")]
+HOOK = [sys.executable, "hack/cdi_hook.py", str(SIMULATOR_STATE / "root")]
 MATRIX = (
     ("1.34", ()),
     ("1.35", ()),

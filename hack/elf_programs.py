@@ -2,9 +2,6 @@
 
 They are linked against the C library of the release before this machine's, so they run beside any newer one. NVIDIA's
 are linked so too, against a very old one.
-
-python hack/elf_programs.py HOST_ROOT    put NVIDIA's own CDI hook on a simulated host: containers find these libraries
-                                         only by the links that it makes
 """
 
 from __future__ import annotations
@@ -13,13 +10,10 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import libcs
-import localcluster
-from localcluster.errors import ClusterError
 from localcluster.layout import Layout
 
 LIBRARY = Path(__file__).with_name("elf") / "library.c"
@@ -31,13 +25,6 @@ def hostile() -> dict[str, str]:
     """What makes new simulated machines as unkind as real ones, unlike those of users: variables of the environment."""
     elf = directory()
     return {"SIMULATE_HOSTILE": "true"} | ({} if elf is None else {"SIMULATE_ELF": str(elf)})
-
-
-def put_cdi_hook(host_root: Path) -> None:
-    """Where it is found before the simulator's, which does nothing."""
-    programs = host_root / "usr/local/bin"
-    programs.mkdir(parents=True, exist_ok=True)
-    shutil.copy(localcluster.cdi_hook(), programs)
 
 
 def directory() -> Path | None:
@@ -81,17 +68,3 @@ def compile_c(source: Path, output: Path, *options: str, after: tuple[str, ...] 
     """Run the C compiler; `after` stands behind the source."""
     command = ["cc", *options, "-o", str(output), str(source), *after]
     subprocess.run(command, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
-
-
-def main(arguments: list[str]) -> int:
-    """1 if the hook cannot be built."""
-    try:
-        put_cdi_hook(Path(arguments[0]))
-    except ClusterError as error:
-        print(error)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

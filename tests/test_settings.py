@@ -136,7 +136,8 @@ def test_empty_file_sets_nothing(write, text: str) -> None:
     "text", ["a: [", "a: b: c", "\tx: 1", "!!python/object:os.system {}", b"\xff\xfe\x00", "a: \0"]
 )
 def test_file_that_is_no_yaml_is_refused(write, text: str | bytes) -> None:
-    assert "is not valid YAML: " in str(refusal(write(text)))
+    wrong = "is not a text file in UTF-8" if isinstance(text, bytes) else "is not valid YAML: "
+    assert wrong in str(refusal(write(text)))
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

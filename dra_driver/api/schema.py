@@ -25,7 +25,7 @@ from dra_driver.api.config import (
     VfioDeviceConfig,
 )
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.host_devices import HOST_DEVICES, in_order
+from dra_driver.model.companions import HOST_DEVICES, in_order
 from dra_driver.model.units import quantity_bytes
 
 LEAST_MEMORY = 1024 * 1024

@@ -34,8 +34,8 @@ from dra_driver.app.wiring.metrics import show_mps, show_node, show_publishing
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
+from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
@@ -129,7 +129,7 @@ class Driver:
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
         imex_programs = installed_programs(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,))
-        extras = HostExtras(paths, imex_programs, nodes=platform.nodes)
+        companions = CompanionFinder(paths, imex_programs, nodes=platform.nodes)
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
         nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark)
@@ -214,7 +214,7 @@ class Driver:
                     self.discovery.driver_version,
                     layout.directories,
                     self.mig,
-                    extras,
+                    companions,
                 ),
             }
         )
@@ -232,7 +232,7 @@ class Driver:
                 settings.node_name,
                 settings.sharing,
                 settings.metadata_versions,
-                settings.extras,
+                settings.companions,
             ),
             lookup=ClaimLookup(ClaimClient(api), self.reporting.consumers),
             discovery=self.discovery,
@@ -254,7 +254,7 @@ class Driver:
             make_sure=partial(node_uid, self._client, settings.node_name),
             pods_run=lambda record: any_runs("/proc", self.reporting.consumers.known_pods(record)),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
-            extras=extras,
+            companions=companions,
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
         )

@@ -15,6 +15,7 @@ from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateErr
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.units import counted
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings, config_values
 
@@ -311,7 +312,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users("/proc", _pods_of_claims(settings)),
-        settings.extras,
+        settings.companions,
     )
     kubelet = KubeletChecks(
         settings.driver_name,
@@ -350,10 +351,10 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"this one has no usable GPU ({reason}); name one with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
-    fit = MachineFit(name, settings.driver_name, slices, settings.extras)
+    fit = MachineFit(name, settings.driver_name, slices, settings.companions)
     if settings.simulate is None and not fit.devices:
         return None, "this one has no GPU; name one with --simulate"
-    return fit, f"{len(fit.devices)} device{'s' if len(fit.devices) != 1 else ''}"
+    return fit, counted(len(fit.devices), "device")
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:

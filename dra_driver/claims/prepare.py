@@ -13,7 +13,7 @@ from typing import TypeGuard
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.cdi.extras import HostExtras
+from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.claims.attempt import (
     CLAIMS_AT_ONCE,
     CallsUnderWay,
@@ -23,8 +23,8 @@ from dra_driver.claims.attempt import (
 )
 from dra_driver.claims.fetch import ClaimFetch
 from dra_driver.claims.outcomes import Observer, failed
+from dra_driver.claims.rules.companions import in_fabric
 from dra_driver.claims.rules.conflicts import DeviceHeldError
-from dra_driver.claims.rules.extras import in_fabric
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
@@ -45,7 +45,7 @@ from dra_driver.journal.executor import Executor, refuse_newer
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Prepared, PrepareOutcome, UnprepareOutcome
-from dra_driver.model.host_devices import NO_EXTRAS, Extras
+from dra_driver.model.companions import NO_COMPANIONS, Companions
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -66,7 +66,7 @@ class Identity:
     pool: str
     sharing: SharingPolicy = NO_SHARING
     metadata: tuple[str, ...] = ()
-    extras: Extras = NO_EXTRAS
+    companions: Companions = NO_COMPANIONS
 
 
 class Preparer:
@@ -92,7 +92,7 @@ class Preparer:
         unpreparer: Unpreparer,
         observer: Observer,
         setting_for_lost: Callable[[], str | None],
-        extras: HostExtras,
+        companions: CompanionFinder,
     ) -> None:
         """`setting_for_lost` answers what to set so that new pods stay away from lost GPUs, None if they do."""
         self._identity = identity
@@ -110,7 +110,7 @@ class Preparer:
         self._unpreparer = unpreparer
         self._observer = observer
         self._setting_for_lost = setting_for_lost
-        self._extras = extras
+        self._companions = companions
 
     def prepare(
         self,
@@ -216,7 +216,7 @@ class Preparer:
                     if self._stands(known, claim):
                         return self._as_recorded(known, guard, call)
                     raise
-                if self._identity.extras.imex is not None:
+                if self._identity.companions.imex is not None:
                     self._refuse_unready_imex(claim, known, call)
                 gpus |= known.locked_gpus if known else frozenset()
                 with self._gpu_locks.hold(gpus, call.left(), call.has_left):
@@ -233,8 +233,8 @@ class Preparer:
                         raise
                     if not plan.locked_gpus <= gpus:
                         continue
-                    if plan.has_extras:
-                        self._extras.check(plan)
+                    if plan.has_companions:
+                        self._companions.check(plan)
                     attempt.wanted = plan.held_devices()
                     self._settle(plan)
                     call.left()
@@ -253,7 +253,7 @@ class Preparer:
         inventory = self._inventory()
         devices = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
         if any(device is not None and in_fabric(device) for device in devices):
-            self._extras.refuse_unready_imex(call.left())
+            self._companions.refuse_unready_imex(call.left())
 
     def _stands(self, known: ClaimRecord | None, claim: AllocatedClaim) -> TypeGuard[ClaimRecord]:
         return known is not None and known.claim == claim and self._executor.in_place(known)
@@ -313,7 +313,7 @@ class Preparer:
             known,
             identity.metadata,
             setting_for_lost=self._setting_for_lost,
-            extras=identity.extras,
+            companions=identity.companions,
         )
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:

@@ -15,7 +15,10 @@ from dra_driver.cli.options import ClusterKubeconfig, Context, DriverName, usual
 from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.packed_slices import UnpackedPools, uncollected
-from dra_driver.diagnostics.rules.tables import Column, hanging, table
+from dra_driver.diagnostics.rules.tables import Column, hanging, printable, table
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.ids import is_dns_label
+from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
@@ -27,6 +30,7 @@ By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
 
 _TIMEOUT_S = 60.0
 _MOST_REASONS = 3
+_MOST_UNREADABLE = 5
 _POLL_S = 30.0
 """Lists of a large cluster are work for its API server, which others need too."""
 _REST = 4
@@ -76,6 +80,10 @@ def cluster(
     from dra_driver.settings import DEFAULT_DRIVER_NAME
 
     configure_logs("critical", "console")
+    if namespace is not None and not is_dns_label(namespace):
+        raise InvalidConfigError(
+            f"no namespace can be called {namespace!r}: a name has lower-case letters, digits and -, at most 63 of them"
+        )
     driver = driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
@@ -120,13 +128,16 @@ class _Shown:
         devices = cluster_view.devices_of(UnpackedPools(members, holders), holders)
         self._by = by
         self._lacking = lists.lacking
+        self._unreadable = lists.unreadable
         self._nodes = cluster_view.by_node(devices, members, problems) if by == "node" else []
         self._products = cluster_view.by_product(devices) if by == "product" else []
         self._users: list[UserRow] = []
         if by != "node" and by != "product":  # noqa: PLR1714  mypy narrows it so
             rows = cluster_view.by_user(devices, by, lists.workloads)
             self._users = [row for row in rows if namespace in (None, row.namespace)]
-        whole = UnpackedPools({pool: found for pool, found in members.items() if pool not in problems})
+        local = {pool: found for pool, found in members.items() if cluster_view.node_of(found)}
+        whole = UnpackedPools({pool: found for pool, found in local.items() if pool not in problems})
+        self._shared_pools = len(members) - len(local)
         wanted = [*lists.claims, *extended_claims(lists.waiting, lists.classes)]
         self._pending = pending_claims(driver, wanted, whole, lists.classes, namespace)
         self._pods = waiting_pods.pods_by_claim(lists.waiting)
@@ -153,7 +164,13 @@ class _Shown:
             indent = " " * (len(line) - len(line.lstrip()))
             typer.echo(hanging(indent, line, width))
         for lacking in self._lacking:
-            typer.echo(f"gpu-dra-driver: who waits is not known: {lacking}", err=True)
+            _tell(f"who waits is not known: {lacking}")
+        for text in self._unreadable[:_MOST_UNREADABLE]:
+            _tell(printable(text))
+        if len(self._unreadable) > _MOST_UNREADABLE:
+            _tell(
+                f"{counted(len(self._unreadable) - _MOST_UNREADABLE, 'more object')} cannot be read (-o json has all)"
+            )
 
     def _object(self) -> dict[str, Any]:
         rows: list[Any]
@@ -171,7 +188,14 @@ class _Shown:
             {**asdict(claim), "pods": [asdict(pod) for pod in self._waiting(claim)]}
             for claim in self._pending
         ]
-        return {"by": self._by, "rows": rows, "pending": pending, "lacking": self._lacking}
+        return {
+            "by": self._by,
+            "rows": rows,
+            "pending": pending,
+            "lacking": self._lacking,
+            "unreadable": self._unreadable,
+            "shared_pools": self._shared_pools,
+        }
 
     def _waiting(self, claim: PendingClaim) -> Sequence[WaitingPod]:
         pods = self._pods_of_resource if claim.kind == "Pod" else self._pods
@@ -185,7 +209,7 @@ class _Shown:
         lines = []
         for verdict, claims in alike.items():
             pods = [pod for claim in claims for pod in self._waiting(claim)]
-            lines += ["", *_verdict_lines(verdict, claims, pods, self._lacking)]
+            lines += ["", *_verdict_lines(verdict, claims, pods, self._lacking, self._shared_pools)]
         return lines
 
 
@@ -271,6 +295,7 @@ def _verdict_lines(
     claims: Sequence[PendingClaim],
     pods: Sequence[WaitingPod],
     lacking: Sequence[str],
+    shared_pools: int,
 ) -> list[str]:
     what = "pod" if verdict.kind == "Pod" else "claim"
     also = f" and {len(claims) - 1} more" if len(claims) > 1 else ""
@@ -278,19 +303,21 @@ def _verdict_lines(
     lines = [f"{what} {first.namespace}/{first.name}{also} {has} no devices:"]
     if verdict.unknown:
         lines.append(f"  not judged: {verdict.unknown}")
-    lines += [
-        f"  {number} node{'s' if number != 1 else ''}: {reason}"
-        for reason, number in verdict.reasons[:_MOST_REASONS]
-    ]
+    lines += [f"  {counted(number, 'node')}: {reason}" for reason, number in verdict.reasons[:_MOST_REASONS]]
     if len(verdict.reasons) > _MOST_REASONS:
-        lines.append(f"  and {len(verdict.reasons) - _MOST_REASONS} more reasons (-o json has all)")
+        lines.append(
+            f"  and {counted(len(verdict.reasons) - _MOST_REASONS, 'more reason')} (-o json has all)"
+        )
     if verdict.fits:
         more = f" and {len(verdict.fits) - 1} more" if len(verdict.fits) > 1 else ""
         idle = "" if pods or lacking else "; no pod waits for it, and devices are allocated only for a pod"
         lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
     if verdict.untried:
-        lines.append(f"  {verdict.untried} more nodes were not looked at")
-    if not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
+        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not looked at")
+    if shared_pools and not verdict.fits and not verdict.unknown:
+        were = counted(shared_pools, "pool that nodes share was", "pools that nodes share were")
+        lines.append(f"  {were} not looked at")
+    elif not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
         lines.append("  no node publishes devices of this driver")
     if pods and what == "claim":
         more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""

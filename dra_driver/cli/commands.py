@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Sequence
 
@@ -98,7 +99,11 @@ def call(arguments: Sequence[str]) -> int:
             said = re.sub(theirs, own, said)
         raise InvalidConfigError(f"{said} (see {command} -h)") from error
     except OSError as error:
-        raise DraDriverError(str(error)) from error
+        if error.filename is not None:
+            raise DraDriverError(f"{error.filename} cannot be used: {error.strerror}") from error
+        # What is left in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise DraDriverError(f"standard output cannot be used: {error.strerror or error}") from error
 
 
 def commands_for(arguments: Sequence[str]) -> typer.Typer:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot
+from dra_driver.cli.options import ContainerDriverRoot, DriverName, NvidiaDriverRoot, SimulateSeveral
 from dra_driver.cli.scratch import scratch_settings
 
 JsonObject = dict[str, Any]
@@ -22,15 +22,7 @@ class ClassesOutput(StrEnum):
 
 
 def device_classes(
-    simulate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--simulate",
-            envvar="SIMULATE",
-            metavar="MACHINE",
-            help="A simulated machine instead of this one; repeat it for the profiles of a fleet.",
-        ),
-    ] = None,
+    simulate: SimulateSeveral = None,
     output: Annotated[
         ClassesOutput, typer.Option("-o", "--output", help="How to print.")
     ] = ClassesOutput.yaml,

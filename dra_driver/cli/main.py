@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from dra_driver.errors import DraDriverError, InvalidConfigError
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells have it."""
 
 DAEMONS = ("run", "mps-host")
 """Commands that stay; they read their flags themselves, so that they never load typer."""
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration."""
+    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
+    _open_what_is_closed()
     try:
         if len(sys.argv) > 1 and sys.argv[1] in DAEMONS:
             run_daemon(sys.argv[1], sys.argv[2:])
@@ -29,6 +33,23 @@ def main() -> None:
     except DraDriverError as error:
         print(f"gpu-dra-driver: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _open_what_is_closed() -> None:
+    """After `>&-` the next file that is opened would be standard output, and Python has None for it."""
+    for number, name, flags in (
+        (0, "stdin", os.O_RDONLY),
+        (1, "stdout", os.O_WRONLY),
+        (2, "stderr", os.O_WRONLY),
+    ):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, flags)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def run_daemon(name: str, arguments: list[str]) -> None:

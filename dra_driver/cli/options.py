@@ -25,6 +25,15 @@ NvidiaDriverRoot = Annotated[str | None, _option(flags.NVIDIA_DRIVER_ROOT)]
 ContainerDriverRoot = Annotated[str | None, _option(flags.CONTAINER_DRIVER_ROOT)]
 Config = Annotated[Path | None, _option(flags.CONFIG)]
 Simulate = Annotated[str | None, _option(flags.SIMULATE)]
+SimulateSeveral = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--simulate",
+        envvar=list(flags.SIMULATE.variables),
+        metavar="MACHINE",
+        help="A simulated machine instead of this one; repeat it for several machines.",
+    ),
+]
 SimulatorDir = Annotated[Path | None, _option(flags.SIMULATOR_DIR)]
 DynamicMig = Annotated[bool | None, _option(flags.DYNAMIC_MIG)]
 ImexChannel = Annotated[str | None, _option(flags.IMEX_CHANNEL)]

@@ -19,6 +19,7 @@ from dra_driver.cli.options import (
     DynamicMig,
     KubeletPluginsDirectory,
     NvidiaDriverRoot,
+    SimulateSeveral,
     SimulatorDir,
     usual_kubeconfig,
 )
@@ -26,6 +27,7 @@ from dra_driver.cli.output import Output, OutputOption, print_object
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
+from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
@@ -43,15 +45,7 @@ def validate(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="YAML files or directories; - is standard input.")
     ],
-    simulate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--simulate",
-            envvar="SIMULATE",
-            metavar="MACHINE",
-            help="A simulated machine instead of this one; repeat it for several nodes.",
-        ),
-    ] = None,
+    simulate: SimulateSeveral = None,
     nodes: Annotated[
         int,
         typer.Option("--nodes", min=1, max=_MOST_NODES, help="So many nodes of each machine."),
@@ -140,7 +134,7 @@ def _machines(
         return found, driver, faults, f"tried on {found[0].machine.name} as it is empty: {sentence}"
     listed = ", ".join(f"{one.count} {one.machine.name}" for one in found)
     total = sum(one.count * len(one.machine.devices) for one in found)
-    return found, driver, faults, f"tried on {listed}, all empty: {total} devices"
+    return found, driver, faults, f"tried on {listed}, all empty: {counted(total, 'device')}"
 
 
 def _findings(
@@ -176,7 +170,7 @@ def _print(checked: Checked, machines: str, findings: ServerFindings | None, out
     number = len(reports)
     open_ones = sum(1 for report in reports if report.verdict == "not judged")
     unjudged = f", {open_ones} not judged" if open_ones else ""
-    summary = [f"{number} document{'s' if number != 1 else ''}, {bad} with faults{unjudged}; {machines}"]
+    summary = [f"{counted(number, 'document')}, {bad} with faults{unjudged}; {machines}"]
     summary += [checked.together] if checked.together is not None else []
     summary += [_server_line(reports, findings)] if findings is not None else []
     typer.echo("\n" + "\n".join(hanging("", line, columns) for line in summary))

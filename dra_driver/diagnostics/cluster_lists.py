@@ -10,7 +10,8 @@ from typing import Any
 
 from dra_driver.diagnostics.packed_slices import packed, uncollected
 from dra_driver.diagnostics.rules.cluster_view import results_of, workload_of
-from dra_driver.errors import ApiRejectedError, FatalError
+from dra_driver.diagnostics.rules.readable import as_object, unreadable
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.convert import from_version
 from dra_driver.kube.endpoint import Endpoint
@@ -42,7 +43,8 @@ _Watch = Callable[[dict[str, str]], WatchStream]
 @dataclass(frozen=True, slots=True)
 class ClusterLists:
     """Slices, packed, claims and classes in v1 shape; `workloads` has that of each pod, `waiting` the pods without a
-    node. `lacking` are the rights that are missing, and without which something cannot be told."""
+    node. `lacking` are the rights that are missing, and without which something cannot be told; `unreadable` says which
+    objects were left out, and why."""
 
     slices: list[JsonObject]
     claims: list[JsonObject]
@@ -50,15 +52,18 @@ class ClusterLists:
     workloads: dict[Key, str] = field(default_factory=dict)
     waiting: list[JsonObject] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
 
 class Listed:
-    """The objects of one resource, of each what `keep` leaves of it; filled by `read`, kept up to date by `take`."""
+    """The objects of one resource, of each what `keep` leaves of it; filled by `read`, kept up to date by `take`. What
+    cannot be read is left out."""
 
     def __init__(
         self,
         name: str,
         resource: str,
+        kind: str,
         keep: Callable[[JsonObject], Any],
         page: _Page,
         watch: _Watch,
@@ -66,12 +71,19 @@ class Listed:
     ) -> None:
         self.name = name
         self._resource = resource
+        self._kind = kind
         self._keep = keep
         self._page = page
         self._watch = watch
         self._limit = limit
         self._lock = threading.Lock()
         self._items: dict[Key, Any] = {}
+        self._unreadable: dict[Key, str] = {}
+
+    def unreadable(self) -> list[str]:
+        """Which objects were left out, and why."""
+        with self._lock:
+            return [*self._unreadable.values()]
 
     def items(self) -> dict[Key, Any]:
         """What there is now."""
@@ -100,21 +112,35 @@ class Listed:
 
     def _read(self, limit: int | None) -> str:
         items: dict[Key, Any] = {}
+        left_out: dict[Key, str] = {}
         query = {} if limit is None else {"limit": str(limit)}
         more: dict[str, str] = {}
         while True:
             with uncollected():
                 answer = self._page(query | more)
-                for entry in answer.get("items") or ():
-                    items[_key(entry)] = self._keep(entry)
-                metadata = answer.get("metadata") or {}
+                for entry in self._entries(answer):
+                    self._put(entry, items, left_out)
+                metadata = as_object(answer.get("metadata"))
                 del answer
             if not metadata.get("continue"):
                 break
-            more = {"continue": metadata["continue"]}
+            more = {"continue": str(metadata["continue"])}
         with self._lock:
-            self._items = items
+            self._items, self._unreadable = items, left_out
         return str(metadata.get("resourceVersion") or "")
+
+    def _entries(self, answer: JsonObject) -> list[Any]:
+        entries = answer.get("items")
+        if isinstance(entries, list) or (entries is None and "items" in answer):
+            return entries or []
+        raise ApiUnavailableError(f"list {self.name}: the answer has no list of {self.name} in it")
+
+    def _put(self, entry: Any, items: dict[Key, Any], left_out: dict[Key, str]) -> None:
+        why = unreadable(self._kind, entry)
+        if why is None:
+            items[_key(entry)] = self._keep(entry)
+        else:
+            left_out[_key(entry)] = why
 
     def watch(self, version: str) -> WatchStream:
         """The changes after that version. Raises: WatchExpiredError (read again), also while it is read;
@@ -131,14 +157,15 @@ class Listed:
 
     def take(self, event: JsonObject) -> str:
         """Take in an event of the watch; the version after it, empty if it tells none."""
-        entry = from_version(event.get("object") or {})
+        entry = from_version(as_object(event.get("object")))
         kind = event.get("type")
         with self._lock:
-            if kind == "DELETED":
+            if kind in ("DELETED", "ADDED", "MODIFIED"):
                 self._items.pop(_key(entry), None)
-            elif kind in ("ADDED", "MODIFIED"):
-                self._items[_key(entry)] = self._keep(entry)
-        return str((entry.get("metadata") or {}).get("resourceVersion") or "")
+                self._unreadable.pop(_key(entry), None)
+            if kind in ("ADDED", "MODIFIED"):
+                self._put(entry, self._items, self._unreadable)
+        return str(as_object(entry.get("metadata")).get("resourceVersion") or "")
 
 
 class ClusterReader:
@@ -148,9 +175,11 @@ class ClusterReader:
         client = ApiClient(endpoint, timeout_s=timeout_s)
         self._api = ResourceApi(client)
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
-        self._slices = self._of_group("resourceslices", packed, of_driver, _PAGE_OF_SLICES)
-        self._claims = self._of_group("resourceclaims", lambda claim: _kept_claim(claim, driver), {})
-        self._classes = self._of_group("deviceclasses", _slim, {})
+        self._slices = self._of_group("resourceslices", "ResourceSlice", packed, of_driver, _PAGE_OF_SLICES)
+        self._claims = self._of_group(
+            "resourceclaims", "ResourceClaim", lambda claim: _kept_claim(claim, driver), {}
+        )
+        self._classes = self._of_group("deviceclasses", "DeviceClass", _slim, {})
         self.waiting = _of_pods("waiting", client, client, _slim, {"fieldSelector": _UNSCHEDULED})
         self.needed = [self._slices, self._claims, self._classes]
         self._owners: Listed | None = None
@@ -180,11 +209,14 @@ class ClusterReader:
             [*listed.items().values()] for listed in (self._slices, self._claims, self._classes, self.waiting)
         )
         workloads = self._owners.items() if self._owners else {}
-        return ClusterLists(slices, claims, classes, workloads, waiting, lacking)
+        # A pod that waits is on two lists.
+        left_out = [text for listed in (*self.needed, self.waiting) for text in listed.unreadable()]
+        return ClusterLists(slices, claims, classes, workloads, waiting, lacking, [*dict.fromkeys(left_out)])
 
     def _of_group(
         self,
         plural: str,
+        kind: str,
         keep: Callable[[JsonObject], Any],
         query: dict[str, str],
         limit: int = _PAGE,
@@ -192,6 +224,7 @@ class ClusterReader:
         return Listed(
             plural,
             f"{plural}.resource.k8s.io",
+            kind,
             keep,
             lambda more: self._api.call("GET", plural, action=f"list {plural}", query=query | more),
             lambda more: self._api.watch(
@@ -211,15 +244,16 @@ def _of_pods(
     return Listed(
         name,
         "pods",
+        "Pod",
         keep,
         lambda more: lists.request("GET", _PODS, action="list pods", query=query | more),
         lambda more: events.watch(_PODS, action="watch pods", query=query | more, idle_timeout_s=_IDLE_S),
     )
 
 
-def _key(entry: JsonObject) -> Key:
-    metadata = entry["metadata"]
-    return str(metadata.get("namespace") or ""), str(metadata["name"])
+def _key(entry: Any) -> Key:
+    metadata = as_object(as_object(entry).get("metadata"))
+    return str(metadata.get("namespace") or ""), str(metadata.get("name"))
 
 
 def _slim(entry: JsonObject) -> JsonObject:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_files import DriverLink
+from dra_driver.model.units import counted
 
 _ARCHES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 _PER_ARCH = tuple(
@@ -125,7 +126,7 @@ def is_foreign(tree: RootedTree, path: str, machine: str = MACHINE) -> bool:
 
 def note_of_left_out(root: str, paths: Collection[str], machine: str = MACHINE) -> str:
     """One sentence about the files below `root` that are foreign."""
-    what, are = ("1 library", "is") if len(paths) == 1 else (f"{len(paths)} libraries", "are")
+    what, are = counted(len(paths), "library", "libraries"), "is" if len(paths) == 1 else "are"
     return (
         f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}); "
         f"the first is {min(paths)}"

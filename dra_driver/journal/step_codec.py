@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, assert_never
 
 from dra_driver.errors import StateError
-from dra_driver.model.host_devices import ImexChannels, in_order
+from dra_driver.model.companions import ImexChannels, in_order
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import HeldDevice

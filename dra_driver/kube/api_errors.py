@@ -29,6 +29,9 @@ RETRYABLE_STATUS = frozenset({408, 429})
 _BRIEF_STATUS = frozenset({429, 502, 503, 504})
 """The API server, or what balances the load before it, is busy or starts."""
 _MAX_TEXT = 600
+_SHOWN_BYTES = 60
+_SHOWN_OF_PAGE = 4096
+_TAGS = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d+) ?(.*)")
 _LONGEST_ASKED_S = 300.0
 """A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
@@ -58,6 +61,22 @@ def api_errors(action: str, endpoint: Endpoint | None = None) -> Iterator[None]:
     # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
+
+
+def decoded_json(data: bytes, action: str) -> Any:
+    """The JSON of an answer or an event. Raises: ApiUnavailableError."""
+    try:
+        value = json.loads(data)
+        if b"\\ud" in data or b"\\uD" in data:
+            # Half of a pair of surrogates can neither be written nor sent on.
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        start = one_line(data[:_SHOWN_BYTES].decode("utf-8", "replace"))
+        text = _page_text(data) or f"the answer begins with {start!r} and is no JSON: {one_line(str(error))}"
+        raise ApiUnavailableError(
+            f"{action}: {text}; check the server of the kubeconfig and the proxy before it"
+        ) from error
+    return value
 
 
 def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:
@@ -95,12 +114,22 @@ def one_line(text: str) -> str:
     return flat if len(flat) <= _MAX_TEXT else flat[: _MAX_TEXT - 1] + "…"
 
 
+def _page_text(body: bytes) -> str | None:
+    """That a page of a proxy answered, and how its text begins; None for what is no page."""
+    start = body[:_SHOWN_OF_PAGE].decode("utf-8", "replace")
+    if not start.lstrip().startswith("<"):
+        return None
+    return (
+        f"a web page answered, not the API server: {one_line(_TAGS.sub(' ', start))[:_SHOWN_BYTES].rstrip()}"
+    )
+
+
 def _decode_status(body: bytes) -> dict[str, Any]:
     """A Status object, or the plain text that proxies and unknown paths answer with."""
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError):
-        return {"message": body.decode("utf-8", "replace")}
+        return {"message": _page_text(body) or body.decode("utf-8", "replace")}
     return decoded if isinstance(decoded, dict) else {}
 
 

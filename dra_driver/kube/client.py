@@ -27,7 +27,7 @@ from urllib3.exceptions import ProtocolError
 import dra_driver
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.api_errors import api_errors, check_status
+from dra_driver.kube.api_errors import api_errors, check_status, decoded_json
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.timed_connection import answered_by, time_answers
 from dra_driver.kube.watch_stream import WatchStream
@@ -123,7 +123,7 @@ class ApiClient:
             if self._warned is not None:
                 for header in response.headers.getlist("Warning"):
                     self._warned(warning_text(header))
-            decoded = json.loads(response.data or b"{}")
+            decoded = decoded_json(response.data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
     def server_time(self) -> datetime | None:

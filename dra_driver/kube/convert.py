@@ -29,15 +29,19 @@ def from_version(obj: Object) -> Object:
         return obj
     if str(obj.get("kind", "")).endswith("List"):
         kind = str(obj["kind"]).removesuffix("List")
-        typed = ({"apiVersion": obj["apiVersion"], "kind": kind} | item for item in obj.get("items") or ())
+        items = obj.get("items")
+        typed = (
+            {"apiVersion": obj["apiVersion"], "kind": kind} | item if isinstance(item, dict) else item
+            for item in (items if isinstance(items, list) else ())
+        )
         return obj | {"apiVersion": f"{GROUP}/v1", "items": [from_version(item) for item in typed]}
     if obj["apiVersion"] == f"{GROUP}/v1beta1":
         return _convert(obj, "v1", {"ResourceSlice": _basic_to_flat, "ResourceClaim": _claim_from_flat})
     return obj | {"apiVersion": f"{GROUP}/v1"}
 
 
-def _is_ours(obj: Object) -> bool:
-    return str(obj.get("apiVersion", "")).startswith(f"{GROUP}/")
+def _is_ours(obj: Any) -> bool:
+    return isinstance(obj, dict) and str(obj.get("apiVersion", "")).startswith(f"{GROUP}/")
 
 
 def _convert(obj: Object, version: str, by_kind: dict[str, Callable[[Object], Object]]) -> Object:
@@ -52,9 +56,7 @@ def _convert(obj: Object, version: str, by_kind: dict[str, Callable[[Object], Ob
 
 
 def _flat_to_basic(spec: Object) -> Object:
-    if "devices" not in spec:
-        return spec
-    return spec | {"devices": [_device_to_basic(device) for device in spec["devices"] or ()]}
+    return spec | _each(spec, "devices", _device_to_basic)
 
 
 def _device_to_basic(device: Object) -> Object:
@@ -63,22 +65,25 @@ def _device_to_basic(device: Object) -> Object:
 
 
 def _basic_to_flat(spec: Object) -> Object:
-    if "devices" not in spec:
-        return spec
-    return spec | {"devices": [_device_from_basic(device) for device in spec["devices"] or ()]}
+    return spec | _each(spec, "devices", _device_from_basic)
 
 
 def _device_from_basic(device: Object) -> Object:
-    outer = {key: value for key, value in device.items() if key != "basic"}
-    return outer | (device.get("basic") or {})
+    basic = device.get("basic") or {}
+    return _without(device, "basic") | basic if isinstance(basic, dict) else device
 
 
 def _claim_to_flat(spec: Object) -> Object:
-    return _with_requests(spec, lambda request: _without(request, "exactly") | (request.get("exactly") or {}))
+    return _with_requests(spec, _request_to_flat)
 
 
 def _claim_from_flat(spec: Object) -> Object:
     return _with_requests(spec, _request_from_flat)
+
+
+def _request_to_flat(request: Object) -> Object:
+    exactly = request.get("exactly") or {}
+    return _without(request, "exactly") | exactly if isinstance(exactly, dict) else request
 
 
 def _request_from_flat(request: Object) -> Object:
@@ -89,9 +94,20 @@ def _request_from_flat(request: Object) -> Object:
 
 def _with_requests(spec: Object, change: Callable[[Object], Object]) -> Object:
     devices = spec.get("devices")
-    if not isinstance(devices, dict) or "requests" not in devices:
+    if not isinstance(devices, dict):
         return spec
-    return spec | {"devices": devices | {"requests": [change(r) for r in devices["requests"] or ()]}}
+    return spec | {"devices": devices | _each(devices, "requests", change)}
+
+
+def _each(obj: Object, name: str, change: Callable[[Object], Object]) -> Object:
+    """The list of that name, with each object in it changed. What is neither passes: no server wrote it, and whoever
+    reads it says so."""
+    if name not in obj:
+        return {}
+    items = obj[name] or []
+    if not isinstance(items, list):
+        return {name: items}
+    return {name: [change(item) if isinstance(item, dict) else item for item in items]}
 
 
 def _without(obj: Object, key: str) -> Object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import urllib3
 from urllib3.exceptions import HTTPError
 
 from dra_driver.errors import ApiUnavailableError
-from dra_driver.kube.api_errors import api_errors, one_line, rejection
+from dra_driver.kube.api_errors import api_errors, decoded_json, one_line, rejection
 
 _READ_BYTES = 65536
 _STOP_POLL_S = 0.2
@@ -71,7 +70,7 @@ class WatchStream:
             raise HTTPError("the watch ended in the middle of an event")
 
     def _event(self, line: bytes) -> dict[str, Any]:
-        event = json.loads(line)
+        event = decoded_json(line, self._action)
         if not isinstance(event, dict):
             raise ApiUnavailableError(f"{self._action}: an event of the watch is not an object")
         if event.get("type") != "ERROR":

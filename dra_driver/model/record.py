@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.host_devices import HostDevice, ImexChannels
+from dra_driver.model.companions import HostDevice, ImexChannels
 from dra_driver.model.mig import Placement
 from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step

@@ -60,6 +60,11 @@ def same_quantity(one: object, other: object) -> bool:
         return False
 
 
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """`1 slice`, `2 slices`; `several` is for what does not simply get an s, such as `libraries`."""
+    return f"{number} {one if number == 1 else several or f'{one}s'}"
+
+
 def format_bytes(value: int | Fraction) -> str:
     """The canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.units import counted
 from dra_driver.simulator import mig, policy
 from dra_driver.simulator.hostroot import HostRoot
 from dra_driver.simulator.sessions import Session, Sessions
@@ -60,6 +61,13 @@ class MachineBase:
         """The GPU that a selector names, also one that is lost."""
         return self._find(self.current(), selector)
 
+    def called(self, selector: Selector) -> str:
+        """What to call a GPU: `GPU 1 (gpu-cbe0e302)`. Indices move when a GPU before it goes, names stay."""
+        state = self.current()
+        gpu = self._find(state, selector)
+        name = gpu_device_names(one.uuid for one in state.present)[gpu.uuid]
+        return f"GPU {state.present.index(gpu)} ({name})"
+
     def _find(self, state: State, selector: Selector) -> Gpu:
         text = str(selector)
         present = state.present
@@ -69,10 +77,10 @@ class MachineBase:
         for gpu in present:
             if text in (gpu.uuid, names[gpu.uuid]) or (":" in text and sysfs_bus_id(text) == gpu.bus_id):
                 return gpu
-        known = ", ".join(f"{index}={names[gpu.uuid]}" for index, gpu in enumerate(present)) or "none"
+        known = ", ".join(f"{index} is {names[gpu.uuid]}" for index, gpu in enumerate(present)) or "none"
         raise InvalidConfigError(
             f"machine {state.machine} has no GPU {text!r}; give a device name, an index, a UUID or a PCI bus ID "
-            f"(GPUs: {known})"
+            f"(by index: {known})"
         )
 
     def describe(self) -> list[dict[str, str]]:
@@ -85,7 +93,7 @@ class MachineBase:
             condition = [
                 *(["lost"] if gpu.lost else []),
                 *([f"recovery action {gpu.recovery_action}"] if gpu.recovery_action else []),
-                *([f"{len(gpu.holders)} processes"] if gpu.holders else []),
+                *([counted(len(gpu.holders), "process", "processes")] if gpu.holders else []),
             ]
             names = [mig.profile_by_id(model, gi.profile_id) for gi in gpu.instances]
             layout = [f"{row.name}@{gi.start}" for row, gi in zip(names, gpu.instances, strict=True) if row]

@@ -75,8 +75,8 @@ def machine_summaries() -> list[tuple[str, str]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = pickle.loads(_parsed(path.read_text()))  # noqa: S301 - made below, from plain values
-    except (OSError, yaml.YAMLError) as error:
+        document = pickle.loads(_parsed(path.read_text(encoding="utf-8")))  # noqa: S301 - made below, from plain values
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"the machine file {path} cannot be read: {reason}") from error
     if not isinstance(document, dict):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.model.units import counted
 from dra_driver.simulator import catalogue
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.machine import Machine, create, open_existing
@@ -37,19 +38,21 @@ def _fault(code: int | None, delay_s: float, remaining: int | None) -> str:
     parts = [
         *([] if code is None else [error_text(code).lower()]),
         *([f"after {delay_s:g} s"] if delay_s else []),
-        *([] if remaining is None else [f"{remaining} times"]),
+        *([] if remaining is None else [counted(remaining, "time")]),
     ]
     return ", ".join(parts)
 
 
 def lose(directory: Path, gpu: str) -> str:
-    open_existing(directory).lose_gpu(gpu)
-    return f"GPU {gpu} is lost"
+    machine = open_existing(directory)
+    machine.lose_gpu(gpu)
+    return f"{machine.called(gpu)} is lost"
 
 
 def restore(directory: Path, gpu: str) -> str:
-    open_existing(directory).restore_gpu(gpu)
-    return f"GPU {gpu} is back"
+    machine = open_existing(directory)
+    machine.restore_gpu(gpu)
+    return f"{machine.called(gpu)} is back"
 
 
 def xid(
@@ -57,7 +60,7 @@ def xid(
 ) -> str:
     machine = open_existing(directory)
     machine.raise_xid(gpu, number, gpu_instance=gpu_instance, compute_instance=compute_instance)
-    return f"Xid {number} raised on GPU {gpu}"
+    return f"Xid {number} raised on {machine.called(gpu)}"
 
 
 def fault(
@@ -129,63 +132,74 @@ def add_gpu(directory: Path, model: str) -> str:
 
 
 def remove_gpu(directory: Path, gpu: str) -> str:
-    open_existing(directory).remove_gpu(gpu)
-    return f"removed GPU {gpu}"
+    machine = open_existing(directory)
+    called = machine.called(gpu)
+    machine.remove_gpu(gpu)
+    return f"removed {called}; GPUs after it have other indices now"
 
 
 def hold(directory: Path, gpu: str, pid: int, name: str, gpu_instance: int | None) -> str:
-    open_existing(directory).hold_gpu(gpu, pid, name, gpu_instance=gpu_instance)
-    return f"process {pid} ({name}) uses GPU {gpu}"
+    machine = open_existing(directory)
+    machine.hold_gpu(gpu, pid, name, gpu_instance=gpu_instance)
+    return f"process {pid} ({name}) uses {machine.called(gpu)}"
 
 
 def release(directory: Path, gpu: str, pid: int | None) -> str:
-    open_existing(directory).release_gpu(gpu, pid)
-    return f"GPU {gpu} is released"
+    machine = open_existing(directory)
+    machine.release_gpu(gpu, pid)
+    return f"{machine.called(gpu)} is released"
 
 
 def reset(directory: Path, gpu: str, *, force: bool) -> str:
     machine = open_existing(directory)
-    _refuse_while_open(machine, f"reset GPU {gpu}: it", force)
+    _refuse_while_open(machine, f"reset {machine.called(gpu)}: it", force)
     machine.reset_gpu(gpu)
-    return f"GPU {gpu} was reset"
+    return f"{machine.called(gpu)} was reset"
 
 
 def ecc(directory: Path, gpu: str, corrected: int, uncorrected: int) -> str:
     machine = open_existing(directory)
     machine.set_ecc_errors(gpu, corrected=corrected, uncorrected=uncorrected)
-    return f"GPU {gpu} counts {corrected} corrected and {uncorrected} uncorrected ECC errors"
+    return f"{machine.called(gpu)} counts {corrected} corrected and {uncorrected} uncorrected ECC errors"
 
 
 def remap(directory: Path, gpu: str, *, pending: bool, failed: bool) -> str:
     machine = open_existing(directory)
     machine.set_remapped_rows(gpu, pending=int(pending), failed=int(failed))
-    return f"row remapping of GPU {gpu}: pending {'yes' if pending else 'no'}, failed {'yes' if failed else 'no'}"
+    said = ", ".join(
+        f"{what} {'yes' if on else 'no'}" for what, on in (("pending", pending), ("failed", failed))
+    )
+    return f"row remapping of {machine.called(gpu)}: {said}"
 
 
 def recovery_action(directory: Path, gpu: str, action: int) -> str:
-    open_existing(directory).set_recovery_action(gpu, action)
-    return f"GPU {gpu} asks for recovery action {action}"
+    machine = open_existing(directory)
+    machine.set_recovery_action(gpu, action)
+    return f"{machine.called(gpu)} asks for recovery action {action}"
 
 
 def mig_mode(directory: Path, gpu: str, on: bool, *, force: bool) -> str:
     machine = open_existing(directory)
-    _refuse_while_open(machine, f"switch the MIG mode of GPU {gpu}: it", force)
+    _refuse_while_open(machine, f"switch the MIG mode of {machine.called(gpu)}: it", force)
     status = machine.set_mig_mode(gpu, on)
     if status:
         raise InvalidConfigError(
-            f"MIG mode of GPU {gpu} did not change: {error_text(status)}; free the GPU or reboot the machine"
+            f"MIG mode of {machine.called(gpu)} did not change: {error_text(status)}; "
+            "free the GPU or reboot the machine"
         )
-    return f"MIG mode of GPU {gpu} is {'on' if on else 'off'}"
+    return f"MIG mode of {machine.called(gpu)} is {'on' if on else 'off'}"
 
 
 def mig_create(directory: Path, gpu: str, profile: str, start: int) -> str:
-    gi, ci, uuid = open_existing(directory).create_mig(gpu, profile, start)
-    return f"created {profile} at {start} on GPU {gpu}: GPU instance {gi}, compute instance {ci}, {uuid}"
+    machine = open_existing(directory)
+    gi, ci, uuid = machine.create_mig(gpu, profile, start)
+    return f"created {profile} at {start} on {machine.called(gpu)}: GPU instance {gi}, compute instance {ci}, {uuid}"
 
 
 def mig_destroy(directory: Path, gpu: str, gpu_instance: int) -> str:
-    open_existing(directory).destroy_mig(gpu, gpu_instance)
-    return f"destroyed GPU instance {gpu_instance} of GPU {gpu}"
+    machine = open_existing(directory)
+    machine.destroy_mig(gpu, gpu_instance)
+    return f"destroyed GPU instance {gpu_instance} of {machine.called(gpu)}"
 
 
 def mig_profiles(directory: Path, gpu: str) -> Rows:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from dra_driver.errors import InvalidConfigError
 
 JsonObject = dict[str, Any]
 
+_MOST_BYTES = 4 * 1024 * 1024
+"""Of one file; YAML in so many takes a minute and half a GiB."""
+_SUFFIXES = (".yaml", ".yml", ".json")
 _MOST_VALUES = 1_000_000
 """Of one document with each alias written out, a long text counting as several; an object of the API server has
 3 MiB at most."""
@@ -59,30 +64,59 @@ def read_documents(files: Sequence[str]) -> Iterator[Document]:
     """
     for name in files:
         if name == "-":
-            yield from _documents("(stdin)", sys.stdin.read())
+            yield from _documents("(stdin)", _text("(stdin)", sys.stdin.buffer))
             continue
         for path in _files(Path(name)):
             try:
-                text = path.read_text(encoding="utf-8")
+                with path.open("rb") as file:
+                    text = _text(str(path), file)
             except OSError as error:
-                raise InvalidConfigError(f"cannot read {path}: {error.strerror}") from error
-            except UnicodeDecodeError as error:
-                raise InvalidConfigError(f"{path} is not a text file") from error
+                _refuse(error)
             yield from _documents(str(path), text)
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(file for suffix in ("yaml", "yml", "json") for file in path.rglob(f"*.{suffix}"))
+    found = [
+        Path(directory, name)
+        for directory, _, names in os.walk(path, onerror=_refuse)
+        for name in names
+        if name.endswith(_SUFFIXES)
+    ]
     if not found:
         raise InvalidConfigError(f"there are no YAML files in {path}")
-    return found
+    # A named pipe would wait for somebody who writes.
+    return sorted(file for file in found if file.is_file() or file.is_symlink())
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise InvalidConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _text(name: str, file: IO[bytes]) -> str:
+    content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise InvalidConfigError(
+            f"{name} has more than {_MOST_BYTES // 1024**2} MiB; split it into smaller files"
+        )
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InvalidConfigError(f"{name} is UTF-16; save it as UTF-8")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidConfigError(f"{name} is not a text file in UTF-8") from error
+    if "\0" in text:
+        raise InvalidConfigError(f"{name} is not a text file in UTF-8")
+    return text
 
 
 def _documents(file: str, text: str) -> Iterator[Document]:
     import yaml
 
+    if text.lstrip("\ufeff \t\r\n").startswith("<"):
+        yield Document(file, 1, problem="is HTML or XML, not YAML")
+        return
     line = 1
     loader = None
     try:
@@ -98,7 +132,14 @@ def _documents(file: str, text: str) -> Iterator[Document]:
                 yield Document(file, line, problem="its aliases stand for too many values")
                 continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except RecursionError:
+        yield Document(file, line, problem="is nested too deep")
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        yield Document(
+            file, line, problem=f"is not valid YAML: character U+{error.character:04X} is not allowed"
+        )
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         yield Document(file, mark.line + 1 if mark else line, problem=f"is not valid YAML: {reason}")

@@ -13,11 +13,11 @@ from itertools import islice, product
 from typing import Any, TypeVar
 
 from dra_driver.api.resolve import config_for_result
-from dra_driver.claims.rules.extras import asked_host_devices
+from dra_driver.claims.rules.companions import asked_host_devices
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.host_devices import NO_EXTRAS, Extras
+from dra_driver.model.companions import NO_COMPANIONS, Companions
 from dra_driver.validation.rules.allocator import (
     AllocationError,
     Inventory,
@@ -74,11 +74,11 @@ class MachineFit:
     """One empty machine: nothing of it is allocated yet."""
 
     def __init__(
-        self, name: str, driver: str, slices: Sequence[JsonObject], extras: Extras = NO_EXTRAS
+        self, name: str, driver: str, slices: Sequence[JsonObject], companions: Companions = NO_COMPANIONS
     ) -> None:
-        """`extras` are what the driver's configuration there gives to claims beside their GPUs."""
+        """`companions` are what the driver's configuration there gives to claims beside their GPUs."""
         self.name = name
-        self._extras = extras
+        self._companions = companions
         self._driver = driver
         self._slices = [_stored(entry, number) for number, entry in enumerate(slices)]
         self._node = str(slices[0]["spec"]["nodeName"]) if slices else name
@@ -230,7 +230,7 @@ class MachineFit:
                 kind = kinds.get(result.device)
                 if result.driver == self._driver and kind in ("gpu", "mig"):
                     config_for_result(result, claim.configs, self._driver, kind)
-                    asked_host_devices(claim, result, kind, self._driver, self._extras.askable)
+                    asked_host_devices(claim, result, kind, self._driver, self._companions.askable)
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None

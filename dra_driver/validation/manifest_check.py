@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dra_driver.model.units import counted
 from dra_driver.validation.documents import Document
 from dra_driver.validation.machine_fit import Fit, MachineFit, Nodes
 from dra_driver.validation.pod_count import PodCount
@@ -266,7 +267,9 @@ class ManifestCheck:
                 report.notes.append(f"no device of {machine.name} matches{nearest}")
             else:
                 of = f" of {machine.name}" if len(self._machines) > 1 else ""
-                report.notes.append(f"{len(found.matching)} of {len(machine.devices)} devices{of} match")
+                report.notes.append(
+                    f"{len(found.matching)} of {counted(len(machine.devices), 'device')}{of} match"
+                )
         report.faults += errors
 
     def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 from dra_driver.errors import DraDriverError
 from dra_driver.validation.machine_fit import Fit, MachineFit, bounded_search
 from dra_driver.validation.rules.allocator import AllocationError, allocated_to
-from dra_driver.validation.rules.cel.values import NotJudgedError
+from dra_driver.validation.rules.cel.values import CelError, NotJudgedError
+from dra_driver.validation.rules.manifests import bodies
 
 JsonObject = dict[str, Any]
 
@@ -63,7 +64,7 @@ def pending_claims(
     namespace: str | None = None,
 ) -> list[PendingClaim]:
     """The claims that ask for devices of the driver, or of a class that is not there, and have none. All in v1 shape;
-    `pools` are whole pools of slices by name. A claim that is being deleted is not pending."""
+    `pools` are whole pools of slices by name, each of one node. A claim that is being deleted is not pending."""
     by_name = {entry["metadata"]["name"]: entry for entry in classes}
     ours = {name for name, entry in by_name.items() if driver in json.dumps(entry.get("spec") or {})}
     waiting = [claim for claim in claims if _waits(claim) and _is_in(claim, namespace)]
@@ -119,6 +120,7 @@ class _Cluster:
         self._ours = ours
         self._kinds: dict[frozenset[str], tuple[list[_Kind], int]] = {}
         self._sizes: dict[str, int] = {}
+        self._nodes: dict[str, str] = {}
         self._holding: dict[str, list[JsonObject]] = {}
         for claim in claims:
             for pool in {result["pool"] for result in _results(claim, driver)}:
@@ -127,17 +129,25 @@ class _Cluster:
             *{
                 _named(claim, classes)
                 for claim in judged
-                if set(_class_names(claim)) <= set(ours) and _strange_request(claim) is None
+                if set(_class_names(claim)) <= set(ours) and self._strange(claim) is None
             }
         ]
         self._looks = dict(zip(sets, self._alike(sets), strict=True))
 
+    def _strange(self, claim: JsonObject) -> str | None:
+        """The first request or class of a sort that came after this version; None if all are known."""
+        request = _strange_request(claim)
+        if request is not None:
+            return f"request {request}"
+        classes = ((name, self._classes.get(name)) for name in _class_names(claim))
+        return next(
+            (f"class {name}" for name, one in classes if one and not _known_selectors(one["spec"])), None
+        )
+
     def verdict(self, claim: JsonObject) -> PendingClaim:
-        strange = _strange_request(claim)
+        strange = self._strange(claim)
         if strange is not None:
-            return PendingClaim(
-                "", "", unknown=f"request {strange} has a form that this version does not know"
-            )
+            return PendingClaim("", "", unknown=f"{strange} has a form that this version does not know")
         names = set(_class_names(claim))
         missing = sorted(names - set(self._classes))
         if missing:
@@ -147,10 +157,15 @@ class _Cluster:
         foreign = sorted(names - set(self._ours))
         if foreign:
             return PendingClaim("", "", unknown=f"class {foreign[0]} is of another driver")
-        kinds, untried = self._kinds_for(_named(claim, self._classes))
         try:
+            kinds, untried = self._kinds_for(_named(claim, self._classes))
             return self._tried(claim["spec"], kinds, untried)
-        except (DraDriverError, NotJudgedError) as error:  # such a claim must not hide the others
+        except (
+            DraDriverError,
+            AllocationError,
+            CelError,
+            NotJudgedError,
+        ) as error:  # such a claim must not hide the others
             return PendingClaim("", "", unknown=str(error))
 
     def _tried(self, spec: JsonObject, kinds: Iterable[_Kind], untried: int) -> PendingClaim:
@@ -189,6 +204,7 @@ class _Cluster:
         if not named:
             return alike
         for pool, slices in self._pools.items():
+            self._nodes[pool] = slices[0]["spec"]["nodeName"]
             self._sizes[pool] = sum(len(entry["spec"].get("devices") or ()) for entry in slices)
             results = [
                 result
@@ -211,10 +227,11 @@ class _Cluster:
             )
         return self._kinds[named]
 
-    def _kind(self, nodes: Sequence[str]) -> _Kind:
-        first = nodes[0]
+    def _kind(self, pools: Sequence[str]) -> _Kind:
+        first = pools[0]
         slices, others = self._pools[first], self._holding.get(first, ())
-        return _Kind(MachineFit(first, self._driver, slices), others, tuple(nodes))
+        nodes = tuple(self._nodes[pool] for pool in pools)
+        return _Kind(MachineFit(nodes[0], self._driver, slices), others, nodes)
 
 
 def _taken_away(alone: Fit, free: Collection[str]) -> tuple[str, int, int]:
@@ -243,25 +260,24 @@ def _is_in(claim: JsonObject, namespace: str | None) -> bool:
 
 def _bodies(claim: JsonObject) -> Iterator[JsonObject]:
     for request in _requests(claim):
-        yield from _bodies_of(request)
+        yield from bodies(request)
 
 
 def _requests(claim: JsonObject) -> Sequence[JsonObject]:
     return (claim["spec"].get("devices") or {}).get("requests") or ()
 
 
-def _bodies_of(request: JsonObject) -> list[JsonObject]:
-    """Unlike `alternatives` for requests of later versions too, which may have none."""
-    return [*filter(None, [request.get("exactly")]), *(request.get("firstAvailable") or ())]
-
-
 def _strange_request(claim: JsonObject) -> str | None:
-    """The first request, or a selector of one, of a sort that came after this version; None if all are known."""
+    """The first request that this version does not know, or does not know a selector of; None if there is none."""
     for request in _requests(claim):
-        bodies = _bodies_of(request)
-        if not bodies or not all("cel" in one for body in bodies for one in body.get("selectors") or ()):
+        asked = bodies(request)
+        if not asked or not all(map(_known_selectors, asked)):
             return str(request.get("name"))
     return None
+
+
+def _known_selectors(body: JsonObject) -> bool:
+    return all((one.get("cel") or {}).get("expression") is not None for one in body.get("selectors") or ())
 
 
 def _class_names(claim: JsonObject) -> Iterator[str]:
@@ -271,9 +287,9 @@ def _class_names(claim: JsonObject) -> Iterator[str]:
 
 def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[str]:
     """The attributes of which a selector may want a certain value."""
-    bodies = [*_bodies(claim), *(classes[name].get("spec") or {} for name in _class_names(claim))]
+    asking = [*_bodies(claim), *(classes[name].get("spec") or {} for name in _class_names(claim))]
     text = "\n".join(
-        selector["cel"]["expression"] for body in bodies for selector in body.get("selectors") or ()
+        selector["cel"]["expression"] for body in asking for selector in body.get("selectors") or ()
     )
     return frozenset(name for name in _OWN | _RELATED if re.search(rf"\b{name}\b(?!\()", text))
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
@@ -65,7 +65,7 @@ class SpecMaker:
             lambda: view.inventory.versions.driver,
             mps_layout(_NOWHERE).directories,
             _NothingMade(),
-            HostExtras(paths, installed_programs(paths.driver_root, _NOWHERE), nodes=nodes),
+            CompanionFinder(paths, installed_programs(paths.driver_root, _NOWHERE), nodes=nodes),
         )
 
     def spec(self, devices: list[OfferedDevice]) -> JsonObject:

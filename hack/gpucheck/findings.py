@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dra_driver.model.units import counted
+
 JsonObject = dict[str, Any]
 Level = Literal["difference", "note"]
 
@@ -74,11 +76,11 @@ class Section:
     def as_lines(self) -> list[str]:
         """The section for people; a line for each finding."""
         if self.differences:
-            verdict = _plural(self.differences, "difference")
+            verdict = counted(self.differences, "difference")
         else:
             verdict = "ok" if self.checked else "not checked"
-        counted = f", {_plural(self.checked, 'check')}" if self.checked else ""
-        lines = [f"{self.title:<{_TITLE_WIDTH}} {verdict}{counted}"]
+        checks = f", {counted(self.checked, 'check')}" if self.checked else ""
+        lines = [f"{self.title:<{_TITLE_WIDTH}} {verdict}{checks}"]
         marks = {"difference": "DIFFERS", "note": "note"}
         for item in sorted(self.findings, key=lambda finding: finding.level):
             subject = f"{item.subject}: " if item.subject else ""
@@ -95,11 +97,7 @@ def count_differences(sections: Iterable[Section]) -> int:
 def verdict(sections: Iterable[Section]) -> str:
     """The verdict: `OK` or `3 differences`."""
     found = count_differences(sections)
-    return _plural(found, "difference") if found else "OK"
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return counted(found, "difference") if found else "OK"
 
 
 def _shown(value: object) -> str:

@@ -239,7 +239,7 @@ def _tell(prefix: str, text: str) -> None:
 
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise FatalError(f"demo: {otherwise}")
+        raise FatalError(otherwise)
 
 
 def _wait(what: str, done: Callable[[], bool]) -> None:

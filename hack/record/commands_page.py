@@ -160,6 +160,7 @@ def pages() -> dict[Path, str]:
                     COMMANDS,
                 )
             )
+            node.grow_old()
             pictures = dict(pool.map(lambda one: _picture(one[0], one[1], node), _RECORDED))
         stable = [_stable(text, Path(directory), node.uids) for text in texts]
     parts = [_INTRODUCTION]

@@ -231,10 +231,10 @@ def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
     for channel in (0, 7, "all"):
         given = {"imex": {"channel": channel}, "hostDevices": ["nvswitch", "gds"]}
         found = settings(given | {"claimHostDevices": ["mofed"]})
-        assert (found.imex_channel, found.extras.host_devices) == (channel, ("gds", "nvswitch"))
-        assert found.extras.claim_host_devices == ("mofed",)
+        assert (found.imex_channel, found.companions.host_devices) == (channel, ("gds", "nvswitch"))
+        assert found.companions.claim_host_devices == ("mofed",)
     for off in ("off", False):
-        assert settings({"imex": {"channel": off}}).extras == settings({}).extras
+        assert settings({"imex": {"channel": off}}).companions == settings({}).companions
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "+".join(sorted(pair)))

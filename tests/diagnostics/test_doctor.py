@@ -33,8 +33,8 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.companions import Companions
 from dra_driver.model.host import DeviceNode
-from dra_driver.model.host_devices import Extras
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.simulator import device_node_reader
@@ -221,7 +221,7 @@ def tray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 def test_imex_in_order(tray: Host) -> None:
     def asked(**more: Any) -> Finding:
-        checks = tray.checks(extras=Extras(imex=0), **more)
+        checks = tray.checks(companions=Companions(imex=0), **more)
         [look] = [check.look for check in checks.all() if check.name == "IMEX"]
         return look()
 
@@ -231,9 +231,14 @@ def test_imex_in_order(tray: Host) -> None:
     first, *others = tray.inventory.gpus
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
     says(asked(inventory=one_outside), "WARN", f"in no fabric (yet): {first.pci_bus_id}", "grep -A4 Fabric")
-    says(tray.checks(extras=Extras(imex="all")).imex(), "OK", "claims get all of 2048")
+    says(tray.checks(companions=Companions(imex="all")).imex(), "OK", "claims get all of 2048")
     tray.node.machine.set_imex("ready", channels=5000)
-    says(tray.checks(extras=Extras(imex="all")).imex(), "FAIL", "5000 channels", "imex.channel to a number")
+    says(
+        tray.checks(companions=Companions(imex="all")).imex(),
+        "FAIL",
+        "5000 channels",
+        "imex.channel to a number",
+    )
     assert "IMEX" not in [check.name for check in tray.checks().all()]
 
 
@@ -252,19 +257,23 @@ def test_imex_that_claims_would_wait_for(
     tray: Host, state: str, channels: int, parts: tuple[str, ...]
 ) -> None:
     tray.node.machine.set_imex(state, channels)
-    says(tray.checks(extras=Extras(imex=2)).imex(), "FAIL", *parts)
+    says(tray.checks(companions=Companions(imex=2)).imex(), "FAIL", *parts)
 
 
 def test_imex_without_a_fabric(host: Host) -> None:
-    says(host.checks(extras=Extras(imex=0)).imex(), "WARN", "no GPU is in a fabric", "nvidia-smi -q")
-    says(host.checks(NvmlUnavailableError("away"), extras=Extras(imex=0)).imex(), "SKIP", "without NVML")
+    says(host.checks(companions=Companions(imex=0)).imex(), "WARN", "no GPU is in a fabric", "nvidia-smi -q")
+    says(
+        host.checks(NvmlUnavailableError("away"), companions=Companions(imex=0)).imex(),
+        "SKIP",
+        "without NVML",
+    )
 
 
 def test_host_devices_that_are_missing(host: Host) -> None:
     def asked(*kinds: Any) -> Finding:
         [look] = [
             check.look
-            for check in host.checks(extras=Extras(host_devices=kinds)).all()
+            for check in host.checks(companions=Companions(host_devices=kinds)).all()
             if check.name == "host devices"
         ]
         return look()
@@ -319,9 +328,7 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     (library / "libcuda.so.570.1.1").unlink()
     of_another_machine = b"\x7fELF\x02\x01\x01" + bytes(11) + b"\x16\x00"
     (library / "libnvidia-ml.so.580.95.05").write_bytes(of_another_machine)
-    says(
-        at(tmp_path), "OK", "580.95.05, 1 libraries", "1 library below", "left out, not made for this machine"
-    )
+    says(at(tmp_path), "OK", "580.95.05, 1 library", "1 library below", "left out, not made for this machine")
     for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
         (library / name).write_bytes(of_another_machine)
     says(at(tmp_path), "FAIL", "left out, not made for this machine", "install the NVIDIA driver that is")
@@ -853,7 +860,7 @@ def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> Cluste
 @pytest.mark.parametrize(
     ("labels", "status", "parts"),
     [
-        ({"a": "true", "b": "true"}, "OK", ("all 2 nodes with devices",)),
+        ({"a": "true", "b": "true"}, "OK", ("2 nodes with devices have",)),
         ({"a": "true", "b": None}, "WARN", ("without the label", ": b", "kubectl label node NODE")),
         ({"a": "true", "b": "false"}, "WARN", (": b",)),
         ({"a": None, "b": None}, "SKIP", ("no node has the label", "before you apply", "a, b")),
@@ -918,7 +925,7 @@ def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None
             "resourceslices", {"metadata": {"name": f"s-{pool}"}, "spec": spec}, group="resource.k8s.io"
         )
         if pool == NODE:
-            says(checks.slices(), "OK", "2 devices in 1 slices, 1 of them tainted")
+            says(checks.slices(), "OK", "2 devices in 1 slice, 1 of them tainted")
     says(checks.slices(), "WARN", "pools that are not this driver's: other", "grep manager")
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import elf_programs
+import cdi_hook
 import pytest
 
 from tests.e2e.conftest import (
@@ -55,7 +55,7 @@ def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     # Nodes of devices are made by the host's kernel, and the simulated one runs in the driver's process.
     shutil.rmtree(MACHINE, ignore_errors=True)
     _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
-    elf_programs.put_cdi_hook(MACHINE / "root")
+    cdi_hook.put_cdi_hook(MACHINE / "root")
     install(_cluster, "e2e-restricted")
     wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
     yield _cluster

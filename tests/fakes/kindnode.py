@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import pytest
 
+from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
@@ -394,7 +394,7 @@ class KindNode:
                 lambda: site.inventory.versions.driver,
                 mps_layout(self.plugin).directories,
                 self,
-                HostExtras(paths, no_programs, nodes=site.nodes),
+                CompanionFinder(paths, no_programs, nodes=site.nodes),
             ),
         }
 

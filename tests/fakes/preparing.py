@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dra_driver.app.wiring.claims import ClaimParts, claim_parts
+from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extras import HostExtras
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.consumers import RecordedPods
@@ -202,7 +202,7 @@ def claims_of(
         make_sure=lambda: None,
         pods_run=lambda _record: None,
         setting_for_lost=lambda: None,
-        extras=HostExtras(HostPaths(), no_programs),
+        companions=CompanionFinder(HostPaths(), no_programs),
         timeouts=timeouts,
         rhythm=Rhythm(),
     )

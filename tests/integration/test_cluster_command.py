@@ -75,6 +75,16 @@ def test_an_interval_that_nobody_waits_for_is_refused(seconds: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "-a", "a" * 64, "a\x1b[2J"])
+def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
+    done = call("cluster", "--kubeconfig", "/nowhere", f"--namespace={namespace}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"gpu-dra-driver: no namespace can be called {namespace!r}: "
+        "a name has lower-case letters, digits and -, at most 63 of them\n"
+    )
+
+
 def test_as_json(at_work: list[str]) -> None:
     shown = json.loads(call(*at_work, "-o", "json", "--by", "workload").stdout)
     assert shown["by"] == "workload"

@@ -63,7 +63,7 @@ def test_doctor_on_a_node_at_work(node: Node) -> None:
     assert [name for name, check in found.items() if check["status"] == "FAIL"] == []
     assert done.returncode == 0
     assert found["NVML"]["seen"].startswith("8 GPUs answer")
-    assert found["slices"]["seen"] == "8 devices in 1 slices"
+    assert found["slices"]["seen"] == "8 devices in 1 slice"
     assert found["registration"]["status"] == "OK"
     assert all((check["remedy"] is None) == (check["status"] in ("OK", "SKIP")) for check in found.values())
     assert node.server.writes("resourceslices") == before
@@ -772,7 +772,7 @@ def make_slices() -> Callable[[], list[Json]]:
         (f"a: &x {'x' * 100_000}\nb: [{', '.join(['*x'] * 1000)}]\n",
          [(1, "document", "its aliases stand for too many values")]),
         ("'{': '" + "{" * 3000, [(1, "document", "is not valid YAML: ")]),
-        ("[" * 5000, [(1, "document", "is not valid YAML: ")]),
+        ("[" * 5000, [(1, "document", "is nested too deep")]),
     ],
 )  # fmt: skip
 def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str | None]]) -> None:
@@ -790,5 +790,5 @@ def test_a_directory_without_documents_and_a_file_that_is_no_text(tmp_path: Path
     with pytest.raises(InvalidConfigError, match="there are no YAML files in"):
         list(read_documents([str(tmp_path)]))
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidConfigError, match="is not a text file"):
+    with pytest.raises(InvalidConfigError, match="is UTF-16; save it as UTF-8"):
         list(read_documents([str(tmp_path)]))

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from playground.kubelet_client import KubeletError
 
+from dra_driver.cli import commands
+from dra_driver.cli import main as main_module
 from dra_driver.model.claim import Prepared
 from tests.integration.conftest import DRIVER, Node, eventually
 
@@ -259,3 +261,56 @@ def test_inspect_fails_where_the_library_cannot_be_loaded(tmp_path: Path) -> Non
         check["check"]: check for check in json.loads(call("doctor", "-o", "json", *where).stdout)["checks"]
     }
     assert checks["NVML"]["status"] == "FAIL"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["simulate", "list"], ["validate", "/nowhere"], ["top", "--once"]]
+)
+def test_closed_standard_files_are_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    where = ["--simulator-dir", str(tmp_path / "s"), "--simulate", "t4-4"] if arguments[0] == "top" else []
+    line = f"{sys.executable} -m dra_driver.cli.main {' '.join([*arguments, *where])} <&- >&- 2>{said}"
+    done = subprocess.run(["sh", "-c", line], check=False, timeout=60, env=environment())
+    expected = "gpu-dra-driver: cannot read /nowhere: No such file or directory\n"
+    wrong = arguments[0] == "validate"
+    assert (done.returncode, said.read_text()) == ((2, expected) if wrong else (0, ""))
+
+
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dra_driver.cli.main", "simulate", "list"],
+            check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment(),
+        )  # fmt: skip
+    said = "gpu-dra-driver: standard output cannot be used: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["run"], ["mps-host"]])
+def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["gpu-dra-driver", *arguments])
+    monkeypatch.setattr(main_module, "run_daemon", interrupted)
+    monkeypatch.setattr(commands, "call", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert caught.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("a: 1".encode("utf-16"), "is not a text file in UTF-8"),
+        (b"[" * 5000, "is nested too deep"),
+        (b"#" * (1 << 20) + b"\n", "has more than 1 MiB; is it the right file?"),
+    ],
+)
+def test_a_configuration_file_that_is_none_is_one_sentence(tmp_path: Path, content: bytes, why: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    done = call("inspect", "--simulate", "t4-4", "--config", str(file))
+    assert (done.returncode, done.stderr) == (2, f"gpu-dra-driver: configuration file {file} {why}\n")

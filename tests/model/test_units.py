@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.units import format_bytes, format_decimal, parse_quantity, quantity_bytes, same_quantity
+from dra_driver.model.units import (
+    counted,
+    format_bytes,
+    format_decimal,
+    parse_quantity,
+    quantity_bytes,
+    same_quantity,
+)
 
 wide = st.integers(-(2**80), 2**80)
 
@@ -109,3 +116,17 @@ def test_any_text_is_a_quantity_or_refused(text: str) -> None:
     except InvalidConfigError:
         return
     assert parse_quantity(format_decimal(value)) >= value or value < 0
+
+
+@pytest.mark.parametrize(
+    ("number", "nouns", "expected"),
+    [
+        (0, ["slice"], "0 slices"),
+        (1, ["slice"], "1 slice"),
+        (2, ["slice"], "2 slices"),
+        (1, ["library", "libraries"], "1 library"),
+        (3, ["library", "libraries"], "3 libraries"),
+    ],
+)
+def test_counted_nouns(number: int, nouns: list[str], expected: str) -> None:
+    assert counted(number, *nouns) == expected

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.cli.main import main
+from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import machine_names, open_machine
+from dra_driver.simulator.catalogue import build
 
 
 @pytest.fixture
@@ -74,3 +76,22 @@ def test_errors_are_one_line(simulate):
 @pytest.mark.parametrize("command", [[], ["create"], ["fault"], ["mig"], ["mig", "create"]])
 def test_help(command, simulate):
     assert "Usage" in simulate(*command, "--help")
+
+
+def test_an_answer_has_index_and_name_of_the_gpu_however_it_was_named(simulate):
+    simulate("create", "dgx-h100")
+    assert simulate("lose", "1") == "GPU 1 (gpu-cbe0e302) is lost\n"
+    assert simulate("restore", "gpu-cbe0e302") == "GPU 1 (gpu-cbe0e302) is back\n"
+    assert simulate("xid", "0000:43:00.0", "48") == "Xid 48 raised on GPU 1 (gpu-cbe0e302)\n"
+    assert (
+        simulate("remove-gpu", "0") == "removed GPU 0 (gpu-6b45fc99); GPUs after it have other indices now\n"
+    )
+    assert simulate("lose", "gpu-cbe0e302") == "GPU 0 (gpu-cbe0e302) is lost\n"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 5000, b"a: 2026-13-45\n"])
+def test_a_machine_file_that_cannot_be_read_is_one_sentence(tmp_path, content):
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(content)
+    with pytest.raises(InvalidConfigError, match=rf"the machine file {file} cannot be read: "):
+        build(str(file))

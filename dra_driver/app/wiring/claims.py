@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dra_driver.cdi.extras import HostExtras
+from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.claims.attempt import CallsUnderWay, HalfDonePrepares
 from dra_driver.claims.consumers import RecordedPods
 from dra_driver.claims.device_users import DeviceUsers
@@ -52,7 +52,7 @@ def claim_parts(
     make_sure: Callable[[], object],
     pods_run: Callable[[ClaimRecord], bool | None],
     setting_for_lost: Callable[[], str | None],
-    extras: HostExtras,
+    companions: CompanionFinder,
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
 ) -> ClaimParts:
@@ -92,6 +92,6 @@ def claim_parts(
         unpreparer,
         observer,
         setting_for_lost,
-        extras,
+        companions,
     )
     return ClaimParts(preparer, unpreparer, reconciler, line, under_way)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import usage_kind
+from dra_driver.model.units import counted
 from dra_driver.sharing.rules.modes import incompatibility
 
 Wanted = tuple[str, HeldDevice]
@@ -75,9 +76,10 @@ def refuse_crowded(
                 if _is_client(held, device):  # once, though a claim in line may have a record too
                     users.setdefault(record.ref.uid, (record, held))
         if len(users) >= most:
+            users_of = counted(len(users), "claim uses", "claims use")
             text = (
-                f"request {request}: {len(users)} claims use the MPS daemon of device {device.device}, and MPS serves "
-                f"at most {most} clients with this GPU and driver; wait until one of them is gone"
+                f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves "
+                f"at most {counted(most, 'client')} with this GPU and driver; wait until one of them is gone"
             )
             raise DeviceHeldError(
                 [Conflict(record, held, text) for record, held in users.values()],

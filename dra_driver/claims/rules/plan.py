@@ -21,11 +21,11 @@ from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
+from dra_driver.claims.rules.companions import asked_host_devices, imex_of
 from dra_driver.claims.rules.conflicts import refuse_crowded, refuse_held
-from dra_driver.claims.rules.extras import asked_host_devices, imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
-from dra_driver.model.host_devices import HOST_DEVICES, NO_EXTRAS, Extras, in_order
+from dra_driver.model.companions import HOST_DEVICES, NO_COMPANIONS, Companions, in_order
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -67,14 +67,14 @@ def plan_claim(
     metadata: tuple[str, ...] = (),
     *,
     setting_for_lost: Callable[[], str | None] = lambda: None,
-    extras: Extras = NO_EXTRAS,
+    companions: Companions = NO_COMPANIONS,
 ) -> Plan:
     """The plan for our part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
     claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost`
     answers what to set so that new pods stay away from lost GPUs, None if they do; it is asked only if one is lost.
-    `extras` are what the node's configuration gives to claims beside their GPUs.
+    `companions` are what the node's configuration gives to claims beside their GPUs.
 
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
     most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
@@ -89,9 +89,9 @@ def plan_claim(
         PlannedDevice(*pair, usage, inventory.gpus if _manages(claim, *pair, driver) else ())
         for pair, usage in zip(found, usages, strict=True)
     )
-    if extras != NO_EXTRAS or claim.configs or kept is not None:
+    if companions != NO_COMPANIONS or claim.configs or kept is not None:
         held = known.devices if known is not None and kept is not None else None
-        devices = _with_extras(claim, devices, driver, extras, inventory, held)
+        devices = _with_companions(claim, devices, driver, companions, inventory, held)
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
@@ -153,11 +153,11 @@ def _manages(claim: AllocatedClaim, result: DeviceResult, offered: OfferedDevice
         return False  # those of a new claim were judged before
 
 
-def _with_extras(
+def _with_companions(
     claim: AllocatedClaim,
     devices: Sequence[PlannedDevice],
     driver: str,
-    extras: Extras,
+    companions: Companions,
     inventory: Inventory,
     held: Sequence[HeldDevice] | None,
 ) -> tuple[PlannedDevice, ...]:
@@ -165,7 +165,7 @@ def _with_extras(
     planned = []
     for number, device in enumerate(devices):
         try:
-            allowed = extras.askable if held is None else HOST_DEVICES
+            allowed = companions.askable if held is None else HOST_DEVICES
             asked = asked_host_devices(claim, device.result, kind_of(device.offered), driver, allowed)
         except InvalidConfigError:
             if held is None:
@@ -175,8 +175,8 @@ def _with_extras(
             # An older release that served in between may have dropped from the record what the claim asked for.
             imex, given = held[number].imex, in_order((*held[number].host_devices, *asked))
         else:
-            imex = imex_of(device.result, device.offered, extras.imex, inventory)
-            given = in_order((*extras.host_devices, *asked))
+            imex = imex_of(device.result, device.offered, companions.imex, inventory)
+            given = in_order((*companions.host_devices, *asked))
         planned.append(replace(device, imex=imex, host_devices=given, asked_host_devices=asked))
     return tuple(planned)
 

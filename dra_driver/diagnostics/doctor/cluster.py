@@ -19,6 +19,7 @@ from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.convert import GROUP, VERSIONS
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.units import counted
 from dra_driver.slices.api_support import partitions_problem
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner, slice_changes
@@ -257,7 +258,8 @@ class ClusterChecks:
             )
         left = sorted(name for name in served if labels.get(name) != "true")
         if not left:
-            return ok(f"all {len(served)} nodes with devices have the label {UPGRADE_LABEL}=true")
+            have = counted(len(served), "node with devices has", "nodes with devices have")
+            return ok(f"{have} the label {UPGRADE_LABEL}=true")
         remedy = (
             f"`kubectl label node NODE {UPGRADE_LABEL}=true`, before you apply components/driver-upgrades"
         )
@@ -305,7 +307,7 @@ class ClusterChecks:
             1 for item in items for device in item["spec"].get("devices") or () if device.get("taints")
         )
         note = f", {tainted} of them tainted" if tainted else ""
-        return ok(f"{count} devices in {len(items)} slices{note}")
+        return ok(f"{counted(count, 'device')} in {counted(len(items), 'slice')}{note}")
 
     def feature_gates(self) -> Finding:
         """Does the API server keep what the driver publishes, as it is configured? Dry runs tell."""

@@ -27,17 +27,18 @@ from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.model.driver_programs import IMEX_PROGRAM
-from dra_driver.model.host import HostPaths
-from dra_driver.model.host_devices import (
+from dra_driver.model.companions import (
     MOST_IMEX_CHANNELS,
-    NO_EXTRAS,
+    NO_COMPANIONS,
     NODE_PATTERNS,
     REMEDIES,
-    Extras,
+    Companions,
     ImexChannels,
 )
+from dra_driver.model.driver_programs import IMEX_PROGRAM
+from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.units import counted
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
@@ -54,7 +55,7 @@ class DriverChecks:
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
     """Programs besides this driver and the pods of claims that have a GPU open; None if that is not known."""
-    extras: Extras = NO_EXTRAS
+    companions: Companions = NO_COMPANIONS
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
@@ -130,7 +131,9 @@ class DriverChecks:
                 f"libraries of several versions below {root}: {', '.join(libraries.versions)}",
                 f"remove the packages of all but {loaded or libraries.versions[0]}",
             )
-        found = f"{libraries.versions[0]}, {len(libraries.files)} libraries below {root}"
+        found = (
+            f"{libraries.versions[0]}, {counted(len(libraries.files), 'library', 'libraries')} below {root}"
+        )
         if libraries.left_out:
             return ok(f"{found}; {note_of_left_out(root, libraries.left_out)}")
         return ok(found)
@@ -157,7 +160,7 @@ class DriverChecks:
             first = inventory.faults[0]
             more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
             return warn(
-                f"{len(inventory.gpus)} GPUs answer; {first.subject}: {first.text}{more}",
+                f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
                 "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
             )
         on_bus = len(Sysfs(self.paths.sys, self.paths.proc).gpu_functions())
@@ -247,7 +250,7 @@ class DriverChecks:
 
     def imex(self) -> Finding:
         """Do claims on GPUs in a fabric get their IMEX channel?"""
-        wanted = self.extras.imex
+        wanted = self.companions.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
         inventory = _or_none(self.inventory)
@@ -301,7 +304,7 @@ class DriverChecks:
 
     def host_devices(self) -> Finding:
         """Is there what every claim is to get beside its GPUs?"""
-        kinds = self.extras.host_devices
+        kinds = self.companions.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
@@ -349,10 +352,10 @@ class DriverChecks:
             Check("MIG mode", self._if_needed(self.mig_mode)),
             Check("GPU agents", self._if_needed(self.gpu_agents)),
             Check("MIG capabilities", self._if_needed(self.mig_capabilities)),
-            *([Check("IMEX", self._if_needed(self.imex))] if self.extras.imex is not None else []),
+            *([Check("IMEX", self._if_needed(self.imex))] if self.companions.imex is not None else []),
             *(
                 [Check("host devices", self._if_needed(self.host_devices))]
-                if self.extras.host_devices
+                if self.companions.host_devices
                 else []
             ),
             Check("nvidia-cdi-hook", self._if_needed(self.cdi_hook)),

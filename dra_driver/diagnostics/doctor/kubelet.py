@@ -13,6 +13,7 @@ from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip
 from dra_driver.diagnostics.state_on_disk import read_state, set_aside_files
 from dra_driver.errors import RetryableError
 from dra_driver.kubelet.sockets import listening
+from dra_driver.model.units import counted
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 
@@ -114,11 +115,13 @@ class KubeletChecks:
         remedy = f"`df -h {place}`, `df -i {place}`: free some space; images and logs are the usual cause"
         if usage.free < _FULL_BYTES or (files.f_files and files.f_favail < _FEW_FILES // 10):
             return fail(
-                free if usage.free < _FULL_BYTES else f"{files.f_favail} inodes free at {place}", remedy
+                free if usage.free < _FULL_BYTES else f"{counted(files.f_favail, 'inode')} free at {place}",
+                remedy,
             )
         if usage.free < _LITTLE_BYTES or (files.f_files and files.f_favail < _FEW_FILES):
             return warn(
-                free if usage.free < _LITTLE_BYTES else f"{files.f_favail} inodes free at {place}", remedy
+                free if usage.free < _LITTLE_BYTES else f"{counted(files.f_favail, 'inode')} free at {place}",
+                remedy,
             )
         return ok(free)
 
@@ -141,10 +144,10 @@ class KubeletChecks:
         waiting = sum(1 for record in state.records if record.phase != "prepared")
         if waiting:
             return warn(
-                f"{len(state.records)} claims, {waiting} not prepared yet",
+                f"{counted(len(state.records), 'claim')}, {waiting} not prepared yet",
                 "`gpu-dra-driver claims` lists them",
             )
-        return ok(f"{len(state.records)} prepared claims")
+        return ok(counted(len(state.records), "prepared claim"))
 
     def debts(self) -> Finding:
         """Do claims that have ended owe something to the node?"""

@@ -23,6 +23,7 @@ from dra_driver.diagnostics.rules.runtime_config import (
 )
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.host import HostPaths
+from dra_driver.model.units import counted
 
 JsonObject = dict[str, Any]
 
@@ -101,7 +102,7 @@ class RuntimeChecks:
                         )
         if broken:
             return warn(f"not readable as CDI specs: {named(broken)}", f"look at it, then `rm {broken[0]}`")
-        return ok(f"{count} specs, no device twice")
+        return ok(f"{counted(count, 'spec')}, no device twice")
 
     def all(self) -> list[Check]:
         """From the runtime's configuration to the specs that it reads."""

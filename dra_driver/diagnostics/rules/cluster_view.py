@@ -20,6 +20,9 @@ Slot = tuple[str, str]
 
 _BYTES = 1 << 20
 """Amounts below are numbers of things, not bytes."""
+ALL_NODES = "(all nodes)"
+SOME_NODES = "(some nodes)"
+"""Where a device is that no single node has: several can use it, by a network or a switch."""
 _KEEP_AWAY = frozenset({"NoSchedule", "NoExecute"})
 _REPLICA_SET = re.compile(r"-[a-z0-9]{6,10}\Z")
 
@@ -37,9 +40,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """A device of the driver. `state` is of the whole device: `blocked` if what other devices take of the same GPU
-    leaves too little for it. A device that is shared is allocated from its first holder on. `capacity` is of shared
-    devices only."""
+    """A device of the driver. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
+    device: `blocked` if what other devices take of the same GPU leaves too little for it. A device that is shared is
+    allocated from its first holder on. `capacity` is of shared devices only."""
 
     node: str
     pool: str
@@ -108,7 +111,7 @@ def pools_of(driver: str, slices: Iterable[JsonObject]) -> tuple[dict[str, list[
         if spec.get("driver") != driver:
             continue
         pool, generation = spec["pool"]["name"], spec["pool"].get("generation", 0)
-        if generation > newest.get(pool, -1):
+        if pool not in newest or generation > newest[pool]:
             newest[pool], members[pool] = generation, []
         if generation == newest[pool]:
             members[pool].append(entry)
@@ -118,6 +121,22 @@ def pools_of(driver: str, slices: Iterable[JsonObject]) -> tuple[dict[str, list[
         if len(found) != found[0]["spec"]["pool"].get("resourceSliceCount", len(found))
     }
     return members, problems
+
+
+def place_of(spec: JsonObject, device: JsonObject | None = None) -> str:
+    """The node of a slice, or of a device in one that leaves it to each device; ALL_NODES or SOME_NODES if that is not
+    one node."""
+    said = device if spec.get("perDeviceNodeSelection") and device is not None else spec
+    if said.get("nodeName"):
+        return str(said["nodeName"])
+    return ALL_NODES if said.get("allNodes") else SOME_NODES
+
+
+def node_of(slices: Sequence[JsonObject]) -> str | None:
+    """The node whose pool it is; None for a pool that nodes share."""
+    places = {place_of(entry["spec"]) for entry in slices}
+    only = places.pop() if len(places) == 1 else ALL_NODES
+    return None if only in (ALL_NODES, SOME_NODES) else only
 
 
 def holders_of(driver: str, claims: Iterable[JsonObject]) -> dict[Slot, list[Holder]]:
@@ -181,7 +200,7 @@ def _pool_devices(
         elif any(taint.rpartition(":")[2] in _KEEP_AWAY for taint in taints):
             state = "tainted"
         yield ClusterDevice(
-            node=spec.get("nodeName") or "-",
+            node=place_of(spec, device),
             pool=pool,
             name=device["name"],
             kind=kind,
@@ -259,13 +278,20 @@ def count(devices: Iterable[ClusterDevice]) -> Count:
 def by_node(
     devices: Iterable[ClusterDevice], members: Mapping[str, Sequence[JsonObject]], problems: Mapping[str, str]
 ) -> list[NodeRow]:
-    """A row a node, also for one that publishes an empty pool."""
-    found: dict[str, list[ClusterDevice]] = {
-        slices[0]["spec"].get("nodeName") or pool: [] for pool, slices in members.items()
-    }
+    """A row a node, also for one that publishes an empty pool, and one for what all or some nodes can use."""
+    found: dict[str, list[ClusterDevice]] = {}
+    places: dict[str, set[str]] = {pool: set() for pool in members}
     for device in devices:
         found.setdefault(device.node, []).append(device)
-    bad = {members[pool][0]["spec"].get("nodeName") or pool: problem for pool, problem in problems.items()}
+        places[device.pool].add(device.node)
+    bad: dict[str, str] = {}
+    for pool, slices in members.items():
+        places[pool] |= {str(entry["spec"]["nodeName"]) for entry in slices if entry["spec"].get("nodeName")}
+        for place in places[pool] or {place_of(slices[0]["spec"])}:
+            found.setdefault(place, [])
+            if pool in problems:
+                problem = problems[pool] if node_of(slices) else f"pool {pool}: {problems[pool]}"
+                bad[place] = f"{bad[place]}; {problem}" if place in bad else problem
     return [
         NodeRow(
             node,
@@ -304,12 +330,13 @@ def _written(amount: Fraction) -> str:
 
 
 def by_product(devices: Iterable[ClusterDevice]) -> list[tuple[str, int, Count]]:
-    """Product, on how many nodes, and how much of it."""
+    """Product, how many nodes have some of it, and how much there is."""
     found: dict[str, list[ClusterDevice]] = {}
     for device in devices:
         found.setdefault(device.product, []).append(device)
     return [
-        (product, len({one.node for one in mine}), count(mine)) for product, mine in sorted(found.items())
+        (product, len({one.node for one in mine} - {ALL_NODES, SOME_NODES}), count(mine))
+        for product, mine in sorted(found.items())
     ]
 
 

@@ -341,6 +341,10 @@ def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
         value = pick.candidate.view.attributes.get(domain, {}).get(identifier)
         if value is None:
             return False
+        if isinstance(value, (list, dict)):
+            raise AllocationError(
+                f"attribute {name} of device {pick.candidate.id[2]} is of a sort that is not compared"
+            )
         values.append((type(value), value))
     return len(set(values)) <= 1 if constraint.get("matchAttribute") else len(set(values)) == len(values)
 

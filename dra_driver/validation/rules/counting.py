@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dra_driver.validation.rules.manifests import bodies
+
 JsonObject = dict[str, Any]
 
 MOST_PODS_OF_A_CLAIM = 256
@@ -182,14 +184,10 @@ class _Counter:
 def _devices(demand: Demand) -> int:
     """About how many devices a pod takes, as far as its claims say it."""
     return sum(
-        max((_amount(body) for body in _bodies(request)), default=1)
+        max(map(_amount, bodies(request)), default=1)
         for spec in (*demand.own, *demand.named.values())
         for request in (spec.get("devices") or {}).get("requests") or ()
     )
-
-
-def _bodies(request: JsonObject) -> list[JsonObject]:
-    return list(request.get("firstAvailable") or ()) or [request.get("exactly") or {}]
 
 
 def _amount(body: JsonObject) -> int:

@@ -75,11 +75,8 @@ def funnel(wanted: DeviceRequest, machine: Sequence[MachineDevice]) -> Funnel:
     """What each condition of a request leaves of the machine's devices, as long as any are left."""
     left = list(machine)
     drivers = sorted({device.variable["driver"] for device in machine})
-    steps = [
-        FunnelStep(
-            _plural("device", len(left)) + (f" of driver {', '.join(drivers)}" if drivers else ""), len(left)
-        )
-    ]
+    first = "device" if len(left) == 1 else "devices"
+    steps = [FunnelStep(first + (f" of driver {', '.join(drivers)}" if drivers else ""), len(left))]
     groups = [(f"of class {wanted.class_name}", wanted.class_selectors)]
     groups += [
         (f"match selector {number}: {_cut(selector.text)}", (selector,))
@@ -184,10 +181,6 @@ def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
         and toleration.get("key") in (None, "", taint.get("key"))
         and (toleration.get("operator") == "Exists" or same_value)
     )
-
-
-def _plural(word: str, number: int) -> str:
-    return word if number == 1 else f"{word}s"
 
 
 def _cut(text: str) -> str:

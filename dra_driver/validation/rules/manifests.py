@@ -16,9 +16,7 @@ from dra_driver.api.decode import decode
 from dra_driver.api.resolve import needs_admin_access, unbuilt_features
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.units import parse_quantity
-from dra_driver.validation.rules.cel.values import NotJudgedError
-from dra_driver.validation.rules.fields import (
+from dra_driver.model.shapes import (
     Anything,
     FieldFault,
     ListField,
@@ -28,6 +26,8 @@ from dra_driver.validation.rules.fields import (
     Shape,
     faults,
 )
+from dra_driver.model.units import parse_quantity
+from dra_driver.validation.rules.cel.values import NotJudgedError
 from dra_driver.validation.rules.selectors import compiled
 
 JsonObject = dict[str, Any]
@@ -235,12 +235,18 @@ def default_claim_spec(spec: dict[str, Any]) -> None:
                 wanted.setdefault("count", 1)
 
 
+def bodies(request: JsonObject) -> list[JsonObject]:
+    """What a v1 request asks for: one body, those of `firstAvailable` in order, or none for a request of a later
+    version."""
+    return list(request.get("firstAvailable") or filter(None, [request.get("exactly")]))
+
+
 def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
-    """The names and bodies of a v1 request: one, or those of `firstAvailable` in order."""
-    first = request.get("firstAvailable")
-    if first:
-        return [(f"{request['name']}/{body['name']}", body) for body in first]
-    return [(request["name"], request["exactly"])]
+    """The bodies of a v1 request with the names by which allocation results have them."""
+    name = request["name"]
+    if request.get("firstAvailable"):
+        return [(f"{name}/{body['name']}", body) for body in bodies(request)]
+    return [(name, body) for body in bodies(request)]
 
 
 def class_names(document: JsonObject) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dra_driver.validation.rules.fields import FieldFault
+from dra_driver.model.shapes import FieldFault
 
 JsonObject = dict[str, Any]
 

@@ -37,6 +37,9 @@ MARK = "not judged: "
 _HELD = "in"
 
 
+_INT64 = 1 << 63
+
+
 @cache
 def _cel() -> Any:
     try:
@@ -66,12 +69,17 @@ def _held(name: str) -> Any:
 
 
 def message(value: Any) -> Any:
-    """A value as the implementation takes it; equal quantities and versions make equal messages."""
+    """A value as the implementation takes it; equal quantities and versions make equal messages. Raises: CelError for
+    what no value of a device is in this version of Kubernetes."""
     if isinstance(value, Quantity):
         return _held("Quantity")(**{_HELD: str(value.amount)})
     if isinstance(value, Semver):
         return _held("Semver")(**{_HELD: value.partition("+")[0]})
-    return value
+    if isinstance(value, list):
+        return [message(item) for item in value]
+    if isinstance(value, bool | str) or (isinstance(value, int) and -_INT64 <= value < _INT64):
+        return value
+    raise CelError(f"a device has the value {str(value)[:40]}, of a type that this version does not know")
 
 
 def plain(value: Any) -> Any:

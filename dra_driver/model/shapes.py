@@ -32,10 +32,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class ListField:
-    """A list of at most `most` items."""
+    """A list of at most `most` items, None for any number."""
 
     items: Shape
-    most: int = 32
+    most: int | None = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,52 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Fields by name. `mistakes` are fields that people write here, with what they should write."""
+    """Fields by name. `mistakes` are fields that people write here, with what they should write. Of an object that is
+    `open` other fields are not looked at."""
 
     fields: Mapping[str, Shape]
     required: tuple[str, ...] = ()
     mistakes: Mapping[str, str] = field(default_factory=dict)
+    open: bool = False
 
 
 Shape = Scalar | ListField | MapField | Anything | Object
 
-_TYPE_NAMES = {str: "a string", int: "a number", bool: "true or false"}
+_TYPE_NAMES = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}
+
+
+def fitting(shape: Shape) -> Callable[[Any], bool]:
+    """Whether a value has no faults; many times as fast as to look for them."""
+    match shape:
+        case Scalar(kind, test):
+            return lambda value: type(value) is kind and (test is None or test(value) is None)
+        case ListField(items, most):
+            each = fitting(items)
+            return lambda value: (
+                type(value) is list and (most is None or len(value) <= most) and all(map(each, value))
+            )
+        case MapField(values):
+            one = fitting(values)
+            return lambda value: type(value) is dict and all(map(one, value.values()))
+        case Object():
+            return _fitting_object(shape)
+        case _:
+            return lambda _: True
+
+
+def _fitting_object(shape: Object) -> Callable[[Any], bool]:
+    fields = [(name, fitting(one), name in shape.required) for name, one in shape.fields.items()]
+
+    def fits(value: Any) -> bool:
+        if type(value) is not dict:
+            return False
+        for name, fits_field, required in fields:
+            item = value.get(name)
+            if required if item is None else not fits_field(item):
+                return False
+        return shape.open or value.keys() <= shape.fields.keys()
+
+    return fits
 
 
 def faults(value: Any, shape: Shape, path: str) -> list[FieldFault]:
@@ -74,7 +110,7 @@ def faults(value: Any, shape: Shape, path: str) -> list[FieldFault]:
                 return [FieldFault(path, f"must be a list, not {_kind(value)}")]
             found = (
                 []
-                if len(value) <= most
+                if most is None or len(value) <= most
                 else [FieldFault(path, f"has {len(value)} items, at most {most} are allowed")]
             )
             return found + [
@@ -95,11 +131,7 @@ def faults(value: Any, shape: Shape, path: str) -> list[FieldFault]:
 def _scalar_faults(value: Any, shape: Scalar, path: str) -> list[FieldFault]:
     if not isinstance(value, shape.type) or (isinstance(value, bool) and shape.type is not bool):
         quote = "; quote it" if shape.type is str and isinstance(value, (int, float)) else ""
-        return [
-            FieldFault(
-                path, f"must be {_TYPE_NAMES.get(shape.type, 'another type')}, not {_kind(value)}{quote}"
-            )
-        ]
+        return [FieldFault(path, f"must be {_TYPE_NAMES[shape.type]}, not {_kind(value)}{quote}")]
     wrong = shape.test(value) if shape.test is not None else None
     return [] if wrong is None else [FieldFault(path, wrong)]
 
@@ -110,6 +142,8 @@ def _object_faults(value: Any, shape: Object, path: str) -> list[FieldFault]:
     found: list[FieldFault] = []
     meanings: list[str] = []
     for name, item in value.items():
+        if shape.open and name not in shape.fields:
+            continue
         here = f"{path}.{name}" if path else str(name)
         known = shape.fields.get(name)
         if known is not None:

@@ -1,4 +1,4 @@
-"""What containers get of the host beside their GPU: IMEX channels, and the nodes of RDMA, storage and NVSwitches."""
+"""Companions, which containers get of the host beside their GPU: IMEX channels, nodes of RDMA, storage, NVSwitches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REMEDIES: Final[Mapping[HostDevice, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class Companions:
     """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric. For
     `claim_host_devices` every author of a claim may ask."""
 
@@ -49,7 +49,7 @@ class Extras:
         return (*self.host_devices, *self.claim_host_devices)
 
 
-NO_EXTRAS: Final = Extras()
+NO_COMPANIONS: Final = Companions()
 
 
 def in_order(names: Iterable[str]) -> tuple[HostDevice, ...]:
