@@ -190,7 +190,7 @@ def serve(connection: socket.socket) -> None:
     while True:
         message, files, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST, 4)
         if not message:
-            sys.exit()
+            os._exit(0)
         if os.fork() == 0:
             connection.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -201,6 +201,17 @@ def serve(connection: socket.socket) -> None:
             return
         for file in files:
             os.close(file)
+
+
+_code = 1
+"""Unless `main` says another one."""
+
+
+def _leave() -> None:
+    """Ends without taking apart what was imported: that would copy all memory that is shared with others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_code)
 
 
 def _reap() -> None:
@@ -245,6 +256,8 @@ if __name__ == "__main__":
     import gc
     import importlib
 
+    # Registered before all others, so it runs after them.
+    atexit.register(_leave)
     for _name in _PRELOADED:
         importlib.import_module(_name)
     from dra_driver.cli.main import main
@@ -252,4 +265,9 @@ if __name__ == "__main__":
     assert _WITH_THREADS not in sys.modules
     gc.freeze()
     serve(socket.socket(fileno=int(sys.argv[1])))
-    main()
+    try:
+        main()
+        _code = 0
+    except SystemExit as ended:
+        _code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
