@@ -57,6 +57,11 @@ def specs(node: Node) -> list[dict[str, Any]]:
     return [yaml.safe_load(path.read_text()) for path in sorted(node.cdi.glob("*.json"))]
 
 
+@pytest.fixture(scope="module")
+def directory_of_nodes() -> None:
+    """On the disk: MPS daemons have a /dev/shm of their own."""
+
+
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
     made = make_node()
