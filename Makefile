@@ -12,6 +12,8 @@ PLAYGROUND := $(VENV)/.playground
 LIBCS := $(VENV)/.libcs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
+# Many images set it; then every process compiles the driver anew.
+unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help

@@ -40,7 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     """Thousands of collected tests live until the end, so the collector need not walk them again and again."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two more than processors: a third of the time tests wait for what a daemon, a disk or a kubelet does."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,7 +6,10 @@ document, so a second process needs only the file.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -241,13 +244,19 @@ class State:
 _STATE_FIELDS = tuple(State.__dataclass_fields__)
 
 
+@functools.cache
+def _read_fields(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return operator.attrgetter(*kind.__slots__)
+
+
 def _fields_of(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
+    kind: Any = type(value)
+    return dict(zip(kind.__slots__, _read_fields(kind)(value), strict=True))
 
 
 def encode(state: State) -> str:
     document = {name: getattr(state, name) for name in _STATE_FIELDS}
-    return json.dumps(document, default=_fields_of, separators=(",", ":"))
+    return json.dumps(document, default=_fields_of, separators=(",", ":"), check_circular=False)
 
 
 def _instance(item: dict[str, Any]) -> GpuInstance:

@@ -12,7 +12,6 @@ import argparse
 import difflib
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import forked_commands
 from recorded_node import RecordedNode
 from terminal import picture, printed
 
@@ -195,19 +195,11 @@ def _environment() -> dict[str, str]:
 
 
 def _call(command: Recorded, where: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "dra_driver.cli.main", *command.arguments.split(), *where]
+    return [*command.arguments.split(), *where]
 
 
 def _run(command: Recorded, where: Sequence[str]) -> str:
-    done = subprocess.run(
-        _call(command, where),
-        cwd=ROOT,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = forked_commands.run(_call(command, where), cwd=ROOT, env=_environment())
     if done.returncode != command.exit_code or done.stderr:
         raise SystemExit(
             f"record: {command.arguments} ended with {done.returncode}, not {command.exit_code}: "

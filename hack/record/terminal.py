@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import os
 import pty
-import subprocess
 import termios
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+import forked_commands
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -46,14 +46,13 @@ font-size: {char_height}px; line-height: {line_height}px; }}
 """
 
 
-def printed(command: Sequence[str], columns: int, cwd: Path, environment: Mapping[str, str]) -> str:
-    """What the command prints on a terminal of so many columns, with its colours; it must end by itself."""
+def printed(arguments: Sequence[str], columns: int, cwd: Path, environment: Mapping[str, str]) -> str:
+    """What `gpu-dra-driver` prints on a terminal of so many columns, with its colours; it must end by itself."""
     ours, its = pty.openpty()
     try:
         termios.tcsetwinsize(its, (_LINES, columns))
-        process = subprocess.Popen(
-            command, cwd=cwd, env={**environment, "TERM": "xterm-256color"}, stdin=its, stdout=its, stderr=its
-        )
+        environment = {**environment, "TERM": "xterm-256color"}
+        process = forked_commands.start(arguments, its, its, its, env=environment, cwd=cwd)
     finally:
         os.close(its)
     text = bytearray()
@@ -62,7 +61,7 @@ def printed(command: Sequence[str], columns: int, cwd: Path, environment: Mappin
             text += piece
     finally:
         os.close(ours)
-        process.wait()
+        process.wait(60)
     return text.decode().replace("\r\n", "\n")
 
 

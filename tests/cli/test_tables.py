@@ -6,11 +6,11 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
 from pathlib import Path
 
+import forked_commands
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,23 +66,18 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        [sys.executable, "-m", "dra_driver.cli.main", *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=kept | environment,
-    ):
-        os.close(slave)
-        printed = b""
-        while True:
-            try:
-                more = os.read(master, 1 << 16)
-            except OSError:  # the last writer has closed it
-                break
-            if not more:
-                break
-            printed += more
+    process = forked_commands.start(arguments, slave, slave, slave, env=kept | environment)
+    os.close(slave)
+    printed = b""
+    while True:
+        try:
+            more = os.read(master, 1 << 16)
+        except OSError:  # the last writer has closed it
+            break
+        if not more:
+            break
+        printed += more
+    process.wait(20)
     os.close(master)
     return printed.decode().splitlines()
 
@@ -149,11 +144,7 @@ def test_a_long_word_stays_whole() -> None:
 def test_completion(shell: str, tmp_path: Path) -> None:
     words = {"COMP_WORDS": "gpu-dra-driver simulate re", "COMP_CWORD": "2"}
     typed = {"_TYPER_COMPLETE_ARGS": "gpu-dra-driver simulate re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    done = subprocess.run(
-        [sys.executable, "-m", "dra_driver.cli.main"],
-        env={**os.environ, **words, **typed, "_GPU_DRA_DRIVER_COMPLETE": f"complete_{shell}"},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = forked_commands.run(
+        [], env={**os.environ, **words, **typed, "_GPU_DRA_DRIVER_COMPLETE": f"complete_{shell}"}
     )
     assert {"reboot", "remap", "reset"} <= set(done.stdout.replace('"', " ").replace("\t", " ").split())

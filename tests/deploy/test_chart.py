@@ -105,7 +105,7 @@ def merged(*parts: Values) -> Values:
 
 def template(values: Values, *arguments: str, name: str = NAME, namespace: str = NAME) -> list[Manifest]:
     text = hack.helm_template(values, *arguments, name=name, namespace=namespace)
-    return [entry for entry in yaml.safe_load_all(text) if entry]
+    return [entry for entry in yaml.load_all(text, Loader=yaml.CSafeLoader) if entry]
 
 
 def refusal(values: Values, *arguments: str, **names: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -30,9 +31,20 @@ def kubectl() -> str:
 
 
 def rendered(folder: Path) -> list[Manifest]:
+    text = _kept(folder) if folder.is_relative_to(DAEMONSET) else _kustomized(folder)
+    return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+
+
+def _kustomized(folder: Path) -> str:
     done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    return list(yaml.safe_load_all(done.stdout))
+    return done.stdout
+
+
+@functools.cache
+def _kept(folder: Path) -> str:
+    """Of the repository, in which no test writes."""
+    return _kustomized(folder)
 
 
 def with_components(tmp_path: Path, *components: str) -> list[Manifest]:

@@ -115,7 +115,7 @@ def devices(pools: dict[str, Pool]) -> list[Json]:
 
 
 def golden(name: str) -> list[Json]:
-    content = yaml.safe_load((ROOT / f"tests/golden/{name}.yaml").read_text())
+    content = yaml.load((ROOT / f"tests/golden/{name}.yaml").read_text(), Loader=yaml.CSafeLoader)
     return [device for entry in content["slices"] for device in entry["devices"]]
 
 
@@ -243,7 +243,7 @@ def test_the_manual_has_what_is_read() -> None:
 BLOCKS: list[Json] = [
     document
     for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    for document in yaml.safe_load_all(text)
+    for document in yaml.load_all(text, Loader=yaml.CSafeLoader)
 ]
 
 

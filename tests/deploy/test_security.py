@@ -192,7 +192,7 @@ def test_privileges_are_explained_where_they_are_taken() -> None:
         if path.relative_to(DAEMONSET).parts[0] == "chart":
             continue  # a template; base and mps are rendered from it
         text = path.read_text()
-        for entry in yaml.safe_load_all(text):
+        for entry in yaml.load_all(text, Loader=yaml.CSafeLoader):
             containers = entry["spec"]["template"]["spec"].get("containers", ())
             if any(container.get("securityContext", {}).get("privileged") for container in containers):
                 privileged.append(path.parent.name)

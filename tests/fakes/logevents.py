@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +26,18 @@ class LogCall:
     fields: tuple[str, ...]
 
 
-def log_calls() -> list[LogCall]:
+@functools.cache
+def log_calls() -> tuple[LogCall, ...]:
     """All of the package, generated code left out."""
     files = sorted(file for file in PACKAGE.rglob("*.py") if "pb" not in file.parent.parts)
-    return [call for file in files for call in _calls(file)]
+    return tuple(call for file in files for call in _calls(file))
 
 
 def _calls(file: Path) -> Iterator[LogCall]:
     name = file.relative_to(PACKAGE.parent).as_posix()
-    tree = ast.parse(file.read_text())
-    aliases = dict(_aliases(tree))
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    aliases = dict(_aliases(nodes))
+    for node in nodes:
         if isinstance(node, ast.Call):
             crash_event = next((item.value for item in node.keywords if item.arg == "crash_event"), None)
             if crash_event is not None:  # what a BackgroundWorker logs of its work
@@ -47,9 +49,9 @@ def _calls(file: Path) -> Iterator[LogCall]:
                 yield LogCall(f"{name}:{node.lineno}", name, levels, events, fields)
 
 
-def _aliases(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _aliases(nodes: list[ast.AST]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Names that stand for one of several methods: `tell = _log.warning if … else _log.info`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found = _methods(node.value)
             if found:

@@ -235,7 +235,8 @@ class MigNode:
 def make_idle(simulated: SimulatedNode, *, mig_mode: bool) -> None:
     """GPU 0 as after a boot: no faults, processes or instances."""
     machine = simulated.machine
-    machine.clear_faults()
+    if machine.current().faults:
+        machine.clear_faults()
     machine.reboot()
     if bool(machine.gpu(0).mig_mode) != mig_mode:
         machine.set_mig_mode(0, mig_mode)

@@ -111,13 +111,19 @@ def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
 
 
+@pytest.fixture(scope="module")
+def directory_of_nodes(_memory_root: Path) -> Path | None:
+    """Where nodes are made; None is the disk, for MPS daemons, which have a /dev/shm of their own."""
+    return _memory_root
+
+
 @pytest.fixture
-def make_node() -> Iterator[Callable[..., Node]]:
+def make_node(directory_of_nodes: Path | None) -> Iterator[Callable[..., Node]]:
     """Nodes in short directories of their own: the path of a socket has 107 bytes at most."""
     with ExitStack() as stack:
 
         def make(machine: str = "dgx-h100", **server: Any) -> Node:
-            root = Path(stack.enter_context(TemporaryDirectory(prefix="n-")))
+            root = Path(stack.enter_context(TemporaryDirectory(prefix="n-", dir=directory_of_nodes)))
             node = Node(root, machine, **server)
             stack.callback(node.stop)
             return node

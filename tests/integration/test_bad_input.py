@@ -127,8 +127,8 @@ def test_thousand_claims_in_one_call(node: Node, bystander: ClaimRef) -> None:
     assert all("does not exist" in outcomes[ref.uid].error for ref in refs)
 
 
-def test_cdi_directory_cannot_be_written(node: Node, bystander: ClaimRef, tmp_path: Path) -> None:
-    aside = tmp_path / "cdi-aside"
+def test_cdi_directory_cannot_be_written(node: Node, bystander: ClaimRef) -> None:
+    aside = node.root / "cdi-aside"
     node.cdi.rename(aside)
     node.cdi.write_text("in the way")
     ref = node.claim("next")

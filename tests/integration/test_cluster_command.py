@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_commands
 import pytest
 
 from dra_driver.diagnostics.cluster_lists import ClusterReader
@@ -191,19 +193,15 @@ class _Watching:
     """`cluster --watch` as a process."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "dra_driver.cli.main", *arguments, "--watch", "--interval", "1"]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            # As from a shell: what runs in the background of one has SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-        )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.stdout, self.stderr = self.process.stdout, self.process.stderr
+        command = [*arguments, "--watch", "--interval", "1"]
+        (stdout, its_stdout), (stderr, its_stderr) = os.pipe(), os.pipe()
+        with Path(os.devnull).open() as nothing:
+            self.process = forked_commands.start(
+                command, nothing.fileno(), its_stdout, its_stderr, env=os.environ
+            )
+        os.close(its_stdout)
+        os.close(its_stderr)
+        self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
 
     def shows(self, *cells: str) -> None:
         """Read until a row of node-a begins with these."""
@@ -224,8 +222,10 @@ class _Watching:
 def watching(at_work: list[str]) -> Iterator[_Watching]:
     made = _Watching(*at_work)
     yield made
-    with made.process:
-        made.process.kill()
+    made.process.kill()
+    made.process.wait(20)
+    made.stdout.close()
+    made.stderr.close()
 
 
 def lists_of(node: Node, plural: str) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_commands
 import pytest
 import yaml
 
@@ -298,10 +298,7 @@ def test_usages(usage: SharingMode, text: str | None) -> None:
 
 def validate(*arguments: str, stdin: str = "") -> tuple[int, list[Json], str]:
     """Exit code, reports, and standard error."""
-    command = [sys.executable, "-m", "dra_driver.cli.main", "validate", "-o", "json", *arguments]
-    done = subprocess.run(
-        command, input=stdin, capture_output=True, text=True, env=environment(), timeout=60, check=False
-    )
+    done = forked_commands.run(["validate", "-o", "json", *arguments], env=environment(), stdin=stdin)
     assert "Traceback" not in done.stderr
     return done.returncode, json.loads(done.stdout)["documents"] if done.stdout else [], done.stderr
 
@@ -551,11 +548,11 @@ def test_workloads_that_fit_alone_are_told_together() -> None:
         ("1", "2 of 3 pods of these 2 workloads fit at once on dgx-h100; short is StatefulSet w: "),
         ("2", "all 3 pods of these 2 workloads fit at once on 2 nodes like dgx-h100"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "dra_driver.cli.main", "validate", "-", "--simulate", "dgx-h100", "--nodes", nodes],
-            input=yaml.safe_dump_all(documents), capture_output=True, text=True, env=environment(), timeout=60,
-            check=False,
-        )  # fmt: skip
+        done = forked_commands.run(
+            ["validate", "-", "--simulate", "dgx-h100", "--nodes", nodes],
+            env=environment(),
+            stdin=yaml.safe_dump_all(documents),
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[-1].startswith(last)
 

@@ -165,12 +165,19 @@ def test_commands_work(command: list[str], tmp_path: Path) -> None:
         str(tmp_path / "cdi"),
     ]
     simulated = ["--simulator-dir", str(tmp_path / "machine")]
+    alone = tmp_path / "alone"
+    (alone / DRIVER).mkdir(parents=True)
     lines = [
         (["inspect", *machine, "--config", str(config)], "room for"),
         (["device-classes", *machine], "kind: DeviceClass"),
         (["validate", *machine, str(ROOT / "examples/nvlink-domain"), str(config)], " 0 with faults"),
         (["top", "--once", *machine, *files], "NVLINK DOMAIN "),
         (["claims", "-o", "yaml", *files], "claims: []"),
+        (["debts", *files], "nothing is owed"),
+        (
+            ["detach", "--for", "10m", "--kubelet-plugins-directory-path", str(alone)],
+            "no instance of the driver",
+        ),
         (["simulate", "list"], "dgx-h100"),
         (["simulate", "create", "dgx-h100", "--device-nodes", "described", *simulated], "dgx-h100"),
     ]

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_commands
 import pytest
 from playground.kubelet_client import KubeletError
 
@@ -26,10 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dra_driver.cli.main", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(**env), timeout=60, check=False
-    )
+    return forked_commands.run(arguments, env=environment(**env))
 
 
 @pytest.fixture

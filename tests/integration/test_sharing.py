@@ -46,6 +46,11 @@ def ready(node: Node, ref: ClaimRef) -> Prepared:
     return outcome
 
 
+@pytest.fixture(scope="module")
+def directory_of_nodes() -> None:
+    """On the disk: MPS daemons have a /dev/shm of their own."""
+
+
 @pytest.fixture
 def shared(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
     """A node whose devices are shared by a rule, with its MPS host as a child; no daemon outlives the test."""

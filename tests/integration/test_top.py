@@ -7,8 +7,6 @@ import os
 import pty
 import signal
 import socket
-import subprocess
-import sys
 import termios
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -17,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import forked_commands
 import pytest
 import yaml
 
@@ -111,13 +110,14 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         termios.tcsetwinsize(self.slave, (30, 100))
         self.before = termios.tcgetattr(self.slave)
-        command = [sys.executable, "-m", "dra_driver.cli.main", "top", "--interval", "0.2", *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=self.slave, stdout=self.slave, stderr=self.slave,
-            env=environment(TERM="xterm"), start_new_session=True,
-            # As from a shell: what runs in the background of one has SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-        )  # fmt: skip
+        self.process = forked_commands.start(
+            ["top", "--interval", "0.2", *arguments],
+            self.slave,
+            self.slave,
+            self.slave,
+            env=environment(TERM="xterm"),
+            new_session=True,
+        )
         self.seen = b""
 
     def read_until(self, text: bytes) -> None:
@@ -126,7 +126,7 @@ class Terminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(20)
         os.close(self.master)
         os.close(self.slave)
 

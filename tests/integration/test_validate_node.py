@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_commands
 import pytest
 import yaml
 
@@ -66,13 +65,11 @@ def validate(memory_path: Path, plugins: Path) -> Validate:
         if with_ledger:
             write_ledger(2 - foreign)
         command = [
-            sys.executable, "-m", "dra_driver.cli.main", "validate", "-", "-o", "json", *options,
+            "validate", "-", "-o", "json", *options,
             "--simulate", "hgx-h100-4", "--simulator-dir", str(memory_path / "machine"),
             "--kubelet-plugins-directory-path", str(plugins),
         ]  # fmt: skip
-        done = subprocess.run(
-            command, input=CLAIMS, capture_output=True, text=True, env=environment(), timeout=60, check=False
-        )
+        done = forked_commands.run(command, env=environment(), stdin=CLAIMS)
         assert done.stderr == ""
         shown = json.loads(done.stdout)
         return done.returncode, shown["documents"], shown["machine"]

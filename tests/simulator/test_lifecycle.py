@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked_commands
 import pynvml
 import pytest
 
@@ -270,7 +272,7 @@ def test_an_open_session_of_another_program_refuses_what_the_driver_refuses(nvml
         assert pynvml.nvmlDeviceSetMigMode(handles()[0], 1) == pynvml.NVML_ERROR_IN_USE
         assert pynvml.nvmlDeviceGetMigMode(handles()[0]) == [0, 0]
         for words in (["reset", "0"], ["unload-driver"], ["mig", "enable", "0"]):
-            done = subprocess.run([*command, *words, *where], capture_output=True, text=True, check=False)
+            done = forked_commands.run(["simulate", *words, *where], env=os.environ)
             assert done.returncode == 1
             assert f"dcgm (process {agent.pid})" in done.stderr
     finally:
@@ -282,11 +284,10 @@ def test_an_open_session_of_another_program_refuses_what_the_driver_refuses(nvml
 
 def test_a_session_of_the_driver_keeps_the_driver_loaded(nvml):
     machine = nvml("t4-4")
-    command = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "unload-driver"]
-    where = ["--simulator-dir", str(machine.directory)]
-    done = subprocess.run([*command, *where], capture_output=True, text=True, check=False)
+    command = ["simulate", "unload-driver", "--simulator-dir", str(machine.directory)]
+    done = forked_commands.run(command, env=os.environ)
     assert (done.returncode, "gpu-dra-driver detach" in done.stderr) == (1, True)
-    assert subprocess.run([*command, *where, "--force"], check=False).returncode == 0
+    assert forked_commands.run([*command, "--force"], env=os.environ).returncode == 0
     assert not machine.driver_loaded
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pynvml
 
 from dra_driver.simulator import mig
@@ -81,7 +83,18 @@ _GSP = ("gsp_tu10x.bin", "gsp_ga10x.bin")
 
 
 def driver_files(state: State) -> Entries:
-    version, arch = state.driver_version, state.system["arch"]
+    entries = dict(_installed(state.driver_version, state.system["arch"], _programs(state)))
+    if state.system["cdi_hook"]:
+        entries["usr/bin/nvidia-cdi-hook"] = Text(_HOOK.format(version=state.driver_version), 0o755)
+    entries.update(mps_programs(state))
+    if any(item.driver == "nvidia-nvswitch" for item in state.functions):
+        entries["run/nvidia-fabricmanager/socket"] = Socket()
+    return entries
+
+
+@functools.lru_cache(maxsize=16)
+def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
+    """What no change of a machine but another driver changes."""
     libraries = f"usr/lib/{arch}-linux-gnu"
     entries: Entries = {}
     for name, links in _LIBRARIES.items():
@@ -99,11 +112,8 @@ def driver_files(state: State) -> Entries:
     server = f"libglxserver_nvidia.so.{version}"
     entries[f"usr/lib/xorg/modules/extensions/{server}"] = _placeholder(server)
     entries["usr/lib/xorg/modules/extensions/libglxserver_nvidia.so"] = Link(server)
-    for name in _programs(state):
+    for name in programs:
         entries[f"usr/bin/{name}"] = Text(_PROGRAM.format(name=name, version=version), 0o755)
-    if state.system["cdi_hook"]:
-        entries["usr/bin/nvidia-cdi-hook"] = Text(_HOOK.format(version=version), 0o755)
-    entries.update(mps_programs(state))
     for path, library in _SHARED.items():
         entries[path] = Text(f'{{"file_format_version": "1.0.0", "ICD": {{"library_path": "{library}"}}}}\n')
     entries["etc/OpenCL/vendors/nvidia.icd"] = Text("libnvidia-opencl.so.1\n")
@@ -112,8 +122,6 @@ def driver_files(state: State) -> Entries:
     for firmware in _GSP:
         entries[f"lib/firmware/nvidia/{version}/{firmware}"] = _placeholder(firmware)
     entries["run/nvidia-persistenced/socket"] = Socket()
-    if any(item.driver == "nvidia-nvswitch" for item in state.functions):
-        entries["run/nvidia-fabricmanager/socket"] = Socket()
     entries["tmp"] = Directory(0o1777)
     return entries
 

@@ -69,7 +69,8 @@ class Tree:
                 self._remove(path, new)
         for path, entry in new.items():
             if old is not None:
-                if old.get(path) == entry:
+                before = old.get(path)
+                if before is entry or before == entry:
                     continue
             elif not self._fresh and self._is(path, entry):
                 continue

@@ -125,7 +125,7 @@ def sysfs(state: State) -> Entries:
         device = _pci_device(entries, gpu.bus_id, gpu.pcie, gpu.numa)
         model = state.model_of(gpu)
         number, vendor = model.pci_id >> 16, model.pci_id & 0xFFFF
-        _identity(entries, device, vendor, number, model.pci_class, model.subsystem_id, lost=gpu.lost)
+        entries.update(_identity(device, vendor, number, model.pci_class, model.subsystem_id, lost=gpu.lost))
         entries[f"{device}/local_cpulist"] = Text(f"{gpu.cpus}\n")
         entries[f"{device}/iommu_group"] = Link(f"{_up(device)}/kernel/iommu_groups/{group + 20}")
         entries[f"sys/kernel/iommu_groups/{group + 20}/devices/{gpu.bus_id}"] = Link(
@@ -153,8 +153,8 @@ def _pci_device(entries: Entries, bus_id: str, pcie: str, numa: int) -> str:
     return device
 
 
+@functools.lru_cache(maxsize=1024)
 def _identity(
-    entries: Entries,
     device: str,
     vendor: int,
     number: int,
@@ -162,15 +162,18 @@ def _identity(
     subsystem: int,
     *,
     lost: bool = False,
-) -> None:
-    entries[f"{device}/vendor"] = Text(f"0x{vendor:04x}\n")
-    entries[f"{device}/device"] = Text(f"0x{number:04x}\n")
-    entries[f"{device}/class"] = Text(f"0x{pci_class:06x}\n")
-    entries[f"{device}/subsystem_vendor"] = Text(f"0x{subsystem & 0xFFFF:04x}\n")
-    entries[f"{device}/subsystem_device"] = Text(f"0x{subsystem >> 16:04x}\n")
+) -> Entries:
+    """What does not change while the device is there."""
     header = struct.pack("<HHHHI", vendor, number, 0x0406, 0x0010, pci_class << 8 | 0xA1).ljust(0x2C, b"\0")
     config = (header + struct.pack("<HH", subsystem & 0xFFFF, subsystem >> 16)).ljust(64, b"\0")
-    entries[f"{device}/config"] = Text(b"\xff" * 64 if lost else config)
+    return {
+        f"{device}/vendor": Text(f"0x{vendor:04x}\n"),
+        f"{device}/device": Text(f"0x{number:04x}\n"),
+        f"{device}/class": Text(f"0x{pci_class:06x}\n"),
+        f"{device}/subsystem_vendor": Text(f"0x{subsystem & 0xFFFF:04x}\n"),
+        f"{device}/subsystem_device": Text(f"0x{subsystem >> 16:04x}\n"),
+        f"{device}/config": Text(b"\xff" * 64 if lost else config),
+    }
 
 
 def _bind(entries: Entries, device: str, bus_id: str, driver: str) -> None:
@@ -180,7 +183,8 @@ def _bind(entries: Entries, device: str, bus_id: str, driver: str) -> None:
 
 def _other_function(entries: Entries, state: State, function: Function) -> None:
     device = _pci_device(entries, function.bus_id, function.pcie, function.numa)
-    _identity(entries, device, 0x10DE, function.device, function.pci_class, function.device << 16 | 0x10DE)
+    subsystem = function.device << 16 | 0x10DE
+    entries.update(_identity(device, 0x10DE, function.device, function.pci_class, subsystem))
     if function.physical:
         entries[f"{device}/physfn"] = Link(f"../{function.physical}")
     if function.driver and (state.driver_loaded or not function.driver.startswith("nvidia")):

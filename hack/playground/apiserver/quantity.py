@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from fractions import Fraction
 from typing import Any
@@ -16,8 +17,13 @@ _DECIMAL: dict[str, Fraction] = {
 
 def parse_quantity(value: Any) -> Fraction | None:
     """The exact value; None if it is not a quantity."""
-    match = _PATTERN.fullmatch(str(value)) if isinstance(value, int | str) else None
-    if match is None or isinstance(value, bool):
+    return _parsed(str(value)) if isinstance(value, int | str) and not isinstance(value, bool) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> Fraction | None:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
         return None
     number, binary, decimal, exponent = match.groups()
     if binary:
