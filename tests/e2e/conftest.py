@@ -120,9 +120,17 @@ class Cluster:
         return answer.status, answer.data
 
     def logs(self, pod: str, namespace: str = "default", **query: str) -> str:
-        """What a container printed; nothing where there is none yet. `query` is that of the API, as `container`."""
-        words = urllib.parse.urlencode(query)
-        status, text = self.read(f"/api/v1/namespaces/{namespace}/pods/{pod}/log?{words}")
+        """What a container printed, the first one if none is named; nothing where there is none yet.
+
+        `query` is that of the API, as `container` and `timestamps`.
+        """
+        place = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+        if "container" not in query:
+            status, found = self.read(place)
+            if status != 200:
+                return ""
+            query["container"] = json.loads(found)["spec"]["containers"][0]["name"]
+        status, text = self.read(f"{place}/log?{urllib.parse.urlencode(query)}")
         return text.decode() if status == 200 else ""
 
     @functools.cached_property
