@@ -77,7 +77,7 @@ def begin(argv: Sequence[str]) -> None:
     _own_library()
     shell.run(["ip", "link", "set", "lo", "up"])
     os.environ.pop("GPU_DRA_CLUSTER_DIR", None)
-    os.execvp(argv[0], argv)
+    os.execvp(argv[0], list(argv))
 
 
 def _own_library() -> None:
