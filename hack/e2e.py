@@ -54,13 +54,16 @@ MATRIX = (
 APART: tuple[tuple[str, ...], ...] = (
     (
         "tests/conformance",
-        "tests/e2e/test_health.py",
         "tests/e2e/test_mig.py",
         "tests/e2e/test_outages.py",
-        "tests/e2e/test_release.py",
         "tests/e2e/test_stopped_driver.py",
-        "tests/e2e/test_unhealthy.py",
-        "tests/e2e/test_updates.py",
+    ),
+    (
+        "tests/e2e/test_chart.py",
+        "tests/e2e/test_ends.py",
+        "tests/e2e/test_health.py",
+        "tests/e2e/test_pods.py",
+        "tests/e2e/test_sharing.py",
     ),
 )
 """The tests of each further cluster; the first one has all others. Nothing here may need the network."""
