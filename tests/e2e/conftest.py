@@ -116,7 +116,7 @@ class Cluster:
         """Status and body that the API server answers, asked once, as administrator."""
         headers = {"Content-Type": "application/json"}
         sent = None if body is None else json.dumps(body)
-        answer = self._server.request(method, path, sent, headers, retries=False, timeout=60.0)
+        answer = self._server.request(method, path, body=sent, headers=headers, retries=False, timeout=60.0)
         return answer.status, answer.data
 
     def logs(self, pod: str, namespace: str = "default", **query: str) -> str:
