@@ -70,7 +70,7 @@ def begin(argv: Sequence[str]) -> None:
         _mount(hierarchy.kind, hierarchy.point, hierarchy.options)
     if [hierarchy.kind for hierarchy in hierarchies] == ["cgroup2"]:
         # A group that has processes gives its children no controllers.
-        _make_group(hierarchies[0].point / "init")
+        (hierarchies[0].point / "init").mkdir()
         (hierarchies[0].point / "init" / "cgroup.procs").write_text("0")
     for path in (Path("/run"), *_EMPTIED):
         _mount("tmpfs", path)
@@ -110,7 +110,13 @@ def _hierarchies() -> list[_Hierarchy]:
 
 
 def _make_group(group: Path) -> None:
-    """A control group that takes processes at once: one of version 1 begins without processors."""
+    """A control group that takes processes at once, and has all controllers.
+
+    One of version 1 begins without processors, and one of version 2 with those controllers that its parent hands on.
+    """
+    if (group.parent / "cgroup.controllers").exists():
+        controllers = (group.parent / "cgroup.controllers").read_text().split()
+        (group.parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
     group.mkdir()
     for name in ("cpuset.cpus", "cpuset.mems"):
         if (group / name).exists() and not (group / "cgroup.controllers").exists():
