@@ -61,6 +61,8 @@ APART: tuple[tuple[str, ...], ...] = (
         "tests/e2e/test_updates.py",
     ),
     (
+        "tests/deploy/test_chart.py",
+        "tests/deploy/test_monitoring.py",
         "tests/e2e/test_chart.py",
         "tests/e2e/test_metadata.py",
         "tests/e2e/test_parameters_policy.py",
