@@ -72,6 +72,7 @@ APART: tuple[tuple[str, ...], ...] = (
         "tests/e2e/test_selectors.py",
         "tests/e2e/test_slices.py",
         "tests/e2e/test_validate.py",
+        "tests/playground",
     ),
 )
 """The tests of each further cluster; the first one has all others.
