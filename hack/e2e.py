@@ -68,7 +68,6 @@ APART: tuple[tuple[str, ...], ...] = (
         "tests/e2e/test_parameters_policy.py",
         "tests/e2e/test_permissions.py",
         "tests/e2e/test_pods.py",
-        "tests/e2e/test_restricted.py",
         "tests/e2e/test_selectors.py",
         "tests/e2e/test_slices.py",
         "tests/e2e/test_validate.py",
@@ -78,7 +77,8 @@ APART: tuple[tuple[str, ...], ...] = (
 """The tests of each further cluster; the first one has all others.
 
 Nothing here may need the network. Nor may it be about processes that outlive their pods, or pods that are forced away:
-the process IDs there are not the host's, so the driver cannot tell whose processes are left, and waits longer.
+the process IDs there are not the host's, so the driver cannot tell whose processes are left, and waits longer. Nor
+about where the kubelet's directory lies on the disk: it is in memory.
 """
 TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")
 IMAGE = [sys.executable, "hack/image/build.py"]
