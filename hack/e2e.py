@@ -125,7 +125,9 @@ def main() -> int:
                 return _run_side_by_side(["--ip-family", arguments.ip_family])
             _clear_away()  # an interrupted run may have left pods, claims and records, and a machine broken on purpose
         return _run_all(
-            ["--ip-family", arguments.ip_family], arguments.pytest_args, _tests_of(arguments.part)
+            ["--ip-family", arguments.ip_family, *QUICK],
+            arguments.pytest_args,
+            _tests_of(arguments.part),
         )
     except Interrupted:
         print("e2e: interrupted")
