@@ -2,12 +2,16 @@
 
 A cluster that is up already is used and left in place, and so is its simulated machine.
 
-python hack/e2e.py            all tests of tests/e2e
+python hack/e2e.py            all tests of tests/e2e, on clusters side by side
+python hack/e2e.py --one-cluster   all of them one after the other
 python hack/e2e.py --keep     leave the cluster up afterwards
 python hack/e2e.py --ip-family ipv6   a cluster that has no IPv4 address
 python hack/e2e.py -- -k mig  arguments for pytest
 python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes, as it is by default, with the
                               kubelet as a node, and with IPv6 only
+
+Most of the time a test waits for the cluster. So some of the tests run on a second cluster at the same time, which is
+apart from the first and from the network (hack/cluster/localcluster/apart.py). A selection runs on one cluster.
 
 A kubelet that acts as a node loses a race against the node authorizer for about one claim in eight. The pod then waits
 for the kubelet's second try, a minute or more. That is not the driver's, and the tests allow for it there.
@@ -21,15 +25,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import IO
 
 import elf_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
+QUICK = ["--sync-frequency", "10s"]
+"""A kubelet that tries a Prepare that failed again after 10 to 15 s, not 60 to 90 s. Where a test asks that the first
+one works, it looks at the pod's events instead of the time."""
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
 INSTALL = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
 MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
@@ -42,6 +51,36 @@ MATRIX = (
     ("1.36", ("--ip-family=ipv6",)),
 )
 """Each release of Kubernetes as it is by default, and how else the cluster differs."""
+APART: tuple[tuple[str, ...], ...] = (
+    (
+        "tests/e2e/test_health.py",
+        "tests/e2e/test_mig.py",
+        "tests/e2e/test_sharing.py",
+        "tests/e2e/test_stopped_driver.py",
+        "tests/e2e/test_unhealthy.py",
+        "tests/e2e/test_updates.py",
+    ),
+    (
+        "tests/deploy/test_chart.py",
+        "tests/deploy/test_monitoring.py",
+        "tests/e2e/test_chart.py",
+        "tests/e2e/test_metadata.py",
+        "tests/e2e/test_parameters_policy.py",
+        "tests/e2e/test_permissions.py",
+        "tests/e2e/test_pods.py",
+        "tests/e2e/test_selectors.py",
+        "tests/e2e/test_slices.py",
+        "tests/e2e/test_validate.py",
+        "tests/playground",
+    ),
+)
+"""The tests of each further cluster; the first one has all others.
+
+Nothing here may need the network. Nor may it be about processes that outlive their pods, or pods that are forced away:
+the process IDs there are not the host's, so the driver cannot tell whose processes are left, and waits longer. Nor
+about where the kubelet's directory lies on the disk: it is in memory.
+"""
+TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")
 IMAGE = [sys.executable, "hack/image/build.py"]
 
 
@@ -58,6 +97,8 @@ def main() -> int:
     parser.add_argument(
         "--ip-family", choices=("ipv4", "ipv6"), default="ipv4", help="of a cluster that is not up yet"
     )
+    parser.add_argument("--one-cluster", action="store_true", help="no second one at the same time")
+    parser.add_argument("--part", type=int, choices=range(len(APART) + 1), help=argparse.SUPPRESS)
     parser.add_argument("--matrix", action="store_true", help="the core, on each release of Kubernetes")
     parser.add_argument("--release", choices=sorted({release for release, _ in MATRIX}), help="of the matrix")
     parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
@@ -77,8 +118,17 @@ def main() -> int:
                 "e2e: a cluster is up; it gets this driver and stays afterwards, with its simulated machine"
             )
         else:
+            if (
+                not (arguments.keep or arguments.one_cluster or arguments.pytest_args)
+                and arguments.part is None
+            ):
+                return _run_side_by_side(["--ip-family", arguments.ip_family])
             _clear_away()  # an interrupted run may have left pods, claims and records, and a machine broken on purpose
-        return _run_all(["--ip-family", arguments.ip_family], arguments.pytest_args)
+        return _run_all(
+            ["--ip-family", arguments.ip_family, *QUICK],
+            arguments.pytest_args,
+            _tests_of(arguments.part),
+        )
     except Interrupted:
         print("e2e: interrupted")
         return 130
@@ -118,7 +168,59 @@ def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
     return next((status for _, status in verdicts if status), 0)
 
 
-def _run_all(flags: Sequence[str], pytest_args: list[str]) -> int:
+def _tests_of(part: int | None) -> list[str]:
+    """The tests of one cluster, as arguments of pytest; all of them where there is only one."""
+    if part:
+        return list(APART[part - 1])
+    elsewhere = [] if part is None else [path for paths in APART for path in paths]
+    here = [path for path in TESTS if path not in elsewhere]  # pytest takes what it is told, ignored or not
+    return [*here, *(f"--ignore={path}" for path in elsewhere)]
+
+
+def _run_side_by_side(flags: list[str]) -> int:
+    """All tests, on clusters whose lines begin with their number; the first failure's exit code."""
+    for title, command in (
+        ("build the image", IMAGE),
+        ("build and fetch for the clusters", [*CLUSTER, "fetch"]),
+    ):
+        status = _step(title, command)
+        if status:
+            return status
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    try:
+        for part in range(len(APART) + 1):
+            place = [*CLUSTER, "apart"] if part else []
+            command = [*place, sys.executable, "hack/e2e.py", "--part", str(part), *flags]
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            processes.append(process)
+            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout)))
+            readers[-1].start()
+        statuses = [process.wait() for process in processes]
+    except Interrupted:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+        raise
+    finally:
+        for reader in readers:
+            reader.join()
+    for part, status in enumerate(statuses):
+        print(f"e2e: cluster {part + 1}: {'passed' if status == 0 else f'FAILED with exit code {status}'}")
+    return next((status for status in statuses if status), 0)
+
+
+def _copy_lines(number: int, output: IO[bytes]) -> None:
+    with output:
+        for line in output:
+            print(f"{number}| {line.decode(errors='replace').rstrip()}", flush=True)
+
+
+def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] = TESTS) -> int:
     os.environ |= elf_programs.hostile()
     for title, command in (
         ("build the image", IMAGE),
@@ -132,8 +234,7 @@ def _run_all(flags: Sequence[str], pytest_args: list[str]) -> int:
             return status
     # The contract tests of the API client run against the real API server too.
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
-    pytest = [sys.executable, "-m", "pytest", "-m", "cluster"]
-    pytest += ["tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground"]
+    pytest = [sys.executable, "-m", "pytest", "-m", "cluster", *tests]
     # A limit for what hangs: each wait in the tests has one of its own, which tells what it was.
     pytest += ["--timeout=1800", "-v", "-s", "--no-header", "--durations=10"]
     return _step("run the tests", [*pytest, *pytest_args])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,7 +73,7 @@ def test_a_cluster_that_was_up_is_used_and_left(
 def test_an_own_cluster_is_taken_down(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    _, steps = run(script, monkeypatch, up=False, failing=failing)
+    _, steps = run(script, monkeypatch, "--one-cluster", up=False, failing=failing)
     assert steps[-1] == "take the cluster down"
     assert not script.SIMULATOR_STATE.exists()
 
@@ -78,6 +81,101 @@ def test_an_own_cluster_is_taken_down(
 def test_an_own_cluster_is_kept_when_asked(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     _, steps = run(script, monkeypatch, "--keep", up=False)
     assert steps[-1] == "run the tests"
+
+
+@dataclass
+class Parts:
+    """The clusters side by side: a shell command in the place of what each does, and its process."""
+
+    commands: list[str]
+    popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+
+@pytest.fixture
+def parts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    parts = Parts(["exit 0"] * (len(script.APART) + 1))
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        part = int(command[command.index("--part") + 1])
+        assert ("apart" in command) == (part > 0), "the first cluster has the machine and its network"
+        parts.processes.append(parts.popen(["sh", "-c", parts.commands[part]], **options))
+        return parts.processes[-1]
+
+    monkeypatch.setattr(script.subprocess, "Popen", started)
+    return parts
+
+
+def test_all_tests_run_side_by_side_on_clusters_of_their_own(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    parts: Parts,
+    tmp_path: Path,
+) -> None:
+    """Each waits for the others to begin, and their lines tell whose they are."""
+    for part in range(len(parts.commands)):
+        everybody = " ".join(str(tmp_path / str(one)) for one in range(len(parts.commands)))
+        parts.commands[part] = (
+            f"touch {tmp_path}/{part}; for one in {everybody}; do until [ -e $one ]; do sleep 0.01; done; done; "
+            f"printf 'line of {part}\\nno end'"
+        )
+    status, steps = run(script, monkeypatch, up=False)
+    assert (status, steps[:2]) == (0, ["build the image", "build and fetch for the clusters"])
+    said = capsys.readouterr().out.splitlines()
+    for part in range(len(parts.commands)):
+        assert {f"{part + 1}| line of {part}", f"{part + 1}| no end"} <= set(said)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_cluster_that_fails_fails_the_run(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    parts: Parts,
+    failing: int,
+) -> None:
+    parts.commands[failing] = "exit 5"
+    assert run(script, monkeypatch, up=False)[0] == 5
+    assert f"cluster {failing + 1}: FAILED with exit code 5" in capsys.readouterr().out
+
+
+def test_an_interrupt_lets_all_clusters_take_themselves_down(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, parts: Parts, tmp_path: Path
+) -> None:
+    for part in range(len(parts.commands)):
+        ended = f"trap 'touch {tmp_path}/ended-{part}; exit 1' TERM"
+        parts.commands[part] = f"{ended}; touch {tmp_path}/{part}; while :; do sleep 0.01; done"
+    wait = parts.popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        monkeypatch.setattr(parts.popen, "wait", wait)
+        while len(list(tmp_path.glob("?"))) < len(parts.commands):
+            time.sleep(0.01)
+        raise script.Interrupted
+
+    monkeypatch.setattr(parts.popen, "wait", interrupted)
+    assert run(script, monkeypatch, up=False)[0] == 130
+    assert len(list(tmp_path.glob("ended-*"))) == len(parts.commands)
+
+
+@pytest.mark.parametrize("more", [["--keep"], ["--one-cluster"], ["--", "-k", "mig"]])
+def test_a_selection_or_a_cluster_that_stays_is_one_cluster(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, parts: Parts, more: list[str]
+) -> None:
+    _, steps = run(script, monkeypatch, *more, up=False)
+    assert "run the tests" in steps
+    assert parts.processes == []
+
+
+def test_each_test_is_on_one_cluster(script: ModuleType) -> None:
+    root = Path(__file__).parents[2]
+    apart = [path for paths in script.APART for path in paths]
+    assert len(set(apart)) == len(apart)
+    assert [path for path in apart if not (root / path).exists()] == []
+    first = script._tests_of(0)
+    assert all(f"--ignore={path}" in first and path not in first for path in apart)
+    assert [script._tests_of(part + 1) for part in range(len(script.APART))] == list(map(list, script.APART))
 
 
 def test_the_matrix_goes_on_after_a_release_that_fails(

@@ -16,7 +16,7 @@ from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, wait_for
 
-# Some waits are the kubelet's, which tries again after a minute or more.
+# Some waits are the kubelet's, which by default tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 # A GPU that goes bad again and again is held back, so each test has one of its own.

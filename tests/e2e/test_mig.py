@@ -24,7 +24,7 @@ from tests.e2e.conftest import (
     wait_for,
 )
 
-# Some waits are the kubelet's, which tries again after a minute or more.
+# Some waits are the kubelet's, which by default tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 GPUS = 8

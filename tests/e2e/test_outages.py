@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import urllib3
+import yaml
 
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, SLOW_S, Cluster, wait_for
 from tests.e2e.test_pods import TEMPLATE
@@ -35,6 +36,14 @@ spec:
   resourceClaims:
     - {{name: gpu, resourceClaimTemplateName: burst}}
 """
+
+
+PODS = "/api/v1/namespaces/default/pods"
+Json = dict[str, Any]
+
+
+def pod(name: str) -> Json:
+    return yaml.safe_load(POD.format(name=name))
 
 
 class Load:
@@ -67,15 +76,14 @@ class Load:
         while not self._stop.is_set():
             number += 1
             name = f"load-{worker}-{number}"
-            self._until(lambda name=name: self._ask("apply", "-f", "-", stdin=POD.format(name=name)))
+            self._until(lambda name=name: self._answered("POST", PODS, (201, 409), pod(name)))
             # One whose container was being made when its runtime went away may fail, as it may not be made again.
             self._until(lambda name=name: self._phase(name) in ("Running", "Failed"))
             if self._phase(name) == "Running":
                 with self._lock:
                     self.ran += 1
             self._until(
-                lambda name=name: self._ask("delete", "pod", name, "--wait=false", "--ignore-not-found"),
-                always=True,
+                lambda name=name: self._answered("DELETE", f"{PODS}/{name}", (200, 202, 404)), always=True
             )
 
     def _until(self, done: Callable[[], bool], *, always: bool = False) -> bool:
@@ -90,25 +98,22 @@ class Load:
         return True
 
     def _phase(self, name: str) -> str:
-        return self._output("get", "pod", name, "-o", "jsonpath={.status.phase}") or ""
+        found = self._ask("GET", f"{PODS}/{name}")
+        return json.loads(found[1])["status"].get("phase", "") if found and found[0] == 200 else ""
 
-    def _ask(self, *arguments: str, stdin: str | None = None) -> bool:
-        return self._output(*arguments, stdin=stdin) is not None
+    def _answered(self, method: str, path: str, well: tuple[int, ...], body: Json | None = None) -> bool:
+        found = self._ask(method, path, body)
+        return found is not None and found[0] in well
 
-    def _output(self, *arguments: str, stdin: str | None = None) -> str | None:
-        """What kubectl says; None if it fails, as it may while the API server restarts."""
-        local = self._cluster.local
-        command = [str(local.kubectl()), "--kubeconfig", str(local.kubeconfig()), *arguments]
+    def _ask(self, method: str, path: str, body: Json | None = None) -> tuple[int, bytes] | None:
+        """What the API server answers; None if it does not, as it may not while it restarts."""
         try:
-            done = subprocess.run(
-                command, input=stdin, capture_output=True, text=True, timeout=60, check=False
-            )
-        except subprocess.TimeoutExpired:
+            return self._cluster.request(method, path, body)
+        except urllib3.exceptions.HTTPError:
             return None
-        return done.stdout if done.returncode == 0 else None
 
 
-def state(cluster: Cluster) -> dict[str, Any]:
+def state(cluster: Cluster) -> Json:
     """Everything that claims may have left on the node and in the API server; a pool's generation may move on."""
     machine = json.loads((SIMULATOR_DIR / "machine.json").read_text())
     return {

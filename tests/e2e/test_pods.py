@@ -322,14 +322,15 @@ def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
         for device in entry["spec"].get("devices", [])
     }
     told: dict[tuple[str, str, str], list[str]] = {}
-    # Of pods that share a claim and start together the kubelet may list each device twice.
-    for use in dict.fromkeys(uses()):
+    # Of pods that share a claim and start together the kubelet may list each device twice, and not with the same files.
+    for use in uses():
         assert use.claim_namespace == use.namespace
         uid = cluster.get("resourceclaim", use.claim, "-n", use.claim_namespace)["metadata"]["uid"]
         # The kubelet lists the CDI devices of the claim's devices before this one too.
         assert f"k8s.gpu.nvidia.com/claim={uid}-{use.device}" in use.cdi_devices
         label = (use.namespace, use.pod, use.container)
-        told.setdefault(label, []).append(uuids[use.driver, use.pool, use.device]["string"])
+        uuid = uuids[use.driver, use.pool, use.device]["string"]
+        told[label] = list(dict.fromkeys([*told.get(label, []), uuid]))
     for pod, container in (
         ("two-claims", "first"),
         ("two-claims", "second"),

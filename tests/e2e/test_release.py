@@ -53,7 +53,7 @@ def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float
     }
     took = []
     for name in names:
-        wrote = cluster.kubectl("logs", name, "--timestamps").split()[0]
+        wrote = cluster.logs(name, timestamps="true").split()[0]
         took.append(datetime.fromisoformat(wrote).timestamp() - max(created[name], asked))
     return max(took)
 
@@ -65,7 +65,7 @@ def replaced(cluster: Cluster, old: list[str], manifest: str, fresh: list[str]) 
     cluster.apply(manifest)
     # Looking takes the processor from those who are to start them, so not all the time.
     seen_after = cluster.wait_running(*fresh, timeout_s=SLOW_S, every_s=0.25)
-    wait_for("output of the pods", lambda: all(cluster.kubectl("logs", name) for name in fresh))
+    wait_for("output of the pods", lambda: all(cluster.logs(name) for name in fresh))
     return min(seen_after, first_words_after(cluster, fresh, asked))
 
 

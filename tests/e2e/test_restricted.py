@@ -125,7 +125,7 @@ def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -
     assert interval.read_text().strip() == "3"
     wait_for(
         "the MPS client to be connected",
-        lambda: "mps=connected" in restricted.kubectl("logs", "together", check=False),
+        lambda: "mps=connected" in restricted.logs("together"),
     )
     restricted.kubectl("delete", "pod", *names)
     wait_for("the claims to be unprepared", lambda: not restricted.leftovers())
@@ -220,7 +220,7 @@ def tells(cluster: Cluster, volume: str, command: str, words: str) -> bool:
     if command == "terminated":
         statuses = cluster.pod(name, NAMESPACE)["status"].get("containerStatuses", [])
         ended = any("terminated" in status["state"] for status in statuses)
-        return ended and words in cluster.kubectl("logs", name, "-n", NAMESPACE)
+        return ended and words in cluster.logs(name, NAMESPACE)
     run = ("--", "sh", "-c", f"{command} 2>&1 || true")
     return words in cluster.kubectl("exec", name, "-n", NAMESPACE, *run, check=False)
 
@@ -237,7 +237,7 @@ def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
     # The kubelet looks for new plugins in turns of its own.
     wait_for(
         "the daemon that has everything to be registered",
-        lambda: "plugin_registered" in cluster.kubectl("logs", "without-nothing", "-n", NAMESPACE),
+        lambda: "plugin_registered" in cluster.logs("without-nothing", NAMESPACE),
     )
 
 

@@ -95,7 +95,7 @@ def printed(cluster: Cluster, pod: str, *names: str, namespace: str = "default")
     got: dict[str, str] = {}
 
     def all_there() -> bool:
-        text = cluster.kubectl("logs", pod, "-n", namespace, check=False)
+        text = cluster.logs(pod, namespace)
         got.update(line.split("=", 1) for line in text.splitlines() if "=" in line)
         # A line is in the log after the other, and the reason of a failure stands where the rest would.
         return got.keys() >= set(names) or "reason" in got

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 NOWHERE = "gpu-dra-driver.e2e/no-node-has-this"
 # The kubelet drops all that it knows of a driver's devices when the stream of their health ends, but tells no pod: its
-# status is made anew by the kubelet's regular round, a minute to a minute and a half after the one before.
+# status is made anew by the kubelet's regular round, whose time hack/e2e.py sets.
 SHOWN_S = 300.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localcluster import binaries, images, lifecycle
+from localcluster import binaries, debian, images, lifecycle
 from localcluster import status as _status
 from localcluster.components import NAMES as COMPONENTS
 from localcluster.components import Options
@@ -31,6 +31,7 @@ __all__ = [
     "component_pid",
     "compute_domains_chart",
     "down",
+    "fetch",
     "helm",
     "is_up",
     "kubeconfig",
@@ -51,6 +52,15 @@ __all__ = [
 def build() -> Path:
     """Build the programs that are missing; the directory they lie in."""
     return binaries.build(_layout())
+
+
+def fetch() -> None:
+    """Build and download all that a cluster and the tests on it need: they then come without a network."""
+    build()
+    for part in (helm, promql, cdi_hook, compute_domains_chart):
+        part()
+    debian.install_missing(debian.CLUSTER_PACKAGES)
+    images.static_busybox(_layout())
 
 
 def up(options: Options | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import localcluster
-from localcluster import progress, shell, status
+from localcluster import apart, progress, shell, status
 from localcluster.components import NAMES, Options
 from localcluster.errors import ClusterError
 from localcluster.layout import ADDRESSES
@@ -32,6 +32,8 @@ def _run(parsed: argparse.Namespace) -> int:
     match parsed.command:
         case "build":
             print(localcluster.build())
+        case "fetch":
+            localcluster.fetch()
         case "up":
             localcluster.up(_options(parsed))
             print(status.table(localcluster.state()))
@@ -47,6 +49,10 @@ def _run(parsed: argparse.Namespace) -> int:
             print("\n".join(localcluster.load_image(parsed.archive)))
         case "logs":
             _show_log(parsed)
+        case "apart":
+            return apart.run(parsed.words)
+        case "begin-apart":
+            apart.begin(parsed.words)
         case "start" | "stop" | "restart":
             getattr(localcluster, parsed.command)(parsed.component)
     return 0
@@ -77,6 +83,7 @@ def _options(parsed: argparse.Namespace) -> Options:
         runtime_config={**defaults.runtime_config, **parsed.runtime_config},
         ip_family=parsed.ip_family,
         kubelet_as_node=parsed.kubelet_as_node,
+        sync_frequency=parsed.sync_frequency,
     )
 
 
@@ -95,10 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cluster.py", description=localcluster.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="build the programs, as any user")
+    commands.add_parser("fetch", help="build, and download what a cluster and the tests on it need")
     up = commands.add_parser("up", help="bring the cluster up or complete it")
     up.add_argument("--feature-gates", type=_switches, default={}, metavar="A=true,B=false")
     up.add_argument("--default-gates", action="store_true", help="no gate but those of --feature-gates")
     up.add_argument("--kubelet-as-node", action="store_true", help="not as administrator")
+    up.add_argument("--sync-frequency", default=Options().sync_frequency, help="of the kubelet, such as 10s")
     up.add_argument("--runtime-config", type=_switches, default={}, metavar="API=true")
     up.add_argument(
         "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the only one of the cluster"
@@ -112,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("component", nargs="?", choices=NAMES)
     logs.add_argument("-n", "--lines", type=int, default=50)
     logs.add_argument("-f", "--follow", action="store_true")
+    for name, about in (
+        ("apart", "run a command where it sees nothing of this cluster, and can bring up one of its own"),
+        ("begin-apart", argparse.SUPPRESS),
+    ):
+        one = commands.add_parser(name, help=about)
+        one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     for name in ("start", "stop", "restart"):
         one = commands.add_parser(name, help=f"{name} one component")
         one.add_argument("component", choices=NAMES)

@@ -38,6 +38,9 @@ class Options:
     runtime_config: Mapping[str, bool] = field(default_factory=lambda: _RUNTIME_CONFIG)
     kubelet_as_node: bool = False
     ip_family: str = "ipv4"
+    sync_frequency: str = "1m"
+    """How often the kubelet looks at a pod again for which nothing happened, and half as long more by chance. A
+    Prepare that failed is tried again then, and the health of devices shown."""
 
     @property
     def addresses(self) -> Addresses:

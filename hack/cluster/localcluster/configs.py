@@ -101,6 +101,7 @@ def _kubelet(layout: Layout, options: Options) -> str:
             "localStorageCapacityIsolation": False,
             "makeIPTablesUtilChains": False,
             "imageGCHighThresholdPercent": 100,
+            "syncFrequency": options.sync_frequency,
             "evictionHard": {"memory.available": "50Mi", "nodefs.available": "1%"},
             "featureGates": dict(options.feature_gates),
         },

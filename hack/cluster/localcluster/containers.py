@@ -39,14 +39,18 @@ def remove_shim_sockets(layout: Layout) -> None:
 
 
 def remove_cgroups() -> None:
-    """Remove the pods' control groups; they empty a moment after the processes die."""
+    """Remove the pods' control groups."""
+    for root in (_CGROUPS / "kubepods", *_CGROUPS.glob("*/kubepods")):
+        remove_cgroup(root)
+
+
+def remove_cgroup(root: Path) -> None:
+    """Remove one control group with those below it; they empty a moment after the processes die."""
     deadline = time.monotonic() + 60.0
-    roots = [_CGROUPS / "kubepods", *_CGROUPS.glob("*/kubepods")]
-    for root in roots:
-        while root.is_dir() and not _remove_group(root):
-            if time.monotonic() > deadline:
-                raise ClusterError(f"Control group {root} is still in use.")
-            time.sleep(0.05)
+    while root.is_dir() and not _remove_group(root):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"Control group {root} is still in use.")
+        time.sleep(0.05)
 
 
 def _is_shim(layout: Layout, pid: int) -> bool:
@@ -55,6 +59,7 @@ def _is_shim(layout: Layout, pid: int) -> bool:
         bool(words)
         and Path(words[0]).name == "containerd-shim-runc-v2"
         and str(layout.containerd_socket) in words
+        and processes.sees_our_files(pid)
     )
 
 

@@ -88,7 +88,10 @@ def refuse_foreign_kubelet(layout: Layout) -> None:
     """Two kubelets in one directory would delete each other's pods."""
     if holds_kubelet_root(layout):
         return
-    running = next((pid for pid in processes.all_pids() if _program(pid) == "kubelet"), None)
+    running = next(
+        (pid for pid in processes.all_pids() if _program(pid) == "kubelet" and processes.sees_our_files(pid)),
+        None,
+    )
     if running is not None:
         raise ClusterError(f"Another kubelet runs on this machine (process {running}).")
     if KUBELET_ROOT.is_dir() and any(KUBELET_ROOT.iterdir()):
@@ -138,7 +141,7 @@ def unmount_all(layout: Layout) -> None:
     roots = [layout.state]
     if holds_kubelet_root(layout):
         roots.append(KUBELET_ROOT)
-    while points := [point for point in _mount_points() if any(map(point.is_relative_to, roots))]:
+    while points := [point for point in mount_points() if any(map(point.is_relative_to, roots))]:
         shell.run(["umount", "--lazy", points[-1]])
 
 
@@ -155,7 +158,7 @@ def restore(layout: Layout) -> None:
         if str(spec) not in before.cdi_specs:
             spec.unlink(missing_ok=True)
     for name in before.absent:
-        _remove_if_empty(Path(name))
+        remove_if_empty(Path(name))
 
 
 def _program(pid: int) -> str:
@@ -171,7 +174,8 @@ def _remove_log_links(layout: Layout) -> None:
             link.unlink()
 
 
-def _remove_if_empty(directory: Path) -> None:
+def remove_if_empty(directory: Path) -> None:
+    """Remove a directory, unless somebody else uses it by now."""
     try:
         directory.rmdir()
     except FileNotFoundError:
@@ -201,7 +205,7 @@ def _private_mounts() -> list[str]:
     return [point for point in _PROPAGATING if private.get(point)]
 
 
-def _mount_points() -> list[Path]:
+def mount_points() -> list[Path]:
     """Mount points of this namespace in the order they were made."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [Path(line.split()[4].replace("\\040", " ")) for line in lines]

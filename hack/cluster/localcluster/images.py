@@ -51,7 +51,7 @@ _IMAGES = (
 
 def write_archive(layout: Layout) -> Path:
     """Write the pause and workload images as one archive that ``ctr`` can import."""
-    busybox = _static_busybox(layout)
+    busybox = static_busybox(layout)
     target = layout.state / "images.tar"
     if target.exists():
         return target
@@ -85,7 +85,7 @@ def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
     return [line.split()[1] for line in said.splitlines() if line.startswith("unpacking ")]
 
 
-def _static_busybox(layout: Layout) -> Path:
+def static_busybox(layout: Layout) -> Path:
     """Debian's static busybox, unpacked rather than installed.
 
     Installing it would put an ordinary busybox of the host out.
@@ -95,7 +95,7 @@ def _static_busybox(layout: Layout) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = layout.state / "busybox"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     retries = "--option=Acquire::Retries=5"
     shell.run(["apt-get", "--quiet", retries, "update"])
     shell.run(["apt-get", "--quiet", retries, "download", "busybox-static"], cwd=folder)
@@ -152,7 +152,9 @@ def _config(image: Image, layer_digest: str) -> bytes:
         {
             "architecture": architecture,
             "os": "linux",
-            "config": {"Cmd": image.command, "Env": [_PATH]},
+            # The first process of a container ignores SIGTERM unless it handles it, as most real programs do, and
+            # a shell's `sleep` does not: each pod that is deleted would take its whole grace period.
+            "config": {"Cmd": image.command, "Env": [_PATH], "StopSignal": "SIGKILL"},
             "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer_digest}"]},
         }
     ).encode()

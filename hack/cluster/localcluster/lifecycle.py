@@ -217,6 +217,7 @@ def _save_options(layout: Layout, options: Options) -> None:
             "runtime_config": dict(options.runtime_config),
             "ip_family": options.ip_family,
             "kubelet_as_node": options.kubelet_as_node,
+            "sync_frequency": options.sync_frequency,
         }
         path.write_text(json.dumps(kept))
 

@@ -135,6 +135,14 @@ def command_line(pid: int) -> list[str]:
     return raw.decode(errors="replace").rstrip("\0").split("\0")
 
 
+def sees_our_files(pid: int) -> bool:
+    """Whether a process has the mounts of this one: the same path is something else for another."""
+    try:
+        return Path(f"/proc/{pid}/ns/mnt").samefile("/proc/self/ns/mnt")
+    except OSError:
+        return False
+
+
 def _remember(process: Process, pid_file: Path) -> None:
     unfinished = pid_file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(asdict(process)))
