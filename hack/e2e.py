@@ -10,7 +10,7 @@ python hack/e2e.py -- -k mig  arguments for pytest
 python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes, as it is by default, with the
                               kubelet as a node, and with IPv6 only
 
-Most of the time a test waits for the cluster. So some of the tests run on a second cluster at the same time, which is
+Most of the time a test waits for the cluster. So some of the tests run on two more clusters at the same time, which are
 apart from the first and from the network (hack/cluster/localcluster/apart.py). A selection runs on one cluster.
 
 A kubelet that acts as a node loses a race against the node authorizer for about one claim in eight. The pod then waits
@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -80,6 +82,8 @@ Nothing here may need the network. Nor may it be about processes that outlive th
 the process IDs there are not the host's, so the driver cannot tell whose processes are left, and waits longer. Nor
 about where the kubelet's directory lies on the disk: it is in memory.
 """
+_SUMMARY = re.compile(r"=+ (\d+ .*) in [\d.]+s(?: \([\d:]+\))? =+")
+_COUNT = re.compile(r"(\d+) (\w+)")
 TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")
 IMAGE = [sys.executable, "hack/image/build.py"]
 
@@ -97,7 +101,7 @@ def main() -> int:
     parser.add_argument(
         "--ip-family", choices=("ipv4", "ipv6"), default="ipv4", help="of a cluster that is not up yet"
     )
-    parser.add_argument("--one-cluster", action="store_true", help="no second one at the same time")
+    parser.add_argument("--one-cluster", action="store_true", help="no others at the same time")
     parser.add_argument("--part", type=int, choices=range(len(APART) + 1), help=argparse.SUPPRESS)
     parser.add_argument("--matrix", action="store_true", help="the core, on each release of Kubernetes")
     parser.add_argument("--release", choices=sorted({release for release, _ in MATRIX}), help="of the matrix")
@@ -189,6 +193,8 @@ def _run_side_by_side(flags: list[str]) -> int:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
+    outcome = Outcome()
+    started = time.monotonic()
     try:
         for part in range(len(APART) + 1):
             place = [*CLUSTER, "apart"] if part else []
@@ -197,7 +203,7 @@ def _run_side_by_side(flags: list[str]) -> int:
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
             processes.append(process)
-            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout)))
+            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout, outcome)))
             readers[-1].start()
         statuses = [process.wait() for process in processes]
     except Interrupted:
@@ -211,13 +217,37 @@ def _run_side_by_side(flags: list[str]) -> int:
             reader.join()
     for part, status in enumerate(statuses):
         print(f"e2e: cluster {part + 1}: {'passed' if status == 0 else f'FAILED with exit code {status}'}")
+    print("\n".join([*outcome.failed, outcome.summary(time.monotonic() - started)]))
     return next((status for status in statuses if status), 0)
 
 
-def _copy_lines(number: int, output: IO[bytes]) -> None:
+class Outcome:
+    """What several runs of pytest say at their ends, taken together."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self._counts: Counter[str] = Counter()
+
+    def hear(self, line: str) -> None:
+        """One line of a run."""
+        if line.startswith(("FAILED ", "ERROR ")):
+            self.failed.append(line)
+        elif summary := _SUMMARY.fullmatch(line):
+            for count, what in _COUNT.findall(summary[1]):
+                self._counts[what] += int(count)
+
+    def summary(self, seconds: float) -> str:
+        """As pytest writes it."""
+        counts = ", ".join(f"{count} {what}" for what, count in self._counts.items()) or "no tests ran"
+        return f" {counts} in {seconds:.2f}s ".center(80, "=")
+
+
+def _copy_lines(number: int, output: IO[bytes], outcome: Outcome) -> None:
     with output:
-        for line in output:
-            print(f"{number}| {line.decode(errors='replace').rstrip()}", flush=True)
+        for content in output:
+            line = content.decode(errors="replace").rstrip()
+            outcome.hear(line)
+            print(f"{number}| {line}", flush=True)
 
 
 def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] = TESTS) -> int:

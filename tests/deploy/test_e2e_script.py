@@ -244,3 +244,18 @@ def test_each_release_has_programs_of_its_own_and_shares_the_rest(
         built.clear()
         assert binaries.build(Layout.from_environment()) == other
         assert built == []
+
+
+def test_clusters_side_by_side_end_with_one_summary(script: ModuleType) -> None:
+    outcome = script.Outcome()
+    for line in (
+        "tests/e2e/test_pods.py::test_one PASSED",
+        "FAILED tests/e2e/test_pods.py::test_two - AssertionError",
+        "=================== 1 failed, 35 passed in 865.12s (0:14:25) ===================",
+        "============= 240 passed, 3 deselected in 8.02s ==============",
+    ):
+        outcome.hear(line)
+    assert outcome.failed == ["FAILED tests/e2e/test_pods.py::test_two - AssertionError"]
+    summary = outcome.summary(866.0)
+    assert summary.strip("= ") == "1 failed, 275 passed, 3 deselected in 866.00s"
+    assert script.Outcome().summary(1.0).strip("= ") == "no tests ran in 1.00s"
