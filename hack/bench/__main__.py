@@ -31,6 +31,7 @@ from measurements import (
     Node,
     cpu_of_prepares,
     crowded,
+    forget_files,
     growth_over_cycles,
     idle,
     parallel_prepares,
@@ -66,10 +67,14 @@ class Row:
 def measure(runs: int, cycles: int) -> list[Row]:
     """All rows; prints a dot for each run, since the whole takes a while."""
     started: list[tuple[float, float]] = []
+    cold_started: list[float] = []
     memory: list[float] = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
             started.append((node.registered_s, node.published_s))
+        forget_files()
+        with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+            cold_started.append(node.registered_s)
         print(".", end="", flush=True, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
         time.sleep(2.0)  # a driver that was installed a second ago is looked through at each Prepare
@@ -82,6 +87,7 @@ def measure(runs: int, cycles: int) -> list[Row]:
         crowd, crowd_unprepared, spoiled = crowded(node, 10, 1000, 10 * runs)
         rows = [
             Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.5),
+            Row("the same with its files on the disk only", cold_started, "s", None),
             Row("start -> slices published", [two for _, two in started], "s", 0.7),
             Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
             Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 20),
