@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
+from google.protobuf.message import DecodeError
 from h2 import events
 from h2.exceptions import ProtocolError
 
@@ -27,13 +28,17 @@ def call(path: Path, method: str, request: Any, answer: type[_Answer], within_s:
         try:
             connection.settimeout(max(0.001, within_s))
             connection.connect(str(path))
-            return answer.FromString(exchange(connection, method, request.SerializeToString(), until))  # type: ignore[attr-defined,no-any-return]
+            content = exchange(connection, method, request.SerializeToString(), until)
         except TimeoutError as error:
             raise RpcError(Status.DEADLINE_EXCEEDED, f"no answer within {within_s:.1f} s") from error
         except OSError as error:
             raise RpcError(Status.UNAVAILABLE, error.strerror or str(error)) from error
         except ProtocolError as error:
             raise RpcError(Status.UNAVAILABLE, f"the answer is not HTTP/2: {error}") from error
+    try:
+        return answer.FromString(content)  # type: ignore[attr-defined,no-any-return]
+    except DecodeError as error:
+        raise RpcError(Status.INTERNAL, f"the answer cannot be read: {error}") from error
 
 
 def exchange(connection: socket.socket, method: str, message: bytes, until: float) -> bytes:

@@ -5,7 +5,9 @@ asked twice for a pod. Here nothing runs until something comes. HTTP/2 is the li
 the protocol. The tests call it with grpcio, `make e2e` with the kubelet's grpc-go.
 
     a call:  headers ──▶ body ──its end──▶ a worker runs the handler ──▶ answer, trailers
-                 └── refused at once: not known, too many, too large, the server stops
+                 │         │         └── refused: too many, the server stops
+                 │         └── refused: too large
+                 └── refused: not known
     and at any time:  the caller resets the call or its connection ends ──▶ `Caller` says so, the handler's answer
                       is dropped
 """
@@ -47,6 +49,7 @@ _MAX_UNHEARD_BYTES = 65536
 _BACKLOG = 128
 _SEND_TIMEOUT_S = 10
 _AFTER_GRACE_S = 1.0
+_KEEPALIVE_S = 60
 _MAX_SHOWN = 128
 _ANSWERED: Headers = [(":status", "200"), ("content-type", CONTENT_TYPE)]
 
@@ -121,6 +124,7 @@ class _Call:
     method: Method
     caller: Caller
     body: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False  # its request is here: it has a worker, and counts
     has_begun: bool = False  # the headers of its answer are sent
 
 
@@ -155,21 +159,31 @@ class GrpcServer:
                 self._listening.close()
             self._turn.wait_for(lambda: not self._calls, grace_s)
             connections = list(self._connections)
+        until = time.monotonic() + _AFTER_GRACE_S
         for connection in connections:
-            connection.close()
+            connection.close(until - time.monotonic())
         with self._turn:
             ended = self._turn.wait_for(lambda: not self._running, _AFTER_GRACE_S)
         self._workers.shutdown(wait=False)
         return ended
 
     def begin(self, headers: Mapping[str, str]) -> tuple[Method, Caller]:
-        """The method that is called; the call counts from now on. Raises: RpcError."""
+        """The method that is called, and by whom. Raises: RpcError."""
         method = self._methods.get(headers.get(":path", ""))
         if method is None:
             raise RpcError(
                 Status.UNIMPLEMENTED, f"method {headers.get(':path', '')[:_MAX_SHOWN]} is not known"
             )
-        caller = Caller(timeout_s(headers.get("grpc-timeout")))
+        return method, Caller(timeout_s(headers.get("grpc-timeout")))
+
+    def end(self) -> None:
+        """A call that was run is over for its caller."""
+        with self._turn:
+            self._calls -= 1
+            self._turn.notify_all()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Have a handler run by a worker; the call counts until end(). Raises: RpcError."""
         with self._turn:
             if self._stopping:
                 raise RpcError(Status.UNAVAILABLE, "the driver stops")
@@ -179,17 +193,6 @@ class GrpcServer:
                     Status.RESOURCE_EXHAUSTED, f"more than {self._limits.calls} calls are under way"
                 )
             self._calls += 1
-        return method, caller
-
-    def end(self) -> None:
-        """A call that began is over."""
-        with self._turn:
-            self._calls -= 1
-            self._turn.notify_all()
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Have a handler run by a worker. Raises: RpcError."""
-        with self._turn:
             self._running += 1
 
         def counted() -> None:
@@ -204,6 +207,7 @@ class GrpcServer:
             self._workers.submit(counted)
         except RuntimeError as error:
             with self._turn:
+                self._calls -= 1
                 self._running -= 1
             raise RpcError(Status.UNAVAILABLE, "the driver stops") from error
 
@@ -233,7 +237,7 @@ class GrpcServer:
                 del self._connections[too_many]
             self._connections[connection] = None
         if too_many is not None:
-            too_many.close()
+            too_many.cut()
         try:
             threading.Thread(target=connection.serve, name="grpc-connection", daemon=True).start()
         except RuntimeError as error:
@@ -272,7 +276,7 @@ class Connection:
             with self._turn:
                 self._http2.initiate_connection()
                 self._flush()
-            while data := self._read():
+            while self._is_open and (data := self._read()):
                 self.take(data)
         except (OSError, ProtocolError) as error:
             _log.debug("connection_failed", reason=f"{type(error).__name__}: {error}")
@@ -283,24 +287,39 @@ class Connection:
             self._socket.close()
             self._server.forget(self)
 
-    def close(self) -> None:
+    def close(self, patience_s: float = _AFTER_GRACE_S) -> None:
         """End the connection: whoever still waits at its other end hears no answer. Harmless twice."""
-        with self._turn:
+        # An answer that is being sent arrives; one that nobody reads does not hold us up.
+        if not self._turn.acquire(timeout=max(0.0, patience_s)):
+            self.cut()
+            self._turn.acquire()
+        try:
             self._is_open = False
             calls, self._calls = list(self._calls.values()), {}
             self._turn.notify_all()
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+            self.cut()
+        finally:
+            self._turn.release()
         for call in calls:
             call.caller.leave()
-            self._server.end()
+            if call.is_whole:
+                self._server.end()
+
+    def cut(self) -> None:
+        """Nothing is sent or read any more, without a wait for `_turn`; then its thread ends, and takes the calls
+        along."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _configure(self) -> None:
-        # A reader that does not read would keep a worker for ever.
+        # A caller that does not read would keep a worker for ever, as in _send().
         limit = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A watcher whose machine is gone never says so.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         if self._limits.idle_s is not None:
             limit = struct.pack("ll", int(self._limits.idle_s), 0)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -327,6 +346,9 @@ class Connection:
                     call = self._heard(event)
                     if call is not None:
                         over.append(call)
+            except ProtocolError:
+                self._is_open = False  # h2 sends no answer after it
+                raise
             finally:
                 self._flush()
         for call in over:
@@ -347,6 +369,8 @@ class Connection:
                 return self._over(event.stream_id)
             case events.WindowUpdated() | events.RemoteSettingsChanged():
                 self._turn.notify_all()
+            case events.ConnectionTerminated():
+                self._is_open = False  # h2 sends no answer after it
         return None
 
     def _began(self, stream: int, headers: Any) -> None:
@@ -373,6 +397,7 @@ class Connection:
             return
         try:
             self._server.run(lambda: self._answer(call))
+            call.is_whole = True
         except RpcError as error:
             self._over(stream)
             self._refuse(stream, error)
@@ -381,13 +406,16 @@ class Connection:
         """The call of a stream, which is over now; None if it was before. The caller holds `_turn`."""
         call = self._calls.pop(stream, None)
         if call is not None:
-            self._server.end()
+            if call.is_whole:
+                self._server.end()
             self._turn.notify_all()
         return call
 
     def _refuse(self, stream: int, error: RpcError) -> None:
         """The caller holds `_turn`."""
-        self._end(stream, error.code, str(error), has_begun=False)
+        known = self._http2.streams.get(stream)
+        if known is not None and not known.closed:  # what was read with the call may have taken it back
+            self._end(stream, error.code, str(error), has_begun=False)
 
     def _end(self, stream: int, code: Status, text: str = "", *, has_begun: bool) -> None:
         """The caller holds `_turn`."""
@@ -436,6 +464,7 @@ class Connection:
                 Status.RESOURCE_EXHAUSTED, f"the answer has more than {self._limits.answer_bytes} bytes"
             )
         left = memoryview(framed(content))
+        until = time.monotonic() + _SEND_TIMEOUT_S
         with self._turn:
             if not self._is_waited_for(call):
                 return False
@@ -446,9 +475,13 @@ class Connection:
                 room = self._room(call, len(left))
                 if not room:
                     self._flush()
-                    self._turn.wait_for(lambda: not self._is_waited_for(call) or self._room(call, 1))
+                    in_time = self._turn.wait_for(
+                        lambda: not self._is_waited_for(call) or self._room(call, 1), until - time.monotonic()
+                    )
                     if not self._is_waited_for(call):
                         return False
+                    if not in_time:
+                        raise RpcError(Status.DEADLINE_EXCEEDED, "the caller does not read the answer")
                     continue
                 self._http2.send_data(call.stream, bytes(left[:room]))
                 left = left[room:]
@@ -483,5 +516,4 @@ class Connection:
         except OSError:
             self._is_open = False
             self._turn.notify_all()
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # its thread ends, and takes the calls along
+            self.cut()

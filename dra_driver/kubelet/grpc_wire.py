@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
+from hpack import NeverIndexedHeaderTuple
 
 PREFIX_BYTES = 5
 CONTENT_TYPE = "application/grpc"
@@ -23,7 +24,7 @@ _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "
 _MAX_HEADER_BYTES = 16384
 _CLOSED_STREAMS_KNOWN = 128
 
-Headers = Sequence[tuple[str, str]]
+Headers = Sequence[tuple[str, str] | NeverIndexedHeaderTuple]
 
 
 class Status(enum.IntEnum):
@@ -78,7 +79,10 @@ def timeout_s(text: str | None) -> float | None:
 def trailers(code: Status, message: str = "") -> Headers:
     """The headers that end an answer."""
     status = ("grpc-status", str(int(code)))
-    return [status, ("grpc-message", quote(message, safe=_NOT_ESCAPED))] if message else [status]
+    if not message:
+        return [status]
+    # A caller may ask for a table of any size, so texts that are seldom the same twice stay out of it.
+    return [status, NeverIndexedHeaderTuple("grpc-message", quote(message, safe=_NOT_ESCAPED))]
 
 
 def status_of(headers: Iterable[Any]) -> tuple[Status, str] | None:

@@ -64,7 +64,7 @@ class Workers(Executor):
         try:
             thread.start()
         except RuntimeError:
-            # No thread can start. The task stays queued for the other threads; raising would end gRPC's serving thread.
+            # No thread can start. The task stays queued for the other threads, or for those of a later task.
             self._threads -= 1
             _log.exception("worker_not_started", pool=self._name, threads=self._threads)
 

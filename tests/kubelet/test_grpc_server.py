@@ -12,6 +12,7 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import PingAckReceived, RemoteSettingsChanged, StreamEnded, TrailersReceived
+from h2.settings import SettingCodes
 
 from dra_driver.kubelet.grpc_client import call
 from dra_driver.kubelet.grpc_server import GrpcServer, Limits, Method
@@ -291,6 +292,145 @@ def test_calls_that_are_taken_back_at_once_queue_no_more_than_the_limit(short_di
         raw.socket.close()
 
 
+def test_a_refused_call_that_is_taken_back_at_once_harms_no_other(short_dir):
+    gate = threading.Event()
+
+    def waits(*_):
+        gate.wait(20)
+        return Bytes(b"done")
+
+    with served(short_dir, waits) as (path, server):
+        raw = Raw(path)
+        other = raw.begin()
+        raw.http2.send_data(other, framed(b""), end_stream=True)
+        raw.flush()
+        eventually(lambda: server._running == 1)
+        for method, body in ((PATH, b"x" * 16_000), ("/unknown", b"")):
+            stream = raw.begin(method)
+            for _ in range(3):  # more than LIMITS allow
+                raw.http2.send_data(stream, framed(body))
+            raw.http2.reset_stream(stream)
+        raw.flush()
+        gate.set()
+        events = raw.until(StreamEnded)
+        assert events
+        assert [event.stream_id for event in events if isinstance(event, StreamEnded)] == [other]
+        raw.socket.close()
+
+
+@pytest.mark.parametrize("last", ["nonsense", "goodbye"])
+def test_a_caller_that_leaves_with_its_connection_is_no_mistake_of_ours(short_dir, quiet_logs, last):
+    callers = []
+
+    def waits(_request, caller):
+        left = threading.Event()
+        callers.append(caller)
+        if caller.add_callback(left.set):
+            assert left.wait(20), "nobody said that the caller left"
+        return Bytes(b"late")
+
+    with served(short_dir, waits) as (path, server):
+        raw = Raw(path)
+        stream = raw.begin()
+        raw.http2.send_data(stream, framed(b""), end_stream=True)
+        raw.flush()
+        eventually(lambda: callers)
+        if last == "goodbye":
+            raw.http2.close_connection()
+        else:
+            raw.http2.reset_stream(stream)
+        raw.socket.sendall(raw.http2.data_to_send() + (b"\xff" * 20 if last == "nonsense" else b""))
+        eventually(lambda: server._running == 0)
+        assert not callers[0].is_active()
+        raw.socket.close()
+    assert [line for line in quiet_logs if line["log_level"] != "debug"] == []
+
+
+def test_a_caller_that_opens_no_window_holds_no_worker_for_ever(short_dir, monkeypatch):
+    monkeypatch.setattr("dra_driver.kubelet.grpc_server._SEND_TIMEOUT_S", 1)
+    with served(short_dir, echo) as (path, server):
+        raw = Raw(path)
+        raw.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        raw.http2.send_data(raw.begin(), framed(b"x"), end_stream=True)
+        raw.flush()
+        [ended] = [event for event in raw.until(TrailersReceived) if isinstance(event, TrailersReceived)]
+        assert dict(ended.headers)["grpc-status"] == str(int(Status.DEADLINE_EXCEEDED))
+        eventually(lambda: server._running == 0)
+        raw.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 65535})
+        raw.http2.send_data(raw.begin(), framed(b"y"), end_stream=True)
+        raw.flush()
+        events = raw.until(TrailersReceived)
+        assert framed(b"y") in [getattr(event, "data", None) for event in events]
+        raw.socket.close()
+
+
+def is_taken(turn):
+    if turn.acquire(blocking=False):
+        turn.release()
+        return False
+    return True
+
+
+@pytest.mark.parametrize("end", [lambda path, _: asked(path, b"y"), lambda _, server: server.stop(0)])
+def test_a_caller_that_reads_nothing_holds_up_neither_new_connections_nor_the_stop(
+    short_dir, monkeypatch, end
+):
+    monkeypatch.setattr("dra_driver.kubelet.grpc_server._SEND_TIMEOUT_S", 20)
+    limits = Limits(connections=3, calls=16, request_bytes=1000, answer_bytes=1000)
+    with served(short_dir, echo, limits=limits) as (path, server):
+        raws = [Raw(path) for _ in range(limits.connections)]
+        for raw in raws:
+            raw.socket.settimeout(0.2)
+            with suppress(TimeoutError):
+                while True:  # until the server's answers fill the socket, and it reads no more
+                    raw.socket.sendall((b"\0\0\x08\x06\0\0\0\0\0" + b"12345678") * 1000)
+        eventually(lambda: all(is_taken(connection._turn) for connection in server._connections))
+        over = threading.Event()
+        threading.Thread(target=lambda: (end(path, server), over.set()), daemon=True).start()
+        assert over.wait(15), "the other waits as long as a send may take"
+        for raw in raws:
+            raw.socket.close()
+
+
+def test_a_watcher_whose_machine_is_gone_is_found_out():
+    server = GrpcServer({}, Workers("t", limit=1), LIMITS)
+    bound = socket.create_server(("127.0.0.1", 0))
+    server.start(bound)
+    with socket.create_connection(bound.getsockname()) as client:
+        assert client.recv(9)
+        [connection] = server._connections
+        assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+    server.stop(0)
+
+
+def test_a_caller_that_ends_no_request_keeps_nobody_out(short_dir):
+    with served(short_dir, echo) as (path, _):
+        raw = Raw(path)
+        for _ in range(LIMITS.calls):
+            raw.begin()
+        raw.http2.ping(b"01234567")
+        raw.flush()
+        assert raw.until(PingAckReceived)
+        assert asked(path, b"other") == b"other"
+        raw.socket.close()
+
+
+def test_error_texts_are_not_remembered(short_dir):
+    """A caller may ask for a table of any size, and a connection lives for weeks."""
+    with served(short_dir, echo) as (path, server):
+        raw = Raw(path)
+        raw.http2.update_settings({SettingCodes.HEADER_TABLE_SIZE: 2**31})
+        for number in range(100):
+            stream = raw.begin(f"/{number}")
+            raw.http2.send_data(stream, b"", end_stream=True)
+            raw.flush()
+            assert raw.until(StreamEnded)
+        [connection] = server._connections
+        assert len(connection._http2.encoder.header_table.dynamic_entries) < 10
+        raw.socket.close()
+
+
 def test_a_connection_of_weeks_remembers_few_of_its_calls(short_dir):
     with served(short_dir, echo) as (path, server), channel(path) as opened:
         ask = opened.unary_unary(PATH)
@@ -472,6 +612,7 @@ GOOD = framed(registration_pb2.PluginInfo(name="gpu").SerializeToString())
         (respond_with(("grpc-status", "x")), Status.UNKNOWN, "^$"),
         (respond_with(), Status.UNKNOWN, "no status"),
         (respond_with(*trailers(Status.OK)), Status.INTERNAL, "no message"),
+        (respond_with(*trailers(Status.OK), body=framed(b"\xff")), Status.INTERNAL, "cannot be read"),
         (respond_with(reset=True), Status.UNAVAILABLE, "cut off"),
     ],
     ids=[
@@ -483,6 +624,7 @@ GOOD = framed(registration_pb2.PluginInfo(name="gpu").SerializeToString())
         "no number",
         "no status",
         "no message",
+        "no protobuf",
         "reset",
     ],
 )
