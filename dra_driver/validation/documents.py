@@ -14,6 +14,7 @@ from dra_driver.errors import InvalidConfigError
 
 JsonObject = dict[str, Any]
 
+_READ_BYTES = 65536
 _MOST_BYTES = 4 * 1024 * 1024
 """Of one file; YAML in so many takes a minute and half a GiB."""
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -95,7 +96,9 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _text(name: str, file: IO[bytes]) -> str:
-    content = file.read(_MOST_BYTES + 1)
+    content = bytearray()
+    while len(content) <= _MOST_BYTES and (part := file.read(_READ_BYTES)):
+        content += part
     if len(content) > _MOST_BYTES:
         raise InvalidConfigError(
             f"{name} has more than {_MOST_BYTES // 1024**2} MiB; split it into smaller files"
