@@ -20,6 +20,7 @@ PREFIX_BYTES = 5
 CONTENT_TYPE = "application/grpc"
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])", re.ASCII)
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_LONGEST_S = 1e9
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _MAX_HEADER_BYTES = 16384
 _CLOSED_STREAMS_KNOWN = 128
@@ -36,10 +37,17 @@ class Status(enum.IntEnum):
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
 
 
 class RpcError(Exception):
@@ -67,13 +75,14 @@ def unframed(body: bytes | bytearray) -> bytes:
 
 
 def timeout_s(text: str | None) -> float | None:
-    """Seconds of a `grpc-timeout`; None without one. Raises: RpcError."""
+    """Seconds of a `grpc-timeout`; None without one, or with one of decades. Raises: RpcError."""
     if text is None:
         return None
     match = _TIMEOUT.fullmatch(text)
     if match is None:
         raise RpcError(Status.INTERNAL, f"grpc-timeout {text[:32]!r} is not valid")
-    return int(match[1]) * _UNITS[match[2]]
+    seconds = int(match[1]) * _UNITS[match[2]]
+    return seconds if seconds <= _LONGEST_S else None
 
 
 def trailers(code: Status, message: str = "") -> Headers:

@@ -227,6 +227,7 @@ def test_timeouts_of_every_unit():
     values = [timeout_s(f"2{unit}") for unit in "HMSmun"]
     assert values == pytest.approx([7200, 120, 2, 2e-3, 2e-6, 2e-9])
     assert timeout_s(None) is None
+    assert timeout_s("99999999H") is None
 
 
 @pytest.mark.parametrize("text", ["a % b", "größe\n\tµ", "é" * 300, "plain", ""])
