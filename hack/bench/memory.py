@@ -7,6 +7,7 @@ files (libraries) are shared with whoever else has them open.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pathlib
 import sys
@@ -33,6 +34,8 @@ def steps(scratch: str) -> Iterator[Step]:
     kept: list[Any] = []
 
     def serve(name: str) -> None:
+        structlog = sys.modules["structlog"]
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
         listener = sys.modules["dra_driver.kubelet.listener"]
         workers = sys.modules["dra_driver.kubelet.workers"].Workers(name, limit=4)
         kept.append(listener.Listener(name, pathlib.Path(scratch, f"{name}.sock"), {}, workers))

@@ -2,7 +2,7 @@
 
 It runs if the environment names the last release, which has to be a commit of this clone:
 
-LAST_RELEASE=c69ba5f python hack/e2e.py -- -k another_release
+LAST_RELEASE=<commit of the last release> python hack/e2e.py -- -k another_release
 """
 
 from __future__ import annotations

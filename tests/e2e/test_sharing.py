@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -68,10 +69,10 @@ def _state() -> dict[str, str]:
 
 def control_processes() -> list[str]:
     """Process IDs of all MPS control daemons and servers of the simulated node; other tests here may have others."""
-    program, found = f"{SIMULATOR_DIR}/root/usr/bin/nvidia-cuda-mps-".encode(), []
+    program, found = re.compile(rf"{SIMULATOR_DIR}/root/\S*/nvidia-cuda-mps-".encode()), []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if program in file.read_bytes():
+            if program.search(file.read_bytes()):
                 found.append(file.parent.name)
     return found
 
