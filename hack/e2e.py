@@ -70,7 +70,6 @@ APART: tuple[tuple[str, ...], ...] = (
         "tests/e2e/test_parameters_policy.py",
         "tests/e2e/test_permissions.py",
         "tests/e2e/test_pods.py",
-        "tests/e2e/test_selectors.py",
         "tests/e2e/test_slices.py",
         "tests/e2e/test_validate.py",
         "tests/playground",
@@ -78,9 +77,9 @@ APART: tuple[tuple[str, ...], ...] = (
 )
 """The tests of each further cluster; the first one has all others.
 
-Nothing here may need the network. Nor may it be about processes that outlive their pods, or pods that are forced away:
-the process IDs there are not the host's, so the driver cannot tell whose processes are left, and waits longer. Nor
-about where the kubelet's directory lies on the disk: it is in memory.
+Nothing here may need the network, as what Go builds for the first time does. Nor may it be about processes that outlive
+their pods, or pods that are forced away: the process IDs there are not the host's, so the driver cannot tell whose
+processes are left, and waits longer. Nor about where the kubelet's directory lies on the disk: it is in memory.
 """
 _SUMMARY = re.compile(r"=+ (\d+ .*) in [\d.]+s(?: \([\d:]+\))? =+")
 _COUNT = re.compile(r"(\d+) (\w+)")
