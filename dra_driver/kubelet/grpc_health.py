@@ -241,13 +241,11 @@ def _bound(address: str) -> socket.socket:
     """A socket that listens on `host:port`, for IPv4 and IPv6 where the host is empty or `[::]`. Raises: OSError;
     ValueError if the port is no number."""
     host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if host in {"", "::"}:
-        host = ""
+    host = "" if host == "[::]" else host.strip("[]")
+    if not host and socket.has_dualstack_ipv6():
         try:
-            return socket.create_server((host, int(port)), family=socket.AF_INET6, dualstack_ipv6=True)
-        except (OSError, ValueError) as error:
-            # No IPv6 in this kernel, or on no interface.
-            if isinstance(error, OSError) and error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
+            return socket.create_server(("", int(port)), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # no interface has IPv6
                 raise
     return socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -49,6 +49,8 @@ _MAX_UNHEARD_BYTES = 65536
 _BACKLOG = 128
 _SEND_TIMEOUT_S = 10
 _AFTER_GRACE_S = 1.0
+_ACCEPT_AGAIN_S = 1.0
+"""No descriptor is left, for example."""
 _KEEPALIVE_S = 60
 _MAX_SHOWN = 128
 _ANSWERED: Headers = [(":status", "200"), ("content-type", CONTENT_TYPE)]
@@ -138,8 +140,8 @@ class GrpcServer:
         self._listening: socket.socket | None = None
         self._turn = threading.Condition()
         self._connections: dict[Connection, None] = {}  # oldest first
-        self._calls = 0
-        self._running = 0
+        self._calls = 0  # whose callers wait
+        self._running = 0  # whose handlers run or wait for a worker: these, and those whose callers have left
         self._stopping = False
 
     def start(self, listening: socket.socket) -> None:
@@ -167,13 +169,12 @@ class GrpcServer:
         self._workers.shutdown(wait=False)
         return ended
 
-    def begin(self, headers: Mapping[str, str]) -> tuple[Method, Caller]:
+    def called(self, headers: Mapping[str, str]) -> tuple[Method, Caller]:
         """The method that is called, and by whom. Raises: RpcError."""
-        method = self._methods.get(headers.get(":path", ""))
+        path = headers.get(":path", "")
+        method = self._methods.get(path)
         if method is None:
-            raise RpcError(
-                Status.UNIMPLEMENTED, f"method {headers.get(':path', '')[:_MAX_SHOWN]} is not known"
-            )
+            raise RpcError(Status.UNIMPLEMENTED, f"method {path[:_MAX_SHOWN]} is not known")
         return method, Caller(timeout_s(headers.get("grpc-timeout")))
 
     def end(self) -> None:
@@ -188,7 +189,7 @@ class GrpcServer:
             if self._stopping:
                 raise RpcError(Status.UNAVAILABLE, "the driver stops")
             # A handler goes on after its caller has left, and counts until it ends.
-            if max(self._calls, self._running) >= self._limits.calls:
+            if self._running >= self._limits.calls:
                 raise RpcError(
                     Status.RESOURCE_EXHAUSTED, f"more than {self._limits.calls} calls are under way"
                 )
@@ -224,7 +225,7 @@ class GrpcServer:
                 if self._stopping:
                     return
                 _log.warning("connection_not_accepted", reason=str(error))
-                time.sleep(_AFTER_GRACE_S)  # no descriptor is left, for example
+                time.sleep(_ACCEPT_AGAIN_S)
                 continue
             self._welcome(Connection(self, accepted, self._limits))
 
@@ -313,16 +314,17 @@ class Connection:
 
     def _configure(self) -> None:
         # A caller that does not read would keep a worker for ever, as in _send().
-        limit = struct.pack("ll", _SEND_TIMEOUT_S, 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        for option, seconds in (
+            (socket.SO_SNDTIMEO, _SEND_TIMEOUT_S),
+            (socket.SO_RCVTIMEO, self._limits.idle_s),
+        ):
+            if seconds is not None:
+                self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A watcher whose machine is gone never says so.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        if self._limits.idle_s is not None:
-            limit = struct.pack("ll", int(self._limits.idle_s), 0)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def _read(self) -> bytes:
         """What comes next; empty when nothing comes any more."""
@@ -375,7 +377,7 @@ class Connection:
 
     def _began(self, stream: int, headers: Any) -> None:
         try:
-            method, caller = self._server.begin(dict(headers))
+            method, caller = self._server.called(dict(headers))
         except RpcError as error:
             self._refuse(stream, error)
             return
@@ -487,7 +489,7 @@ class Connection:
                 left = left[room:]
             if is_last:
                 self._end(call.stream, Status.OK, has_begun=True)
-                self._over(call.stream)  # it must not count when its caller has the answer
+                self._over(call.stream)  # its caller has the answer before this worker goes on
             self._flush()
         return True
 
