@@ -91,6 +91,7 @@ class SharingSection(BaseModel):
     enforce: Literal["mps", "none"] | None = None
     shares: Annotated[int, Field(ge=1, le=MAX_SHARES)] | None = Field(default=None, validate_default=True)
     multiprocessors: bool | None = None
+    multi_user: bool | None = None
 
     @field_validator("enforce", "multiprocessors")
     @classmethod
@@ -113,11 +114,24 @@ class SharingSection(BaseModel):
             )
         return shares
 
+    @field_validator("multi_user")
+    @classmethod
+    def _needs_mps(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None and info.data.get("enforce") != "mps":
+            raise _fault("needs enforce mps")
+        return value
+
     def value(self) -> SharingEntry:
         selector = GpuSelector() if self.selector is None else self.selector.value()
         if self.mode == "off":
             return SharingEntry(selector, None)
-        rule = SharingRule(self.mode, self.shares, self.enforce or "none", bool(self.multiprocessors))
+        rule = SharingRule(
+            self.mode,
+            self.shares,
+            self.enforce or "none",
+            bool(self.multiprocessors),
+            self.multi_user is not False,
+        )
         return SharingEntry(selector, rule)
 
 

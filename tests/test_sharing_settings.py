@@ -60,6 +60,7 @@ sharing:
     shares: 4
   - mode: unlimited
     enforce: mps
+    multiUser: false
 """)
     assert policy(path).entries == (
         SharingEntry(GpuSelector(uuids=frozenset({GPU})), None),
@@ -68,7 +69,7 @@ sharing:
             SharingRule("memory", None, "mps", True),
         ),
         SharingEntry(GpuSelector(devices="mig"), SharingRule("shares", 4)),
-        SharingEntry(GpuSelector(), SharingRule("unlimited", enforce="mps")),
+        SharingEntry(GpuSelector(), SharingRule("unlimited", enforce="mps", multi_user=False)),
     )
 
 
@@ -102,6 +103,9 @@ def test_off_needs_no_quotes(write, mode: str) -> None:
         ("{mode: off, multiprocessors: false}", "0.multiprocessors: does not fit mode off"),
         ("{mode: memory, enforce: cgroup}", "0.enforce: expected 'mps' or 'none'"),
         ("{mode: memory, multiprocessors: 66}", "0.multiprocessors: expected true or false"),
+        ("{mode: off, multiUser: false}", "0.multiUser: needs enforce mps"),
+        ("{mode: memory, multiUser: true}", "0.multiUser: needs enforce mps"),
+        ("{mode: memory, enforce: mps, multiUser: 1}", "0.multiUser: expected true or false"),
         ("{mode: memory, typo: 1}", "0.typo: there is no such key"),
         ("{mode: memory, selector: {typo: 1}}", "0.selector.typo: there is no such key"),
         ("{mode: memory, selector: []}", "0.selector: expected keys and values"),

@@ -25,8 +25,9 @@ class MpsDaemonSpec:
     """The control daemon of one GPU or MIG device, or of several whole GPUs.
 
     `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole GPU).
-    `multi_user` needs Volta or newer. The default limits hold for clients that have no tighter limit; None leaves the
-    default of MPS: all threads, all memory.
+    `multi_user` lets clients of different users share a server; it needs Volta and the NVIDIA driver's branch R555, or
+    newer. Without it the daemon serves one user at a time. The default limits hold for clients that have no tighter
+    limit; None leaves the default of MPS: all threads, all memory.
 
     A daemon of several GPUs has the name of the GPU with the lowest UUID, and `others` are the rest in the order of
     their UUIDs. Its clients number the GPUs in this order. An MPS host of an older release refuses `others`.
@@ -36,7 +37,7 @@ class MpsDaemonSpec:
     uuid: str
     kind: MpsKind
     gpu_uuid: str
-    multi_user: bool = True
+    multi_user: bool = False
     default_active_thread_percentage: int | None = None
     default_memory_limit_mib: int | None = None
     others: tuple[MpsMember, ...] = ()

@@ -28,12 +28,14 @@ class SharingRule:
 
     `shares` is the number of equal parts in mode shares and None in every other. With `multiprocessors` a
     claim may also ask for a number of them. Without `enforce` the scheduler counts, but nothing enforces the limits.
+    `multi_user` is of rules that MPS enforces: pods of different users compute at the same time, where MPS can do that.
     """
 
     mode: SharingRuleMode
     shares: int | None = None
     enforce: Enforcement = "none"
     multiprocessors: bool = False
+    multi_user: bool = True
 
 
 @dataclass(frozen=True, slots=True)

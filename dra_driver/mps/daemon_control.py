@@ -26,6 +26,8 @@ _log = structlog.get_logger(__name__)
 PID_FILE = f"{CONTROL_PROGRAM}.pid"
 OUTPUT = "host.out"
 LOGS = ("control.log", OUTPUT)
+MULTI_USER = "-multiuser-server"
+"""The option that all programs from R555 on know; older ones have none for it."""
 
 _LARGEST_LOG = 16 << 20
 _TAIL_BYTES = 2048
@@ -42,7 +44,7 @@ class ControlProgram:
     def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
         """Start a daemon in the foreground of a session of its own. Raises: RetryableError."""
         programs = self._find()
-        arguments = [programs.path(CONTROL_PROGRAM), "-f", *(["-M"] if self._multi_user(spec) else [])]
+        arguments = [programs.path(CONTROL_PROGRAM), "-f", *([MULTI_USER] if self._multi_user(spec) else [])]
         environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.visible}
         try:
             return spawn(arguments, environment, Path(directories.log, OUTPUT))
@@ -96,7 +98,7 @@ class ControlProgram:
             raise RetryableError(f"MPS processes of {directories.pipe} do not end: {numbers}")
 
     def _multi_user(self, spec: MpsDaemonSpec) -> bool:
-        """As asked; the daemon of an ordinary user serves that one alone, and refuses to be asked for more."""
+        """As asked; the program takes the option from root only."""
         if spec.multi_user and os.geteuid() != 0:
             if not self._told:
                 _log.warning("mps_serves_one_user", uid=os.geteuid(), reason="multi-user mode needs root")

@@ -63,6 +63,7 @@ def mps_clients(log_directory: Path) -> list[dict[str, Any]]:
 def mps_programs(state: State) -> Entries:
     """The control program with the facts of the machine, the server, and a client to try them with."""
     facts = {
+        "branch": _branch(state),
         "start_delay_ms": int(state.system.get("mps_start_delay_ms", START_DELAY_MS)),
         "devices": [device for gpu in state.present for device in _devices(state, gpu)],
     }
@@ -75,10 +76,14 @@ def mps_programs(state: State) -> Entries:
     }
 
 
+def _branch(state: State) -> int:
+    return int(state.driver_version.partition(".")[0])
+
+
 def _devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
     model = state.model_of(gpu)
     volta = tuple(model.compute) >= _VOLTA
-    new = int(state.driver_version.partition(".")[0]) >= _CUDA_13_1_BRANCH
+    new = _branch(state) >= _CUDA_13_1_BRANCH
     common = {"volta": volta, "most_clients": 16 if not volta else 60 if new else 48}
     rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "nodes": [], **common}]
     if gpu.mig_mode:

@@ -141,9 +141,9 @@ def test_a_message_has_a_largest_size():
 
 
 def test_differences_name_both_sides():
-    other = replace(SPEC, multi_user=False, default_memory_limit_mib=None)
+    other = replace(SPEC, multi_user=True, default_memory_limit_mib=None)
     assert SPEC.differences(other) == (
-        "multi_user: true, not false",
+        "multi_user: false, not true",
         "default_memory_limit_mib: 64, not not set",
     )
     assert SPEC.differences(SPEC) == ()

@@ -67,9 +67,10 @@ def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     supervisor = host.supervisor()
     for index in (2, 3):
-        status = supervisor.ensure(host.spec(index), 10)
-        assert (status.state, status.spec) == ("ready", host.spec(index))
-        assert b"-M" not in Path(f"/proc/{status.pid}/cmdline").read_bytes().split(b"\0")
+        spec = host.spec(index, multi_user=True)
+        status = supervisor.ensure(spec, 10)
+        assert (status.state, status.spec) == ("ready", spec)
+        assert b"-multiuser-server" not in Path(f"/proc/{status.pid}/cmdline").read_bytes().split(b"\0")
         assert not is_tmpfs(Path(host.layout.directories(f"gpu-{index}").shm))
     events = [line["event"] for line in logs]
     assert (events.count("mps_plain_shm"), events.count("mps_serves_one_user")) == (1, 1)

@@ -9,16 +9,19 @@ import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
 from dra_driver.model.sharing_mode import LOST_MPS, MpsShared
+from dra_driver.model.steps import RunMps
 from dra_driver.sharing.rules.client_limits import most_clients
 from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, result
 
+R550, R555 = DriverVersions("550.163.01", (12, 4)), DriverVersions("555.58.02", (12, 5))
 R580, R590 = DriverVersions("580.95.05", (13, 0)), DriverVersions("590.44.01", (13, 1))
 SIXTY = share_all(SharingRule("shares", 60, enforce="mps"))
 MEMORY = share_all(SharingRule("memory", enforce="mps"))
@@ -123,3 +126,53 @@ def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: Driver
         f"request gpu: {most} claims use the MPS daemon of device {GPU_0}, and MPS serves at most {most} clients with "
         "this GPU and driver; wait until one of them is gone"
     )
+
+
+def multi_user(
+    versions: DriverVersions, policy: SharingPolicy = NO_SHARING, *, asked: bool | None = None
+) -> bool:
+    """Whether the MPS daemon of a claim serves several users; a share where there is a policy."""
+    share = result(GPU_0, share_id="11111111-1111-1111-1111-111111111111" if policy.entries else None)
+    parameters = {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "GpuConfig",
+        "sharing": {"strategy": "MPS", "mpsConfig": {} if asked is None else {"multiUser": asked}},
+    }
+    config = DeviceConfig("FromClaim", (), DRIVER, parameters)
+    is_plain_share = bool(policy.entries) and asked is None
+    one = replace(claim(uid="uid-1"), results=(share,), configs=() if is_plain_share else (config,))
+    [step] = [
+        step
+        for step in plan_claim(one, node(versions), NODE, DRIVER, (), policy).steps
+        if isinstance(step, RunMps)
+    ]
+    return step.spec.multi_user
+
+
+@pytest.mark.parametrize("versions", [R550, R555, DriverVersions()])
+def test_claims_with_mps_serve_one_user_when_they_do_not_ask_for_more(versions: DriverVersions) -> None:
+    assert (multi_user(versions), multi_user(versions, asked=False)) == (False, False)
+
+
+@pytest.mark.parametrize("versions", [R555, R590, DriverVersions()])
+def test_claims_with_mps_serve_several_users_when_they_ask_and_the_driver_can(
+    versions: DriverVersions,
+) -> None:
+    assert multi_user(versions, asked=True) is True
+
+
+@pytest.mark.parametrize("policy", [NO_SHARING, MEMORY])
+def test_several_users_are_refused_when_the_driver_is_older_than_r555(policy: SharingPolicy) -> None:
+    with pytest.raises(ClaimRefusedError) as refused:
+        multi_user(R550, policy, asked=True)
+    assert str(refused.value) == (
+        f"request gpu: multiUser is not possible on device {GPU_0}, because the node has NVIDIA driver 550.163.01; "
+        "update it to R555 or newer, or leave multiUser out and run all pods of the device as one user"
+    )
+
+
+def test_shares_serve_several_users_where_the_driver_can() -> None:
+    one_user = share_all(SharingRule("memory", enforce="mps", multi_user=False))
+    assert [multi_user(versions, MEMORY) for versions in (R550, R555)] == [False, True]
+    assert [multi_user(versions, one_user) for versions in (R550, R555)] == [False, False]
+    assert (multi_user(R555, MEMORY, asked=False), multi_user(R555, one_user, asked=True)) == (False, True)

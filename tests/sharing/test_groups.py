@@ -92,7 +92,7 @@ def test_shares_of_several_gpus_have_the_limits_of_each_and_the_least_percentage
     )
     node = inventory(*(h100(number, multiprocessors=132) for number in range(2)))
     one = plan(wanted, policy=SHARES, node=node)
-    spec = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0), others=(MpsMember(GPU_1, uuid(1)),))
+    spec = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0), True, others=(MpsMember(GPU_1, uuid(1)),))
     assert [device.usage for device in one.devices] == [
         MpsShared(spec, 20480, 50, (10240, 20480)), MpsShared(spec, 10240, 50, (10240, 20480)),
     ]  # fmt: skip

@@ -123,7 +123,7 @@ def test_a_second_daemon_on_a_pipe_directory_is_refused(mps):
 
 
 def test_commands_and_their_refusals(mps):
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     number = mps.pipe / "nvidia-cuda-mps-control.pid"
     wait_until(number.read_text)  # the file is there a moment before its content
     assert int(number.read_text()) == mps.daemon.pid
@@ -151,7 +151,7 @@ def test_commands_and_their_refusals(mps):
 
 
 def test_defaults_hold_for_later_servers_and_are_lost_on_quit(mps):
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     mps.ask("start_server -uid 0")
     server = mps.ask("get_server_list").stdout.strip()
     assert mps.ask(f"get_server_status {server}").stdout == "ACTIVE\n"
@@ -165,13 +165,13 @@ def test_defaults_hold_for_later_servers_and_are_lost_on_quit(mps):
     assert list(mps.pipe.glob("*.pid")) == []
     mps.daemon.communicate()
     mps.daemon = None
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     assert mps.ask("get_default_active_thread_percentage").stdout == "100.0\n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_client_gets_the_tighter_limit(mps, shell):
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     mps.ask("set_default_active_thread_percentage 40", "set_default_device_pinned_mem_limit 0 4G")
     wide = mps.client(
         shell=shell, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="90", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=8G"
@@ -203,7 +203,7 @@ def test_a_client_without_mps_says_so(mps, shell):
 
 
 def test_clients_are_listed_and_terminated(mps):
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     held = mps.held_client()
     server = mps.ask("get_server_list").stdout.strip()
     assert mps.ask(f"get_client_list {server}").stdout == f"{held.pid}\n"
@@ -223,7 +223,7 @@ def test_one_user_at_a_time_unless_multi_user(mps):
 
 
 def test_an_unknown_device_fails_when_a_server_starts(mps):
-    mps.ready("GPU-none", "-M")
+    mps.ready("GPU-none", "-multiuser-server")
     done = mps.client()
     assert (done.returncode, done.stdout.splitlines()[0]) == (4, "mps=refused")
     assert "GPU-none" in (mps.log / "server.log").read_text()
@@ -231,13 +231,13 @@ def test_an_unknown_device_fails_when_a_server_starts(mps):
 
 def test_a_mig_device_and_its_memory(mps):
     uuid = mps.machine.gpu(1).mig_devices[0][1].uuid
-    mps.ready(uuid, "-M")
+    mps.ready(uuid, "-multiuser-server")
     out = mps.client(CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=64G").stdout
     assert "pinned_device_mem_limit_mib=9984\n" in out
 
 
 def test_fault(mps):
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     mps.ask("start_server -uid 0")
     set_mps_behaviour(mps.root, MpsBehaviour(server_state="FAULT"), mps.uuid)
     server = mps.ask("get_server_list").stdout.strip()
@@ -249,7 +249,7 @@ def test_fault(mps):
 
 def test_dying(mps):
     set_mps_behaviour(mps.root, MpsBehaviour(start_delay_ms=0, die_after_s=0.05))
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     assert mps.daemon.wait(90) == 1
     assert (mps.pipe / "control").exists(), "a crash leaves its pipe directory as it was"
     mps.daemon.communicate()
@@ -262,7 +262,7 @@ def test_multi_user_needs_volta(make, tmp_path):
     script = machine.host_root / "usr/bin/nvidia-cuda-mps-control"
     script.write_text(script.read_text().replace('"volta": true', '"volta": false'))
     old = Mps(machine.host_root, tmp_path / "old")
-    daemon = old.start(machine.gpu(0).uuid, "-M")
+    daemon = old.start(machine.gpu(0).uuid, "-multiuser-server")
     daemon.communicate(timeout=90)
     assert daemon.returncode == 1
     assert "Volta" in (old.log / "control.log").read_text()
@@ -276,14 +276,41 @@ def test_the_background_flag_returns_when_the_daemon_answers(mps):
     mps.ask("quit")
 
 
-def test_version_and_usage(mps):
-    control = mps.root / "usr/bin/nvidia-cuda-mps-control"
-    shown = subprocess.run(
-        [control, "-v"], capture_output=True, text=True, env={"PATH": PATH}, check=True
-    ).stdout
-    assert "simulated" in shown
+def of_branch(machine, branch: int) -> Path:
+    """The machine's control program, as the driver branch has it."""
+    control = machine.host_root / "usr/bin/nvidia-cuda-mps-control"
+    text = control.read_text()
+    assert '"branch": 580' in text
+    control.write_text(text.replace('"branch": 580', f'"branch": {branch}'))
+    return control
+
+
+@pytest.mark.parametrize("branch", [470, 535, 550])
+@pytest.mark.parametrize("options", [["-f", "-multiuser-server"], ["-f", "-M"], ["-f", "-f"], ["-v"], ["-x"]])
+def test_options_end_the_program_when_it_is_older_than_r555(mps, branch: int, options: list[str]) -> None:
+    done = subprocess.run(
+        [of_branch(mps.machine, branch), *options], env=mps._environment(), capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, b"Cannot find MPS control daemon process\n")
+
+
+@pytest.mark.parametrize("options", [["-f", "-M"], ["-f", "-multiuser-server", "-x"], ["-v"]])
+def test_unknown_options_are_answered_with_help_from_r555_on(mps, options: list[str]) -> None:
+    done = subprocess.run(
+        [of_branch(mps.machine, 555), *options], env=mps._environment(), capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout.split(b"\n")[0]) == (
+        1,
+        b"CUDA MPS Control for Linux/Unix (simulated).",
+    )
+
+
+@pytest.mark.parametrize("branch", [470, 555])
+def test_help_is_no_error(mps, branch: int) -> None:
+    control = of_branch(mps.machine, branch)
     assert (
-        subprocess.run([control, "-x"], capture_output=True, env={"PATH": PATH}, check=False).returncode == 1
+        subprocess.run([control, "--help"], env={"PATH": PATH}, capture_output=True, check=False).returncode
+        == 0
     )
 
 
@@ -292,7 +319,7 @@ def test_one_client_too_many_is_refused(mps):
     text = control.read_text()
     assert '"most_clients": 48' in text
     control.write_text(text.replace('"most_clients": 48', '"most_clients": 1'))
-    mps.ready(mps.uuid, "-M")
+    mps.ready(mps.uuid, "-multiuser-server")
     held = mps.held_client()
     done = mps.client()
     assert (done.returncode, done.stdout.splitlines()) == (

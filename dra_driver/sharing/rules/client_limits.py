@@ -1,8 +1,12 @@
-"""How many clients an MPS daemon serves at a time, and the rules of sharing bounded by that.
+"""How many clients and users an MPS daemon serves at a time, and the rules of sharing bounded by that.
 
 A client is a CUDA context of one process. The numbers are those of NVIDIA's manual of MPS: 16 on a GPU before Volta, 48
 from Volta on, and 60 from CUDA 13.1 on, which came with driver branch R590. A MIG device has fewer; how many is not
 documented, so the number of the whole GPU stands.
+
+A daemon serves one user at a time: the clients of another user ID wait until those of the first have ended. From branch
+R555 on, `nvidia-cuda-mps-control -multiuser-server` serves all users at once, on Volta and newer; older programs end on
+this option.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dra_driver.model.sharing import MAX_MPS_SHARES, SharingPolicy, SharingRule
 
 _VOLTA = (7, 0)
 _BEFORE_VOLTA, _BEFORE_CUDA_13_1 = 16, 48
-_CUDA_13_1_BRANCH = 590
+_CUDA_13_1_BRANCH, _MULTI_USER_BRANCH = 590, 555
 _BRANCH = re.compile(r"[0-9]{1,6}(?=\.|\Z)")
 
 
@@ -29,9 +33,24 @@ def most_clients(gpu: Gpu, versions: DriverVersions) -> int:
     """The most clients of an MPS daemon on the GPU. A GPU or driver of which nothing is known counts as a new one."""
     if is_before_volta(gpu):
         return _BEFORE_VOLTA
-    branch = _BRANCH.match(versions.driver or "")
-    is_older = branch is not None and int(branch[0]) < _CUDA_13_1_BRANCH
-    return _BEFORE_CUDA_13_1 if is_older else MAX_MPS_SHARES
+    return _BEFORE_CUDA_13_1 if _is_before(_CUDA_13_1_BRANCH, versions) else MAX_MPS_SHARES
+
+
+def why_one_user(gpu: Gpu, versions: DriverVersions) -> str | None:
+    """Why MPS serves one user at a time on the GPU, and what mends that; None if it can serve several.
+
+    A GPU or driver of which nothing is known counts as a new one.
+    """
+    if is_before_volta(gpu):
+        return f"{gpu.product_name} is older than Volta; select a newer GPU"
+    if _is_before(_MULTI_USER_BRANCH, versions):
+        return f"the node has NVIDIA driver {versions.driver}; update it to R555 or newer"
+    return None
+
+
+def _is_before(branch: int, versions: DriverVersions) -> bool:
+    found = _BRANCH.match(versions.driver or "")
+    return found is not None and int(found[0]) < branch
 
 
 def bounded_rule(

@@ -21,7 +21,7 @@ from dra_driver.model.sharing_mode import (
     UnknownSharingMode,
     usage_kind,
 )
-from dra_driver.sharing.rules.client_limits import bounded_rule, is_before_volta
+from dra_driver.sharing.rules.client_limits import bounded_rule, why_one_user
 from dra_driver.sharing.rules.mps_requests import refuse_mixed_requests
 from dra_driver.sharing.rules.share_limits import limits_of
 
@@ -51,7 +51,7 @@ def sharing_modes_of(
     wanted = [_wanted(claim, result, device, driver) for result, device in devices]
     rules = [bounded_rule(policy, device, versions) if policy.entries else None for _, device in devices]
     modes = [
-        _usage(one, result, device, _same_entry(wanted, devices, one), rule)
+        _usage(one, result, device, _same_entry(wanted, devices, one), rule, versions)
         for one, (result, device), rule in zip(wanted, devices, rules, strict=True)
     ]
     if any(isinstance(mode, MpsShared) for mode in modes):
@@ -166,26 +166,29 @@ def _usage(
     device: OfferedDevice,
     group: Sequence[str],
     rule: SharingRule | None,
+    versions: DriverVersions,
 ) -> SharingMode:
     if result.admin_access:
         return None
     sharing = wanted.sharing
     if sharing is None:
-        return _enforced(result, device, rule)
+        return _enforced(result, device, rule, versions)
     if sharing.strategy == "TimeSlicing":
         interval = sharing.time_slicing.interval if sharing.time_slicing else None
         # A MIG device has its own share of the GPU; its slices of time are not ours to set.
         if not isinstance(device, WholeGpu):
             return None
         return TimeSliced(None if interval is None else INTERVALS.index(interval))
-    return _mps(sharing.mps or MpsConfig(), result, device, group, rule)
+    return _mps(sharing.mps or MpsConfig(), result, device, group, rule, versions)
 
 
-def _enforced(result: DeviceResult, device: OfferedDevice, rule: SharingRule | None) -> SharingMode:
+def _enforced(
+    result: DeviceResult, device: OfferedDevice, rule: SharingRule | None, versions: DriverVersions
+) -> SharingMode:
     if result.share_id is None or rule is None or rule.enforce != "mps":
         return None
     limits = limits_of(result, device, rule)
-    spec = _neutral_spec(device, result, multi_user=None)
+    spec = _neutral_spec(device, _serves_users_of(rule, device, versions))
     return MpsShared(spec, limits.memory_mib, limits.active_thread_percentage)
 
 
@@ -195,10 +198,11 @@ def _mps(
     device: OfferedDevice,
     group: Sequence[str],
     rule: SharingRule | None,
+    versions: DriverVersions,
 ) -> MpsShared:
     memory = _memory_limit(config, result, device, group)
     percentage = config.active_thread_percentage
-    spec = _neutral_spec(device, result, config.multi_user)
+    spec = _neutral_spec(device, _multi_user(config, result, device, rule, versions))
     if result.share_id is None:
         # Nobody else uses the daemon: the claim's limits hold for clients that lost their environment too.
         return MpsShared(
@@ -216,21 +220,37 @@ def _mps(
     )
 
 
-def _neutral_spec(device: OfferedDevice, result: DeviceResult, multi_user: bool | None) -> MpsDaemonSpec:
-    """A daemon without limits of its own, which claims of different limits can share."""
-    is_volta = not is_before_volta(device.gpu)
-    if multi_user and not is_volta:
+def _multi_user(
+    config: MpsConfig,
+    result: DeviceResult,
+    device: OfferedDevice,
+    rule: SharingRule | None,
+    versions: DriverVersions,
+) -> bool:
+    """As the parameters say. Where they say nothing, a share has the daemon of the other shares of its device.
+
+    Raises: ClaimRefusedError if they ask for what MPS cannot do there.
+    """
+    if config.multi_user is None:
+        is_enforced = result.share_id is not None and rule is not None and rule.enforce == "mps"
+        return is_enforced and rule is not None and _serves_users_of(rule, device, versions)
+    reason = why_one_user(device.gpu, versions) if config.multi_user else None
+    if reason is not None:
         raise ClaimRefusedError(
-            f"request {result.request}: device {device.name} ({device.gpu.product_name}) is older than Volta, where "
-            "MPS cannot serve several users at a time; set multiUser to false"
+            f"request {result.request}: multiUser is not possible on device {device.name}, because {reason}, or leave "
+            "multiUser out and run all pods of the device as one user"
         )
-    return MpsDaemonSpec(
-        device.name,
-        device.uuid,
-        kind_of(device),
-        device.gpu.uuid,
-        multi_user=is_volta if multi_user is None else multi_user,
-    )
+    return config.multi_user
+
+
+def _serves_users_of(rule: SharingRule, device: OfferedDevice, versions: DriverVersions) -> bool:
+    """Whether the daemon of a device's shares serves several users at a time: as the rule says, where MPS can."""
+    return rule.multi_user and why_one_user(device.gpu, versions) is None
+
+
+def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
+    """A daemon without limits of its own, which claims of different limits can share."""
+    return MpsDaemonSpec(device.name, device.uuid, kind_of(device), device.gpu.uuid, multi_user)
 
 
 def _memory_limit(

@@ -2,10 +2,14 @@
 # ruff: noqa: PTH100, PTH110, PTH120, S108
 """The MPS control program of a simulated machine: daemon (-f, -d) and command line to it (no flag).
 
+It takes the options that the real program of the machine's driver branch takes. Before R555 that is one of -f, -d, -h
+and --help, alone; whatever else is given, the real program looks for a daemon, finds none, and ends. From R555 on it
+also takes -multiuser-server, and answers what it does not know with its help.
 It needs nothing but Python's standard library. What it knows of the machine stands in FACTS; the daemon is in
 a module of the machine's host root: every command to it is a process of this, which must start fast.
 """
 
+import json
 import os
 import socket
 import sys
@@ -15,7 +19,7 @@ FACTS = r"""#@FACTS@"""
 
 NAME = "nvidia-cuda-mps-control"
 NO_DAEMON = "Cannot find MPS control daemon process"
-USAGE = f"Usage: {NAME} [-d|-f] [-M|-multiuser-server] | -v"
+HELP = "CUDA MPS Control for Linux/Unix (simulated).\n\n  See the nvidia-cuda-mps-control manual page.\n"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PIPE = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
 END = "\0\n"
@@ -69,18 +73,24 @@ def background(multi_user: bool) -> int:
 
 def main(arguments: list[str]) -> int:
     """The exit code."""
-    if arguments == ["-v"]:
-        print(f"{NAME} (simulated)")
+    if arguments in (["-h"], ["--help"]):
+        print(HELP)
         return 0
-    multi_user = "-M" in arguments or "-multiuser-server" in arguments
-    rest = [item for item in arguments if item not in ("-M", "-multiuser-server")]
-    if rest == ["-f"]:
-        return daemon(multi_user)
-    if rest == ["-d"]:
-        return background(multi_user)
-    if rest or multi_user:
-        print(USAGE)
+    if json.loads(FACTS)["branch"] < 555:
+        if len(arguments) > 1 or not {*arguments} <= {"-f", "-d"}:
+            print(NO_DAEMON)
+            return 1
+    elif not {*arguments} <= {"-f", "-d", "-multiuser-server"}:
+        print(HELP)
         return 1
+    multi_user = "-multiuser-server" in arguments
+    if multi_user and os.geteuid() != 0:
+        print(f"{HELP}\nOnly root user may enable -multiuser-server!")
+        return 1
+    if "-f" in arguments:
+        return daemon(multi_user)
+    if "-d" in arguments:
+        return background(multi_user)
     return command_line()
 
 
