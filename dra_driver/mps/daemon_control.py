@@ -23,7 +23,8 @@ from dra_driver.mps.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
 
 _log = structlog.get_logger(__name__)
 
-PID_FILE = f"{CONTROL_PROGRAM}.pid"
+CONTROL_SOCKET = "control"
+"""What a daemon makes in its pipe directory when it is about to answer. The pid file is none of R470 and R535."""
 OUTPUT = "host.out"
 LOGS = ("control.log", OUTPUT)
 MULTI_USER = "-multiuser-server"

@@ -10,12 +10,12 @@ from pathlib import Path
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.daemon_control import PID_FILE, ControlProgram, log_tail
+from dra_driver.mps.daemon_control import CONTROL_SOCKET, MULTI_USER, ControlProgram, log_tail
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.limit_commands import is_answer, is_number, limit_commands
 
 _POLL_S = 0.01
-_ASK_EVERY_S = 0.5
+_FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
 _READY = "get_default_active_thread_percentage"
 _LONGEST_ADDRESS = 107
 _LONGEST_SOCKET = "control_privileged"
@@ -61,24 +61,26 @@ class Conversation:
         self._closing = closing
 
     def wait_ready(self, process: ProcessId, deadline: float) -> None:
-        """Return when the daemon answers. Asking costs a process, so its pid file is waited for before.
+        """Return when the daemon answers. Asking costs a process, so its socket is waited for before.
 
         Raises: RetryableError with the end of its log, HostStoppingError.
         """
-        pid_file = Path(self._directories.pipe, PID_FILE)
+        control = Path(self._directories.pipe, CONTROL_SOCKET)
         began = time.monotonic()
-        ask_at, reason = began + 2 * _ASK_EVERY_S, "it has written no pid file"
+        ask_at, pause, reason = 0.0, _FIRST_ASK_S, "it has made no socket"
+        ask_anyway_at = began + 2 * _ASK_EVERY_S
         while not self._closing.is_set():
             now = time.monotonic()
             if not processes.is_alive(process):
                 raise self._not_ready("ended while it started")
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
-            if now >= ask_at or pid_file.exists():
+            if now >= ask_at and (now >= ask_anyway_at or control.exists()):
                 reason = self._why_not_ready(max(0.1, min(deadline - now, self._timings.answer)))
                 if not reason:
                     return
-                ask_at = now + _ASK_EVERY_S
+                ask_at = time.monotonic() + pause
+                pause = min(2 * pause, _ASK_EVERY_S)
             time.sleep(_POLL_S)
         raise HostStoppingError("the MPS host is being stopped; its successor takes the daemon over")
 
@@ -118,11 +120,14 @@ class Conversation:
         return "" if answer and is_number(answer[-1]) else f"it answers {answer}"
 
     def _not_ready(self, what: str) -> RetryableError:
+        """What the program printed comes first; a guess only where it printed nothing."""
+        said = log_tail(self._directories) or self._likely_cause()
+        if self._spec.multi_user:
+            said += f"; it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
+        return RetryableError(f"the MPS daemon of {self._spec.device} ({self._spec.uuid}) {what}; {said}")
+
+    def _likely_cause(self) -> str:
         address = f"{self._directories.pipe}/{_LONGEST_SOCKET}".encode()
-        hint = ""
-        if len(address) > _LONGEST_ADDRESS:
-            hint = f", and its pipe directory {self._directories.pipe} may be too long a path for sockets"
-        tail = log_tail(self._directories) or "it wrote no log"
-        return RetryableError(
-            f"the MPS daemon of {self._spec.device} ({self._spec.uuid}) {what}{hint}; {tail}"
-        )
+        if len(address) <= _LONGEST_ADDRESS:
+            return "it printed nothing"
+        return f"it printed nothing; perhaps its pipe directory {self._directories.pipe} is too long a path for a socket"

@@ -128,7 +128,7 @@ class MpsSteps:
         if status.state != "ready":
             raise StateError(
                 f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
-                f"{status.problem or 'see its control.log'}; end the processes that use it"
+                f"{status.problem or 'see the files in its log directory'}; end the processes that use it"
             )
 
     def undo(self, step: Step, record: ClaimRecord) -> None:

@@ -23,7 +23,7 @@ _CUDA_13_1_BRANCH = 590
 class MpsBehaviour:
     """How control daemons behave from now on; None means as usual.
 
-    With `fail_to_start` they do not start and write this text to control.log. `server_state` is the answer of
+    With `fail_to_start` they do not start and say this text. `server_state` is the answer of
     get_server_status. With `silent` they take commands and never answer. With `server_lingers` their servers stay when
     the daemon dies. With `selinux_enforcing` a client is refused what does not bear the type of container files.
     """

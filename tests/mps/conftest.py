@@ -128,12 +128,15 @@ def machine(tmp_path_factory) -> Machine:
 @pytest.fixture
 def host(machine) -> Iterator[Host]:
     top = Path(tempfile.mkdtemp(prefix="mps-"))
+    version = machine.driver_version
     one = Host(top, machine)
     one.behave()
     yield one
     one.close()
     mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(top) in line]
     reset_mps_behaviour(machine.host_root)
+    if machine.driver_version != version:
+        machine.load_driver(version)
     for index in range(8):
         machine.set_compute_mode(machine.gpu(index).uuid, 0)
     shutil.rmtree(top)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from dra_driver.errors import FatalError, NotSupportedError, PermanentError, RetryableError
 from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.mps import daemon_conversation
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_control import ControlProgram
@@ -211,6 +213,55 @@ def test_a_daemon_that_ends_at_once_shows_its_log(host):
     assert_nothing_left(host)
     host.behave()
     assert supervisor.ensure(host.spec(), 10).state == "ready"
+
+
+def test_what_the_program_printed_is_told_first_when_it_ends(host, monkeypatch):
+    monkeypatch.setattr(daemon_conversation, "_LONGEST_ADDRESS", 10)
+    host.behave(fail_to_start="CUDA driver version is insufficient")
+    supervisor = host.supervisor()
+    with pytest.raises(RetryableError) as refused:
+        supervisor.ensure(host.spec(multi_user=True), 10)
+    text = re.sub(r"\[[^]]*\]", "[…]", str(refused.value))
+    assert text == (
+        f"the MPS daemon of gpu-2 ({host.spec().uuid}) ended while it started; host.out: […] Starting control "
+        "daemon | […] CUDA driver version is insufficient; it was started with -multiuser-server, which needs NVIDIA "
+        "driver R555 or newer"
+    )
+
+
+def test_a_cause_is_guessed_when_the_program_printed_nothing(host, monkeypatch, tmp_path):
+    silent = tmp_path / "nvidia-cuda-mps-control"
+    silent.write_text("#!/bin/sh\nexit 1\n")
+    silent.chmod(0o755)
+    control = ControlProgram(
+        lambda: DriverPrograms("/", {"nvidia-cuda-mps-control": str(silent)}, os.environ["PATH"])
+    )
+    supervisor = host.supervisor(control=control)
+    with pytest.raises(RetryableError, match=r"ended while it started; it printed nothing$"):
+        supervisor.ensure(host.spec(), 10)
+    monkeypatch.setattr(daemon_conversation, "_LONGEST_ADDRESS", 10)
+    with pytest.raises(
+        RetryableError, match=r"printed nothing; perhaps its pipe directory .* is too long a path"
+    ):
+        supervisor.ensure(host.spec(), 10)
+
+
+@pytest.mark.parametrize("branch", [470, 535])
+def test_a_daemon_of_an_older_driver_is_ready_without_a_pid_file(host, branch):
+    host.machine.load_driver(f"{branch}.1")
+    supervisor = host.supervisor()
+    assert supervisor.ensure(host.spec(default_active_thread_percentage=25), 10).state == "ready"
+    assert not list(Path(host.pipe()).glob("*.pid"))
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
+def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
+    host.machine.load_driver("470.256.02")
+    supervisor = host.supervisor()
+    with pytest.raises(PermanentError, match='says Unknown command "set_default_device_pinned_mem_limit"'):
+        supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
+    assert_nothing_left(host)
 
 
 def test_the_callers_time_is_kept(host):
@@ -592,7 +643,7 @@ def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
 
     class Quick:
         def start(self, spec, directories):
-            Path(directories.pipe, "nvidia-cuda-mps-control.pid").touch()
+            Path(directories.pipe, "control").touch()
             return child
 
         def ask(self, *_, timeout_s):

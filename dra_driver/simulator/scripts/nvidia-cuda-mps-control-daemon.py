@@ -3,6 +3,9 @@
 
 A program of its own that does not need this package; its pipes are open to every user, as the real one's are.
 
+It knows the commands of the real program of the machine's driver branch, and answers and logs as that does: in the
+foreground to standard output; a value that cannot be is not taken, and the answer does not say so.
+
 How it is to misbehave stands in a file of the machine, looked up by "*" and by the device's UUID.
 """
 
@@ -22,6 +25,18 @@ NAME = "nvidia-cuda-mps-control"
 PIPE = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
 LOG = os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/var/log/nvidia-mps")
 END = "\0\n"
+COMMANDS_SINCE = {
+    495: (
+        "set_default_device_pinned_mem_limit",
+        "get_default_device_pinned_mem_limit",
+        "set_device_pinned_mem_limit",
+        "get_device_pinned_mem_limit",
+        "ps",
+        "terminate_client",
+    ),
+    550: ("get_server_status",),
+}
+PID_FILE_SINCE = 550
 
 
 class Refusal(Exception):  # noqa: N818
@@ -54,8 +69,9 @@ class Server:
 class Daemon:
     """Commands and clients; one at a time, as they come."""
 
-    def __init__(self, facts: dict[str, Any], root: str, multi_user: bool) -> None:
+    def __init__(self, facts: dict[str, Any], root: str, multi_user: bool, foreground: bool) -> None:
         self.facts = facts
+        self.foreground = foreground
         self.root = root
         self.multi_user = multi_user
         self.visible = [item for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item]
@@ -80,6 +96,9 @@ class Daemon:
             "get_device_pinned_mem_limit": lambda pid, device: self.server(pid).memory.get(device, "0"),
             "terminate_client": self.terminate_client,
         }
+        for first_branch, names in COMMANDS_SINCE.items():
+            if facts["branch"] < first_branch:
+                self.commands = {name: one for name, one in self.commands.items() if name not in names}
 
     def rules(self) -> dict[str, Any]:
         """How it is to misbehave now."""
@@ -91,6 +110,9 @@ class Daemon:
         return {**rules.get("*", {}), **rules.get(self.visible[0] if self.visible else "*", {})}
 
     def log(self, name: str, text: str) -> None:
+        if name == "control.log" and self.foreground:
+            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')} Control {os.getpid()}] {text}", flush=True)
+            return
         with contextlib.suppress(OSError), open(f"{LOG}/{name}", "a") as file:
             file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')} {os.getpid()}] {text}\n")
 
@@ -160,7 +182,7 @@ class Daemon:
             return ""
         command = self.commands.get(words[0])
         if command is None:
-            return f"Unrecognized command: {words[0]}"
+            return f'Unknown command "{words[0]}"'
         try:
             return command(*words[1:])
         except (Refusal, TypeError, ValueError) as error:
@@ -192,17 +214,19 @@ class Daemon:
         return ""
 
     def set_default_percentage(self, value: str) -> str:
-        self.percentage = self.percentage if self.rules().get("ignore_limits") else percentage(value)
-        return ""
+        with contextlib.suppress(Refusal):
+            self.percentage = self.percentage if self.rules().get("ignore_limits") else percentage(value)
+        return f"{self.percentage:.1f}"
 
     def set_percentage(self, pid: str, value: str) -> str:
         self.server(pid).percentage = percentage(value)
         return ""
 
     def set_default_memory(self, device: str, size: str) -> str:
-        mebibytes(size)
-        if not self.rules().get("ignore_limits"):
-            self.memory[device] = size
+        with contextlib.suppress(Refusal):
+            mebibytes(size)
+            if not self.rules().get("ignore_limits"):
+                self.memory[device] = size
         return ""
 
     def set_memory(self, pid: str, device: str, size: str) -> str:
@@ -384,9 +408,9 @@ def refusal(me: Daemon) -> str | None:
     return reason
 
 
-def run(facts: str, root: str, multi_user: bool) -> int:
+def run(facts: str, root: str, multi_user: bool, foreground: bool) -> int:
     """Be the daemon until it is told to quit; the exit code."""
-    me = Daemon(json.loads(facts), root, multi_user)
+    me = Daemon(json.loads(facts), root, multi_user, foreground)
     lock = os.open(f"{PIPE}/control_lock", os.O_RDWR | os.O_CREAT, 0o644)
     if is_taken(lock):
         print("An instance of this daemon is already running", flush=True)
@@ -405,11 +429,11 @@ def run(facts: str, root: str, multi_user: bool) -> int:
         signal.setitimer(signal.ITIMER_REAL, rules["die_after_s"])
     listener, fifo = open_pipes()
     signal.signal(signal.SIGTERM, lambda *_: me.end(fifo))
-    with open(f"{PIPE}/{NAME}.pid", "w") as file:
-        file.write(str(os.getpid()))
+    if me.facts["branch"] >= PID_FILE_SINCE:
+        with open(f"{PIPE}/{NAME}.pid", "w") as file:
+            file.write(str(os.getpid()))
     me.serve(listener, fifo)
     me.log("control.log", "Exit")
-    for name in ("control", f"{NAME}.pid", "control_lock"):
-        with contextlib.suppress(OSError):
-            os.unlink(f"{PIPE}/{name}")
+    with contextlib.suppress(OSError):
+        os.unlink(f"{PIPE}/{NAME}.pid")  # the real one leaves its sockets
     return 0

@@ -48,12 +48,12 @@ def command_line() -> int:
     return 0
 
 
-def daemon(multi_user: bool) -> int:
+def daemon(multi_user: bool, foreground: bool) -> int:
     """Be the daemon; returns when it has quit."""
     sys.path.insert(0, f"{ROOT}/usr/share/nvidia-simulator")
     import nvidia_mps_daemon  # type: ignore[import-not-found]
 
-    return int(nvidia_mps_daemon.run(FACTS, ROOT, multi_user))
+    return int(nvidia_mps_daemon.run(FACTS, ROOT, multi_user, foreground))
 
 
 def background(multi_user: bool) -> int:
@@ -61,12 +61,12 @@ def background(multi_user: bool) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
-        os._exit(daemon(multi_user))
+        os._exit(daemon(multi_user, foreground=False))
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        if os.path.exists(f"{PIPE}/{NAME}.pid"):
+        if os.path.exists(f"{PIPE}/control"):
             return 0
         time.sleep(0.01)
 
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
         print(f"{HELP}\nOnly root user may enable -multiuser-server!")
         return 1
     if "-f" in arguments:
-        return daemon(multi_user)
+        return daemon(multi_user, foreground=True)
     if "-d" in arguments:
         return background(multi_user)
     return command_line()
