@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,6 +71,27 @@ def _logs_as_before() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.configure(**logs)
+
+
+@pytest.fixture
+def threads_that_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Of the threads whose name begins so, only that many start from now on, as at a limit of processes."""
+    start, guard = threading.Thread.start, threading.Lock()
+
+    def limit(name: str, count: int) -> None:
+        left = [None] * count
+
+        def started(thread: threading.Thread) -> None:
+            if thread.name.startswith(name):
+                with guard:
+                    if not left:
+                        raise RuntimeError("can't start new thread")
+                    left.pop()
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", started)
+
+    return limit
 
 
 @pytest.fixture

@@ -33,6 +33,11 @@ def main() -> None:
     except DraDriverError as error:
         print(f"gpu-dra-driver: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        print(f"gpu-dra-driver: {error}; raise the limit of processes, or free memory", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

@@ -54,8 +54,12 @@ class BoundedCall(Generic[T]):
     def ask(self) -> None:
         """Begin a call, unless one is under way."""
         if not self.is_asking:
-            self._thread = threading.Thread(target=self._run, name=f"ask {self._what}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"ask {self._what}", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:
+                self._value, self._problem = None, f"{self._what} could not be asked: {error}"
 
     def answer(self, wait_s: float) -> tuple[T | None, str | None]:
         """What the last call brought, None if it failed, and what is wrong with it; waits no longer than told.

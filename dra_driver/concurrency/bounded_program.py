@@ -24,11 +24,13 @@ def run_program(
     """Run a program with `text` as its input; returns the exit code and all output.
 
     A program that does not end within `timeout_s` seconds is killed. If even that does not end it, as on a GPU that
-    hangs, a thread waits for it, and until then nothing else starts in the same `lane`. Raises: OSError, TimeoutError.
+    hangs, it is left behind, and until it ends nothing else starts in the same `lane`. Raises: OSError, TimeoutError.
     """
     with _guard:
-        if lane in _stuck:
-            raise TimeoutError(f"process {_stuck[lane].pid} of an earlier try still hangs in the kernel")
+        stuck = _stuck.get(lane)
+        if stuck is not None and stuck.poll() is None:
+            raise TimeoutError(f"process {stuck.pid} of an earlier try still hangs in the kernel")
+        _stuck.pop(lane, None)
     child = subprocess.Popen(
         list(arguments),
         stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
@@ -55,15 +57,7 @@ def _give_up(child: subprocess.Popen[str], lane: str) -> None:
     except subprocess.TimeoutExpired:
         with _guard:
             _stuck[lane] = child
-        threading.Thread(target=_reap, args=(child, lane), name="program-reaper", daemon=True).start()
     for stream in (child.stdin, child.stdout):
         if stream is not None:
             with suppress(OSError):
                 stream.close()
-
-
-def _reap(child: subprocess.Popen[str], lane: str) -> None:
-    child.wait()
-    with _guard:
-        if _stuck.get(lane) is child:
-            del _stuck[lane]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextvars import copy_context
 from typing import TypeVar
+
+import structlog
+
+_log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -19,6 +23,9 @@ def side_by_side(
     Without `wait_s` all futures are done at the return. With it the call returns after that many seconds at the latest:
     a task that hangs is left behind in its thread, and one that has not begun by then never begins (its future is
     cancelled).
+
+    Where a thread cannot start, fewer threads do the work. Without `wait_s` the caller's own thread is always one of
+    them. With it, the caller's thread does no work, so without any other thread no task begins.
     """
     futures: list[Future[T]] = [Future() for _ in tasks]
     waiting = list(zip(tasks, futures, strict=True))
@@ -38,35 +45,18 @@ def side_by_side(
             except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
                 future.set_exception(error)
 
-    helpers = min(at_most, len(tasks)) - (wait_s is None)
-    threads = [
-        threading.Thread(target=copy_context().run, args=(work,), name="side-by-side", daemon=True)
-        for _ in range(helpers)
-    ]
-    for thread in threads:
-        thread.start()
+    started = 0
+    try:
+        for _ in range(min(at_most, len(tasks)) - (wait_s is None)):
+            run = copy_context().run
+            threading.Thread(target=run, args=(work,), name="side-by-side", daemon=True).start()
+            started += 1
+    except (RuntimeError, MemoryError) as error:
+        # An error here would end the caller, and its locks, while the threads before go on.
+        _log.warning("threads_not_started", started=started, reason=str(error))
     if wait_s is None:
         work()
-        for thread in threads:
-            thread.join()
-    else:
-        _wait(futures, wait_s)
-        for future in futures:
-            future.cancel()
-    return futures
-
-
-def _wait(futures: Sequence[Future[T]], wait_s: float) -> None:
-    left = len(futures)
-    is_done = threading.Condition()
-
-    def count(_future: Future[T]) -> None:
-        nonlocal left
-        with is_done:
-            left -= 1
-            is_done.notify_all()
-
+    wait(futures, wait_s if started else 0)
     for future in futures:
-        future.add_done_callback(count)
-    with is_done:
-        is_done.wait_for(lambda: not left, wait_s)
+        future.cancel()
+    return futures

@@ -157,7 +157,7 @@ def half_of_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def _in_own_thread(name: str, action: Callable[[], T]) -> T:
-    """What the action returns or raises, run in a thread that ends with it."""
+    """What the action returns or raises, run in a thread that ends with it. Raises: RetryableError without one."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -168,7 +168,12 @@ def _in_own_thread(name: str, action: Callable[[], T]) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=body, name=name)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RetryableError(
+            f"cannot enter a mount namespace: {error}; raise the limit of processes"
+        ) from error
     thread.join()
     if errors:
         raise errors[0]

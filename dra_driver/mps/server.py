@@ -53,8 +53,9 @@ class Server:
             listener.close()
             raise StateError(f"cannot listen on {self._path}: {error.strerror or error}") from error
         self._socket = listener
-        self._acceptor = threading.Thread(target=self._accept, args=(listener,), name="mps-accept")
-        self._acceptor.start()
+        acceptor = threading.Thread(target=self._accept, args=(listener,), name="mps-accept")
+        acceptor.start()
+        self._acceptor = acceptor
 
     def stop(self) -> None:
         """Take no more requests, give those in progress some seconds, remove the socket."""

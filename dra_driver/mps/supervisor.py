@@ -228,8 +228,11 @@ class Supervisor:
             del self._workers[done]
         if name not in self._workers:
             thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
-            self._workers[name] = thread
-            thread.start()
+            try:
+                thread.start()
+                self._workers[name] = thread
+            except RuntimeError as error:  # the next look tries again
+                _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
 
 
 def _logged(action: Callable[[], object]) -> None:

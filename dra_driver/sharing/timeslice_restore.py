@@ -27,7 +27,10 @@ class TimeSliceRestore:
 
     def driver_changed(self) -> None:
         """The driver was loaded again, or the GPUs are others than before."""
-        threading.Thread(target=self.set_again, name="timeslice-restore", daemon=True).start()
+        try:
+            threading.Thread(target=self.set_again, name="timeslice-restore", daemon=True).start()
+        except RuntimeError:  # no thread can start, and nobody comes back to it: the caller's does it
+            self.set_again()
 
     def set_again(self) -> None:
         """Set what the records say. A GPU that refuses is told and hides no other."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +70,21 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_users_are_not_known_when_no_thread_starts_and_are_at_the_next_look(
+    bench: Bench, threads_that_start: Callable[[str, int], None]
+) -> None:
+    held = hold(GPU_0)
+    bench.shown[held.uuid] = TRAINER
+    threads_that_start("ask ", 0)
+    with pytest.raises(RetryableError) as unknown:
+        bench.of(held)
+    assert str(unknown.value) == f"NVML about {GPU_0} could not be asked: can't start new thread"
+    threads_that_start("ask ", 1)
+    found = bench.users.of(record(held))
+    assert found is not None
+    assert found.pids == {4711}
 
 
 @pytest.mark.parametrize("held", [hold(GPU_0), hold(MIG_1G)], ids=["gpu", "mig"])

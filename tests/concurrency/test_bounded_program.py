@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import threading
 import time
 
 import pytest
@@ -27,7 +27,7 @@ def run(script, timeout_s=5.0, lane="test", **more):
 @pytest.fixture
 def unkillable(monkeypatch):
     """KILL has no effect for now, as on a process that waits in the kernel."""
-    children, kill = [], subprocess.Popen.kill
+    children = []
 
     def ignored(child):
         children.append(child)
@@ -35,13 +35,10 @@ def unkillable(monkeypatch):
     monkeypatch.setattr(bounded_program, "_AFTER_KILL_S", 0.05)
     monkeypatch.setattr(subprocess.Popen, "kill", ignored)
     yield children
+    monkeypatch.undo()
     for child in children:
-        kill(child)
-    deadline = time.monotonic() + 20
-    while any(thread.name == "program-reaper" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert bounded_program._stuck == {}
+        child.kill()
+        child.wait(20)
 
 
 def test_exit_code_and_all_output():
@@ -71,6 +68,18 @@ def test_what_even_kill_does_not_end_is_left_behind(unkillable):
         run("exit 0")
     assert run("exit 0", lane="another") == (0, "")
     assert time.monotonic() - began < 15
+    os.kill(unkillable[0].pid, signal.SIGKILL)
+    unkillable[0].wait(20)
+    assert run("exit 0") == (0, ""), "nothing hangs any more"
+
+
+def test_what_even_kill_does_not_end_is_left_behind_when_no_thread_starts(unkillable, threads_that_start):
+    threads_that_start("", 0)
+    with pytest.raises(TimeoutError, match="did not end"):
+        run("exec sleep 60", 0.1)
+    os.kill(unkillable[0].pid, signal.SIGKILL)
+    unkillable[0].wait(20)
+    assert run("exit 0") == (0, "")
 
 
 def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):

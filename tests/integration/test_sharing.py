@@ -14,6 +14,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
 from tests.integration.conftest import NODE, Node, eventually
 
 Json = dict[str, Any]
@@ -270,6 +271,47 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
     assert pid.read_text() == daemon
     assert node.unprepare(ref) == {ref.uid: None}
     assert snapshot(node) == before
+
+
+def one_daemon_each(node: Node, count: int) -> ClaimRef:
+    """A claim whose requests get one GPU each, and so a daemon each."""
+    results = [
+        {"request": f"gpu-{number}", "driver": "gpu.nvidia.com", "pool": NODE, "device": device["name"]}
+        for number, device in enumerate(node.devices()[:count])
+    ]
+    return node.claim("mps", status={"allocation": {"devices": {"results": results, "config": MPS}}})
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_claim_of_several_daemons_is_prepared_and_ends_when_not_all_threads_start(
+    shared: Callable[..., Node], threads_that_start: Callable[[str, int], None], started: int
+) -> None:
+    node = shared()
+    before = snapshot(node)
+    ref = one_daemon_each(node, 3)
+    threads_that_start("side-by-side", started)
+    ready(node, ref)
+    assert modes(node, 4) == [3, 3, 3, 0]
+    assert len(list(node.plugin_dir.glob("mps/*/pipe/*.pid"))) == 3
+    threads_that_start("side-by-side", started)
+    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.records() == []
+    eventually(lambda: _settled(node) == before)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_claim_of_several_daemons_leaves_nothing_when_one_fails_and_not_all_threads_start(
+    shared: Callable[..., Node], threads_that_start: Callable[[str, int], None], started: int
+) -> None:
+    node = shared()
+    before = snapshot(node)
+    ref = one_daemon_each(node, 3)
+    root = node.machine.host_root
+    set_mps_behaviour(root, MpsBehaviour(fail_to_start="no"), node.machine.gpu(0).uuid)
+    threads_that_start("side-by-side", started)
+    assert "ended while it started" in error(node, ref)
+    reset_mps_behaviour(root)
+    assert (node.records(), snapshot(node)) == ([], before)
 
 
 def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) -> None:

@@ -161,6 +161,18 @@ def test_all_gpus_are_read_and_set_at_the_same_time(host: Host) -> None:
     assert_nothing_left(host)
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
+    host: Host, threads_that_start: Callable[[str, int], None], started: int
+) -> None:
+    supervisor = host.supervisor(probe=60)
+    threads_that_start("side-by-side", started)
+    assert supervisor.ensure(spec_of(host), 10).state == "ready"
+    assert modes(host) == [EXCLUSIVE_PROCESS] * 3
+    supervisor.stop("gpu-2", 10)
+    assert_nothing_left(host)
+
+
 def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(host: Host) -> None:
     class Control:
         def __init__(self) -> None:

@@ -212,6 +212,17 @@ def test_host_without_threads_refuses_one_and_serves_the_next(served, monkeypatc
     MpsClient(served).ping()
 
 
+def test_host_that_cannot_start_the_thread_that_accepts_stops_all_the_same(
+    layout, supervisor, threads_that_start
+):
+    threads_that_start("mps-accept", 0)
+    one = Server(layout.socket, supervisor)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        one.start()
+    one.stop()
+    assert not layout.socket.exists()
+
+
 def test_no_host_is_a_clear_error(layout):
     began = time.monotonic()
     with pytest.raises(RetryableError, match=r"no MPS host answers .*DaemonSet gpu-dra-driver-mps.*mps-host"):

@@ -301,6 +301,18 @@ def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
     assert_nothing_left(host)
 
 
+def test_a_start_leaves_nothing_when_no_thread_can_enter_a_mount_namespace(host, threads_that_start):
+    class WithoutTmpfs(KernelMounter):
+        def mount(self, path, size):
+            """That would need root."""
+
+    supervisor = host.supervisor(mounter=WithoutTmpfs(host.layout.root, NO_LABELS))
+    threads_that_start("mps-namespace", 0)
+    with pytest.raises(RetryableError, match="cannot enter a mount namespace: can't start new thread"):
+        supervisor.ensure(host.spec(), 10)
+    assert_nothing_left(host)
+
+
 def test_a_stale_pipe_directory_is_cleaned(host):
     pipe = Path(host.pipe())
     pipe.mkdir(parents=True)
@@ -323,6 +335,18 @@ def test_a_dead_daemon_is_started_again_with_its_limits(host, eventually):
     assert lines == ["30.0"]
     assert supervisor.ensure(first.spec, 10).pid == second.pid
     assert not processes.identify(first.pid)
+
+
+def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(
+    host, eventually, logs, threads_that_start
+):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    threads_that_start("mps-gpu-2", 0)
+    os.kill(first.pid, signal.SIGKILL)
+    eventually(lambda: any(line["event"] == "mps_look_delayed" for line in logs))
+    threads_that_start("mps-gpu-2", 1)
+    eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
 
 
 def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host, eventually):

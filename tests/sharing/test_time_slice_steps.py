@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import pytest
 from dra_driver.concurrency.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice
 from dra_driver.sharing.steps import TimeSliceSteps
+from dra_driver.sharing.timeslice_restore import TimeSliceRestore
 from tests.fakes.samples import claim
 
 
@@ -56,3 +59,19 @@ def test_undo_does_not_wait_beyond_the_kubelets_deadline(
             with pytest.raises(RetryableError, match=text):
                 hanging.undo(step, record)
     assert time.monotonic() - began < 15
+
+
+def test_time_slices_are_set_again_when_no_thread_starts(
+    tmp_path: Path, threads_that_start: Callable[[str, int], None]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    program.chmod(0o755)
+    records, locks = RecordStore(tmp_path / "claims"), GpuLocks(tmp_path / "locks")
+    records.open("boot-1")
+    locks.open()
+    records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
+    found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
+    threads_that_start("timeslice-restore", 0)
+    TimeSliceRestore(records, locks, NvidiaSmi(lambda: found)).driver_changed()
+    assert "--set-timeslice 3" in (tmp_path / "asked").read_text()
