@@ -44,6 +44,31 @@ def bump(obj: dict[str, Any]) -> dict[str, Any]:
     return obj | {"spec": obj["spec"] | {"pool": pool | {"generation": pool["generation"] + 1}}}
 
 
+class Patience:
+    """Stands in for an event whose waits pass at once; set after so many seconds of them, or after so many looks."""
+
+    def __init__(self, seconds: float, looks: int = 1000) -> None:
+        self.waits: list[float] = []
+        self._left = seconds
+        self._looks = looks
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout:
+            self.waits.append(timeout)
+            self._left -= timeout
+        return self.is_set()
+
+    def is_set(self) -> bool:
+        self._looks -= 1
+        return self._left <= 0 or self._looks < 0
+
+    def set(self) -> None:
+        self._left = 0.0
+
+    def clear(self) -> None:
+        pass
+
+
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     """Poll every 5 ms."""
     pause = threading.Event()
