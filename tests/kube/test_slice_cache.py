@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
-from playground.apiserver.failure import expired
+from playground.apiserver.failure import ApiFailure, expired
 
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slice_store import SliceStore
@@ -243,6 +243,21 @@ def test_lists_and_watches_become_rare_when_each_watch_ends_at_once(server, clie
         assert all(step / 2 <= wait <= step for wait, step in zip(waits, steps, strict=False))
     assert one != other
     assert len(server.requests) - before <= 2 * (len(one) + len(other)), "a list and a watch before each wait"
+
+
+@pytest.mark.parametrize(("code", "asked_s", "least_s"), [(429, 40, 40), (503, 40, 40), (429, 10**9, 300)])
+def test_next_watch_waits_as_long_as_asked_when_an_event_says_so(
+    server, client, changes, code, asked_s, least_s
+):
+    busy = ApiFailure(code, "TooManyRequests", "busy", details={"retryAfterSeconds": asked_s})
+    server.faults.end_watches(LATER, {"type": "ERROR", "object": busy.status()})
+    cache = SliceCache(client, changes)
+    cache._stop = stop = Patience(3600)
+    cache._run()
+    assert sum(stop.waits) >= 3600, "ended by the waits"
+    assert all(least_s <= wait <= 1.2 * least_s for wait in stop.waits)
+    assert len(set(stop.waits)) == len(stop.waits)
+    assert (_lists(server), _watches(server)) == (1, len(stop.waits))
 
 
 class Waits(threading.Event):
