@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from playground.apiserver.failure import ApiFailure, expired
+from playground.apiserver.faults import Faults
+
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.versions import ResourceApi
 
@@ -42,6 +45,29 @@ def bump(obj: dict[str, Any]) -> dict[str, Any]:
     """The same slice at the next pool generation."""
     pool = obj["spec"]["pool"]
     return obj | {"spec": obj["spec"] | {"pool": pool | {"generation": pool["generation"] + 1}}}
+
+
+def bookmark(version: str) -> dict[str, Any]:
+    """A raw event of a watch of slices."""
+    return {"type": "BOOKMARK", "object": {"kind": "ResourceSlice", "metadata": {"resourceVersion": version}}}
+
+
+def busy(code: int, asked_s: int) -> dict[str, Any]:
+    """The raw event of a server that asks to come back later."""
+    failure = ApiFailure(code, "TooManyRequests", "busy", details={"retryAfterSeconds": asked_s})
+    return {"type": "ERROR", "object": failure.status()}
+
+
+EXPIRED = {"type": "ERROR", "object": expired(1, 2).status()}
+AN_END_OF_EACH_WATCH: dict[str, Callable[[Faults], None]] = {
+    "410": lambda faults: faults.fail(10_000, 410, reason="Expired", path="watch=true"),
+    "410-in-stream": lambda faults: faults.end_watches(EXPIRED),
+    "410-after-a-bookmark": lambda faults: faults.end_watches(bookmark("1000000"), EXPIRED),
+    "history-set-back": lambda faults: faults.end_watches(bookmark("1")),
+    "in-order": lambda faults: faults.end_watches(),
+    "in-order-after-a-bookmark": lambda faults: faults.end_watches(bookmark("1000000")),
+}
+"""How an API server can end each watch at once."""
 
 
 class Patience:

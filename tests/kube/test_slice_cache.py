@@ -10,13 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
-from playground.apiserver.failure import ApiFailure, expired
 
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slice_store import SliceStore
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
-from tests.kube.support import DRIVER, Patience, bump, make_slice, wait_until
+from tests.kube.support import (
+    AN_END_OF_EACH_WATCH,
+    DRIVER,
+    EXPIRED,
+    Patience,
+    bookmark,
+    bump,
+    busy,
+    make_slice,
+    wait_until,
+)
 
 
 class Changes:
@@ -211,22 +220,6 @@ def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, con
     assert changes.count == 3, "the list brought nothing new"
 
 
-def bookmark(version):
-    return {"type": "BOOKMARK", "object": {"kind": "ResourceSlice", "metadata": {"resourceVersion": version}}}
-
-
-EXPIRED = {"type": "ERROR", "object": expired(1, 2).status()}
-LATER = bookmark("1000000")
-AN_END_OF_EACH_WATCH = {
-    "410": lambda faults: faults.fail(10_000, 410, reason="Expired", path="watch=true"),
-    "410-in-stream": lambda faults: faults.end_watches(EXPIRED),
-    "410-after-a-bookmark": lambda faults: faults.end_watches(LATER, EXPIRED),
-    "history-set-back": lambda faults: faults.end_watches(bookmark("1")),
-    "in-order": lambda faults: faults.end_watches(),
-    "in-order-after-a-bookmark": lambda faults: faults.end_watches(LATER),
-}
-
-
 @pytest.mark.parametrize("end", AN_END_OF_EACH_WATCH.values(), ids=AN_END_OF_EACH_WATCH)
 def test_lists_and_watches_become_rare_when_each_watch_ends_at_once(server, client, changes, end):
     client.create(make_slice("n"))
@@ -249,8 +242,7 @@ def test_lists_and_watches_become_rare_when_each_watch_ends_at_once(server, clie
 def test_next_watch_waits_as_long_as_asked_when_an_event_says_so(
     server, client, changes, code, asked_s, least_s
 ):
-    busy = ApiFailure(code, "TooManyRequests", "busy", details={"retryAfterSeconds": asked_s})
-    server.faults.end_watches(LATER, {"type": "ERROR", "object": busy.status()})
+    server.faults.end_watches(bookmark("1000000"), busy(code, asked_s))
     cache = SliceCache(client, changes)
     cache._stop = stop = Patience(3600)
     cache._run()
