@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
@@ -30,6 +31,11 @@ class Backoff:
         wait_s = self.step() * _jitter.uniform(*self._spread)
         return max(wait_s, (asked_s or 0.0) * _jitter.uniform(1.0, 1.2))
 
-    def reset(self) -> None:
-        """A try has succeeded: begin with the first wait again."""
-        self._step_s = self._first_s
+    def reset(self, lasted_s: float = math.inf) -> None:
+        """A try has succeeded: begin with the first wait again.
+
+        Not if what was tried, such as a watch, lasted shorter than the longest wait: what is over so soon each time
+        would be tried again and again after the first wait.
+        """
+        if lasted_s >= self._most_s:
+            self._step_s = self._first_s

@@ -14,7 +14,6 @@ from dra_driver.kube.api_errors import WatchExpiredError
 from dra_driver.kube.watch_stream import WatchStream
 
 _BACKOFF_S = (1.0, 30.0)
-_SHORT_WATCH_S = 1.0
 _JOIN_S = 1.0
 
 
@@ -86,26 +85,24 @@ class ClusterWatch:
                 if not version:
                     version = listed.read()
                     self._has_read(listed)
-                version = self._follow(listed, version, backoff)
-            except WatchExpiredError:
-                version = ""
-                self._stop.wait(backoff.next())
+                version, asked_s = self._follow(listed, version, backoff)
+                wait_s = backoff.next(asked_s)
             except FatalError as error:
                 self._may_not(listed, error)
                 return
-            except ApiRejectedError as error:
-                version = ""
-                if error.status in (401, 403):  # `read` tells of a right to list that is missing
-                    self._stop.wait(self._poll_s)
-                else:
-                    self._failed(error, backoff.next())
-            except ApiUnavailableError as error:
+            except (ApiRejectedError, ApiUnavailableError) as error:
                 # A server that was away may come back with another history.
                 version = ""
-                self._failed(error, backoff.next(error.retry_after_s))
+                if isinstance(error, ApiRejectedError) and error.status in (401, 403):
+                    wait_s = self._poll_s  # `read` tells of a right to list that is missing
+                else:
+                    wait_s = backoff.next(getattr(error, "retry_after_s", None))
+                    self._failed(error)
+            self._stop.wait(wait_s)
 
-    def _follow(self, listed: Listed, version: str, backoff: Backoff) -> str:
-        """Take events in until the watch ends; the version to go on from, which survives a connection that breaks."""
+    def _follow(self, listed: Listed, version: str, backoff: Backoff) -> tuple[str, float | None]:
+        """Take events in until the watch ends; (version to go on from, which survives a connection that breaks; seconds
+        that the server asks to wait first)."""
         started = time.monotonic()
         stream = listed.watch(version)
         with self._lock:
@@ -115,17 +112,15 @@ class ClusterWatch:
         try:
             for event in stream:
                 version = listed.take(event) or version
-                backoff.reset()
                 if event.get("type") != "BOOKMARK":
                     self._news.set()
-        except ApiUnavailableError:
-            pass
+        except ApiUnavailableError as error:
+            return version, error.retry_after_s
         finally:
+            backoff.reset(time.monotonic() - started)
             with self._lock:
                 del self._streams[listed.name]
-        if time.monotonic() - started < _SHORT_WATCH_S:
-            self._stop.wait(backoff.next())  # a server that ends every watch at once
-        return version
+        return version, None
 
     def _has_read(self, listed: Listed) -> None:
         with self._lock:
@@ -141,7 +136,6 @@ class ClusterWatch:
             self._fatal = error
             self._news.set()
 
-    def _failed(self, error: Exception, wait_s: float) -> None:
-        if not self._stop.is_set():
+    def _failed(self, error: Exception) -> None:
+        if not (self._stop.is_set() or isinstance(error, WatchExpiredError)):
             self._tell(f"{error}; looking again")
-            self._stop.wait(wait_s)

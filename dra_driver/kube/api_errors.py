@@ -90,16 +90,17 @@ def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:
         return
     status = _decode_status(response.data)
     message = one_line(str(status.get("message") or response.reason or "no message"))
-    text = f"{action}: {message} (HTTP {code})"
+    raise failure(f"{action}: {message} (HTTP {code})", code, status, response.headers.get("Retry-After", ""))
+
+
+def failure(
+    text: str, code: int, status: dict[str, Any], retry_after: str = ""
+) -> ApiUnavailableError | ApiRejectedError:
+    """The error for an answer or an event: `status` is the API's Status object, {} if there was none; `retry_after` the
+    header of that name."""
     if code in RETRYABLE_STATUS or code >= 500:
-        raise ApiUnavailableError(
-            text, retry_after_s=_retry_after(response, status), is_brief=code in _BRIEF_STATUS
-        )
-    raise rejection(text, code, status)
-
-
-def rejection(text: str, code: int, status: dict[str, Any]) -> ApiRejectedError:
-    """The error for a refusal: `status` is the API's Status object, {} if there was none."""
+        asked_s = _retry_after(retry_after.strip(), status)
+        return ApiUnavailableError(text, retry_after_s=asked_s, is_brief=code in _BRIEF_STATUS)
     reason = str(status.get("reason") or "")
     if code == 410:
         return WatchExpiredError(text, status=code, reason=reason or "Expired")
@@ -133,9 +134,8 @@ def _decode_status(body: bytes) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-def _retry_after(response: urllib3.BaseHTTPResponse, status: dict[str, Any]) -> float | None:
+def _retry_after(header: str, status: dict[str, Any]) -> float | None:
     """Seconds to wait: header as a number or a date, else the Status' own hint; None if neither."""
-    header = response.headers.get("Retry-After", "").strip()
     asked: float | None = None
     if header.isdecimal():
         asked = float(header)

@@ -21,7 +21,9 @@ from dra_driver.model.json_copy import copy_json
 log = structlog.get_logger(__name__)
 
 _JOIN_S = 5.0
-_SHORT_WATCH_S = 1.0
+_BACKOFF_S = (1.6, 30.0)
+"""The first wait, half of which is left to chance, is that of client-go's informers: 10,000 nodes whose watches end in
+the same moment come back over 0.8 s."""
 
 
 class SliceCache:
@@ -37,7 +39,7 @@ class SliceCache:
         client: SliceClient,
         on_change: Callable[[], None],
         *,
-        backoff_s: tuple[float, float] = (0.2, 30.0),
+        backoff_s: tuple[float, float] = _BACKOFF_S,
     ) -> None:
         self._client = client
         self._on_change = on_change
@@ -141,31 +143,35 @@ class SliceCache:
     def _run(self) -> None:
         version = ""
         while not self._stop.is_set():
+            failure: Exception | None = None
             try:
                 version = version or self._relist()
-                version = self._follow(version)
-            except WatchExpiredError:
-                log.info("slice_watch_expired", resource_version=version)
-                version = ""
-            except (ApiUnavailableError, ApiRejectedError) as error:
+                resume_at, failure = self._follow(version)
+            except Exception as error:  # noqa: BLE001  a dead thread would leave the node without repair
                 # A server that was away may come back with another history, as after a restored backup:
                 # a watch from our version would then stay silent for as long as it takes to catch up.
-                version = ""
-                self._failed(error, getattr(error, "retry_after_s", None))
-            except Exception as error:  # noqa: BLE001  a dead thread would leave the node without repair
-                self._failed(error, None, bug=True)
-                version = ""
+                resume_at, failure = "", error
+            if not self._stop.is_set():
+                self._pause(version, failure)
+            version = resume_at
         self._healthy = False
 
-    def _failed(self, error: Exception, retry_after_s: float | None, *, bug: bool = False) -> None:
-        self._healthy = False
-        if self._stop.is_set():
-            return
-        wait_s = self._backoff.next(retry_after_s)
-        if bug:
-            log.error("slice_watch_failed", error=str(error), retry_s=round(wait_s, 2), exc_info=error)
-        else:
-            log.warning("slice_watch_failed", error=str(error), retry_s=round(wait_s, 2))
+    def _pause(self, version: str, failure: Exception | None) -> None:
+        """Wait before the next list or watch, whatever ended the last one: what ended it may end the next one at once,
+        and the watches of all other nodes too."""
+        asked_s = failure.retry_after_s if isinstance(failure, ApiUnavailableError) else None
+        wait_s = self._backoff.next(asked_s)
+        retry_s = round(wait_s, 2)
+        self._healthy = failure is None
+        match failure:
+            case None:
+                pass
+            case WatchExpiredError():
+                log.info("slice_watch_expired", resource_version=version, retry_s=retry_s)
+            case ApiUnavailableError() | ApiRejectedError():
+                log.warning("slice_watch_failed", error=str(failure), retry_s=retry_s)
+            case _:
+                log.error("slice_watch_failed", error=str(failure), retry_s=retry_s, exc_info=failure)
         self._stop.wait(wait_s)
 
     def _relist(self) -> str:
@@ -181,8 +187,8 @@ class SliceCache:
             self._on_change()
         return version
 
-    def _follow(self, version: str) -> str:
-        """Apply events until the watch ends; the version to resume from, which survives a cut connection.
+    def _follow(self, version: str) -> tuple[str, ApiUnavailableError | None]:
+        """Apply events until the watch ends; (version to resume from, what broke the watch, None if it ended in order).
 
         Raises: WatchExpiredError also for an event from before `version`: the history was set back.
         """
@@ -193,24 +199,19 @@ class SliceCache:
         if self._stop.is_set():
             stream.close()
         self._healthy = True
-        got_any = False
         try:
             for raw in stream:
                 event = slice_event(raw)
                 if event is not None:
-                    got_any = True
-                    self._backoff.reset()
                     version = _advanced(version, event)
                     self._apply(event)
         except ApiUnavailableError as error:
-            self._failed(error, error.retry_after_s)
-            return version
+            return version, error
         finally:
+            self._backoff.reset(time.monotonic() - started)
             with self._lock:
                 self._stream = None
-        if not got_any and time.monotonic() - started < _SHORT_WATCH_S:
-            self._stop.wait(self._backoff.next(None))  # a server that ends every watch at once
-        return version
+        return version, None
 
     def _apply(self, event: SliceEvent) -> None:
         if event.type == "BOOKMARK":

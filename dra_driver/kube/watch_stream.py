@@ -11,7 +11,7 @@ import urllib3
 from urllib3.exceptions import HTTPError
 
 from dra_driver.errors import ApiUnavailableError
-from dra_driver.kube.api_errors import api_errors, decoded_json, one_line, rejection
+from dra_driver.kube.api_errors import api_errors, decoded_json, failure, one_line
 
 _READ_BYTES = 65536
 _STOP_POLL_S = 0.2
@@ -21,8 +21,7 @@ class WatchStream:
     """Iterate for events ({"type", "object"}); `close()` from any thread ends the iteration at once.
 
     Ends silently when the server closes the watch in order. Raises while iterating: ApiUnavailableError
-    when the connection breaks or stays silent too long, WatchExpiredError or ApiRejectedError for an
-    ERROR event.
+    when the connection breaks or stays silent too long, and for an ERROR event as for an answer of its code.
     """
 
     def __init__(self, response: urllib3.BaseHTTPResponse, action: str) -> None:
@@ -80,6 +79,4 @@ class WatchStream:
         code = status.get("code")
         code = code if isinstance(code, int) else 500
         text = f"{self._action}: {one_line(str(status.get('message') or 'watch failed'))} (HTTP {code})"
-        if code >= 500 or code == 429:
-            raise ApiUnavailableError(text)
-        raise rejection(text, code, status)
+        raise failure(text, code, status)

@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from playground.apiserver.failure import ApiFailure, expired
+from playground.apiserver.faults import Faults
+
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.versions import ResourceApi
 
@@ -42,6 +45,54 @@ def bump(obj: dict[str, Any]) -> dict[str, Any]:
     """The same slice at the next pool generation."""
     pool = obj["spec"]["pool"]
     return obj | {"spec": obj["spec"] | {"pool": pool | {"generation": pool["generation"] + 1}}}
+
+
+def bookmark(version: str) -> dict[str, Any]:
+    """A raw event of a watch of slices."""
+    return {"type": "BOOKMARK", "object": {"kind": "ResourceSlice", "metadata": {"resourceVersion": version}}}
+
+
+def busy(code: int, asked_s: int) -> dict[str, Any]:
+    """The raw event of a server that asks to come back later."""
+    failure = ApiFailure(code, "TooManyRequests", "busy", details={"retryAfterSeconds": asked_s})
+    return {"type": "ERROR", "object": failure.status()}
+
+
+EXPIRED = {"type": "ERROR", "object": expired(1, 2).status()}
+AN_END_OF_EACH_WATCH: dict[str, Callable[[Faults], None]] = {
+    "410": lambda faults: faults.fail(10_000, 410, reason="Expired", path="watch=true"),
+    "410-in-stream": lambda faults: faults.end_watches(EXPIRED),
+    "410-after-a-bookmark": lambda faults: faults.end_watches(bookmark("1000000"), EXPIRED),
+    "history-set-back": lambda faults: faults.end_watches(bookmark("1")),
+    "in-order": lambda faults: faults.end_watches(),
+    "in-order-after-a-bookmark": lambda faults: faults.end_watches(bookmark("1000000")),
+}
+"""How an API server can end each watch at once."""
+
+
+class Patience:
+    """Stands in for an event whose waits pass at once; set after so many seconds of them, or after so many looks."""
+
+    def __init__(self, seconds: float, looks: int = 1000) -> None:
+        self.waits: list[float] = []
+        self._left = seconds
+        self._looks = looks
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout:
+            self.waits.append(timeout)
+            self._left -= timeout
+        return self.is_set()
+
+    def is_set(self) -> bool:
+        self._looks -= 1
+        return self._left <= 0 or self._looks < 0
+
+    def set(self) -> None:
+        self._left = 0.0
+
+    def clear(self) -> None:
+        pass
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import chain, repeat
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slice_store import SliceStore
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
-from tests.kube.support import DRIVER, bump, make_slice, wait_until
+from tests.kube.support import (
+    AN_END_OF_EACH_WATCH,
+    DRIVER,
+    EXPIRED,
+    Patience,
+    bookmark,
+    bump,
+    busy,
+    make_slice,
+    wait_until,
+)
 
 
 class Changes:
@@ -208,6 +220,79 @@ def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, con
     assert changes.count == 3, "the list brought nothing new"
 
 
+@pytest.mark.parametrize("end", AN_END_OF_EACH_WATCH.values(), ids=AN_END_OF_EACH_WATCH)
+def test_lists_and_watches_become_rare_when_each_watch_ends_at_once(server, client, changes, end):
+    client.create(make_slice("n"))
+    end(server.faults)
+    before = len(server.requests)
+    caches, patience = [SliceCache(client, changes) for _ in range(2)], [Patience(600) for _ in range(2)]
+    for cache, stop in zip(caches, patience, strict=True):
+        cache._stop = stop
+        cache._run()
+    one, other = (stop.waits for stop in patience)
+    for waits in (one, other):
+        assert sum(waits) >= 600, "ended by the waits"
+        steps = chain([1.6, 3.2, 6.4, 12.8, 25.6], repeat(30.0))
+        assert all(step / 2 <= wait <= step for wait, step in zip(waits, steps, strict=False))
+    assert one != other
+    assert len(server.requests) - before <= 2 * (len(one) + len(other)), "a list and a watch before each wait"
+
+
+@pytest.mark.parametrize(("code", "asked_s", "least_s"), [(429, 40, 40), (503, 40, 40), (429, 10**9, 300)])
+def test_next_watch_waits_as_long_as_asked_when_an_event_says_so(
+    server, client, changes, code, asked_s, least_s
+):
+    server.faults.end_watches(bookmark("1000000"), busy(code, asked_s))
+    cache = SliceCache(client, changes)
+    cache._stop = stop = Patience(3600)
+    cache._run()
+    assert sum(stop.waits) >= 3600, "ended by the waits"
+    assert all(least_s <= wait <= 1.2 * least_s for wait in stop.waits)
+    assert len(set(stop.waits)) == len(stop.waits)
+    assert (_lists(server), _watches(server)) == (1, len(stop.waits))
+
+
+class Waits(threading.Event):
+    """An event that remembers for how long it was waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    def wait(self, timeout=None):
+        self.seconds.append(timeout)
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("end", ["cut", "expired"])
+def test_wait_is_the_first_again_when_a_watch_has_lived(connect, changes, request, end):
+    with PlaygroundApiServer() as server:
+        client = SliceClient(ResourceApi(connect(server)), DRIVER, "n")
+        cache = SliceCache(client, changes, backoff_s=(0.02, 0.08))
+        cache._stop = waits = Waits()
+        server.faults.end_watches()
+        request.addfinalizer(cache.stop)
+        cache.start()
+        wait_until(lambda: len(waits.seconds) >= 5)
+        assert waits.seconds[4] >= 0.04, "the longest"
+        server.faults.clear()
+
+        def has_lived():
+            stream = cache._stream
+            time.sleep(0.1)  # longer than the longest wait
+            return stream is not None and cache._stream is stream
+
+        wait_until(has_lived)
+        lists, watches, before = _lists(server), _watches(server), len(waits.seconds)
+        if end == "cut":
+            server.faults.cut_watches()
+        else:
+            server.store.forget()
+        wait_until(lambda: _watches(server) > watches)
+        assert 0.01 <= waits.seconds[before] <= 0.02
+        assert _lists(server) == lists + (end == "expired")
+
+
 def test_cache_resumes_without_list_when_watch_is_cut(server, cache, changes, connect):
     lists = _lists(server)
     server.faults.cut_watches()
@@ -264,25 +349,13 @@ def test_cache_takes_the_server_s_word_when_its_history_was_set_back(server, cac
     wait_until(lambda: cache.snapshot() == [newer, deleted])
 
 
-def test_cache_lists_again_when_an_event_comes_from_an_earlier_version(server, cache, client, monkeypatch):
+def test_cache_lists_again_when_an_event_comes_from_an_earlier_version(server, cache):
     stored = cache.create(make_slice("n"))
-    lists, real = _lists(server), client.open_watch
-    early = {"type": "BOOKMARK", "object": {"kind": "ResourceSlice", "metadata": {"resourceVersion": "1"}}}
-
-    class Early:
-        def __init__(self, stream):
-            self._stream = stream
-            monkeypatch.setattr(client, "open_watch", real)
-
-        def __iter__(self):
-            yield early
-
-        def close(self):
-            self._stream.close()
-
-    monkeypatch.setattr(client, "open_watch", lambda version: Early(real(version)))
+    lists = _lists(server)
+    server.faults.end_watches(bookmark("1"))
     server.faults.cut_watches()
     wait_until(lambda: _lists(server) > lists)
+    server.faults.clear()
     wait_until(lambda: cache.healthy)
     assert cache.snapshot() == [stored]
 
@@ -319,10 +392,12 @@ def test_cache_starts_when_server_comes_later(server, client, changes):
     cache.stop()
 
 
-@pytest.mark.parametrize("state", ["watching", "backing-off", "never-started"])
+@pytest.mark.parametrize("state", ["watching", "backing-off", "expired", "never-started"])
 def test_stop_is_prompt_and_leaves_no_thread(server, client, changes, state):
     if state == "backing-off":
         server.stop()
+    if state == "expired":
+        server.faults.end_watches(EXPIRED)
     cache = SliceCache(client, changes, backoff_s=(60, 60))
     if state != "never-started":
         cache.start()
@@ -349,8 +424,15 @@ def test_snapshot_is_a_copy(cache):
 
 
 def _lists(server):
-    gets = [r for r in server.requests if r.method == "GET" and r.path.endswith("/resourceslices")]
-    return sum(1 for r in gets if "watch" not in r.query)
+    return sum("watch" not in query for query in _queries(server))
+
+
+def _watches(server):
+    return sum("watch" in query for query in _queries(server))
+
+
+def _queries(server):
+    return [r.query for r in server.requests if r.method == "GET" and r.path.endswith("/resourceslices")]
 
 
 def _obj(version, uid="u", name="s"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Faults:
         self._drips: list[tuple[str, float]] = []
         self._failures: list[_Failure] = []
         self._cuts = 0
+        self._watch_events: list[dict[str, Any]] | None = None
         self._warnings: list[tuple[str, str]] = []
 
     def fail(
@@ -55,7 +57,7 @@ class Faults:
         retry_after: str | None = None,
         body: bytes | None = None,
     ) -> None:
-        """Answer the next `count` requests whose path contains `path` (and with `method`) with `status`."""
+        """Answer the next `count` requests whose path and query contain `path` (and with `method`) with `status`."""
         with self._lock:
             self._failures.append(_Failure(count, status, reason, path, method, retry_after, body))
 
@@ -89,10 +91,16 @@ class Faults:
             self._cuts += 1
         self._wake()
 
+    def end_watches(self, *events: dict[str, Any]) -> None:
+        """Answer each new watch with 200, these raw events and its end in order, at once."""
+        with self._lock:
+            self._watch_events = [*events]
+
     def clear(self) -> None:
         """Back to health; open watches stay as they are."""
         with self._lock:
             self.down = False
+            self._watch_events = None
             self._slow.clear()
             self._drips.clear()
             self._failures.clear()
@@ -102,6 +110,11 @@ class Faults:
     def cuts(self) -> int:
         """How often watches were cut; a watch ends when this differs from its start."""
         return self._cuts
+
+    @property
+    def watch_events(self) -> list[dict[str, Any]] | None:
+        """All that a new watch brings before it ends; None if it is to be served."""
+        return self._watch_events
 
     def delay_of(self, path: str) -> float:
         """Seconds to hold back an answer."""

@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             raise bad_request(f"the object provided is unrecognized: {error!r}") from error
 
     def _answer(self, path: str, query: Mapping[str, str], body: bytes) -> None:
-        fault = self.api.faults.answer_of(self.command, path)
+        fault = self.api.faults.answer_of(self.command, unquote(self.path))
         if fault is not None:
             headers = {"Retry-After": fault.retry_after} if fault.retry_after else {}
             if fault.body is None:
