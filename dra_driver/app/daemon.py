@@ -87,6 +87,8 @@ from dra_driver.slices.leadership import InstanceLeadership
 
 _log = structlog.get_logger(__name__)
 
+_MPS_STATUS_S = 2.0
+
 
 class Driver:
     """The daemon. `start` returns when the kubelet can reach it; everything else starts in the background."""
@@ -109,6 +111,7 @@ class Driver:
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
+        layout = self._layout = mps_layout(plugin_dir)
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
         may_tell = leadership.speaks_for_node
@@ -180,6 +183,7 @@ class Driver:
             may_tell,
             lambda: self.debts.ended(),  # noqa: PLW0108  it is made later
             partial(changes.tell, ClaimReleased()),
+            partial(MpsClient(layout, connect_s=0.0).status_if_any, _MPS_STATUS_S),
         )
 
         # Claims, and what they owe.
@@ -190,7 +194,6 @@ class Driver:
             self.reporting.node,
             partial(changes.tell, DebtsChanged()),
         )
-        layout = self._layout = mps_layout(plugin_dir)
         self._mps = (
             MpsClient(layout)
             if settings.mps_host == "external"

@@ -77,6 +77,8 @@ class MpsDaemonStatus:
     """The last known state of a control daemon. `since` is when it entered `state` (seconds since the epoch).
 
     `clients` counts connected processes, None if that was not asked yet. `problem` is one sentence for a person.
+    `users` are the user IDs of the processes that have the daemon's pipe directory, looked up for daemons that serve
+    one user at a time. `not_exclusive` are the UUIDs of GPUs that have no exclusive compute mode.
     """
 
     device: str
@@ -86,6 +88,8 @@ class MpsDaemonStatus:
     since: float = 0.0
     clients: int | None = None
     problem: str | None = None
+    users: tuple[int, ...] = ()
+    not_exclusive: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,10 @@ class MpsClient:
                     f"the MPS host could not put the compute mode of device {device} back yet; it tries again"
                 )
 
+    def status_if_any(self, timeout_s: float) -> tuple[MpsDaemonStatus, ...]:
+        """As `status`; none where no host listens."""
+        return self.status(timeout_s) if self._path.exists() else ()
+
     def status(self, timeout_s: float = 5.0) -> tuple[MpsDaemonStatus, ...]:
         """All daemons of the node, by name. Raises: RetryableError."""
         return self._ask(protocol.Status(), timeout_s)

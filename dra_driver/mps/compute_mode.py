@@ -18,9 +18,11 @@ _ABSENT = (
     "no devices were found",
     "gpu is lost",
     "not found",
-    "not supported",
     "couldn't communicate with the nvidia driver",
 )
+_NOT_SUPPORTED = "not supported"
+_NOT_SET = ("unable to set", "treating as warning")
+"""nvidia-smi says these with exit code 0."""
 
 
 class ComputeMode:
@@ -31,29 +33,26 @@ class ComputeMode:
         self._find = find
 
     def get(self, gpu_uuid: str) -> int | None:
-        """The mode; None where there is none: the GPU or driver is gone, or has no such setting.
+        """The mode; None where the GPU or the NVIDIA driver is gone.
 
-        Raises: RetryableError.
+        Raises: NotSupportedError where the GPU has no such setting, RetryableError otherwise.
         """
         action = f"cannot read the compute mode of {gpu_uuid}"
         code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
         name = text.splitlines()[-1].strip().upper() if text else ""
-        if code == 0:
-            return _BY_NAME.get(name)
+        if code == 0 and name in _BY_NAME:
+            return _BY_NAME[name]
         if _is_absent(code, text):
             return None
-        raise RetryableError(f"{action}: {text or f'exit code {code}'}")
+        raise _problem(action, code, text, is_unsupported=code == 0)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
         action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
         code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
-        if code == 0:
-            return
-        message = f"{action}: {text or f'exit code {code}'}"
-        if "not supported" in text.lower():
-            raise NotSupportedError(message)
-        raise RetryableError(message)
+        lowered = text.lower()
+        if code != 0 or any(part in lowered for part in (_NOT_SUPPORTED, *_NOT_SET)):
+            raise _problem(action, code, text)
 
     def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
         programs = self._find()
@@ -71,6 +70,13 @@ class ComputeMode:
             raise not_run(action, program, error) from error
         check_started(action, program, code, text)
         return code, text.strip()
+
+
+def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:
+    message = f"{action}: {' '.join(text.split()) or f'exit code {code}'}"
+    if is_unsupported or _NOT_SUPPORTED in text.lower():
+        return NotSupportedError(message)
+    return RetryableError(message)
 
 
 def _is_absent(code: int, text: str) -> bool:

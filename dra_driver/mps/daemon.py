@@ -25,7 +25,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,6 +95,11 @@ class Daemon:
         self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=time.time())
 
     @property
+    def pipe(self) -> str:
+        """The pipe directory."""
+        return self._directories.pipe
+
+    @property
     def gone(self) -> bool:
         """Whether it was taken down; such an object serves no more."""
         return self._gone
@@ -158,8 +163,11 @@ class Daemon:
             return False
         return True
 
-    def probe(self) -> None:
-        """Ask for servers in FAULT and for the number of clients, and keep the GPU exclusive. Never raises."""
+    def probe(self, users: Collection[int] = ()) -> None:
+        """Ask for servers in FAULT and for the number of clients, and keep the GPU exclusive. Never raises.
+
+        `users` are the user IDs of the processes that have its pipe directory.
+        """
         before = self.status
         if before.state not in ("ready", "fault") or before.pid is None:
             return
@@ -171,7 +179,7 @@ class Daemon:
             problem, clients = (str(error) if self._unanswered >= _UNANSWERED else before.problem), None
         with self._held(0.0, wait=False):
             if self.status.pid == before.pid and self.status.state in ("ready", "fault"):
-                self._probed(problem, clients)
+                self._probed(problem, clients, users)
                 if time.monotonic() >= self._look_at_gpu_at:
                     self._keep_gpu()
 
@@ -268,7 +276,7 @@ class Daemon:
         parts, spec = self._parts, self._record.spec
         self._look_at_gpu_at = time.monotonic() + parts.timings.exclusive
         found, unread = _on_each(
-            parts.compute_mode.get, [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
+            self._mode_of, [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
         )
         if unread is not None and not again:
             raise unread
@@ -302,15 +310,28 @@ class Daemon:
                 "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU anew"
             )
 
+    def _mode_of(self, gpu_uuid: str) -> int | None:
+        """The compute mode; None if there is none now. Raises: RetryableError."""
+        try:
+            return self._parts.compute_mode.get(gpu_uuid)
+        except NotSupportedError as error:
+            self._has_no_mode(gpu_uuid, error)
+            return None
+
     def _make_exclusive(self, gpu_uuid: str) -> bool:
         """Whether it is now; a GPU may have no such setting. Raises: RetryableError."""
         try:
             self._parts.compute_mode.set(gpu_uuid, EXCLUSIVE_PROCESS)
         except NotSupportedError as error:
-            self._without_mode.add(gpu_uuid)
-            _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
+            self._has_no_mode(gpu_uuid, error)
             return False
         return True
+
+    def _has_no_mode(self, gpu_uuid: str, error: NotSupportedError) -> None:
+        """Nothing keeps a program on the GPU from going past MPS. It is said once, and the mode is left alone."""
+        self._without_mode.add(gpu_uuid)
+        self.status = replace(self.status, not_exclusive=tuple(sorted(self._without_mode)))
+        _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
 
     def _keep_gpu(self) -> None:
         """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
@@ -362,8 +383,9 @@ class Daemon:
         mode, before = self._parts.compute_mode, self._record.modes_before
 
         def put_back(uuid: str) -> None:
-            if mode.get(uuid) == EXCLUSIVE_PROCESS:
-                mode.set(uuid, before[uuid])
+            with suppress(NotSupportedError):
+                if mode.get(uuid) == EXCLUSIVE_PROCESS:
+                    mode.set(uuid, before[uuid])
 
         _, problem = _on_each(put_back, before)
         if problem is not None:
@@ -424,23 +446,26 @@ class Daemon:
         self._retry_at = now + self._backoff
         self._backoff = min(self._backoff * 2, self._parts.timings.longest_backoff)
 
-    def _probed(self, problem: str | None, clients: int | None) -> None:
+    def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
         """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
         if problem and self.status.problem != problem:
             _log.warning("mps_fault", device=self.status.device, problem=problem)
         if problem != self.status.problem:
             self._show("fault" if problem else "ready", pid=self.status.pid, problem=problem)
-        self.status = replace(self.status, clients=clients)
+        self.status = replace(self.status, clients=clients, users=tuple(sorted(users)))
 
     def _show(self, state: str, *, pid: int | None = None, problem: str | None = None) -> None:
+        spec = self._record.spec
         since = self.status.since if self.status.state == state else time.time()
         self.status = MpsDaemonStatus(
-            self._record.spec.device,
+            spec.device,
             state,  # type: ignore[arg-type]
-            self._record.spec,
+            spec,
             pid=pid,
             since=since,
             problem=problem,
+            users=self.status.users,
+            not_exclusive=self.status.not_exclusive,
         )
 
     def _write(self, record: DaemonRecord) -> None:

@@ -130,4 +130,4 @@ class Conversation:
         address = f"{self._directories.pipe}/{_LONGEST_SOCKET}".encode()
         if len(address) <= _LONGEST_ADDRESS:
             return "it printed nothing"
-        return f"it printed nothing; perhaps its pipe directory {self._directories.pipe} is too long a path for a socket"
+        return f"it printed nothing; perhaps its pipe directory {self._directories.pipe} is too long for a socket"

@@ -135,6 +135,31 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
     return tuple(sorted(found, key=lambda process: process.start_time))
 
 
+def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
+    """The user IDs of the processes that find a pipe directory where their environment says, by directory.
+
+    Those are the processes of containers with MPS, as they see files: the directory has another path there. The control
+    daemon and the servers do not count.
+    """
+    wanted = {}
+    for directory in pipe_directories:
+        with suppress(OSError):
+            wanted[_file(directory)] = directory
+    found: dict[str, set[int]] = {}
+    if not wanted:
+        return found
+    for pid in _pids():
+        path = _variable(pid, PIPE_VARIABLE)
+        if path is None or _is_mps_program(pid):
+            continue
+        with suppress(OSError, ValueError):
+            named = wanted.get(_file(f"{_PROC}/{pid}/root{os.path.abspath(path)}"))  # noqa: PTH100
+            user = _user(pid)
+            if named is not None and user is not None:
+                found.setdefault(named, set()).add(user)
+    return found
+
+
 def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
     """Whether this very process is a control daemon of the pipe directory."""
     arguments = _arguments(process.pid)
@@ -159,6 +184,27 @@ def _name(argument: bytes) -> str:
 
 def _arguments(pid: int) -> list[bytes]:
     return _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
+
+
+def _variable(pid: int, name: str) -> str | None:
+    """A variable of the environment with which a process was started."""
+    prefix = f"{name}=".encode()
+    entries = _read(f"{_PROC}/{pid}/environ").split(b"\0")
+    return next((os.fsdecode(entry[len(prefix) :]) for entry in entries if entry.startswith(prefix)), None)
+
+
+def _user(pid: int) -> int | None:
+    """The effective user ID of a process."""
+    for line in _read(f"{_PROC}/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return int(line.split()[2])
+    return None
+
+
+def _file(path: str) -> tuple[int, int]:
+    """What tells a file from all others. Raises: OSError."""
+    found = os.stat(path)  # noqa: PTH116
+    return found.st_dev, found.st_ino
 
 
 def _pids() -> Iterator[int]:

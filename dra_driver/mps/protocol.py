@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsKind, MpsMember
@@ -26,6 +26,7 @@ LONGEST_TIMEOUT_S = 600.0
 LATEST_TIME = 1e12
 
 JsonObject = dict[str, Any]
+Item = TypeVar("Item", int, str)
 ErrorKind = Literal["retryable", "refused", "unsupported"]
 
 
@@ -183,6 +184,8 @@ def decode_status(body: Any) -> MpsDaemonStatus:
         since=_since(body),
         clients=_take(body, "clients", int, None),
         problem=_take(body, "problem", str, None),
+        users=_items(body, "users", int),
+        not_exclusive=_items(body, "not_exclusive", str),
     )
     _nothing_left(body, "a status")
     return status
@@ -231,6 +234,13 @@ def _take(body: JsonObject, key: str, *types: Any) -> Any:
         names = " or ".join("null" if kind is None else kind.__name__ for kind in types)
         raise ProtocolError(f"{key} must be {names}, not {type(value).__name__}")
     return value
+
+
+def _items(body: JsonObject, key: str, kind: type[Item]) -> tuple[Item, ...]:
+    items = _take(body, key, list)
+    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+        raise ProtocolError(f"{key} must be a list of {kind.__name__}")
+    return tuple(items)
 
 
 def _nothing_left(body: JsonObject, what: str) -> None:

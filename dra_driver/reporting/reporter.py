@@ -29,6 +29,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.sharing.rules.mps_requests import advice_on_requests
 
 _log = structlog.get_logger(__name__)
@@ -61,6 +62,7 @@ class Reporter:
         created_instance: Callable[[str], OwnedInstance | None],
         users: Callable[[str], ClaimRef | None],
         freed: Callable[[], None],
+        mps: MpsEvents,
     ) -> None:
         """`users` answers a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
         claim was unprepared."""
@@ -70,6 +72,7 @@ class Reporter:
         self._created_instance = created_instance
         self._users = users
         self._freed = freed
+        self._mps = mps
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared. If its containers can only use it in one way, the claim says so."""
@@ -77,6 +80,7 @@ class Reporter:
         if record is None:
             return
         self._statuses.prepared(record)
+        self._mps.prepared(record)
         has_mps = any(isinstance(step, RunMps) for step in record.steps)
         advice = advice_on_requests(record) if has_mps else None
         if advice is not None:

@@ -102,7 +102,9 @@ def smi(tmp_path, script):
 
 
 def test_a_gpu_without_compute_mode_has_none(tmp_path):
-    assert smi(tmp_path, "echo '[N/A]'").get("GPU-1") is None
+    for text in ("[N/A]", "[Not Supported]", "N/A"):
+        with pytest.raises(NotSupportedError, match="cannot read the compute mode of GPU-1: "):
+            smi(tmp_path, f"echo '{text}'").get("GPU-1")
     assert smi(tmp_path, "echo 'No devices were found'; exit 6").get("GPU-1") is None
     assert smi(tmp_path, "echo Exclusive_Process").get("GPU-1") == 3
     assert smi(tmp_path, "exit 9").get("GPU-1") is None
@@ -115,6 +117,19 @@ def test_refusals_of_nvidia_smi_are_told(tmp_path):
         smi(tmp_path, "echo busy; exit 1").get("GPU-1")
     with pytest.raises(NotSupportedError):
         smi(tmp_path, "echo 'Not Supported'; exit 3").set("GPU-1", 3)
+    for text in (
+        "Unable to set the compute mode for GPU 00000000:01:00.0: Not Supported",
+        "Setting compute mode to EXCLUSIVE_PROCESS is not supported.",
+        "Setting compute mode to EXCLUSIVE_PROCESS is not supported on a MIG-enabled device.",
+    ):
+        script = f"echo '{text}'; echo 'Treating as warning and moving on.'; echo 'All done.'"
+        with pytest.raises(NotSupportedError, match="Treating as warning"):
+            smi(tmp_path, script).set("GPU-1", 3)
+    script = "echo 'Unable to set the compute mode for GPU 1: Unknown Error'; echo 'Treating as warning'"
+    with pytest.raises(RetryableError, match="Unknown Error Treating as warning"):
+        smi(tmp_path, script).set("GPU-1", 3)
+    smi(tmp_path, "echo 'Set compute mode to EXCLUSIVE_PROCESS for GPU 00000000:01:00.0.'").set("GPU-1", 3)
+    smi(tmp_path, "echo 'Compute mode is already set to EXCLUSIVE_PROCESS for GPU 1.'").set("GPU-1", 3)
     with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: Insufficient Permissions"):
         smi(tmp_path, "echo 'Insufficient Permissions'; exit 4").set("GPU-1", 3)
 

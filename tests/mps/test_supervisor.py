@@ -241,7 +241,7 @@ def test_a_cause_is_guessed_when_the_program_printed_nothing(host, monkeypatch, 
         supervisor.ensure(host.spec(), 10)
     monkeypatch.setattr(daemon_conversation, "_LONGEST_ADDRESS", 10)
     with pytest.raises(
-        RetryableError, match=r"printed nothing; perhaps its pipe directory .* is too long a path"
+        RetryableError, match=r"printed nothing; perhaps its pipe directory .* is too long for a socket"
     ):
         supervisor.ensure(host.spec(), 10)
 
@@ -577,6 +577,43 @@ def test_a_gpu_without_exclusive_mode_is_asked_once(host, logs):
     for _ in range(3):
         assert supervisor.ensure(host.spec(), 10).state == "ready"
     assert [line["event"] for line in logs].count("compute_mode_not_supported") == 1
+
+
+def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs, eventually):
+    with host.machine._change() as state:
+        state.gpus[2].virtualization = 2
+    try:
+        supervisor = host.supervisor(probe=0.02, exclusive=0.02)
+        status = supervisor.ensure(host.spec(), 10)
+        assert (status.state, status.not_exclusive) == ("ready", (host.spec().uuid,))
+        eventually(lambda: supervisor.status()[0].clients is not None)
+        supervisor.stop("gpu-2", 10)
+    finally:
+        with host.machine._change() as state:
+            state.gpus[2].virtualization = 0
+    assert [line["event"] for line in logs].count("compute_mode_not_supported") == 1
+    assert_nothing_left(host)
+
+
+@needs_root
+@pytest.mark.parametrize("multi_user", [False, True])
+def test_users_of_a_daemon_are_known_when_it_serves_one_at_a_time(host, eventually, tmp_path, multi_user):
+    supervisor = host.supervisor(probe=0.02)
+    supervisor.ensure(host.spec(multi_user=multi_user), 10)
+    elsewhere = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    inside = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": f"{host.pipe()}/../pipe"}
+    pods = [
+        subprocess.Popen(["sleep", "60"], env=environment, user=user)
+        for user, environment in ((1000, inside), (2000, inside), (2000, inside), (3000, elsewhere))
+    ]
+    try:
+        wanted = () if multi_user else (1000, 2000)
+        eventually(lambda: supervisor.status()[0].users == wanted and supervisor.status()[0].clients == 0)
+    finally:
+        for pod in pods:
+            pod.kill()
+            pod.wait()
+    eventually(lambda: supervisor.status()[0].users == ())
 
 
 # --- who reaches what ----------------------------------------------------------------------------

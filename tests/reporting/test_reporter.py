@@ -12,6 +12,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_queue import ReportLimits
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.reporter import Reporter
 from tests.fakes.samples import GPU_0, claim, h100, hold, inventory
 from tests.kube.support import wait_until
@@ -75,7 +76,12 @@ def reporter(heard, freed):
         lambda device: None,
         lambda device: REF if device == "known" else None,
         lambda: freed.append("claim"),
+        no_mps(heard),
     )
+
+
+def no_mps(recorder):
+    return MpsEvents(recorder, dict, tuple)
 
 
 def states_for(recorder, records=None):
@@ -121,7 +127,13 @@ def test_a_state_that_was_lost_is_written_with_the_next_prepare():
     server = Server()
     recorder = EventRecorder("node-a", server, server, limits=ReportLimits(most=1, statuses_per_s=1000))
     reporter = Reporter(
-        Listener(), recorder, states_for(recorder), lambda _: None, lambda _: None, lambda: None
+        Listener(),
+        recorder,
+        states_for(recorder),
+        lambda _: None,
+        lambda _: None,
+        lambda: None,
+        no_mps(recorder),
     )
     reporter.prepared(REF, 0.1, RECORD)
     reporter.prepared(replace(REF, uid="uid-2"), 0.1, SECOND)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
@@ -50,8 +49,4 @@ def show_publishing(metrics: Metrics, parts: PublishingParts) -> None:
 def show_mps(metrics: Metrics, layout: MpsLayout) -> None:
     """MPS daemons; a scrape starts no host."""
     asking = MpsClient(layout, connect_s=0.0)
-
-    def states() -> list[Any]:
-        return [status.state for status in asking.status(0.5)] if layout.socket.exists() else []
-
-    metrics.show.mps(states)
+    metrics.show.mps(lambda: [status.state for status in asking.status_if_any(0.5)])

@@ -13,11 +13,13 @@ from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_health import ClaimHealthReporter
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.reporting.reporter import Reporter, claim_using
 from dra_driver.settings import Settings
@@ -39,9 +41,10 @@ class ReportingParts:
         may_tell: Callable[[], bool],
         ended: Callable[[], Sequence[ClaimRecord]],
         released: Callable[[], None],
+        mps_daemons: Callable[[], Sequence[MpsDaemonStatus]],
     ) -> None:
         """`ended` answers the records of claims that have ended and of which something is still being undone.
-        `released` is called when a claim was unprepared."""
+        `released` is called when a claim was unprepared. `mps_daemons` asks the MPS host."""
         self.consumers = ClaimConsumers()
         self.recorder = EventRecorder(
             settings.node_name,
@@ -55,6 +58,7 @@ class ReportingParts:
         self.claims = ClaimHealthReporter(
             self.recorder, states, records.all, inventory, mig.created_instance, may_tell
         )
+        self._mps = MpsEvents(self.recorder, records.all, mps_daemons)
         self.reporter = Reporter(
             metrics,
             self.recorder,
@@ -62,9 +66,11 @@ class ReportingParts:
             mig.created_instance,
             lambda device: claim_using(device, [*records.all().values(), *ended()]),
             released,
+            self._mps,
         )
 
     def parts(self) -> Iterator[Part]:
         """What runs, in the order of starts."""
         yield Part("event_recorder", self.recorder.start, self.recorder.stop)
         yield Part("claim_health", self.claims.start, self.claims.stop)
+        yield Part("mps_events", self._mps.start, self._mps.stop)

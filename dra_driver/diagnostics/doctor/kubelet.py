@@ -16,6 +16,7 @@ from dra_driver.kubelet.sockets import listening
 from dra_driver.model.units import counted
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
+from dra_driver.sharing.rules.mps_notes import notes_of
 
 _FULL_BYTES = 64 * 1024 * 1024
 _LITTLE_BYTES = 512 * 1024 * 1024
@@ -183,13 +184,16 @@ class KubeletChecks:
         if not layout.socket.exists():
             return ok("no MPS host; only claims with MPS need one (daemonset/components/mps)")
         try:
-            MpsClient(layout, connect_s=_RECONNECT_S).ping(_ASK_S)
+            daemons = MpsClient(layout, connect_s=_RECONNECT_S).status(_ASK_S)
         except RetryableError as error:
             return warn(
                 f"the MPS host does not answer: {error}",
                 "`kubectl logs` of its pod; claims with MPS wait until it answers",
             )
-        return ok("the MPS host answers")
+        notes = [text for status in daemons for _, text in notes_of(status)]
+        if notes:
+            return warn("; ".join(notes), "docs/sharing.md: MPS")
+        return ok(f"the MPS host answers; it has {len(daemons)} daemons")
 
     def all(self) -> list[Check]:
         """By name."""

@@ -67,7 +67,13 @@ on_gpu() {
         query) query_row "$@" ;;
         table) table_row "$@" ;;
         compute-mode)
-            [ "$7" = Enabled ] && fail 3 "Setting compute mode is not supported for GPU $4 in MIG mode."
+            # What the real one cannot set is a warning to it, and no error.
+            case $7,${13} in
+                Enabled,*) printf '%s\n' "Setting compute mode to $wanted_name is not supported on a MIG-enabled device." \
+                    "Treating as warning and moving on."; return 0 ;;
+                *,vgpu) printf '%s\n' "Unable to set the compute mode for GPU $4: Not Supported" \
+                    "Treating as warning and moving on."; return 0 ;;
+            esac
             store compute-mode "$2" "$wanted"
             printf 'Set compute mode to %s for GPU %s.\n' "$wanted_name" "$4" ;;
         set-timeslice)
@@ -121,7 +127,9 @@ query_row() {
             compute_cap) cell=${10} ;;
             persistence_mode) cell=${11} ;;
             driver_version) cell=$DRIVER_VERSION ;;
-            compute_mode) compute_mode_name "$2"; cell=$value ;;
+            compute_mode)
+                compute_mode_name "$2"; cell=$value
+                if [ "${13}" = vgpu ]; then cell='[N/A]'; fi ;;
             count) cell=$GPU_COUNT ;;
             utilization.gpu|utilization.memory) cell=0; unit=% ;;
             *) fail 2 "Field \"$field\" is not a valid field to query." ;;
