@@ -1,4 +1,5 @@
-"""`gpu-dra-driver doctor`: is everything there that the driver needs on this node, and if not, what to do."""
+"""`gpu-dra-driver doctor`: is everything there that the plugin needs on this node, is every GPU well, and if not, what
+to do."""
 
 from __future__ import annotations
 
@@ -61,9 +62,9 @@ def doctor(
 ) -> None:
     """Check what the driver needs, and say what to do.
 
-    Host, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl exec`), where it has the
-    settings of the driver, or on the node with the options of `run`. Exit code 0: all in order or only warnings, 1:
-    something fails.
+    Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl
+    exec`), where it has the settings of the driver, or on the node with the options of `run`. Exit code 0: all in order
+    or only warnings, 1: something fails.
     """
     given = dict(locals())
     from dra_driver.app.offline import doctor_checks

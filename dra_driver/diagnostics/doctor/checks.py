@@ -18,10 +18,10 @@ BOUND_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check under its name. `look` may raise anything."""
+    """A check under its name. `look` may raise anything; what it checks one by one has a finding each."""
 
     name: str
-    look: Callable[[], Finding]
+    look: Callable[[], Finding | Sequence[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
 
     A check that raises, or does not end in time, fails itself and no other.
     """
-    found: dict[int, Finding] = {}
+    found: dict[int, Sequence[Finding]] = {}
     done = threading.Condition()
 
     def look(number: int, check: Check) -> None:
-        finding = _looked(check)
+        findings = _looked(check)
         with done:
-            found[number] = finding
+            found[number] = (findings,) if isinstance(findings, Finding) else findings
             done.notify_all()
 
     for number, check in enumerate(checks):
@@ -78,10 +78,14 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
     late = fail(
         f"no answer within {bound_s:g} s", "look at the kernel log (`dmesg`) and the network for what hangs"
     )
-    return [Outcome(check.name, answers.get(number, late)) for number, check in enumerate(checks)]
+    return [
+        Outcome(check.name, finding)
+        for number, check in enumerate(checks)
+        for finding in answers.get(number, (late,))
+    ]
 
 
-def _looked(check: Check) -> Finding:
+def _looked(check: Check) -> Finding | Sequence[Finding]:
     try:
         return check.look()
     except DraDriverError as error:

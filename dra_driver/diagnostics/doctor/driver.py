@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 
 from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.health_findings import health_findings
+from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
@@ -46,11 +48,12 @@ _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks of one host. `inventory` raises what NVML answers."""
+    """Checks of one host. `inventory` raises what NVML answers; `node_health` is what `top` shows too."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
+    node_health: Callable[[], NodeHealth]
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
@@ -156,6 +159,14 @@ class DriverChecks:
                 f"NVML is {version}, the kernel module {loaded}",
                 "reload the kernel modules or reboot the node",
             )
+        silent = self._silent_gpus(inventory)
+        if silent:
+            total = len(inventory.gpus) + len(silent)
+            do = "does" if len(silent) == 1 else "do"
+            return warn(
+                f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
+                "do what the line `health` of the GPU says; `dmesg | grep -i xid` on the node tells why",
+            )
         if inventory.faults:
             first = inventory.faults[0]
             more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
@@ -163,14 +174,13 @@ class DriverChecks:
                 f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
                 "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
             )
-        on_bus = len(Sysfs(self.paths.sys, self.paths.proc).gpu_functions())
-        if len(inventory.gpus) < on_bus:
-            return fail(
-                f"{len(inventory.gpus)} GPUs answer, {on_bus} are on the PCI bus", "`dmesg | grep -i nvrm`"
-            )
         cuda = inventory.versions.cuda
         shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
         return ok(f"{len(inventory.gpus)} GPUs answer, driver {version or 'unknown'}{shown}")
+
+    def health(self) -> list[Finding]:
+        """Is every GPU and every MIG device well?"""
+        return health_findings(self.node_health())
 
     def device_nodes(self) -> Finding:
         """Are the nodes there through which containers reach the GPUs?"""
@@ -192,7 +202,7 @@ class DriverChecks:
                 f"`nvidia-modprobe -c={missing[0]}` on the node, or start nvidia-persistenced",
             )
         strays = sorted(self._node_minors(dev) - minors)
-        if strays:
+        if strays and not self._silent_gpus(gpus):
             return warn(
                 f"no GPU behind {named([f'/dev/nvidia{minor}' for minor in strays])}",
                 "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
@@ -348,6 +358,7 @@ class DriverChecks:
             Check("kernel driver", self._if_needed(self.kernel_driver)),
             Check("driver root", self._if_needed(self.driver_root)),
             Check("NVML", self._if_needed(self.nvml)),
+            Check("health", self.health),
             Check("device nodes", self._if_needed(self.device_nodes)),
             Check("MIG mode", self._if_needed(self.mig_mode)),
             Check("GPU agents", self._if_needed(self.gpu_agents)),
@@ -372,6 +383,11 @@ class DriverChecks:
             return skip(f"{finding.seen}; a node without GPU does not need it")
 
         return looked
+
+    def _silent_gpus(self, inventory: Inventory) -> list[str]:
+        """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""
+        bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
+        return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 
     def _has_unusable_library(self) -> bool:
         try:
