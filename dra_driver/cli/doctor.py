@@ -80,12 +80,15 @@ def doctor(
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) -> None:
+    from dra_driver.diagnostics.doctor.checks import folded
+
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
     if not output.is_for_people:
         checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
         print_object({"counts": counts, "checks": checks}, output)
         return
+    outcomes = folded(outcomes)
     names = max(len(outcome.check) for outcome in outcomes)
     width = terminal_width(all_columns=output is Output.wide)
     for outcome in outcomes:

@@ -20,15 +20,15 @@ import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.diagnostics.doctor import kubelet as kubelet_checks
-from dra_driver.diagnostics.doctor.checks import Check, Outcome, Shared, run_checks
+from dra_driver.diagnostics.doctor.checks import Check, Outcome, Shared, folded, run_checks
 from dra_driver.diagnostics.doctor.cluster import ClusterChecks, needed_permissions
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
-from dra_driver.diagnostics.rules.findings import Finding, ok
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
 from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.diagnostics.rules.top_screen import SeenGpu
-from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
@@ -97,6 +97,26 @@ def test_a_check_that_crashes_is_its_own_failure() -> None:
 def test_a_check_of_several_things_has_a_line_for_each() -> None:
     outcomes = run_checks([Check("a", lambda: [ok("one"), ok("two")]), Check("b", lambda: ok("three"))])
     assert outcomes == [Outcome("a", ok("one")), Outcome("a", ok("two")), Outcome("b", ok("three"))]
+
+
+def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
+    away = skip("the API server cannot be asked")
+    outcomes = [
+        Outcome("API server", fail("it is away", "start it")),
+        Outcome("node", away),
+        Outcome("device plugin", skip("not visible from here")),
+        Outcome("clock", away),
+        Outcome("disk", ok("fine")),
+        Outcome("tape", ok("fine")),
+        Outcome("slices", away),
+    ]
+    assert folded(outcomes) == [
+        outcomes[0],
+        Outcome("3 checks", skip("the API server cannot be asked: node, clock, slices")),
+        outcomes[2],
+        outcomes[4],
+        outcomes[5],
+    ]
 
 
 def test_what_checks_share_is_read_once_and_its_error_is_everybodys() -> None:
@@ -205,7 +225,7 @@ def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
     found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
     says(found.pop("GPUs"), "WARN", "no NVIDIA GPU on the PCI bus", "lspci -d 10de:")
     assert {finding.status for finding in found.values()} == {"SKIP"}
-    says(found["driver root"], "SKIP", "a node without GPU does not need it")
+    says(found["driver root"], "SKIP", "this node has no GPU")
 
 
 @pytest.mark.parametrize(
@@ -854,6 +874,7 @@ def test_the_clock(cluster: ClusterChecks, answers: Answers, skew_s: int, status
             ("off in the kubelet", "restart kubelet"),
         ),
         (FORBIDDEN, "SKIP", ("may not ask",)),
+        (ApiUnavailableError("the kubelet is not reachable"), "SKIP", ("the kubelet is not reachable",)),
     ],
 )
 def test_the_kubelets_gates(
@@ -1006,3 +1027,11 @@ def test_an_api_server_that_is_away_is_one_failure(server: PlaygroundApiServer, 
     found = {o.check: o.finding for o in run_checks(checks.all())}
     says(found.pop("API server"), "FAIL", "cannot connect to the API server")
     assert {finding.status for finding in found.values()} == {"SKIP"}
+    (line,) = folded([Outcome(name, finding) for name, finding in found.items()])
+    assert line.check == "12 checks"
+    says(
+        line.finding,
+        "SKIP",
+        "the API server cannot be asked: resource API, permissions, node, ",
+        ", feature gates, ",
+    )

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dra_driver.diagnostics.rules.findings import Finding, fail
+from dra_driver.diagnostics.rules.findings import Finding, fail, skip
 from dra_driver.errors import DraDriverError
 
 T = TypeVar("T")
 
 BOUND_S = 5.0
+Look = Callable[[], Finding | Sequence[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Check:
     """A check under its name. `look` may raise anything; what it checks one by one has a finding each."""
 
     name: str
-    look: Callable[[], Finding | Sequence[Finding]]
+    look: Look
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,22 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
         for number, check in enumerate(checks)
         for finding in answers.get(number, (late,))
     ]
+
+
+def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """For people: one line, where the first was, for all checks that cannot run for the same cause."""
+    names: dict[Finding, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.finding.status == "SKIP":
+            names.setdefault(outcome.finding, []).append(outcome.check)
+    lines: list[Outcome] = []
+    for outcome in outcomes:
+        same = names.get(outcome.finding, [])
+        if len(same) < 2:
+            lines.append(outcome)
+        elif outcome.check == same[0]:
+            lines.append(Outcome(f"{len(same)} checks", skip(f"{outcome.finding.seen}: {', '.join(same)}")))
+    return lines
 
 
 def _looked(check: Check) -> Finding | Sequence[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dra_driver.diagnostics.doctor.checks import Check, Shared
+from dra_driver.diagnostics.doctor.checks import Check, Look, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
 from dra_driver.diagnostics.rules.health_findings import health_findings
 from dra_driver.diagnostics.rules.top_data import NodeHealth
@@ -358,7 +358,7 @@ class DriverChecks:
             Check("kernel driver", self._if_needed(self.kernel_driver)),
             Check("driver root", self._if_needed(self.driver_root)),
             Check("NVML", self._if_needed(self.nvml)),
-            Check("health", self.health),
+            Check("health", self._if_needed(self.health)),
             Check("device nodes", self._if_needed(self.device_nodes)),
             Check("MIG mode", self._if_needed(self.mig_mode)),
             Check("GPU agents", self._if_needed(self.gpu_agents)),
@@ -373,14 +373,15 @@ class DriverChecks:
             Check("persistence", self._if_needed(self.persistence)),
         ]
 
-    def _if_needed(self, look: Callable[[], Finding]) -> Callable[[], Finding]:
-        def looked() -> Finding:
-            finding = look()
-            if finding.status in ("OK", "SKIP") or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
-                return finding
+    def _if_needed(self, look: Look) -> Look:
+        def looked() -> Finding | Sequence[Finding]:
+            found = look()
+            is_ok = isinstance(found, Finding) and found.status == "OK"
+            if is_ok or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
+                return found
             if look == self.nvml and self._has_unusable_library():
-                return finding
-            return skip(f"{finding.seen}; a node without GPU does not need it")
+                return found
+            return skip("this node has no GPU")
 
         return looked
 
