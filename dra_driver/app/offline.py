@@ -281,14 +281,17 @@ def _chosen_gpus(settings: Settings, names: Sequence[str]) -> frozenset[str]:
         known[state.target.gpu_uuid] = state.target.gpu_uuid
         if state.pci_bus_id is not None:
             known[state.pci_bus_id] = state.target.gpu_uuid
-    known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
     platform = _platform(settings)
+    sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
+    for bus_id, uuid in sysfs.gpus_of_the_nvidia_driver().items():
+        if uuid is not None:
+            known |= {bus_id: uuid, uuid: uuid}
+    known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
     inventory = None
     with suppress(NvmlUnavailableError):
         inventory = _inventory_once(platform)
-    on_bus = Sysfs(platform.paths.sys, platform.paths.proc).gpu_functions()
     shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
-    return named_gpus(names, inventory, known, is_whole=on_bus <= shown)
+    return named_gpus(names, inventory, known, is_whole=sysfs.gpu_functions() <= shown)
 
 
 def attach_node(settings: Settings) -> str:
