@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.doctor.checks import Check
     from dra_driver.diagnostics.rules.mig_map import GpuMap
     from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
-    from dra_driver.diagnostics.rules.top_data import NodeHealth, NvmlFacts
+    from dra_driver.diagnostics.rules.top_data import NodeHealth
     from dra_driver.diagnostics.snapshot import NodeSnapshot
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.journal.rules.debts import Debt
@@ -310,30 +310,32 @@ def doctor_checks(settings: Settings) -> list[Check]:
     from dra_driver.diagnostics.doctor.driver import DriverChecks
     from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
     from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
+    from dra_driver.diagnostics.rules.top_data import NvmlFacts
     from dra_driver.diagnostics.state_on_disk import read_state
     from dra_driver.host.processes import gpu_users
 
     platform = _platform(settings)
     snapshot = _node_snapshot(settings, platform)
+    # NVML is opened once: in one process, one session would shut down the other's.
+    inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
 
     def look() -> NvmlFacts:
         with closing(snapshot):
-            return snapshot.read_nvml()
-
-    nvml = Shared(look)
+            return snapshot.read_gpus(inventory.get())
 
     def node_health() -> NodeHealth:
         try:
-            return snapshot.health(bounded("NVML", nvml.get, _NVML_WAIT_S))
-        except DraDriverError:  # reported by the check `NVML`
-            return snapshot.health(None)
+            return snapshot.health(bounded("NVML", look, _NVML_WAIT_S))
+        except DraDriverError:
+            found = inventory.or_none()
+            return snapshot.health(None if found is None else NvmlFacts(found))
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(platform.paths, simulated=settings.simulate is not None, in_pod=in_pod)
     driver = DriverChecks(
         platform.paths,
         platform.nodes,
-        Shared(lambda: nvml.get().inventory),
+        inventory,
         node_health,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,

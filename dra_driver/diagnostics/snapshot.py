@@ -79,7 +79,7 @@ class NodeSnapshot:
         self._clock = clock
         self._is_open = False
         self._partitions = PartitionReader()
-        self._facts = BoundedCall("NVML", self.read_nvml)
+        self._facts = BoundedCall("NVML", lambda: self.read_gpus(self.read_inventory()))
         layout = mps_layout(paths.plugin_directory)
         self._mps_socket = layout.socket
         client = MpsClient(layout, connect_s=0.0)
@@ -135,8 +135,8 @@ class NodeSnapshot:
                 return may, None if may else "MPS daemons are not shown: only root may ask the MPS host"
         return False, None
 
-    def read_nvml(self) -> NvmlFacts:
-        """What NVML tells now. Raises: DraDriverError if it does not answer; then it is opened anew the next time."""
+    def read_inventory(self) -> Inventory:
+        """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
         if self._is_open and self._is_detached():
             self._nvml.close()
             self._is_open = False
@@ -144,7 +144,11 @@ class NodeSnapshot:
             self._nvml.reopen()
         # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
         self._is_open = False
-        inventory = with_nvlink_domains(self._nvml.read_inventory())
+        return with_nvlink_domains(self._nvml.read_inventory())
+
+    def read_gpus(self, inventory: Inventory) -> NvmlFacts:
+        """What NVML tells of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
+        opened anew the next time."""
         inventory = replace(inventory, gpus=tuple(self._cut(gpu, inventory) for gpu in inventory.gpus))
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}

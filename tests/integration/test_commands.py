@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import yaml
 from dra_driver.cli.claims import pods_text
 from dra_driver.diagnostics.rules.prepared_claims import age_text, usage_text
 from dra_driver.errors import InvalidConfigError
+from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -147,6 +150,34 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
     assert (status, seen.startswith(f"the kept health {health} cannot be read: ")) == ("WARN", True)
     assert "restart gpu-dra-driver" in remedy
     assert health.read_text() == "{broken"
+
+
+def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
+    assert node.driver is not None
+    node.driver.stop()
+    node.driver = None
+    ill, now = node.machine.gpu(5), int(time.time())
+    bad = Reason("xid", "95", Severity.UNHEALTHY, now, now, "Xid 95")
+    state = HealthState(HealthTarget(ill.uuid), (bad,), pci_bus_id=ill.bus_id)
+    (node.plugin_dir / "health.json").write_bytes(encode(KeptHealth(node.machine.boot_id, None, (state,))))
+    node.machine.set_fault("nvmlDeviceGetRemappedRows", delay_s=30.0, gpu=node.machine.gpu(3).uuid)
+    done = call("doctor", "-o", "json", *doctor_options(node))
+    checks = json.loads(done.stdout)["checks"]
+    found = {(check["check"], check["status"], check["seen"].partition(" (for ")[0]) for check in checks}
+    named = f"gpu-{ill.uuid[4:12]} ({ill.bus_id})"
+    assert {entry for entry in found if entry[0] in ("NVML", "health", "device nodes", "MIG mode")} == {
+        ("NVML", "OK", "8 GPUs answer, driver 580.95.05, CUDA 13.0"),
+        ("health", "FAIL", f"{named} is unhealthy: Xid 95"),
+        ("health", "WARN", f"not known of {', '.join(others(node, ill.uuid)[:4])} and 3 more"),
+        ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and 8 GPUs"),
+        ("MIG mode", "OK", "0 of 8 GPUs in MIG mode"),
+    }
+
+
+def others(node: Node, uuid: str) -> list[str]:
+    """The device names of the other GPUs."""
+    uuids = [row["uuid"] for row in node.machine.describe()]
+    return [f"gpu-{other[4:12]}" for other in uuids if other != uuid]
 
 
 def test_doctor_on_a_node_at_work(node: Node) -> None:

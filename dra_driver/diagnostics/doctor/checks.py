@@ -54,6 +54,13 @@ class Shared(Generic[T]):
             raise failure
         return value  # type: ignore[return-value]
 
+    def or_none(self) -> T | None:
+        """None if the reading failed as it may. Raises: a surprise."""
+        try:
+            return self.get()
+        except DraDriverError:
+            return None
+
 
 def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
     """All outcomes in the order of the checks, after `bound_s` seconds at the latest.

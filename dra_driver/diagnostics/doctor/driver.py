@@ -191,7 +191,7 @@ class DriverChecks:
             )
         if dev.node("/dev/nvidia-uvm") is None:
             return fail("/dev/nvidia-uvm is missing, CUDA fails", "`nvidia-modprobe -u -c=0` on the node")
-        gpus = _or_none(self.inventory)
+        gpus = self.inventory.or_none()
         if gpus is None:
             return ok("/dev/nvidiactl, /dev/nvidia-uvm; without NVML those of the GPUs are not known")
         minors = {gpu.minor for gpu in gpus.gpus if gpu.minor is not None}
@@ -211,7 +211,7 @@ class DriverChecks:
 
     def mig_capabilities(self) -> Finding:
         """Can containers be let into the MIG devices that exist?"""
-        inventory = _or_none(self.inventory)
+        inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
         migs = [(gpu, mig) for gpu in inventory.gpus for mig in gpu.mig_devices]
@@ -232,7 +232,7 @@ class DriverChecks:
 
     def mig_mode(self) -> Finding:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
-        inventory = _or_none(self.inventory)
+        inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
@@ -263,7 +263,7 @@ class DriverChecks:
         wanted = self.companions.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
-        inventory = _or_none(self.inventory)
+        inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
         outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
@@ -419,10 +419,3 @@ class DriverChecks:
 
 def _channels(wanted: ImexChannels) -> str:
     return "all" if wanted == "all" else f"channel {wanted}"
-
-
-def _or_none(shared: Shared[Inventory]) -> Inventory | None:
-    try:
-        return shared.get()
-    except DraDriverError:
-        return None
