@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dra_driver.app.platforms import Platform, platform_of
-from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateError
+from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailableError, StateError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory, OfferedDevice
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.doctor.checks import Check
     from dra_driver.diagnostics.rules.mig_map import GpuMap
     from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
+    from dra_driver.diagnostics.rules.top_data import NodeHealth
     from dra_driver.diagnostics.snapshot import NodeSnapshot
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.journal.rules.debts import Debt
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 JsonObject = dict[str, Any]
 
 _API_TIMEOUT_S = 4.0
+_NVML_WAIT_S = 4.0
+"""Less than a check of `doctor` may take: what is written down is shown also while NVML hangs."""
 
 
 class OwnershipUnknownError(StateError):
@@ -144,12 +147,15 @@ def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list
 
 def node_snapshot(settings: Settings) -> NodeSnapshot:
     """The node as `top` shows it. Raises: InvalidConfigError, StateError if a simulated machine cannot be made."""
+    return _node_snapshot(settings, _platform(settings))
+
+
+def _node_snapshot(settings: Settings, platform: Platform) -> NodeSnapshot:
     from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 
     def on_demand(gpu: Gpu) -> bool:
         return _is_on_demand(settings, gpu)
 
-    platform = _platform(settings)
     paths = NodePaths(
         node=settings.node_name,
         driver=settings.driver_name,
@@ -157,6 +163,7 @@ def node_snapshot(settings: Settings) -> NodeSnapshot:
         cdi_root=Path(settings.cdi_root),
         boot_id=_boot_id(platform),
         proc=platform.paths.proc,
+        sys=platform.paths.sys,
     )
     reader = NvmlReader(platform.load_nvml, on_demand)
     return NodeSnapshot(
@@ -274,14 +281,17 @@ def _chosen_gpus(settings: Settings, names: Sequence[str]) -> frozenset[str]:
         known[state.target.gpu_uuid] = state.target.gpu_uuid
         if state.pci_bus_id is not None:
             known[state.pci_bus_id] = state.target.gpu_uuid
-    known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
     platform = _platform(settings)
+    sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
+    for bus_id, uuid in sysfs.gpus_of_the_nvidia_driver().items():
+        if uuid is not None:
+            known |= {bus_id: uuid, uuid: uuid}
+    known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
     inventory = None
     with suppress(NvmlUnavailableError):
         inventory = _inventory_once(platform)
-    on_bus = Sysfs(platform.paths.sys, platform.paths.proc).gpu_functions()
     shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
-    return named_gpus(names, inventory, known, is_whole=on_bus <= shown)
+    return named_gpus(names, inventory, known, is_whole=sysfs.gpu_functions() <= shown)
 
 
 def attach_node(settings: Settings) -> str:
@@ -294,21 +304,39 @@ def attach_node(settings: Settings) -> str:
 
 def doctor_checks(settings: Settings) -> list[Check]:
     """All checks of `doctor`, in the order in which it prints them."""
+    from dra_driver.concurrency.bounded_call import bounded
     from dra_driver.diagnostics.doctor.checks import Shared
     from dra_driver.diagnostics.doctor.cluster import ClusterChecks
     from dra_driver.diagnostics.doctor.driver import DriverChecks
     from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
     from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
+    from dra_driver.diagnostics.rules.top_data import NvmlFacts
     from dra_driver.diagnostics.state_on_disk import read_state
     from dra_driver.host.processes import gpu_users
 
     platform = _platform(settings)
+    snapshot = _node_snapshot(settings, platform)
+    # NVML is opened once: in one process, one session would shut down the other's.
+    inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
+
+    def look() -> NvmlFacts:
+        with closing(snapshot):
+            return snapshot.read_gpus(inventory.get())
+
+    def node_health() -> NodeHealth:
+        try:
+            return snapshot.health(bounded("NVML", look, _NVML_WAIT_S))
+        except DraDriverError:
+            found = inventory.or_none()
+            return snapshot.health(None if found is None else NvmlFacts(found))
+
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(platform.paths, simulated=settings.simulate is not None, in_pod=in_pod)
     driver = DriverChecks(
         platform.paths,
         platform.nodes,
-        Shared(lambda: _inventory_once(platform)),
+        inventory,
+        node_health,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users("/proc", _pods_of_claims(settings)),

@@ -1,4 +1,5 @@
-"""`gpu-dra-driver doctor`: is everything there that the driver needs on this node, and if not, what to do."""
+"""`gpu-dra-driver doctor`: is everything there that the plugin needs on this node, is every GPU well, and if not, what
+to do."""
 
 from __future__ import annotations
 
@@ -61,9 +62,9 @@ def doctor(
 ) -> None:
     """Check what the driver needs, and say what to do.
 
-    Host, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl exec`), where it has the
-    settings of the driver, or on the node with the options of `run`. Exit code 0: all in order or only warnings, 1:
-    something fails.
+    Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl
+    exec`), where it has the settings of the driver, or on the node with the options of `run`. Exit code 0: all in order
+    or only warnings, 1: something fails.
     """
     given = dict(locals())
     from dra_driver.app.offline import doctor_checks
@@ -79,12 +80,15 @@ def doctor(
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) -> None:
+    from dra_driver.diagnostics.doctor.checks import folded
+
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
     if not output.is_for_people:
         checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
         print_object({"counts": counts, "checks": checks}, output)
         return
+    outcomes = folded(outcomes)
     names = max(len(outcome.check) for outcome in outcomes)
     width = terminal_width(all_columns=output is Output.wide)
     for outcome in outcomes:

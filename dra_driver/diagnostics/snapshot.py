@@ -15,16 +15,18 @@ from pathlib import Path
 from dra_driver.concurrency.bounded_call import BoundedCall
 from dra_driver.diagnostics.prepared_claims import read_prepared_claims
 from dra_driver.diagnostics.rules.mig_holders import KnownState
-from dra_driver.diagnostics.rules.top_data import NodeFacts, NvmlFacts, node_view
+from dra_driver.diagnostics.rules.top_data import NodeFacts, NodeHealth, NvmlFacts, node_health, node_view
 from dra_driver.diagnostics.rules.top_screen import NodeView
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.files.atomic import read_plain
+from dra_driver.health.rules.state import observe
 from dra_driver.health.store import decode
 from dra_driver.host.processes import pod_uid
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
-from dra_driver.model.health import HealthState, PolledHealth
+from dra_driver.model.health import HealthState, PolledHealth, Reset
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.mps.client import MpsClient
@@ -38,12 +40,13 @@ from dra_driver.nvml.reader import NvmlReader
 
 HEALTH_FILE = "health.json"
 _MPS_WAIT_S = 1.0
+_REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged file"
 
 
 @dataclass(frozen=True, slots=True)
 class NodePaths:
     """A node's name, its driver's, and the directories to read. `boot_id` None: it could not be read; `proc` shows the
-    processes that NVML names."""
+    processes that NVML names, and with `sys` the GPUs that the NVIDIA driver is bound to."""
 
     node: str
     driver: str
@@ -51,6 +54,7 @@ class NodePaths:
     cdi_root: Path
     boot_id: str | None
     proc: str = "/proc"
+    sys: str = "/sys"
 
 
 class NodeSnapshot:
@@ -75,7 +79,7 @@ class NodeSnapshot:
         self._clock = clock
         self._is_open = False
         self._partitions = PartitionReader()
-        self._facts = BoundedCall("NVML", self._read_nvml)
+        self._facts = BoundedCall("NVML", lambda: self.read_gpus(self.read_inventory()))
         layout = mps_layout(paths.plugin_directory)
         self._mps_socket = layout.socket
         client = MpsClient(layout, connect_s=0.0)
@@ -115,6 +119,14 @@ class NodeSnapshot:
         )
         return node_view(found, self._on_demand)
 
+    def health(self, nvml: NvmlFacts | None) -> NodeHealth:
+        """What `view` shows of the health of the GPUs; `nvml` is None where NVML does not answer."""
+        paths = self._paths
+        state = read_state(paths.plugin_directory)
+        health, notes = read_kept_health(paths.plugin_directory / HEALTH_FILE, paths.boot_id)
+        known = KnownState(state.records, state.owned, paths.boot_id, is_known=not state.faults)
+        return node_health(nvml, known, health, self._clock(), notes)
+
     def _may_ask_mps_host(self) -> tuple[bool, str | None]:
         """Whether to ask the MPS host, and why not where there is one."""
         with suppress(OSError):
@@ -123,8 +135,8 @@ class NodeSnapshot:
                 return may, None if may else "MPS daemons are not shown: only root may ask the MPS host"
         return False, None
 
-    def _read_nvml(self) -> NvmlFacts:
-        """Raises: DraDriverError if NVML does not answer; then it is opened anew the next time."""
+    def read_inventory(self) -> Inventory:
+        """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
         if self._is_open and self._is_detached():
             self._nvml.close()
             self._is_open = False
@@ -132,7 +144,11 @@ class NodeSnapshot:
             self._nvml.reopen()
         # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
         self._is_open = False
-        inventory = with_nvlink_domains(self._nvml.read_inventory())
+        return with_nvlink_domains(self._nvml.read_inventory())
+
+    def read_gpus(self, inventory: Inventory) -> NvmlFacts:
+        """What NVML tells of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
+        opened anew the next time."""
         inventory = replace(inventory, gpus=tuple(self._cut(gpu, inventory) for gpu in inventory.gpus))
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
@@ -153,7 +169,10 @@ class NodeSnapshot:
         self._is_open = None not in self._nvml.nvml_fingerprint()
         pids = {process.pid for listed in processes.values() for process in listed}
         pods = {pid: uid for pid in pids if (uid := pod_uid(self._paths.proc, pid)) is not None}
-        return NvmlFacts(inventory, loads, polled, frozenset(lost), processes, pods)
+        shown = {gpu.pci_bus_id for gpu in inventory.gpus}
+        bound = Sysfs(self._paths.sys, self._paths.proc).gpus_of_the_nvidia_driver()
+        hidden = {bus_id: uuid for bus_id, uuid in bound.items() if bus_id not in shown}
+        return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods)
 
     def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
         """With the GPU instances of a GPU in MIG mode, also where the driver has nothing to do with them.
@@ -180,10 +199,11 @@ def read_kept_health(path: Path, boot_id: str | None) -> tuple[Sequence[HealthSt
     except FileNotFoundError:
         return (), []
     except OSError as error:
-        return (), [f"cannot read the kept health {path}: {error.strerror or error}"]
+        return (), [f"cannot read the kept health {path}: {error.strerror or error}; {_REMEDY}"]
     except StateError as error:
-        return (), [f"the kept health {path} cannot be read: {error}"]
+        return (), [f"the kept health {path} cannot be read: {error}; {_REMEDY}"]
     if boot_id is None or kept.boot_id == boot_id:
         return kept.states, []
-    note = "the kept health is from before the last boot; the driver has not watched the GPUs since"
-    return tuple(state for state in kept.states if not state.target.is_instance), [note]
+    note = "the kept health is from before the last boot, and nobody has watched the GPUs since; start gpu-dra-driver"
+    states = (state for state in kept.states if not state.target.is_instance)
+    return tuple(observe(state, Reset(), 0) for state in states), [note]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from dra_driver.model.host import PciFunction
@@ -14,6 +15,8 @@ from dra_driver.model.host import PciFunction
 _NVIDIA = "0x10de"
 _PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")
 _MEM_TOTAL = re.compile(r"^MemTotal:\s+([0-9]{1,15}) kB$", re.MULTILINE)
+_GPU_UUID = re.compile(r"^GPU UUID:\s+(GPU-[0-9a-f]{8}-\S+)$", re.MULTILINE)
+_EXCLUDED = re.compile(r"^GPU Excluded:\s+Yes$", re.MULTILINE)
 _DRM_NODE = re.compile(r"^(?:card|renderD)\d+\Z")
 _GONE = b"\xff\xff"
 
@@ -53,6 +56,16 @@ class Sysfs:
     def gpu_functions(self) -> frozenset[str]:
         """Bus IDs of NVIDIA's display and 3D controllers, whether a driver is bound to them or not."""
         return frozenset(function.bus_id for function in self.nvidia_functions() if function.is_gpu)
+
+    def gpus_of_the_nvidia_driver(self) -> Mapping[str, str | None]:
+        """The UUIDs of the GPUs that the NVIDIA driver is bound to and does not exclude, by bus ID, as its files tell
+        them; also of a GPU that is lost. None if the driver never learned the UUID."""
+        bound = [item.bus_id for item in self.nvidia_functions() if item.is_gpu and item.driver == "nvidia"]
+        told = {bus_id: _read(self._proc / "driver/nvidia/gpus" / bus_id / "information") for bus_id in bound}
+        uuids = {
+            bus_id: _GPU_UUID.search(text) for bus_id, text in told.items() if not _EXCLUDED.search(text)
+        }
+        return {bus_id: None if match is None else match[1] for bus_id, match in uuids.items()}
 
     def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
         """Names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""

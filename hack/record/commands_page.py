@@ -80,10 +80,11 @@ _DIRECTORIES = ("--kubelet-plugins-directory-path", "--simulator-dir")
 _MACHINE = ("--simulate", "--config", "--node-name", *_DIRECTORIES)
 COMMANDS = (
     Recorded(
-        "Is everything there that the driver needs, and if not, what is to be done? The exit code is 1 if a line says "
-        "FAIL.",
+        "Is everything there that the driver needs, is every GPU well, and if not, what is to be done? Each GPU and "
+        "each MIG device that is not well has a line `health`. The exit code is 1 if a line says FAIL.",
         "doctor",
         (*_MACHINE, "--cdi-root", "--kubeconfig", "--kubelet-registrar-directory-path"),
+        exit_code=1,
     ),
     Recorded(
         "Which GPU is busy, who holds it, which one is bad, why and since when? On a terminal, without `--once`, it is "

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -20,13 +20,15 @@ import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.diagnostics.doctor import kubelet as kubelet_checks
-from dra_driver.diagnostics.doctor.checks import Check, Shared, run_checks
+from dra_driver.diagnostics.doctor.checks import Check, Outcome, Shared, folded, run_checks
 from dra_driver.diagnostics.doctor.cluster import ClusterChecks, needed_permissions
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
-from dra_driver.diagnostics.rules.findings import Finding, ok
-from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
+from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.top_screen import SeenGpu
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
@@ -42,7 +44,10 @@ from tests.fakes.machines import SimulatedNode
 
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
-PollResult = Callable[[], Finding]
+Look = Callable[[], Finding | Sequence[Finding]]
+HEALTHY = NodeHealth(
+    tuple(SeenGpu(f"gpu-{number}", f"GPU-{number}", health="ok") for number in range(8)), has_nvml=True
+)
 
 
 def says(finding: Finding, status: str, *parts: str) -> None:
@@ -79,7 +84,7 @@ def test_a_check_that_crashes_is_its_own_failure() -> None:
     def unreadable() -> Finding:
         raise PermissionError(13, "Permission denied", "/etc/x")
 
-    looks: dict[str, PollResult] = {"a": crash, "b": refuse, "c": lambda: ok("fine"), "d": unreadable}
+    looks: dict[str, Look] = {"a": crash, "b": refuse, "c": lambda: ok("fine"), "d": unreadable}
     outcomes = run_checks([Check(name, look) for name, look in looks.items()])
     found = {outcome.check: outcome.finding for outcome in outcomes}
     assert list(found) == list(looks)
@@ -87,6 +92,31 @@ def test_a_check_that_crashes_is_its_own_failure() -> None:
     says(found["b"], "FAIL", "NVML is away -> load it")
     says(found["c"], "OK", "fine")
     says(found["d"], "FAIL", "/etc/x: Permission denied", "root")
+
+
+def test_a_check_of_several_things_has_a_line_for_each() -> None:
+    outcomes = run_checks([Check("a", lambda: [ok("one"), ok("two")]), Check("b", lambda: ok("three"))])
+    assert outcomes == [Outcome("a", ok("one")), Outcome("a", ok("two")), Outcome("b", ok("three"))]
+
+
+def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
+    away = skip("the API server cannot be asked")
+    outcomes = [
+        Outcome("API server", fail("it is away", "start it")),
+        Outcome("node", away),
+        Outcome("device plugin", skip("not visible from here")),
+        Outcome("clock", away),
+        Outcome("disk", ok("fine")),
+        Outcome("tape", ok("fine")),
+        Outcome("slices", away),
+    ]
+    assert folded(outcomes) == [
+        outcomes[0],
+        Outcome("3 checks", skip("the API server cannot be asked: node, clock, slices")),
+        outcomes[2],
+        outcomes[4],
+        outcomes[5],
+    ]
 
 
 def test_what_checks_share_is_read_once_and_its_error_is_everybodys() -> None:
@@ -142,7 +172,8 @@ class Host:
 
         nodes = more.pop("nodes", device_node_reader(self.node.machine))
         paths = replace(self.node.paths, **more.pop("paths", {}))
-        return DriverChecks(paths, nodes, Shared(read), **more)
+        node_health = more.pop("node_health", lambda: HEALTHY)
+        return DriverChecks(paths, nodes, Shared(read), node_health, **more)
 
 
 @pytest.fixture
@@ -164,12 +195,13 @@ def pci(host: Host, tmp_path: Path, driver: str | None) -> dict[str, str]:
 
 
 def test_a_machine_in_order(host: Host) -> None:
-    found = {check.name: check.look() for check in host.checks().all()}
+    found = {outcome.check: outcome.finding for outcome in run_checks(host.checks().all())}
     assert {name: finding.status for name, finding in found.items()} == {
         "GPUs": "OK",
         "kernel driver": "OK",
         "driver root": "OK",
         "NVML": "OK",
+        "health": "OK",
         "device nodes": "OK",
         "MIG mode": "OK",
         "GPU agents": "SKIP",
@@ -188,11 +220,12 @@ def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
         "proc": str(tmp_path),
         "dev_root": str(tmp_path),
     }
-    checks = host.checks(NvmlUnavailableError("libnvidia-ml is away; x"), paths=nothing)
-    found = {check.name: check.look() for check in checks.all()}
+    away = NvmlUnavailableError("libnvidia-ml is away; x")
+    checks = host.checks(away, paths=nothing, node_health=NodeHealth)
+    found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
     says(found.pop("GPUs"), "WARN", "no NVIDIA GPU on the PCI bus", "lspci -d 10de:")
     assert {finding.status for finding in found.values()} == {"SKIP"}
-    says(found["driver root"], "SKIP", "a node without GPU does not need it")
+    says(found["driver root"], "SKIP", "this node has no GPU")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +319,7 @@ def test_host_devices_that_are_missing(host: Host) -> None:
 def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(host: Host, tmp_path: Path) -> None:
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     checks = host.checks(NvmlLibraryError("cannot load the NVML library; x"), paths=nothing)
-    found = {check.name: check.look() for check in checks.all()}
+    found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
     says(found["NVML"], "FAIL", "cannot load the NVML library")
 
 
@@ -340,15 +373,22 @@ def test_nvml(host: Host, tmp_path: Path) -> None:
     )
     says(host.checks(gone).nvml(), "FAIL", "is not below the driver root / ->", "nvidia-smi")
     fault = DiscoveryFault("GPU with NVML index 3", "GPU is lost")
-    one_lost = replace(host.inventory, gpus=host.inventory.gpus[1:], faults=(fault, fault))
+    unread = replace(host.inventory, faults=(fault, fault))
     says(
-        host.checks(one_lost).nvml(),
+        host.checks(unread).nvml(),
         "WARN",
-        "7 GPUs answer; GPU with NVML index 3: GPU is lost (and 1 more)",
+        "8 GPUs answer; GPU with NVML index 3: GPU is lost (and 1 more)",
         "xid",
     )
-    hidden = replace(host.inventory, gpus=host.inventory.gpus[1:])
-    says(host.checks(hidden).nvml(), "FAIL", "7 GPUs answer, 8 are on the PCI bus")
+    first, second, *rest = host.inventory.gpus
+    hidden = replace(host.inventory, gpus=(second, *rest), faults=(fault,))
+    says(
+        host.checks(hidden).nvml(), "WARN", f"1 of 8 GPUs does not answer: {first.pci_bus_id} ->", "`health`"
+    )
+    two = replace(host.inventory, gpus=tuple(rest))
+    says(
+        host.checks(two).nvml(), "WARN", f"2 of 8 GPUs do not answer: {first.pci_bus_id}, {second.pci_bus_id}"
+    )
     version = tmp_path / "driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1.1  Tue\n")
@@ -834,6 +874,7 @@ def test_the_clock(cluster: ClusterChecks, answers: Answers, skew_s: int, status
             ("off in the kubelet", "restart kubelet"),
         ),
         (FORBIDDEN, "SKIP", ("may not ask",)),
+        (ApiUnavailableError("the kubelet is not reachable"), "SKIP", ("the kubelet is not reachable",)),
     ],
 )
 def test_the_kubelets_gates(
@@ -986,3 +1027,11 @@ def test_an_api_server_that_is_away_is_one_failure(server: PlaygroundApiServer, 
     found = {o.check: o.finding for o in run_checks(checks.all())}
     says(found.pop("API server"), "FAIL", "cannot connect to the API server")
     assert {finding.status for finding in found.values()} == {"SKIP"}
+    (line,) = folded([Outcome(name, finding) for name, finding in found.items()])
+    assert line.check == "12 checks"
+    says(
+        line.finding,
+        "SKIP",
+        "the API server cannot be asked: resource API, permissions, node, ",
+        ", feature gates, ",
+    )

@@ -46,6 +46,20 @@ def test_functions_of_nvidia_are_listed_with_class_and_driver(tmp_path: Path, sy
     assert sysfs.gpu_functions() == {GPU}
 
 
+def test_gpus_of_the_nvidia_driver_have_the_uuid_that_it_tells(tmp_path: Path, sysfs: Sysfs) -> None:
+    uuids = {GPU: "GPU-6b45fc99-bded-5a86-bbac-ad2360fd45d5", "0000:2b:00.0": "GPU-????????-????"}
+    for bus_id in (*uuids, "0000:3b:00.0", "0000:4b:00.0", "0000:5b:00.0"):
+        driver = "vfio-pci" if bus_id == "0000:4b:00.0" else "nvidia"
+        place = pci_function(tmp_path / "sys", bus_id)
+        (tmp_path / "sys/bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (place / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
+        excluded = "Yes" if bus_id == "0000:3b:00.0" else "No"
+        if bus_id != "0000:5b:00.0":
+            text = f"Model: \t\t H100\nGPU UUID: \t {uuids.get(bus_id, uuids[GPU])}\nGPU Excluded:\t {excluded}\n"
+            put(tmp_path / "proc", f"driver/nvidia/gpus/{bus_id}/information", text)
+    assert sysfs.gpus_of_the_nvidia_driver() == {GPU: uuids[GPU], "0000:2b:00.0": None, "0000:5b:00.0": None}
+
+
 def test_drm_nodes_are_cards_and_render_nodes(tmp_path: Path, sysfs: Sysfs) -> None:
     place = pci_function(tmp_path / "sys", GPU)
     for name in ("renderD128", "card1", "card1-DP-1", "controlD64"):

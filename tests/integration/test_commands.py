@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import yaml
 from dra_driver.cli.claims import pods_text
 from dra_driver.diagnostics.rules.prepared_claims import age_text, usage_text
 from dra_driver.errors import InvalidConfigError
+from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -30,7 +33,7 @@ from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
-from tests.integration.conftest import DRIVER, NODE, Node
+from tests.integration.conftest import DRIVER, NODE, Node, eventually
 from tests.integration.test_process import call, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,14 +51,137 @@ def files(directory: Path) -> Mapping[str, tuple[int, bytes]]:
 # --- doctor -------------------------------------------------------------------------------------
 
 
-def test_doctor_on_a_node_at_work(node: Node) -> None:
+def doctor_options(node: Node) -> list[str]:
     settings = node.settings
-    options = [
+    return [
         "--node-name", NODE, "--kubeconfig", str(settings.kubeconfig), "--cdi-root", settings.cdi_root,
         "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
         "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path,
         "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
     ]  # fmt: skip
+
+
+def health_lines(node: Node) -> list[tuple[str, str, str]]:
+    """Status, what was seen, and the remedy, of each line `health`; all that fails is among them."""
+    done = call("doctor", "-o", "json", *doctor_options(node))
+    checks = json.loads(done.stdout)["checks"]
+    failing = {check["check"] for check in checks if check["status"] == "FAIL"}
+    assert (done.returncode, failing - {"health"}) == (int(bool(failing)), set())
+    return [
+        (check["status"], check["seen"], str(check["remedy"]))
+        for check in checks
+        if check["check"] == "health"
+    ]
+
+
+def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> None:
+    assert health_lines(node) == [("OK", "8 GPUs are well", "None")]
+    driver, machine, health = node.driver, node.machine, node.plugin_dir / "health.json"
+    assert driver is not None
+    one, two, lost = (machine.gpu(index) for index in (2, 3, 5))
+
+    def kept() -> set[str]:
+        states = json.loads(health.read_text())["states"] if health.exists() else ()
+        return {f"{it['key']} {it['value']}".strip() for state in states for it in state.get("reasons", ())}
+
+    def polled_with(done: Callable[[], bool]) -> bool:
+        driver.health.monitor._next_poll = 0.0
+        return done()
+
+    eventually(lambda: len(driver.health.monitor._heard) == 8)
+    machine.set_remapped_rows(2, failed=1)
+    machine.raise_xid(3, 95)
+    eventually(lambda: polled_with(lambda: kept() == {"row-remap failure", "xid 95"}))
+    found = health_lines(node)
+    assert [(status, seen.partition(" (for ")[0]) for status, seen, _ in found] == [
+        (
+            "FAIL",
+            f"gpu-{one.uuid[4:12]} ({one.bus_id}) is unhealthy: memory rows could not be remapped; the GPU needs a "
+            "replacement",
+        ),
+        (
+            "FAIL",
+            f"gpu-{two.uuid[4:12]} ({two.bus_id}) is unhealthy: Xid 95: uncorrectable memory error that was not "
+            "contained",
+        ),
+    ]
+    assert [remedy.partition(" and ")[0].rpartition("; ")[2] for *_, remedy in found] == [
+        "end its pods, then have the GPU replaced",
+        f"if it stays, end its pods, then `gpu-dra-driver detach {two.bus_id}`",
+    ]
+    machine.set_remapped_rows(2)
+    machine.set_ecc_errors(3, uncorrected=1)
+    eventually(lambda: polled_with(lambda: "ecc uncorrected" in kept()))
+    machine.reset_gpu(3)
+    eventually(lambda: polled_with(lambda: kept() == set()))
+    assert health_lines(node) == [("OK", "8 GPUs are well", "None")]
+    machine.lose_gpu(5)
+    eventually(lambda: "gpu-lost" in kept())
+    ((status, seen, remedy),) = health_lines(node)
+    assert (status, seen.partition(" (for ")[0].partition(": ")[0]) == (
+        "FAIL",
+        f"gpu-{lost.uuid[4:12]} ({lost.bus_id}) is lost",
+    )
+    assert " (for " in seen
+    assert remedy.startswith(
+        f"`gpu-dra-driver detach {lost.bus_id}`, then `nvidia-smi --gpu-reset -i {lost.bus_id}`"
+    )
+    assert "or reboot the node" in remedy
+
+
+def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
+    assert node.driver is not None
+    node.driver.stop()
+    node.driver = None
+    health = node.plugin_dir / "health.json"
+    health.unlink(missing_ok=True)
+    gone = node.machine.gpu(5)
+    node.machine.lose_gpu(5)
+    done = call("doctor", *doctor_options(node))
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert f"WARN  NVML                 1 of 8 GPUs does not answer: {gone.bus_id}" in lines
+    named = f"gpu-{gone.uuid[4:12]} ({gone.bus_id}) is lost: the GPU does not answer NVML"
+    assert f"FAIL  health               {named}" in lines
+    assert [line for line in lines if line.startswith("WARN  device nodes")] == []
+    node.machine.restore_gpu(5)
+    health.write_text("{broken")
+    ((status, seen, remedy),) = health_lines(node)
+    assert (status, seen.startswith(f"the kept health {health} cannot be read: ")) == ("WARN", True)
+    assert "restart gpu-dra-driver" in remedy
+    assert health.read_text() == "{broken"
+
+
+def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
+    assert node.driver is not None
+    node.driver.stop()
+    node.driver = None
+    ill, now = node.machine.gpu(5), int(time.time())
+    bad = Reason("xid", "95", Severity.UNHEALTHY, now, now, "Xid 95")
+    state = HealthState(HealthTarget(ill.uuid), (bad,), pci_bus_id=ill.bus_id)
+    (node.plugin_dir / "health.json").write_bytes(encode(KeptHealth(node.machine.boot_id, None, (state,))))
+    node.machine.set_fault("nvmlDeviceGetRemappedRows", delay_s=30.0, gpu=node.machine.gpu(3).uuid)
+    done = call("doctor", "-o", "json", *doctor_options(node))
+    checks = json.loads(done.stdout)["checks"]
+    found = {(check["check"], check["status"], check["seen"].partition(" (for ")[0]) for check in checks}
+    named = f"gpu-{ill.uuid[4:12]} ({ill.bus_id})"
+    assert {entry for entry in found if entry[0] in ("NVML", "health", "device nodes", "MIG mode")} == {
+        ("NVML", "OK", "8 GPUs answer, driver 580.95.05, CUDA 13.0"),
+        ("health", "FAIL", f"{named} is unhealthy: Xid 95"),
+        ("health", "WARN", f"not known of {', '.join(others(node, ill.uuid)[:4])} and 3 more"),
+        ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and 8 GPUs"),
+        ("MIG mode", "OK", "0 of 8 GPUs in MIG mode"),
+    }
+
+
+def others(node: Node, uuid: str) -> list[str]:
+    """The device names of the other GPUs."""
+    uuids = [row["uuid"] for row in node.machine.describe()]
+    return [f"gpu-{other[4:12]}" for other in uuids if other != uuid]
+
+
+def test_doctor_on_a_node_at_work(node: Node) -> None:
+    options = doctor_options(node)
     before = node.server.writes("resourceslices")
     done = call("doctor", "-o", "json", *options)
     assert done.stderr == ""
@@ -87,6 +213,10 @@ def test_doctor_where_nothing_is_there(tmp_path: Path) -> None:
     assert any(line.startswith("FAIL  kubelet directories") for line in done.stdout.splitlines())
     assert any(
         line.startswith("FAIL  API server") and "cannot be read" in line for line in done.stdout.splitlines()
+    )
+    (line,) = (line for line in done.stdout.splitlines() if "API server cannot be asked" in line)
+    assert line.startswith(
+        "SKIP  12 checks            the API server cannot be asked: resource API, permissions, "
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -108,6 +108,28 @@ def test_a_gpu_that_fell_off_the_bus_is_named_as_the_alert_names_it(
     detach("--end")
 
 
+def test_a_lost_gpu_is_known_by_its_bus_id_when_no_plugin_saw_it(
+    node: Node, detach: Callable[..., Any]
+) -> None:
+    uuid, bus = node.machine.gpu(3).uuid, node.machine.gpu(3).bus_id
+    names = [device["name"] for device in node.devices()]
+    held, other = node.allocated_by_hand("held", names[3]), node.allocated_by_hand("other", names[4])
+    node.prepare(held)
+    node.prepare(other)
+    assert node.driver is not None
+    node.driver.stop()
+    node.driver = None
+    (node.plugin_dir / "health.json").unlink(missing_ok=True)
+    node.machine.lose_gpu(3)
+    for given in (uuid, bus, names[3]):
+        done = detach(given)
+        assert "claims use the GPUs: default/held; end their pods" in done.stderr
+    (node.plugin_dir / "claims" / f"{held.uid}.json").unlink()
+    for given in (uuid, bus, names[3]):
+        assert detach(given).returncode == 0, "the claim on another GPU does not count"
+        detach("--end")
+
+
 @pytest.mark.parametrize("time", ["5", "9s", "25h", "-5m", "", "1m30s", "5 m"])
 def test_a_time_of_another_form_is_refused(detach: Callable[..., Any], time: str) -> None:
     done = detach(f"--for={time}")

@@ -10,7 +10,7 @@ import socket
 import termios
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -281,8 +281,8 @@ def write_health(directory: Path, boot: str, *states: HealthState) -> None:
     (directory / "plugin/health.json").write_bytes(encode(KeptHealth(boot, "580", states)))
 
 
-def reason(key: str, value: str, severity: Severity, source: Any = "event", text: str = "text") -> Reason:
-    return Reason(key, value, severity, START - 90, START - 60, text, source)
+def reason(key: str, value: str, severity: Severity, source: Any = "event", age_s: int = 10) -> Reason:
+    return Reason(key, value, severity, START - 90, START - age_s, "text", source)
 
 
 def told(view: NodeView) -> list[tuple[str, str, str, float | None]]:
@@ -329,20 +329,87 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     assert [(seen.gpu, seen.profile, seen.holder) for seen in view.instances] == [
         (names[1], "1g.10gb", f"claim ml/claim-{start}") for start in (0, 1)
     ]
+    assert [(entry.devices, entry.is_over) for entry in view.health] == [
+        ((), False),
+        ((), True),
+        ((f"{names[1]}-mig-1g10gb-19-0",), False),
+        ((), False),
+        ((), True),
+        ((), False),
+    ]
     # Only the claim whose instance it is has the trouble.
     assert [held.trouble for held in view.holdings] == ["degraded", None]
     assert [gpu.mode for gpu in view.gpus] == ["off", "on", "off", "off", None]
-    # Of an earlier boot: no instance survived, and nobody has watched since.
+    # Of an earlier boot: no instance survived, a reboot is a reset, and nobody has watched since.
     write_health(
         memory_path,
         "boot-0",
-        HealthState(HealthTarget(uuids[0]), (pending,)),
+        HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
         HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
     )
     machine.set_slowdown(2, 0)
     view = look.view(20)
-    assert told(view) == [(names[0], "degraded", "row-remap pending", 90.0)]
+    assert [(entry.reason, entry.is_over) for entry in view.health] == [
+        ("xid 48", True),
+        ("row-remap pending", True),
+    ]
     assert any("from before the last boot" in note for note in view.notes)
+
+
+def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
+    machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
+) -> None:
+    first, second, third, _ = (row["uuid"] for row in machine.describe())
+    old = reason("xid", "95", Severity.UNHEALTHY, age_s=31)
+    fresh = reason("xid", "95", Severity.UNHEALTHY, age_s=29)
+    lost = reason("gpu-lost", "", Severity.LOST, "poll")
+    write_health(
+        memory_path,
+        "boot-1",
+        HealthState(HealthTarget(first), (old,)),
+        HealthState(HealthTarget(second), (fresh,)),
+        HealthState(HealthTarget(third), (lost, fresh)),
+    )
+    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    assert {(entry.subject[4:], entry.reason, entry.is_over) for entry in look.view(20).health} == {
+        (first[4:12], "xid 95", True),
+        (second[4:12], "xid 95", False),
+        (third[4:12], "gpu-lost", True),
+        (third[4:12], "xid 95", True),  # a lost GPU comes back only by a reset
+    }
+    machine.set_recovery_action(0, 1)
+    found = [
+        (entry.reason, entry.is_over) for entry in look.view(20).health if entry.subject[4:] == first[4:12]
+    ]
+    assert found == [("recovery-action reset", False), ("xid 95", False)]
+
+
+def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_to_it(
+    machine: Machine, memory_path: Path
+) -> None:
+    gone = machine.gpu(1)
+    root, directory = machine.host_root, memory_path / "plugin"
+    paths = NodePaths(
+        "node-a", DRIVER, directory, memory_path, "boot-1", str(root / "proc"), str(root / "sys")
+    )
+
+    def seen() -> list[tuple[str, str, str | None, str]]:
+        with closing(NodeSnapshot(paths, NvmlReader(lambda: nvml_library(machine)), lambda _: False)) as look:
+            return [(gpu.name, gpu.uuid, gpu.pci_bus_id, gpu.health) for gpu in look.view(20).gpus][3:]
+
+    name = f"gpu-{gone.uuid[4:12]}"
+    assert [health for *_, health in seen()] == ["ok"]
+    machine.lose_gpu(1)
+    assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
+    information = root / f"proc/driver/nvidia/gpus/{gone.bus_id}/information"
+    text = information.read_text()
+    information.write_text(text.replace(gone.uuid, "GPU-????????-????-????-????-????????????"))
+    assert seen() == [(gone.bus_id, "", gone.bus_id, "lost")]
+    lost = HealthState(
+        HealthTarget(gone.uuid), (reason("gpu-lost", "", Severity.LOST),), pci_bus_id=gone.bus_id
+    )
+    write_health(memory_path, "boot-1", lost)
+    assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
 
 
 def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memory_path: Path) -> None:

@@ -8,20 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dra_driver.diagnostics.rules.findings import Finding, fail
+from dra_driver.diagnostics.rules.findings import Finding, fail, skip
 from dra_driver.errors import DraDriverError
 
 T = TypeVar("T")
 
 BOUND_S = 5.0
+Look = Callable[[], Finding | Sequence[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check under its name. `look` may raise anything."""
+    """A check under its name. `look` may raise anything; what it checks one by one has a finding each."""
 
     name: str
-    look: Callable[[], Finding]
+    look: Look
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,26 @@ class Shared(Generic[T]):
             raise failure
         return value  # type: ignore[return-value]
 
+    def or_none(self) -> T | None:
+        """None if the reading failed as it may. Raises: a surprise."""
+        try:
+            return self.get()
+        except DraDriverError:
+            return None
+
 
 def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
     """All outcomes in the order of the checks, after `bound_s` seconds at the latest.
 
     A check that raises, or does not end in time, fails itself and no other.
     """
-    found: dict[int, Finding] = {}
+    found: dict[int, Sequence[Finding]] = {}
     done = threading.Condition()
 
     def look(number: int, check: Check) -> None:
-        finding = _looked(check)
+        findings = _looked(check)
         with done:
-            found[number] = finding
+            found[number] = (findings,) if isinstance(findings, Finding) else findings
             done.notify_all()
 
     for number, check in enumerate(checks):
@@ -78,10 +86,30 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
     late = fail(
         f"no answer within {bound_s:g} s", "look at the kernel log (`dmesg`) and the network for what hangs"
     )
-    return [Outcome(check.name, answers.get(number, late)) for number, check in enumerate(checks)]
+    return [
+        Outcome(check.name, finding)
+        for number, check in enumerate(checks)
+        for finding in answers.get(number, (late,))
+    ]
 
 
-def _looked(check: Check) -> Finding:
+def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """For people: one line, where the first was, for all checks that cannot run for the same cause."""
+    names: dict[Finding, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.finding.status == "SKIP":
+            names.setdefault(outcome.finding, []).append(outcome.check)
+    lines: list[Outcome] = []
+    for outcome in outcomes:
+        same = names.get(outcome.finding, [])
+        if len(same) < 2:
+            lines.append(outcome)
+        elif outcome.check == same[0]:
+            lines.append(Outcome(f"{len(same)} checks", skip(f"{outcome.finding.seen}: {', '.join(same)}")))
+    return lines
+
+
+def _looked(check: Check) -> Finding | Sequence[Finding]:
     try:
         return check.look()
     except DraDriverError as error:

@@ -377,6 +377,8 @@ class ClusterChecks:
         try:
             config = self._get(path, "ask for the kubelet's configuration")
         except ApiUnavailableError as error:
+            # The server answers for a kubelet that it cannot reach; this raises if the server itself is away.
+            self.client.get().server_time()
             return skip(str(error))
         gates = (config.get("kubeletconfig") or {}).get("featureGates") or {}
         off = [name for name in ("DynamicResourceAllocation",) if gates.get(name) is False]

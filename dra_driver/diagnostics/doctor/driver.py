@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dra_driver.diagnostics.doctor.checks import Check, Shared
+from dra_driver.diagnostics.doctor.checks import Check, Look, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.health_findings import health_findings
+from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
@@ -46,11 +48,12 @@ _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks of one host. `inventory` raises what NVML answers."""
+    """Checks of one host. `inventory` raises what NVML answers; `node_health` is what `top` shows too."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
+    node_health: Callable[[], NodeHealth]
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
@@ -156,6 +159,14 @@ class DriverChecks:
                 f"NVML is {version}, the kernel module {loaded}",
                 "reload the kernel modules or reboot the node",
             )
+        silent = self._silent_gpus(inventory)
+        if silent:
+            total = len(inventory.gpus) + len(silent)
+            do = "does" if len(silent) == 1 else "do"
+            return warn(
+                f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
+                "do what the line `health` of the GPU says; `dmesg | grep -i xid` on the node tells why",
+            )
         if inventory.faults:
             first = inventory.faults[0]
             more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
@@ -163,14 +174,13 @@ class DriverChecks:
                 f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
                 "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
             )
-        on_bus = len(Sysfs(self.paths.sys, self.paths.proc).gpu_functions())
-        if len(inventory.gpus) < on_bus:
-            return fail(
-                f"{len(inventory.gpus)} GPUs answer, {on_bus} are on the PCI bus", "`dmesg | grep -i nvrm`"
-            )
         cuda = inventory.versions.cuda
         shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
         return ok(f"{len(inventory.gpus)} GPUs answer, driver {version or 'unknown'}{shown}")
+
+    def health(self) -> list[Finding]:
+        """Is every GPU and every MIG device well?"""
+        return health_findings(self.node_health())
 
     def device_nodes(self) -> Finding:
         """Are the nodes there through which containers reach the GPUs?"""
@@ -181,7 +191,7 @@ class DriverChecks:
             )
         if dev.node("/dev/nvidia-uvm") is None:
             return fail("/dev/nvidia-uvm is missing, CUDA fails", "`nvidia-modprobe -u -c=0` on the node")
-        gpus = _or_none(self.inventory)
+        gpus = self.inventory.or_none()
         if gpus is None:
             return ok("/dev/nvidiactl, /dev/nvidia-uvm; without NVML those of the GPUs are not known")
         minors = {gpu.minor for gpu in gpus.gpus if gpu.minor is not None}
@@ -192,7 +202,7 @@ class DriverChecks:
                 f"`nvidia-modprobe -c={missing[0]}` on the node, or start nvidia-persistenced",
             )
         strays = sorted(self._node_minors(dev) - minors)
-        if strays:
+        if strays and not self._silent_gpus(gpus):
             return warn(
                 f"no GPU behind {named([f'/dev/nvidia{minor}' for minor in strays])}",
                 "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
@@ -201,7 +211,7 @@ class DriverChecks:
 
     def mig_capabilities(self) -> Finding:
         """Can containers be let into the MIG devices that exist?"""
-        inventory = _or_none(self.inventory)
+        inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
         migs = [(gpu, mig) for gpu in inventory.gpus for mig in gpu.mig_devices]
@@ -222,7 +232,7 @@ class DriverChecks:
 
     def mig_mode(self) -> Finding:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
-        inventory = _or_none(self.inventory)
+        inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
@@ -253,7 +263,7 @@ class DriverChecks:
         wanted = self.companions.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
-        inventory = _or_none(self.inventory)
+        inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
         outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
@@ -348,6 +358,7 @@ class DriverChecks:
             Check("kernel driver", self._if_needed(self.kernel_driver)),
             Check("driver root", self._if_needed(self.driver_root)),
             Check("NVML", self._if_needed(self.nvml)),
+            Check("health", self._if_needed(self.health)),
             Check("device nodes", self._if_needed(self.device_nodes)),
             Check("MIG mode", self._if_needed(self.mig_mode)),
             Check("GPU agents", self._if_needed(self.gpu_agents)),
@@ -362,16 +373,22 @@ class DriverChecks:
             Check("persistence", self._if_needed(self.persistence)),
         ]
 
-    def _if_needed(self, look: Callable[[], Finding]) -> Callable[[], Finding]:
-        def looked() -> Finding:
-            finding = look()
-            if finding.status in ("OK", "SKIP") or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
-                return finding
+    def _if_needed(self, look: Look) -> Look:
+        def looked() -> Finding | Sequence[Finding]:
+            found = look()
+            is_ok = isinstance(found, Finding) and found.status == "OK"
+            if is_ok or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
+                return found
             if look == self.nvml and self._has_unusable_library():
-                return finding
-            return skip(f"{finding.seen}; a node without GPU does not need it")
+                return found
+            return skip("this node has no GPU")
 
         return looked
+
+    def _silent_gpus(self, inventory: Inventory) -> list[str]:
+        """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""
+        bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
+        return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 
     def _has_unusable_library(self) -> bool:
         try:
@@ -402,10 +419,3 @@ class DriverChecks:
 
 def _channels(wanted: ImexChannels) -> str:
     return "all" if wanted == "all" else f"channel {wanted}"
-
-
-def _or_none(shared: Shared[Inventory]) -> Inventory | None:
-    try:
-        return shared.get()
-    except DraDriverError:
-        return None

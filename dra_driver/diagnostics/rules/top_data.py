@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps
@@ -18,14 +18,14 @@ from dra_driver.diagnostics.rules.top_screen import (
     SeenReason,
 )
 from dra_driver.health.rules.polling import FABRIC, reasons_found
-from dra_driver.health.rules.taints import instances_by_device
+from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import (
     LOST,
     HealthState,
     HealthTarget,
     PolledHealth,
-    Reason,
+    PollResult,
     Severity,
     targets_of_instance,
 )
@@ -40,13 +40,15 @@ _NO_ANSWER = "the GPU does not answer NVML"
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls. `pods` are the UIDs
-    of the pods that processes belong to, by process ID."""
+    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
+    that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID. `pods`
+    are the UIDs of the pods that processes belong to, by process ID."""
 
     inventory: Inventory = field(default_factory=Inventory)
     loads: Mapping[str, GpuLoad] = field(default_factory=dict)
     polled: Mapping[str, PolledHealth] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
+    hidden: Mapping[str, str | None] = field(default_factory=dict)
     processes: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
     pods: Mapping[int, str] = field(default_factory=dict)
 
@@ -59,6 +61,17 @@ class _ShownReason:
     name: tuple[str, str]
     severity: Severity
     shown: SeenReason
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealth:
+    """The part of a view that is about health. `problems` are sentences on why not all of it is known; `; ` comes
+    before what to do. `has_nvml` says whether NVML was asked."""
+
+    gpus: tuple[SeenGpu, ...] = ()
+    reasons: tuple[SeenReason, ...] = ()
+    problems: tuple[str, ...] = ()
+    has_nvml: bool = False
 
 
 _Findings = Mapping[str, Mapping[tuple[str, str], tuple[Severity, str]]]
@@ -84,9 +97,8 @@ class NodeFacts:
 def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
     """The view. `on_demand` tells the GPUs whose MIG devices are made on demand."""
     inventory = found.nvml.inventory
-    names = _names(inventory, found.state.records, found.health)
-    reasons = list(_reasons(found.health, found.nvml, names, int(found.now.timestamp())))
     ids = _instance_ids(inventory, found.state.owned)
+    names, places, reasons = _named_reasons(found.nvml, found.state, found.health, ids, found.now)
     cuda = inventory.versions.cuda
     debts = (debt.text for debt in found.claims.debts)
     unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
@@ -96,7 +108,7 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
         taken_at=f"{found.now:%Y-%m-%d %H:%M:%S} UTC",
         nvidia_version=inventory.versions.driver,
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
-        gpus=tuple(_gpus(found.nvml, names, reasons)),
+        gpus=tuple(_gpus(found.nvml, names, places, reasons)),
         domains=_domains(inventory, names),
         holdings=tuple(
             holding for claim in found.claims.claims for holding in _holdings(claim, reasons, ids)
@@ -113,18 +125,75 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
     )
 
 
+def node_health(
+    nvml: NvmlFacts | None,
+    state: KnownState,
+    kept: Sequence[HealthState],
+    now: datetime,
+    problems: Sequence[str],
+) -> NodeHealth:
+    """As in `node_view`; `nvml` is None where NVML does not answer."""
+    facts = nvml or NvmlFacts()
+    ids = _instance_ids(facts.inventory, state.owned)
+    names, places, reasons = _named_reasons(facts, state, kept, ids, now)
+    return NodeHealth(
+        tuple(_gpus(facts, names, places, reasons)),
+        tuple(reason.shown for reason in reasons),
+        tuple(problems),
+        nvml is not None,
+    )
+
+
+def _named_reasons(
+    facts: NvmlFacts,
+    state: KnownState,
+    kept: Sequence[HealthState],
+    ids: Mapping[str, tuple[str, int, int]],
+    now: datetime,
+) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[_ShownReason]]:
+    """Device names and PCI bus IDs by UUID, and all reasons. A GPU whose UUID is not known goes by its PCI bus ID."""
+    inventory = facts.inventory
+    shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
+    places = {entry.target.gpu_uuid: entry.pci_bus_id for entry in kept if not entry.target.is_instance}
+    known = {place: uuid for uuid, place in places.items() if uuid not in shown}
+    hidden = {uuid or known.get(place) or place: place for place, uuid in facts.hidden.items()}
+    places = {**places, **hidden, **shown}
+    names = _names(inventory, state.records, kept, hidden)
+    facts = replace(facts, lost=facts.lost | hidden.keys())
+    reasons = _reasons(kept, facts, names, _mig_devices(ids), int(now.timestamp()))
+    return names, {uuid: place for uuid, place in places.items() if place is not None}, list(reasons)
+
+
 def _names(
-    inventory: Inventory, records: Iterable[ClaimRecord], states: Iterable[HealthState]
+    inventory: Inventory,
+    records: Iterable[ClaimRecord],
+    states: Iterable[HealthState],
+    hidden: Mapping[str, str],
 ) -> Mapping[str, str]:
     """Device names by UUID: GPUs that NVML shows in PCI order, then those that only files know."""
     shown = [gpu.uuid for gpu in inventory.gpus]
     known = {state.target.gpu_uuid for state in states}
     known |= {uuid for record in records for uuid in record.gpu_uuids if uuid}
-    return gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))]))
+    known |= {uuid for uuid, place in hidden.items() if uuid != place}
+    unnamed = {place: place for uuid, place in hidden.items() if uuid == place}
+    return {**gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))])), **unnamed}
+
+
+def _mig_devices(instances: Mapping[str, tuple[str, int, int]]) -> Mapping[HealthTarget, tuple[str, ...]]:
+    """The names of the MIG devices in each GPU instance and in each compute instance."""
+    found: dict[HealthTarget, tuple[str, ...]] = {}
+    for name, (uuid, gi, ci) in sorted(instances.items()):
+        for target in (HealthTarget(uuid, gi), HealthTarget(uuid, gi, ci)):
+            found[target] = (*found.get(target, ()), name)
+    return found
 
 
 def _reasons(
-    states: Iterable[HealthState], facts: NvmlFacts, names: Mapping[str, str], now: int
+    states: Iterable[HealthState],
+    facts: NvmlFacts,
+    names: Mapping[str, str],
+    devices: Mapping[HealthTarget, tuple[str, ...]],
+    now: int,
 ) -> Iterator[_ShownReason]:
     """By device, the worst first: what the driver wrote down, then what only NVML says now."""
     kept: dict[str, list[HealthState]] = {}
@@ -133,9 +202,7 @@ def _reasons(
     for uuid, name in names.items():
         found = _found(uuid, facts)
         shown = [
-            _written(state.target, name, reason, found, now)
-            for state in kept.get(uuid, ())
-            for reason in state.reasons
+            entry for state in kept.get(uuid, ()) for entry in _written(state, name, devices, facts, now)
         ]
         known = {(entry.subject, entry.name) for entry in shown}
         shown += [
@@ -147,17 +214,30 @@ def _reasons(
         yield from sorted(shown, key=lambda entry: (entry.subject.order, -entry.severity, entry.name))
 
 
-def _written(subject: HealthTarget, name: str, reason: Reason, found: _Findings, now: int) -> _ShownReason:
-    is_gone = reason.key in found and reason.name not in found[reason.key]
-    text = reason.text + ("; NVML does not show it any more" if is_gone else "")
-    parts = [name]
+def _written(
+    state: HealthState,
+    gpu: str,
+    devices: Mapping[HealthTarget, tuple[str, ...]],
+    facts: NvmlFacts,
+    now: int,
+) -> Iterator[_ShownReason]:
+    subject = state.target
+    parts = [gpu]
     if subject.gpu_instance_id is not None:
         parts.append(f"GI {subject.gpu_instance_id}")
     if subject.compute_instance_id is not None:
         parts.append(f"CI {subject.compute_instance_id}")
-    age_s = float(max(0, now - reason.since))
-    shown = _seen(" ".join(parts), reason.name, reason.severity, age_s, text)
-    return _ShownReason(subject, reason.name, reason.severity, shown)
+    polled = facts.polled.get(subject.gpu_uuid)
+    # What a running plugin would find now; where none runs, nobody has taken back what is over.
+    after = state if polled is None else observe(state, PollResult(polled), now)
+    active = {reason.name for reason in after.reasons}
+    for reason in state.reasons:
+        is_over = reason.name not in active
+        text = reason.text + ("; NVML does not show it any more" if is_over else "")
+        age_s = float(max(0, now - reason.since))
+        shown = _seen(" ".join(parts), reason.name, reason.severity, age_s, text)
+        shown = replace(shown, devices=devices.get(subject, ()), is_over=is_over)
+        yield _ShownReason(subject, reason.name, reason.severity, shown)
 
 
 def _seen(
@@ -179,7 +259,9 @@ def _found(uuid: str, facts: NvmlFacts) -> _Findings:
     }
 
 
-def _gpus(facts: NvmlFacts, names: Mapping[str, str], reasons: Sequence[_ShownReason]) -> Iterator[SeenGpu]:
+def _gpus(
+    facts: NvmlFacts, names: Mapping[str, str], places: Mapping[str, str], reasons: Sequence[_ShownReason]
+) -> Iterator[SeenGpu]:
     shown = {gpu.uuid: gpu for gpu in facts.inventory.gpus}
     for uuid, name in names.items():
         severity = max(
@@ -188,7 +270,8 @@ def _gpus(facts: NvmlFacts, names: Mapping[str, str], reasons: Sequence[_ShownRe
         is_known = uuid in facts.polled or severity >= Severity.DEGRADED
         health = severity.name.lower() if is_known else "unknown"
         if (gpu := shown.get(uuid)) is None:
-            yield SeenGpu(name, uuid, health=health)
+            place = places.get(uuid)
+            yield SeenGpu(name, "" if uuid == place else uuid, health=health, pci_bus_id=place)
         else:
             mode = None if not gpu.mig_capable else "on" if gpu.mig_enabled else "off"
             load = facts.loads.get(uuid)
@@ -220,12 +303,12 @@ def _domains(inventory: Inventory, names: Mapping[str, str]) -> tuple[tuple[str,
 
 
 def _holdings(
-    claim: PreparedClaim, reasons: Sequence[_ShownReason], instances: Mapping[str, tuple[int, int]]
+    claim: PreparedClaim, reasons: Sequence[_ShownReason], instances: Mapping[str, tuple[str, int, int]]
 ) -> Iterator[Holding]:
     for device in claim.devices:
         subjects: tuple[HealthTarget, ...] = (HealthTarget(device.gpu_uuid),)
         if device.device in instances:
-            subjects = targets_of_instance(device.gpu_uuid, *instances[device.device])
+            subjects = targets_of_instance(*instances[device.device])
         # MIG devices have no NVLink.
         hits = [entry for entry in reasons if not (device.kind == "mig" and entry.name[0] == FABRIC)]
         severity = max((entry.severity for entry in hits if entry.subject in subjects), default=Severity.OK)
@@ -247,17 +330,18 @@ def _holdings(
         )
 
 
-def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mapping[str, tuple[int, int]]:
-    """GPU and compute instance ID by the device name of each MIG device."""
+def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mapping[str, tuple[str, int, int]]:
+    """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device."""
     names = gpu_device_names(gpu.uuid for gpu in inventory.gpus)
     there = {
-        mig_device_name(names[gpu.uuid], mig): (mig.gpu_instance_id, mig.compute_instance_id)
+        mig_device_name(names[gpu.uuid], mig): (gpu.uuid, mig.gpu_instance_id, mig.compute_instance_id)
         for gpu in inventory.gpus
         for mig in gpu.mig_devices
     }
     made = {
-        name: (entry.gpu_instance_id, entry.compute_instance_id)
-        for name, entry in instances_by_device(owned).items()
+        entry.device: (entry.gpu_uuid, entry.gpu_instance_id, entry.compute_instance_id)
+        for entry in owned
+        if entry.gpu_instance_id is not None and entry.compute_instance_id is not None
     }
     return {**made, **there}
 

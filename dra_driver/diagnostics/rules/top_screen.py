@@ -48,6 +48,7 @@ Line = tuple[Span, ...]
 @dataclass(frozen=True, slots=True)
 class SeenGpu:
     """A GPU. `name` is its device's, `mode` its MIG mode or None; `load` is None where NVML tells nothing of the GPU.
+    One that NVML does not show, and whose UUID is not known, has its PCI bus ID as the name and "" as the UUID.
 
     `health` is the worst of what is known of it and its instances, as a word; `unknown` if it was not read.
     """
@@ -98,13 +99,16 @@ class SeenInstance:
 
 @dataclass(frozen=True, slots=True)
 class SeenReason:
-    """Why a device is not well; `since_s` is None for what only this look showed."""
+    """Why a device is not well; `since_s` is None for what only this look showed. `devices` are the MIG devices of an
+    instance. `is_over` says that the reason is written down, but NVML does not show it any more."""
 
     subject: str
     severity: str
     reason: str
     since_s: float | None
     text: str
+    devices: tuple[str, ...] = ()
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""What `doctor` says of the health of a node's GPUs and MIG devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.prepared_claims import age_text
+from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.top_screen import SeenGpu, SeenReason
+from dra_driver.model.units import counted
+
+_RESET = (
+    "end its pods, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
+    "the node"
+)
+_WAIT = "wait: it ends by itself if NVML asks for no action; if it stays, " + _RESET
+_REBOOT = "`kubectl drain` the node, then reboot it"
+_FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
+_SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    (
+        "gpu-lost",
+        "`gpu-dra-driver detach{gpu}`, then `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node; "
+        "`dmesg | grep -i xid` says why it was lost",
+    ),
+    ("row-remap failure", "end its pods, then have the GPU replaced"),
+    ("recovery-action reboot", _REBOOT),
+    ("recovery-action system-reboot", _REBOOT),
+    ("recovery-action bus-reset", _REBOOT),
+    ("recovery-action drain-p2p", "end the pods that use the GPU together with others"),
+    (
+        "recovery-action recover-imex-domain",
+        "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain",
+    ),
+    ("recovery-action", _RESET),
+    ("row-remap pending", _RESET),
+    ("page-retirement", _RESET),
+    ("xid", _WAIT),
+    ("ecc", _WAIT),
+    ("fabric pending", f"wait; if it stays, {_FABRIC}"),
+    ("fabric", _FABRIC),
+    ("flapping", "have the GPU tested; the log event health_changed has its history"),
+    ("slowdown", _SLOW),
+    (
+        "unmonitored",
+        "`gpu-dra-driver` does not hear of the GPU's Xids; look for them with `dmesg | grep -i xid`",
+    ),
+)
+"""What to do by the begin of a reason. Of several reasons the first in this table counts."""
+_OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
+_WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
+_FAILING = ("lost", "unhealthy")
+
+
+def health_findings(found: NodeHealth) -> list[Finding]:
+    """A line for each GPU and each MIG device that is not well, the worst first; one line if all are well.
+
+    A reason that NVML does not show any more is over.
+    """
+    places = {gpu.name: gpu for gpu in found.gpus}
+    ill: dict[str, list[SeenReason]] = {}
+    for reason in found.reasons:
+        if not reason.is_over:
+            ill.setdefault(reason.subject, []).append(reason)
+    worst_first = sorted(ill.values(), key=lambda reasons: _WORST_FIRST.index(_worst(reasons)))
+    lines = [_finding(places[reasons[0].subject.partition(" ")[0]], reasons) for reasons in worst_first]
+    return [*lines, *_unknown(found), *_problems(found.problems)] or [_all_well(found)]
+
+
+def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> Finding:
+    worst = _worst(reasons)
+    texts = "; ".join(f"{reason.text}{_age(reason.since_s)}" for reason in reasons)
+    seen = f"{_name(gpu, reasons[0])} is {worst}: {texts}"
+    if worst == "information":
+        seen = f"{_name(gpu, reasons[0])}: {texts}"
+    return fail(seen, _remedy(gpu, reasons)) if worst in _FAILING else warn(seen, _remedy(gpu, reasons))
+
+
+def _worst(reasons: Iterable[SeenReason]) -> str:
+    return min((reason.severity for reason in reasons), key=_WORST_FIRST.index)
+
+
+def _name(gpu: SeenGpu, reason: SeenReason) -> str:
+    """`gpu-6b45fc99 (0000:1b:00.0)`, for an instance the names of its MIG devices."""
+    instance = reason.subject.partition(" ")[2]
+    names = named(reason.devices) or reason.subject
+    place = "" if gpu.pci_bus_id in (None, gpu.name) else f" ({gpu.pci_bus_id})"
+    if reason.devices:
+        place = f" ({gpu.pci_bus_id or gpu.name}, {instance})"
+    return f"{names}{place}"
+
+
+def _age(seconds: float | None) -> str:
+    return "" if seconds is None else f" (for {age_text(seconds)})"
+
+
+def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> str:
+    told = [f"{reason.reason} " for reason in reasons]
+    remedy = next(
+        (text for start, text in _REMEDIES if any(one.startswith(f"{start} ") for one in told)), _OTHER
+    )
+    place = gpu.pci_bus_id or gpu.uuid
+    # `detach` cannot tell which claims are on a GPU whose UUID nobody knows; without a GPU all claims count.
+    return remedy.format(gpu=f" {place}" if gpu.uuid else "", bus=place)
+
+
+def _unknown(found: NodeHealth) -> Iterator[Finding]:
+    unknown = [gpu.name for gpu in found.gpus if gpu.health == "unknown"]
+    if unknown and found.has_nvml:
+        yield warn(f"not known of {named(unknown)}", "`nvidia-smi -q` on the node; then run doctor again")
+
+
+def _problems(problems: Iterable[str]) -> Iterator[Finding]:
+    for problem in problems:
+        seen, _, remedy = problem.rpartition("; ")
+        yield warn(seen, remedy)
+
+
+def _all_well(found: NodeHealth) -> Finding:
+    if not found.has_nvml:
+        return skip("not known without NVML")
+    if not found.gpus:
+        return skip("NVML shows no GPU")
+    return ok(f"{counted(len(found.gpus), 'GPU is', 'GPUs are')} well")

@@ -1,0 +1,124 @@
+"""The lines of `doctor` on GPUs and MIG devices that are not well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dra_driver.diagnostics.rules.findings import Finding
+from dra_driver.diagnostics.rules.health_findings import health_findings
+from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.top_screen import SeenGpu, SeenReason
+
+ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
+TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
+RESET = (
+    "end its pods, then `gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; "
+    "or reboot the node"
+)
+
+
+def seen(severity: str, reason: str, subject: str = "gpu-1", **more: Any) -> SeenReason:
+    return SeenReason(subject, severity, reason, more.pop("since_s", 720.0), f"text of {reason}", **more)
+
+
+def of(*reasons: SeenReason, gpus: tuple[SeenGpu, ...] = (ONE, TWO), **more: Any) -> list[Finding]:
+    return health_findings(NodeHealth(gpus, reasons, has_nvml=more.pop("has_nvml", True), **more))
+
+
+def test_one_line_says_so_when_all_are_well() -> None:
+    assert of() == [Finding("OK", "2 GPUs are well")]
+    assert of(gpus=(ONE,)) == [Finding("OK", "1 GPU is well")]
+    assert of(gpus=()) == [Finding("SKIP", "NVML shows no GPU")]
+    assert of(has_nvml=False) == [Finding("SKIP", "not known without NVML")]
+
+
+def test_each_device_has_a_line_with_its_reasons_when_several_are_ill() -> None:
+    assert of(
+        seen("information", "slowdown thermal", since_s=None),
+        seen("unhealthy", "xid 95", "gpu-2"),
+        seen("degraded", "row-remap pending", "gpu-2", since_s=5.0),
+        seen("unhealthy", "xid 62", "gpu-2 GI 7 CI 0", devices=("gpu-2-mig-1g10gb-19-0",)),
+        seen("degraded", "xid 94", "gpu-2 GI 1"),
+    ) == [
+        Finding(
+            "FAIL",
+            "gpu-2 (0000:43:00.0) is unhealthy: text of xid 95 (for 12m); text of row-remap pending (for 5s)",
+            RESET.replace("1b", "43"),
+        ),
+        Finding(
+            "FAIL",
+            "gpu-2-mig-1g10gb-19-0 (0000:43:00.0, GI 7 CI 0) is unhealthy: text of xid 62 (for 12m)",
+            "wait: it ends by itself if NVML asks for no action; if it stays, " + RESET.replace("1b", "43"),
+        ),
+        Finding(
+            "WARN",
+            "gpu-2 GI 1 (0000:43:00.0) is degraded: text of xid 94 (for 12m)",
+            "wait: it ends by itself if NVML asks for no action; if it stays, " + RESET.replace("1b", "43"),
+        ),
+        Finding(
+            "WARN",
+            "gpu-1 (0000:1b:00.0): text of slowdown thermal",
+            "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i 0000:1b:00.0`: look at the cooling and the power "
+            "supply",
+        ),
+    ]
+
+
+def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
+    over = seen("unhealthy", "xid 95", is_over=True)
+    assert of(over) == [Finding("OK", "2 GPUs are well")]
+    (left,) = of(over, seen("degraded", "row-remap pending"))
+    assert left == Finding(
+        "WARN", "gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending (for 12m)", RESET
+    )
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status", "part"),
+    [
+        (["lost gpu-lost", "unhealthy row-remap failure"], "FAIL", "detach 0000:1b:00.0`, then `nvidia-smi"),
+        (["unhealthy xid 95", "unhealthy row-remap failure"], "FAIL", "have the GPU replaced"),
+        (["unhealthy row-remap failure", "unhealthy xid 95"], "FAIL", "have the GPU replaced"),
+        (["degraded row-remap pending", "unhealthy recovery-action reset"], "FAIL", RESET),
+        (["unhealthy xid 95", "degraded row-remap pending"], "FAIL", RESET),
+        (["unhealthy xid 95", "degraded fabric pending"], "FAIL", f"if it stays, {RESET}"),
+        (["unhealthy recovery-action reboot"], "FAIL", "kubectl drain"),
+        (["unhealthy recovery-action 9"], "FAIL", RESET),
+        (["degraded recovery-action drain-p2p"], "WARN", "end the pods that use the GPU together"),
+        (["degraded fabric pending"], "WARN", "wait; if it stays, "),
+        (["unhealthy fabric broken"], "FAIL", "nvidia-fabricmanager"),
+        (["degraded flapping"], "WARN", "have the GPU tested"),
+        (["information unmonitored"], "WARN", "does not hear"),
+        (["degraded of-a-newer-release x"], "WARN", "`nvidia-smi -q -i 0000:1b:00.0`"),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_that_of_the_reason_that_weighs_most(
+    reasons: list[str], status: str, part: str
+) -> None:
+    (found,) = of(*(seen(*reason.split(" ", 1)) for reason in reasons))
+    assert found.status == status
+    assert part in str(found.remedy)
+    assert (part == RESET) <= (found.remedy == RESET)
+    assert "{" not in str(found.remedy)
+
+
+def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
+    place = "0000:1b:00.0"
+    (found,) = of(
+        seen("lost", "gpu-lost", place), gpus=(SeenGpu(place, "", health="lost", pci_bus_id=place),)
+    )
+    assert (found.status, found.seen) == ("FAIL", "0000:1b:00.0 is lost: text of gpu-lost (for 12m)")
+    assert str(found.remedy).startswith(
+        "`gpu-dra-driver detach`, then `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
+    )
+
+
+def test_what_is_not_known_is_a_warning() -> None:
+    unread = SeenGpu("gpu-3", "GPU-3", pci_bus_id="0000:52:00.0")
+    assert of(gpus=(ONE, unread), problems=("the file cannot be read: x; y; do it",)) == [
+        Finding("WARN", "not known of gpu-3", "`nvidia-smi -q` on the node; then run doctor again"),
+        Finding("WARN", "the file cannot be read: x; y", "do it"),
+    ]
+    assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not known without NVML")]
