@@ -6,7 +6,6 @@ are described so.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -53,8 +52,8 @@ class Scalar:
 
     type: type
     test: Test | None = None
-    least: int | None = None
-    most: int | None = None
+    least: float | None = None
+    most: float | None = None
     says: str | None = None
 
 
@@ -269,6 +268,8 @@ def _below(path: str, name: object) -> str:
 
 def _meant(name: str, shape: Object) -> str | None:
     """The field that a misspelt one is most like."""
+    import difflib
+
     by_lower = {known.lower(): known for known in shape.fields}
     near = difflib.get_close_matches(name.lower(), by_lower, 1)
     return by_lower[near[0]] if near else None
