@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import typer
-
-from dra_driver.cli.options import ClusterKubeconfig, Context, DriverName, usual_kubeconfig
-from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
+from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.packed_slices import UnpackedPools, uncollected
 from dra_driver.diagnostics.rules.tables import Column, hanging, printable, table
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
+from dra_driver.model.shapes import Choice, Scalar
 from dra_driver.model.units import counted
+from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
@@ -47,63 +48,63 @@ _COUNTS = (
 )
 
 
-def cluster(
-    by: Annotated[By, typer.Option("--by", help="What a row is.")] = "node",
-    namespace: Annotated[
-        str | None, typer.Option("-n", "--namespace", help="Only what this namespace uses and waits for.")
-    ] = None,
-    output: OutputOption = Output.table,
-    watch: Annotated[
-        bool, typer.Option("-w", "--watch", help="Show it anew when something changes, until Ctrl-C.")
-    ] = False,
-    interval: Annotated[
-        float,
-        typer.Option(
-            "--interval", min=1, max=86400, help="With --watch: seconds between two looks, at least."
-        ),
-    ] = 5.0,
-    kubeconfig: ClusterKubeconfig = None,
-    context: Context = None,
-    driver_name: DriverName = None,
-) -> None:
-    """Show the GPUs of the whole cluster and who uses them.
+FLAGS = (
+    Flag("by", "What a row is.", Choice(get_args(By)), env=(), default="node"),
+    Flag("namespace", "Only what this namespace uses and waits for.", spelled=("-n", "--namespace"), env=()),
+    OUTPUT,
+    switch("watch", "Show it anew when something changes, until Ctrl-C.", "-w", "--watch"),
+    Flag(
+        "interval",
+        "With --watch: seconds between two looks, at least.",
+        Scalar(float, least=1, most=86400),
+        env=(),
+        default=5.0,
+    ),
+    CLUSTER_KUBECONFIG,
+    CONTEXT,
+    *of_run("driver_name"),
+)
 
-    From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked (MIG
-    devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks. Needs the
-    right to list resourceslices, resourceclaims, deviceclasses and pods, and for --watch to watch them; what may not be
-    watched is listed again every half minute.
+
+def cluster(given: Namespace) -> None:
+    """From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked
+    (MIG devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks.
+    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods, and for --watch to watch them; what
+    may not be watched is listed again every half minute.
     """
     from dra_driver.diagnostics.cluster_lists import ClusterReader
     from dra_driver.diagnostics.cluster_watch import ClusterWatch
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
-    from dra_driver.settings import DEFAULT_DRIVER_NAME
 
     configure_logs("critical", "console")
+    by, namespace, output = given.by, given.namespace, given.output
     if namespace is not None and not is_dns_label(namespace):
         raise InvalidConfigError(
             f"no namespace can be called {namespace!r}: a name has lower-case letters, digits and -, at most 63 of them"
         )
-    driver = driver_name or DEFAULT_DRIVER_NAME
-    endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
+    driver = given.driver_name or DEFAULT_DRIVER_NAME
+    endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
-    if not watch:
+    if not given.watch:
         _Shown(driver, reader.read(), by, namespace).print(output)
         return
-    with suppress(KeyboardInterrupt), ClusterWatch(reader, _tell, poll_s=max(interval, _POLL_S)) as watching:
+    poll_s = max(given.interval, _POLL_S)
+    with suppress(KeyboardInterrupt), ClusterWatch(reader, _tell, poll_s=poll_s) as watching:
         while True:
             lists = watching.next()
             began = time.monotonic()
             shown = _Shown(driver, lists, by, namespace)
             if output.is_for_people and sys.stdout.isatty():
-                typer.echo(_HOME_AND_CLEAR, nl=False)
+                print(_HOME_AND_CLEAR, end="")
             shown.print(output)
             sys.stdout.flush()
-            time.sleep(max(interval, _REST * (time.monotonic() - began)))
+            time.sleep(max(given.interval, _REST * (time.monotonic() - began)))
 
 
 def _tell(what: str) -> None:
-    typer.echo(f"gpu-dra-driver: {what}", err=True)
+    sys.stdout.flush()  # in this order also where both go into one pipe
+    print(f"gpu-dra-driver: {what}", file=sys.stderr)
 
 
 def kubectl_gpus() -> None:
@@ -159,10 +160,10 @@ class _Shown:
                 text = _product_table(self._products, width)
             case _:
                 text = _user_table(self._users, self._by, width)
-        typer.echo(text, nl=False)
+        print(text, end="")
         for line in self._pending_lines():
             indent = " " * (len(line) - len(line.lstrip()))
-            typer.echo(hanging(indent, line, width))
+            print(hanging(indent, line, width))
         for lacking in self._lacking:
             _tell(f"who waits is not known: {lacking}")
         for text in self._unreadable[:_MOST_UNREADABLE]:

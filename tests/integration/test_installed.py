@@ -114,9 +114,7 @@ def test_development_tools_are_out_of_reach() -> None:
         "pynvml",
         "kubernetes",
         "structlog",
-        "pydantic",
-        "typer",
-        "rich",
+        "shtab",
         "yaml",
     }
 
