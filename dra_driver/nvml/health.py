@@ -9,6 +9,7 @@ import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.health import FabricState, PolledHealth
+from dra_driver.nvml.fabric import fabric_info
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.instance_handles import gpu_handle
 
@@ -118,14 +119,14 @@ def _slowdowns(clocks: int) -> frozenset[str]:
 
 
 def _fabric(ask: Callable[..., Any], handle: Handle) -> tuple[FabricState | None, str]:
-    info = _fabric_info(ask, handle)
+    info = ask(fabric_info, handle)
     if info is None:
         return None, ""
     if info.state != _FABRIC_COMPLETED:
         return _FABRIC_STATES.get(int(info.state)), ""
     if info.status != pynvml.NVML_SUCCESS:
         return "broken", f"registration ended with NVML error {int(info.status)}"
-    mask = int(info.healthMask)
+    mask = int(getattr(info, "healthMask", 0))
     faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & 3 == _TRUE]
     configuration = _CONFIGURATIONS.get(mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK)
     if configuration is not None:
@@ -137,15 +138,3 @@ def _fabric(ask: Callable[..., Any], handle: Handle) -> tuple[FabricState | None
         return "ready", ""
     worst: FabricState = "broken" if any(state == "broken" for state, _ in faults) else "limited"
     return worst, ", ".join(text for _, text in faults if text)
-
-
-def _fabric_info(ask: Callable[..., Any], handle: Handle) -> Any:
-    get = getattr(pynvml, "nvmlDeviceGetGpuFabricInfoV", None)
-    for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
-        struct = getattr(pynvml, name, None)
-        if get is None or struct is None:
-            continue
-        info = struct()
-        if ask(get, handle, pynvml.byref(info)) is not None:
-            return info
-    return None

@@ -13,6 +13,7 @@ from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableEr
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.nvml.fabric import fabric_info
 from dra_driver.nvml.failures import nvml_errors, supported
 
 T = TypeVar("T")
@@ -168,20 +169,8 @@ def _fabric(log: FaultLog, handle: Handle) -> Fabric | None:
 
     A single HGX board completes registration too, but with a cluster UUID of zeros.
     """
-    info = _fabric_info(log, handle)
+    info = log.read("NVLink fabric", fabric_info, handle)
     if info is None or info.state != _FABRIC_COMPLETED or info.status != pynvml.NVML_SUCCESS:
         return None
     cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
     return None if cluster.int == 0 else Fabric(str(cluster), int(info.cliqueId))
-
-
-def _fabric_info(log: FaultLog, handle: Handle) -> Any:
-    get = getattr(pynvml, "nvmlDeviceGetGpuFabricInfoV", None)
-    for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
-        struct = getattr(pynvml, name, None)
-        if get is None or struct is None:
-            continue
-        info = struct()
-        if log.read("NVLink fabric", get, handle, pynvml.byref(info)) is not None:
-            return info
-    return None

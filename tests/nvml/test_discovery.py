@@ -31,6 +31,7 @@ GROUPS = {
 }  # fmt: skip
 PROFILE_1G, PROFILE_3G, COMPUTE_PROFILE_1C = 19, 9, 0
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
+NEWER_FABRIC_CALL = "nvmlDeviceGetGpuFabricInfoV"
 
 
 def as_written(name: str) -> list[dict[str, Any]]:
@@ -270,6 +271,22 @@ def test_older_driver_tells_its_fabric_in_the_older_form(machine: Make) -> None:
     node = machine("gb200-nvl72-tray")
     node.machine.load_driver("570.86.15")
     assert {gpu.fabric for gpu in node.read().gpus} == {Fabric(CLUSTER, 32766)}
+
+
+def test_library_that_knows_only_the_first_form_tells_the_fabric(machine: Make) -> None:
+    node = machine("gb200-nvl72-tray")
+    node.machine.set_missing_functions(NEWER_FABRIC_CALL)
+    found = node.read()
+    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
+
+
+def test_library_that_takes_a_newer_form_for_a_wrong_argument_is_asked_in_the_first_one(
+    machine: Make,
+) -> None:
+    node = machine("gb200-nvl72-tray")
+    node.machine.set_fault(NEWER_FABRIC_CALL, code="invalid-argument")
+    found = node.read()
+    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
 
 
 # --- MIG ---------------------------------------------------------------------------------------------

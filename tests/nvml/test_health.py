@@ -114,6 +114,32 @@ def test_fabric(node, facts, state, text):
     assert (signals.fabric, signals.fabric_text) == (state, text)
 
 
+@pytest.mark.parametrize(
+    ("facts", "state", "text"),
+    [
+        ({"state": 0}, "absent", ""),
+        ({"state": 1}, "pending", ""),
+        ({"state": 2}, "pending", ""),
+        ({"status": 999}, "broken", "registration ended with NVML error 999"),
+        ({"health_mask": 1 << 4, "health_summary": 2}, "ready", ""),
+    ],
+)
+def test_fabric_without_its_health_from_a_library_that_knows_only_the_first_form(machine, facts, state, text):
+    made = machine("dgx-h100")
+    made.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
+    made.machine.set_fabric(0, **facts)
+    made.session.open()
+    signals = read_health(uuid(made))
+    assert (signals.fabric, signals.fabric_text) == (state, text)
+
+
+def test_a_fabric_that_cannot_be_read_now_is_not_asked_for_in_an_older_form(node):
+    """The first form knows nothing of the fabric's health, so its answer would end a taint."""
+    node.machine.set_fabric(0, health_mask=1)
+    node.machine.set_fault("nvmlDeviceGetGpuFabricInfoV", code="unknown")
+    assert read_health(uuid(node)).fabric is None
+
+
 def test_a_lost_gpu_before_and_after_a_new_session(node):
     gpu = uuid(node)
     node.machine.lose_gpu(0)
