@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import uuid as uuidlib
 from typing import Any, Final
 
 import pynvml
 
 from dra_driver.errors import DraDriverError
+from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.nvml.failures import supported
 
 Handle = Any
+
+ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
+"""NVML's states."""
+_PENDING: Final = {
+    NOT_STARTED: "the registration has not started",
+    IN_PROGRESS: "the registration is in progress",
+}
 
 _FORMS: Final = (
     ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v3_t),
@@ -35,3 +44,19 @@ def fabric_info(handle: Handle) -> Any:
             if not isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument):
                 raise
     return None
+
+
+def fabric_registration(info: Any) -> FabricRegistration:
+    """What the structure of `fabric_info` says. A single board completes its registration too, but with a cluster UUID
+    of zeros; before that nobody can tell whether the fabric ends at the board."""
+    state, status = int(info.state), int(info.status)
+    if state == ABSENT:
+        return None
+    if state in _PENDING:
+        return UnreadyFabric("pending", _PENDING[state])
+    if state != COMPLETED:
+        return UnreadyFabric("unknown", f"NVML tells state {state}")
+    if status != pynvml.NVML_SUCCESS:
+        return UnreadyFabric("broken", f"registration ended with NVML error {status}")
+    cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
+    return None if cluster.int == 0 else Fabric(str(cluster), int(info.cliqueId))
