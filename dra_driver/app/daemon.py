@@ -15,6 +15,7 @@ from dra_driver.app.changes import (
     ClaimReleased,
     DebtsChanged,
     DriverReloaded,
+    FabricPolled,
     HardwareChanged,
     HealthChanged,
     HealthShown,
@@ -167,6 +168,7 @@ class Driver:
             self._boot_id,
             partial(changes.tell, HealthShown()),
             lambda change: changes.tell(HealthChanged(change)),
+            lambda *polled: changes.tell(FabricPolled(*polled)),
             may_tell,
             lambda: self.debts.owing(),  # noqa: PLW0108  it is made later
         )
@@ -321,6 +323,7 @@ class Driver:
                 HardwareChanged: (restore.driver_changed, self.keeper.look_soon, self.mig.look_soon),
                 HealthShown: (self.publishing.publisher.mark_dirty,),
                 HealthChanged: (self.reporting.claims.health_changed,),
+                FabricPolled: (self.discovery.fabric_polled,),
                 MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 MigSpaceFreed: (self.discovery.request_rescan,),
                 ClaimReleased: (self.mig.claim_gone, self.publishing.claim_released),

@@ -22,6 +22,7 @@ from dra_driver.health.rules.state import DEFAULT_POLICY, HealthPolicy, observe,
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid, xid_text
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import KeptHealth
+from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     Condition,
     HealthChange,
@@ -61,7 +62,8 @@ class Monitor:
 
     `gpus` answers the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
     whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see,
-    `on_transition` with each entry of the history; both from the monitor's thread, and they must not block.
+    `on_transition` with each entry of the history, `on_fabric` with a GPU's UUID and registration whenever a poll has
+    read its fabric; all from the monitor's thread, and they must not block.
 
     A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
 
@@ -80,6 +82,7 @@ class Monitor:
         *,
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
+        on_fabric: Callable[[str, FabricRegistration], None],
         policy: HealthPolicy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -90,6 +93,7 @@ class Monitor:
         self._store = store
         self._boot_id = boot_id
         self._on_change = on_change
+        self._on_fabric = on_fabric
         self._policy = policy
         self._clock, self._monotonic = clock, monotonic
         self._states: HealthStates = {}
@@ -361,6 +365,8 @@ class Monitor:
 
     def _take_poll(self, uuid: str, polled: PolledHealth) -> None:
         gpu = HealthTarget(uuid)
+        if polled.fabric is not None:
+            self._on_fabric(uuid, polled.fabric_registration)
         (self._tell_action.discard if polled.recovery_action is None else self._tell_action.add)(uuid)
         was_reset = shows_reset(self.state(gpu), polled)
         observed: dict[HealthTarget, tuple[Observation, ...]] = {gpu: (PollResult(polled),)}

@@ -28,17 +28,18 @@ from dra_driver.errors import (
 from dra_driver.inventory.detachment import Detachment
 from dra_driver.inventory.hardware_news import HardwareNews, NewsSource
 from dra_driver.inventory.host_facts import HostView
-from dra_driver.inventory.rules.assemble import assembled, unanswering
+from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unready_since
 from dra_driver.inventory.rules.changes import (
     HardwareFingerprint,
     differs,
+    is_other_fabric,
     is_other_hardware,
     repartitioned_gpus,
 )
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.mig.offer import MigOffer, MigOwnership
 from dra_driver.model.fingerprint import HostFingerprint
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import FabricRegistration, Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.nvml.reader import NvmlReader
 
@@ -166,6 +167,14 @@ class Discovery:
         """Have everything read anew soon."""
         with self._turn:
             self._want_scan()
+
+    def fabric_polled(self, gpu_uuid: str, registration: FabricRegistration) -> None:
+        """A poll of health has read a GPU's fabric: if the inventory has it otherwise, have everything read anew soon.
+
+        It is compared with each poll, so that a change is found in whatever order looks and polls come.
+        """
+        if is_other_fabric(self._inventory, gpu_uuid, registration):
+            self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:
         """Have everything read anew and wait for it, but no longer than `timeout_s` seconds.
@@ -354,14 +363,16 @@ class Discovery:
 
     def _complete(self, read: Inventory) -> Inventory:
         """Add what only the host knows. Raises: StateError; NvmlUnavailableError as `assembled`."""
-        gpus = tuple(self._offer.of(self._located(gpu), read, self._inventory) for gpu in read.gpus)
+        before, now = self._inventory, int(time.time())
+        located = (self._located(with_unready_since(gpu, before, now)) for gpu in read.gpus)
+        gpus = tuple(self._offer.of(gpu, read, before) for gpu in located)
         # A GPU that was drained, pulled or bound to another driver is not lost but gone.
         lost = tuple(
             gpu
-            for gpu in unanswering(gpus, self._inventory)
+            for gpu in unanswering(gpus, before)
             if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
         )
-        found = assembled(read, gpus, lost, self._host.gpu_functions(), self._inventory)
+        found = assembled(read, gpus, lost, self._host.gpu_functions(), before)
         channels = self._host.imex_channels()
         return found if channels is None else replace(found, imex_channels=channels)
 

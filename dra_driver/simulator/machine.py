@@ -149,6 +149,11 @@ class Machine(Health):
                 state.cuda_version = catalogue.cuda_of_driver(version, state.cuda_version)
             self._forget(state)
 
+    def set_missing_functions(self, *names: str) -> None:
+        """Have NVML's library export none of these functions. It counts for a library that is loaded from now on."""
+        with self._change() as state:
+            state.missing_functions = list(names)
+
     def reboot(self) -> None:
         """Reboot: instances, processes and settings are gone, lost GPUs are back, pending changes take effect."""
         with self._change() as state:

@@ -36,6 +36,7 @@ from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.companions import Companions
+from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
@@ -291,6 +292,19 @@ def test_imex_that_claims_would_wait_for(
 ) -> None:
     tray.node.machine.set_imex(state, channels)
     says(tray.checks(companions=Companions(imex=2)).imex(), "FAIL", *parts)
+
+
+def test_imex_with_a_fabric_that_claims_would_wait_for(tray: Host) -> None:
+    first, *others = tray.inventory.gpus
+    unready = replace(first, fabric=None, unready_fabric=UnreadyFabric("pending", "it is in progress"))
+    says(
+        tray.checks(
+            companions=Companions(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
+        ).imex(),
+        "FAIL",
+        f"claims for these GPUs wait until they are registered with their NVLink fabric: {first.pci_bus_id} (it is",
+        "nvidia-fabricmanager",
+    )
 
 
 def test_imex_without_a_fabric(host: Host) -> None:

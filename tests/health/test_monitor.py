@@ -16,12 +16,14 @@ from dra_driver.health.rules.state import DEFAULT_POLICY
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, PolledHealth, Severity, Xid
 from dra_driver.nvml.events import HealthSource
 from tests.fakes.machines import SimulatedNode
 
 SETTLE = DEFAULT_POLICY.settle_s
 MIG_GPU = 3
+CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
 
 class CountingStore(HealthStore):
@@ -50,6 +52,7 @@ class Bench:
         self.now = 1_800_000_000.0
         self.changes = 0
         self.transitions: list[HealthChange] = []
+        self.fabrics: list[tuple[str, FabricRegistration]] = []
         self.monitor = self.restarted()
         self.turn()
 
@@ -65,6 +68,7 @@ class Bench:
             boot_id,
             on_change=self._changed,
             on_transition=self.transitions.append,
+            on_fabric=lambda *polled: self.fabrics.append(polled),
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
@@ -284,6 +288,22 @@ def test_polled_signals(bench):
     bench.machine.set_fabric(2, state=0)
     bench.turn(SETTLE)
     assert [bench.condition(index) for index in range(3)] == ["ok"] * 3
+
+
+def test_every_poll_that_reads_a_fabric_tells_the_registration(bench):
+    bench.machine.set_fabric(0, state=2)
+    bench.machine.set_fabric(1, state=3, cluster=CLUSTER, clique=5)
+    bench.machine.set_fault("nvmlDeviceGetGpuFabricInfo*", code="unknown", gpu=2)
+    under_way = UnreadyFabric("pending", "the registration is in progress")
+    for _ in range(2):
+        bench.fabrics.clear()
+        bench.turn(10)
+        told = dict(bench.fabrics)
+        assert told == {
+            bench.uuids[0]: under_way,
+            bench.uuids[1]: Fabric(CLUSTER, 5),
+            bench.uuids[MIG_GPU]: None,
+        }
 
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
@@ -633,7 +653,7 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     def start(source: HangingSource, **more: object) -> Monitor:
         store = SharedHealth(HealthStore(tmp_path / "health.json"), lambda: True)
-        heard = {"on_change": lambda: None, "on_transition": lambda change: None}
+        heard = {"on_change": lambda: None, "on_transition": lambda _: None, "on_fabric": lambda *_: None}
         monitor = Monitor(source, lambda: {"GPU-a": None}, lambda _: True, store, "boot", **heard | more)
         started.append((monitor, source))
         monitor.start()

@@ -77,3 +77,19 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     assert (successor.gpu_instance_id, successor.compute_instance_id) == ids
     assert health_of(driver, name) == v1.HEALTHY
     assert tainted() == []
+
+
+def test_a_board_whose_fabric_manager_is_down_is_tainted_on_a_driver_that_knows_only_the_first_form(
+    make_node: Callable[..., Node],
+) -> None:
+    """Branch 535 has no nvmlDeviceGetGpuFabricInfoV."""
+    node = make_node()
+    node.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
+    node.machine.set_fabric(state=1)
+    node.start_driver()
+
+    def taints() -> set[tuple[str, str, str]]:
+        found = [taint for device in node.wait_devices(8) for taint in device.get("taints", [{}])]
+        return {(taint.get("key", ""), taint.get("value", ""), taint.get("effect", "")) for taint in found}
+
+    eventually(lambda: taints() == {("gpu.nvidia.com/fabric", "pending", "NoSchedule")})

@@ -19,7 +19,7 @@ from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import Discovery, NvmlState
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from tests.fakes.machines import SimulatedNode
@@ -355,6 +355,64 @@ def test_everything_is_read_again_when_asked_and_from_time_to_time(
     eventually(lambda: bench.nvml.reads == 2)
     monkeypatch.setattr(module, "_RESCAN_EVERY_S", 0.01)
     eventually(lambda: bench.nvml.reads >= 4)
+
+
+FABRIC = Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 3)
+PENDING, BROKEN = UnreadyFabric("pending", "not started"), UnreadyFabric("broken", "error 999")
+UNREADY = replace(BARE[0], unready_fabric=PENDING)
+COMPLETED = replace(BARE[0], fabric=FABRIC)
+CUT = replace(COMPLETED, partitioning=Partitioning(()))
+
+
+@pytest.mark.parametrize(
+    ("known", "polled", "is_other"),
+    [
+        (UNREADY, PENDING, False),
+        (UNREADY, UnreadyFabric("pending", "in progress"), True),
+        (UNREADY, FABRIC, True),
+        (UNREADY, None, True),  # complete on a board of its own
+        (BARE[0], None, False),
+        (BARE[0], PENDING, True),
+        (COMPLETED, FABRIC, False),
+        (COMPLETED, replace(FABRIC, clique_id=4), True),
+        (COMPLETED, PENDING, True),
+        (COMPLETED, None, True),
+        # What a GPU says in MIG mode is not what it was out of it.
+        (CUT, None, False),
+        (CUT, PENDING, False),
+        (CUT, replace(FABRIC, clique_id=4), True),
+        (replace(UNREADY, partitioning=CUT.partitioning), FABRIC, True),
+    ],
+)
+def test_everything_is_read_again_when_a_poll_finds_another_fabric(
+    bench: Bench, known: Gpu, polled: FabricRegistration, is_other: bool
+) -> None:
+    bench.nvml.inventory = inventory(known, *BARE[1:])
+    bench.discovery.fabric_polled(known.uuid, polled)
+    bench.scan()
+    for uuid, registration in ((known.uuid, polled), ("GPU-of-somebody", FABRIC)):
+        bench.discovery.fabric_polled(uuid, registration)
+    assert bench.look() == is_other
+    assert not bench.look()
+
+
+def test_time_since_when_a_fabric_is_not_ready_lasts_as_long_as_its_state(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_800_000_000.0
+    monkeypatch.setattr(module.time, "time", lambda: now)
+
+    def since(unready: UnreadyFabric | None, fabric: Fabric | None = None) -> int | None:
+        bench.nvml.inventory = inventory(replace(BARE[0], unready_fabric=unready, fabric=fabric), *BARE[1:])
+        found = (bench.scan() or Inventory()).gpus[0].unready_fabric
+        return None if found is None else found.since
+
+    seen = [since(PENDING)]
+    now += 60
+    seen += [since(UnreadyFabric("pending", "in progress")), since(BROKEN)]
+    now += 60
+    seen += [since(BROKEN), since(None, FABRIC), since(PENDING)]
+    assert seen == [1_800_000_000, 1_800_000_000, 1_800_000_060, 1_800_000_060, None, 1_800_000_120]
 
 
 @pytest.mark.parametrize("where", ["scan", "fingerprint"])

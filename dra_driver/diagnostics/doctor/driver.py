@@ -30,6 +30,7 @@ from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.companions import (
+    FABRIC_REMEDY,
     MOST_IMEX_CHANNELS,
     NO_COMPANIONS,
     NODE_PATTERNS,
@@ -266,6 +267,16 @@ class DriverChecks:
         inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
+        unready = [
+            f"{gpu.pci_bus_id or gpu.uuid} ({gpu.unready_fabric.text})"
+            for gpu in inventory.gpus
+            if gpu.unready_fabric is not None
+        ]
+        if unready:
+            return fail(
+                f"claims for these GPUs wait until they are registered with their NVLink fabric: {named(unready)}",
+                FABRIC_REMEDY,
+            )
         outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
         if len(outside) == len(inventory.gpus):
             return warn(

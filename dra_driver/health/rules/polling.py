@@ -49,7 +49,7 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
             [(PAGE_RETIREMENT, "pending", Severity.DEGRADED, text)] if polled.pages_pending else []
         )
     if polled.fabric is not None:
-        found[FABRIC] = _fabric(polled.fabric, polled.fabric_text)
+        found[FABRIC] = fabric_findings(polled.fabric, polled.fabric_text)
     if polled.slowdowns is not None:
         found[SLOWDOWN] = [
             (SLOWDOWN, cause, Severity.INFORMATION, _SLOWDOWNS[cause])
@@ -81,7 +81,8 @@ def _remapping(polled: PolledHealth) -> list[Finding]:
     return found
 
 
-def _fabric(state: FabricState, detail: str) -> list[Finding]:
+def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
+    """None for a fabric that is ready or absent; `detail` says what is wrong."""
     if state not in _FABRIC:
         return []
     severity, text = _FABRIC[state]
