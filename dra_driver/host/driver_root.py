@@ -168,7 +168,7 @@ class DriverRoot:
         tree = RootedTree(self._paths.driver_root)
         libraries = scan_libraries(tree, nvml_version, self._machine)
         version = self._checked_version(libraries, nvml_version)
-        found = [self._file(path, path) for path in libraries.files]
+        found = [self._file(file, path) for path, file in libraries.files]
         self._check_libraries(found, version)
         nodes, notes = self._common_nodes()
         hook = self._hook.find()
@@ -187,7 +187,7 @@ class DriverRoot:
             ),
             library_dirs=libraries.directories,
             driver_dirs=libraries.driver_directories,
-            linker_dirs=linker_directories(libraries.files, self._machine),
+            linker_dirs=linker_directories((path for path, _ in libraries.files), self._machine),
             nodes=nodes,
             binaries=self._binaries(tree),
             firmware=self._firmware(tree, version),

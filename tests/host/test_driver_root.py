@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.host.trees import (
     COMMON_NODES,
     HOOK_VERBS,
     LIBRARIES,
+    NIXOS_GBM,
     VERSION,
     FakeNodes,
     age,
@@ -22,6 +24,7 @@ from tests.host.trees import (
     put_elf_libraries,
     put_hook,
     put_libraries,
+    put_nixos_libraries,
 )
 
 HOST_ROOT = "/run/nvidia/driver"
@@ -122,6 +125,59 @@ def test_alternatives_are_followed_inside_the_root_when_links_are_absolute(tmp_p
         f"nvidia/current/libcuda.so.{VERSION}",
         f"{HOST_ROOT}{current}/libcuda.so.{VERSION}",
     )
+
+
+def test_links_to_files_elsewhere_are_followed_when_no_directory_has_libcuda_itself(tmp_path: Path) -> None:
+    """As on NixOS, whose root is mounted below another directory of the container, as all roots are."""
+    nodes = driver_root(tmp_path)
+    shutil.rmtree(tmp_path / "usr/lib")
+    package, shown = put_nixos_libraries(tmp_path), "/run/opengl-driver/lib"
+    files = scan(tmp_path, nodes)
+    expected = {
+        **{f"{shown}/{name}.so.{VERSION}": f"{package}/{name}.so.{VERSION}" for name in LIBRARIES},
+        f"{shown}/vdpau/libvdpau_nvidia.so.{VERSION}": f"{package}/vdpau/libvdpau_nvidia.so.{VERSION}",
+        f"{shown}/libnvidia-egl-gbm.so.1.1.2": NIXOS_GBM,
+    }
+    assert files.libraries == tuple(
+        DriverFile(f"{tmp_path}{file}", f"{HOST_ROOT}{file}", path) for path, file in sorted(expected.items())
+    )
+    assert (files.driver_dirs, files.library_dirs) == ((shown,), (shown, f"{shown}/vdpau"))
+    links = {entry.path: (entry.target, entry.host_path) for entry in files.links}
+    assert links[f"{shown}/libcuda.so"] == ("libcuda.so.1", f"{HOST_ROOT}{package}/libcuda.so.{VERSION}")
+    assert links[f"{shown}/libcuda.so.1"][0] == f"libcuda.so.{VERSION}"
+    assert links[f"{shown}/libnvidia-ml.so.1"][0] == f"libnvidia-ml.so.{VERSION}"
+    assert all(path.startswith(f"{shown}/") and path not in expected for path in links)
+    assert files.notes == ()
+    assert find_nvml_library(str(tmp_path)) == f"{tmp_path}{package}/libnvidia-ml.so.{VERSION}"
+
+
+@pytest.mark.parametrize("links", [("libcuda.so.1", "libnvidia-ml.so.1"), tuple(LIBRARIES)])
+def test_libraries_are_found_by_the_links_of_a_usual_directory_alone(
+    tmp_path: Path, links: tuple[str, ...]
+) -> None:
+    nodes = driver_root(tmp_path, directory="/opt/nvidia")
+    for name in links:
+        file = name if name.endswith(".1") else f"{name}.so.{VERSION}"
+        link(tmp_path, f"/usr/lib64/{file}", f"/opt/nvidia/{file}")
+    files = scan(tmp_path, nodes)
+    stems = {name.partition(".so")[0] for name in links}
+    assert {file.container_path: file.host_path for file in files.libraries} == {
+        f"/usr/lib64/{stem}.so.{VERSION}": f"{HOST_ROOT}/opt/nvidia/{stem}.so.{VERSION}" for stem in stems
+    }
+    assert ("/usr/lib64/libcuda.so.1", f"libcuda.so.{VERSION}") in {
+        (one.path, one.target) for one in files.links
+    }
+
+
+def test_a_library_behind_links_is_left_out_when_it_is_made_for_another_architecture(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path)
+    shutil.rmtree(tmp_path / "usr/lib")
+    package = put_nixos_libraries(tmp_path)
+    put_elf_libraries(tmp_path, package, "aarch64")
+    with pytest.raises(
+        RetryableError, match=rf"not made for this machine \(x86_64\); the first is {package}/libcuda"
+    ):
+        root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
 
 
 def test_nothing_outside_is_found_when_a_link_leads_out_of_the_root(tmp_path: Path) -> None:
