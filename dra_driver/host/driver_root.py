@@ -166,10 +166,7 @@ class DriverRoot:
         have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.
         """
         tree = RootedTree(self._paths.driver_root)
-        libraries = scan_libraries(tree, nvml_version, self._machine)
-        version = self._checked_version(libraries, nvml_version)
-        found = [self._file(file, path) for path, file in libraries.files]
-        self._check_libraries(found, version)
+        libraries, found, version = self._libraries(tree, nvml_version)
         nodes, notes = self._common_nodes()
         hook = self._hook.find()
         modules, module_links, foreign_modules = self._xorg_modules(
@@ -198,6 +195,25 @@ class DriverRoot:
             ldconfig=self._first_host_path(tree, _LDCONFIGS),
             notes=(*notes, *hook.notes),
         )
+
+    def problem(self, nvml_version: str | None) -> str | None:
+        """Why no claim can be prepared: what `scan` would raise, though it looks for no hook; None if all is there."""
+        try:
+            self._libraries(RootedTree(self._paths.driver_root), nvml_version)
+            self._common_nodes()
+        except RetryableError as error:
+            return str(error)
+        return None
+
+    def _libraries(
+        self, tree: RootedTree, nvml_version: str | None
+    ) -> tuple[Libraries, list[DriverFile], str]:
+        """The libraries, their files and their version. Raises: RetryableError as `scan`."""
+        libraries = scan_libraries(tree, nvml_version, self._machine)
+        version = self._checked_version(libraries, nvml_version)
+        found = [self._file(file, path) for path, file in libraries.files]
+        self._check_libraries(found, version)
+        return libraries, found, version
 
     def _file(self, resolved: str, container_path: str) -> DriverFile:
         return DriverFile(

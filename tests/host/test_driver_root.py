@@ -314,6 +314,20 @@ def test_a_missing_library_is_an_error(tmp_path: Path, nodes: FakeNodes, missing
         scan(tmp_path, nodes)
 
 
+def test_the_problem_is_what_a_prepare_would_fail_with(tmp_path: Path, nodes: FakeNodes) -> None:
+    root = root_at(tmp_path, nodes)
+    assert (root.problem(VERSION), root.problem(None)) == (None, None)
+    for missing in (
+        "dev/nvidia-uvm",
+        *(f"usr/lib/x86_64-linux-gnu/{name}.so.{VERSION}" for name in LIBRARIES[:2]),
+    ):
+        nodes.nodes.pop(f"{tmp_path}/{missing}", None)
+        (tmp_path / missing).unlink(missing_ok=True)
+        with pytest.raises(RetryableError) as caught:
+            root.scan(VERSION)
+        assert root.problem(VERSION) == str(caught.value)
+
+
 @pytest.mark.parametrize("missing", ["/dev/nvidiactl", "/dev/nvidia-uvm"])
 def test_a_missing_node_is_an_error_that_names_the_remedy(
     tmp_path: Path, nodes: FakeNodes, missing: str

@@ -76,6 +76,7 @@ class Host:
         self.unbound: set[str] = set()
         self.hardware: Hashable = "one"
         self.version = "570.124.06"
+        self.lacks: str | None = None
         self.shown: dict[int, Hashable] = {}
         self.surprises: list[Exception] = []
 
@@ -87,6 +88,9 @@ class Host:
 
     def numa_node(self, bus_id: str) -> int | None:
         return 0
+
+    def files_problem(self, nvml_version: str | None) -> str | None:
+        return self.lacks
 
     def gpu_functions(self) -> frozenset[str]:
         return frozenset(self.functions)
@@ -346,6 +350,29 @@ def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gp
     assert bench.discovery.problem() == "cannot load the NVML library"
 
 
+def test_missing_files_of_the_nvidia_driver_are_told_with_the_devices(bench: Bench, logs: list) -> None:
+    bench.host.lacks = "libcuda.so.<version> is not below the driver root /"
+    for _ in range(2):
+        found = bench.scan()
+        assert found is not None
+        assert (found.gpus, bench.discovery.unavailable()) == (COMPLETE.gpus, None)
+    told = f"no claim can be prepared: {bench.host.lacks}"
+    assert bench.discovery.files_problem() == told
+    assert [(line["subject"], line["reason"]) for line in logs if line["event"] == "discovery_fault"] == [
+        ("NVIDIA driver", told)
+    ]
+    bench.host.lacks = None
+    bench.scan()
+    assert bench.discovery.files_problem() is None
+    bench.host.lacks, bench.nvml.inventory, bench.host.functions = (
+        "nobody needs it",
+        Inventory(VERSIONS),
+        set(),
+    )
+    bench.scan()
+    assert bench.discovery.files_problem() is None, "a node without GPUs needs no files"
+
+
 def test_everything_is_read_again_when_asked_and_from_time_to_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,7 +616,7 @@ def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(benc
 def test_gpu_that_could_not_be_read_is_tried_again_sooner(
     cut_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RESCAN_UNREAD_S", 0.01)
+    monkeypatch.setattr(module, "_RESCAN_INCOMPLETE_S", 0.01)
     cut_bench.nvml.inventory = replace(cut_bench.nvml.inventory, unread=frozenset({BARE[1].uuid}))
     reads = cut_bench.nvml.reads
     cut_bench.discovery.start()
