@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dra_driver.host.rooted_tree import RootedTree
@@ -38,7 +38,7 @@ MACHINE = os.uname().machine
 """This machine's architecture, as the kernel names it."""
 
 _ELF64 = b"\x7fELF\x02"
-_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+_ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "i386": 3, "arm": 40, "ppc64le": 21}
 _ELF_MACHINE = slice(18, 20)
 """Where in its header an ELF file names the architecture."""
 
@@ -80,8 +80,8 @@ class Libraries:
     directories: tuple[str, ...] = ()
     driver_directories: tuple[str, ...] = ()
     """Those with libraries of the driver's version, without their subdirectories."""
-    left_out: tuple[str, ...] = ()
-    """What is made for another architecture than this machine's."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What is made for another architecture than this machine's, and for which."""
 
     def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
         """The links, with the host path of the file that each leads to."""
@@ -113,28 +113,39 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
     ]
 
 
-def is_foreign(tree: RootedTree, path: str, machine: str = MACHINE) -> bool:
-    """Whether a file is made for another architecture than `machine`, or for its 32-bit programs.
+def foreign_files(tree: RootedTree, paths: Iterable[str], machine: str = MACHINE) -> dict[str, str]:
+    """Those of the files that are made for another architecture than `machine`, or for its 32-bit programs; and for
+    which.
 
-    False for what is no ELF file, such as the files of a simulated machine, and for one that is still being written.
+    What is no ELF file counts as made for all, such as the files of a simulated machine, and one that is still being
+    written.
     """
+    return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path, machine))}
+
+
+def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | None:
     try:
         with Path(tree.local(path)).open("rb", buffering=0) as file:
             header = file.read(_ELF_MACHINE.stop)
     except OSError:
-        return False
+        return None
     if len(header) < _ELF_MACHINE.stop or not header.startswith(_ELF64[:-1]):
-        return False
+        return None
     number = int.from_bytes(header[_ELF_MACHINE], "little")
-    return not header.startswith(_ELF64) or number != _ELF_MACHINES.get(machine, number)
+    is_64_bit = header.startswith(_ELF64)
+    if is_64_bit and number == _ELF_MACHINES.get(machine, number):
+        return None
+    name = next((name for name, known in _ELF_MACHINES.items() if known == number), f"ELF machine {number}")
+    return name if is_64_bit else f"32-bit {name}"
 
 
-def note_of_left_out(root: str, paths: Collection[str], machine: str = MACHINE) -> str:
-    """One sentence about the files below `root` that are foreign."""
-    what, are = counted(len(paths), "library", "libraries"), "is" if len(paths) == 1 else "are"
+def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACHINE) -> str:
+    """One sentence about the files below `root` that are foreign, without a semicolon."""
+    what, are = counted(len(left_out), "library", "libraries"), "is" if len(left_out) == 1 else "are"
+    first = min(left_out)
     return (
-        f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}); "
-        f"the first is {min(paths)}"
+        f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}): "
+        f"the first, {first}, is made for {left_out[first]}"
     )
 
 
@@ -144,12 +155,12 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
     `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else the
     first found. The files are empty if that version is not installed.
     """
-    left_out: dict[str, None] = {}
+    left_out: dict[str, str] = {}
     listings = _search(tree, machine, left_out)
     versions = tuple(dict.fromkeys(found for listing in listings for found in _libcuda_versions(listing)))
     chosen = version or _linked_version(tree, listings, left_out) or next(iter(versions), None)
     if chosen not in versions:
-        return Libraries(versions=versions, left_out=tuple(left_out))
+        return Libraries(versions=versions, left_out=left_out)
     shown: dict[str, str] = {}  # the paths in containers, by where the files really are
     driver_directories = []
     suffix = f".so.{chosen}"
@@ -163,7 +174,7 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
         if names or listing.directory in usual:
             names.extend(name for name in listing.files if name.startswith(_EGL_PLATFORMS))
         found = {listing.files[name]: _join(listing.shown, name) for name in names}
-        left_out.update(dict.fromkeys(file for file in (*found, *vdpau) if is_foreign(tree, file, machine)))
+        left_out |= foreign_files(tree, (*found, *vdpau), machine)
         own = {file: path for file, path in (found | vdpau).items() if file not in left_out}
         for file, path in own.items():
             shown.setdefault(file, path)
@@ -176,7 +187,7 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
         links=tuple(sorted(_links(tree, listings, shown, chosen))),
         directories=tuple(dict.fromkeys(path.rpartition("/")[0] for path in files)),
         driver_directories=tuple(driver_directories),
-        left_out=tuple(left_out),
+        left_out=left_out,
     )
 
 
@@ -187,7 +198,7 @@ def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[st
     return f"/usr/lib/{arch}", "/usr/lib64"
 
 
-def _search(tree: RootedTree, machine: str, left_out: dict[str, None]) -> list[_Listing]:
+def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
     """Listings of the driver's files in each directory; a libcuda of another architecture goes to `left_out`.
 
     Links that lead out of their directory are followed only if libcuda is nowhere else: hosts with links to their
@@ -210,13 +221,12 @@ def _search(tree: RootedTree, machine: str, left_out: dict[str, None]) -> list[_
 
 
 def _drop_foreign_libcuda(
-    tree: RootedTree, listing: _Listing, machine: str, left_out: dict[str, None]
+    tree: RootedTree, listing: _Listing, machine: str, left_out: dict[str, str]
 ) -> None:
-    for name in filter(_LIBCUDA.match, tuple(listing.files)):
-        file = listing.files[name]
-        if is_foreign(tree, file, machine):
-            left_out[file] = None
-            del listing.files[name]
+    found = {file: name for name, file in listing.files.items() if _LIBCUDA.match(name)}
+    for file, made_for in foreign_files(tree, found, machine).items():
+        left_out[file] = made_for
+        del listing.files[found[file]]
 
 
 def _list(tree: RootedTree, directory: str, shown: str, *, follow: bool = False) -> _Listing:
