@@ -128,7 +128,8 @@ class Driver:
         api = ResourceApi(self._client)
 
         # The node's GPUs.
-        host = HostView(paths, imex=settings.imex_channel is not None)
+        files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
+        host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
@@ -214,7 +215,7 @@ class Driver:
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
                     self._specs,
-                    DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path),
+                    files,
                     GpuNodes(paths, nodes=platform.nodes),
                     self.discovery.driver_version,
                     layout.directories,
@@ -282,7 +283,7 @@ class Driver:
             lambda: self._plugin,
             self.discovery,
             lambda: self.publishing.publisher,
-            [self.health.monitor.problem],
+            [self.discovery.files_problem, self.health.monitor.problem],
         )
         self._plugin = KubeletPlugin(
             plugin_settings(settings),

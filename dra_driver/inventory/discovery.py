@@ -54,7 +54,8 @@ _ALERT_FOR_S = 10.0
 """A driver takes some seconds from its first uevent to the last of its GPUs."""
 _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
-_RESCAN_UNREAD_S = 10.0
+_RESCAN_INCOMPLETE_S = 10.0
+_DRIVER_FILES = "NVIDIA driver"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,11 @@ class Discovery:
                 "a GPU may need a reset"
             )
         return self._state.problem
+
+    def files_problem(self) -> str | None:
+        """Why no claim can be prepared though devices are known: files of the NVIDIA driver are missing."""
+        faults = () if self._inventory is None else self._inventory.faults
+        return next((fault.text for fault in faults if fault.subject == _DRIVER_FILES), None)
 
     def start(self) -> None:
         """Begin discovering in the background."""
@@ -242,7 +248,8 @@ class Discovery:
         )
 
     def _rescan_every_s(self) -> float:
-        return _RESCAN_UNREAD_S if self._inventory is not None and self._inventory.unread else _RESCAN_EVERY_S
+        is_incomplete = self._inventory is not None and (self._inventory.unread or self.files_problem())
+        return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
         """Whether anything changed but MIG devices that we made or destroyed."""
@@ -373,6 +380,10 @@ class Discovery:
             if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
         )
         found = assembled(read, gpus, lost, self._host.gpu_functions(), before)
+        problem = self._host.files_problem(read.versions.driver) if found.gpus else None
+        if problem is not None:
+            fault = DiscoveryFault(_DRIVER_FILES, f"no claim can be prepared: {problem}")
+            found = replace(found, faults=(*found.faults, fault))
         channels = self._host.imex_channels()
         return found if channels is None else replace(found, imex_channels=channels)
 

@@ -21,7 +21,8 @@ class DriverVersions:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFault:
-    """Something that could not be read. `subject` names the GPU or PCI function, `text` the cause."""
+    """Something that could not be read or is missing. `subject` names the GPU, PCI function or part of the node, `text`
+    the cause."""
 
     subject: str
     text: str

@@ -29,12 +29,13 @@ _FABRIC_FLAGS: tuple[tuple[int, str, FabricState], ...] = (
     (4, "a route is unhealthy", "broken"),
     (6, "it recovers from an access timeout", "limited"),
 )
-_CONFIGURATION_SHIFT, _CONFIGURATION_MASK = 8, 0xF
+_CONFIGURATION_SHIFT, _CONFIGURATION_MASK, _CONFIGURATION_CORRECT = 8, 0xF, 1
 _CONFIGURATIONS = {
     2: "its system GUID is wrong", 3: "its chassis serial number is wrong", 4: "it has no partition",
     5: "it has too few NVLinks", 6: "its firmware does not fit", 7: "its location is not valid",
     8: "the state of the GPU is not valid",
 }  # fmt: skip
+_SUMMARY_HEALTHY = 1
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
@@ -128,15 +129,18 @@ def _fabric(info: Any) -> tuple[FabricState | None, str]:
         case UnreadyFabric("pending"):
             return "pending", ""
         case UnreadyFabric():
-            return None, ""
+            return "pending", f"NVML gives its state as {int(info.state)}, which is not known"
     mask = int(getattr(info, "healthMask", 0))
-    faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & 3 == _TRUE]
-    configuration = _CONFIGURATIONS.get(mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK)
-    if configuration is not None:
-        faults.append(("broken", configuration))
-    summary = _SUMMARIES.get(int(getattr(info, "healthSummary", 0)))
-    if summary is not None:
-        faults.append((summary, ""))
+    faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & _TRUE]
+    configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK
+    if configuration > _CONFIGURATION_CORRECT:
+        unknown = f"NVML gives its configuration as {configuration}, which is not known"
+        faults.append(("broken", _CONFIGURATIONS.get(configuration, unknown)))
+    summary = int(getattr(info, "healthSummary", 0))
+    if summary in _SUMMARIES:
+        faults.append((_SUMMARIES[summary], ""))
+    elif summary > _SUMMARY_HEALTHY:
+        faults.append(("limited", f"NVML gives its health as {summary}, which is not known"))
     if not faults:
         return "ready", ""
     worst: FabricState = "broken" if any(state == "broken" for state, _ in faults) else "limited"

@@ -30,6 +30,7 @@ from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.diagnostics.rules.top_screen import SeenGpu
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
+from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -379,6 +380,12 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
         (library / name).write_bytes(of_another_machine)
     says(at(tmp_path), "FAIL", "left out, not made for this machine", "install the NVIDIA driver that is")
+    nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
+    with pytest.raises(NvmlLibraryError) as caught:
+        find_nvml_library(str(tmp_path))
+    found = {check.name: check.look() for check in host.checks(caught.value, paths=nothing).all()}
+    first = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, is made for ELF machine 22"
+    says(found["NVML"], "FAIL", first, "remove these libraries if this node has no GPU")
 
 
 def test_nvml(host: Host, tmp_path: Path) -> None:

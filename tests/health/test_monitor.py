@@ -210,7 +210,7 @@ def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     assert bench.tainted() == {"1g.10gb": ["xid=94:NoSchedule"]}
 
 
-def test_an_event_is_kept_when_nobody_can_tell_whom_it_hit(bench, monkeypatch):
+def test_an_event_hits_the_whole_gpu_when_nobody_can_tell_which_instances_there_are(bench, monkeypatch):
     def gone(gpu_uuid: str) -> Mapping[tuple[int, int], str]:
         raise NvmlUnavailableError("gone")
 
@@ -218,7 +218,37 @@ def test_an_event_is_kept_when_nobody_can_tell_whom_it_hit(bench, monkeypatch):
     monkeypatch.setattr(bench.source, "instances", gone)
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
     bench.turn()
-    assert bench.tainted() == {"1g.10gb": ["xid=95:NoSchedule"]}
+    assert bench.tainted() == {"1g.10gb": ["xid=95:NoSchedule"], "3g.40gb": ["xid=95:NoSchedule"]}
+    bench.turn(10)
+    assert bench.reasons(MIG_GPU) == ["xid/95"], "no later look takes it for that of an instance that is gone"
+
+
+@pytest.mark.parametrize(("gpu", "instance"), [(0, (0, 0)), (0, (0, None)), (MIG_GPU, (9, 0))])
+def test_an_event_hits_the_whole_gpu_when_its_instance_is_not_known(bench, logs, gpu, instance):
+    """nvml.h promises 0xFFFFFFFF for the whole GPU; there are libraries that answer zeros."""
+    gi, ci = instance
+    for xid in (95, 31, 94):
+        bench.machine.raise_xid(gpu, xid, gpu_instance=gi, compute_instance=ci)
+    bench.turn()
+    bench.turn(10)
+    assert bench.reasons(gpu) == ["xid/94", "xid/95"]
+    assert [change.target for change in bench.transitions] == [HealthTarget(bench.uuids[gpu])] * 3
+    assert [target for target in bench.monitor.states() if target.is_instance] == []
+    (line,) = [line for line in logs if line["event"] == "event_of_unknown_device"]
+    assert (line["gpu_uuid"], line["xid"]) == (bench.uuids[gpu], 95)
+    assert (line["gpu_instance_id"], line["compute_instance_id"]) == instance
+
+
+@pytest.mark.parametrize("named", [None, "MIG-4b1d"])
+def test_an_event_calls_for_a_look_at_all_gpus_when_nvml_names_none_of_them(bench, logs, monkeypatch, named):
+    events = [HealthEvent(named, Xid(48)), HealthEvent(named, Xid(79))]
+    monkeypatch.setattr(bench.source, "wait", lambda timeout_s: events.pop(0) if events else None)
+    bench.machine.set_remapped_rows(1, pending=1)
+    bench.turn()
+    assert bench.tainted() == {"1": ["row-remap=pending:NoSchedule"]}
+    assert [
+        (line["gpu_uuid"], line["xid"]) for line in logs if line["event"] == "event_of_unknown_device"
+    ] == [(named, 48)]
 
 
 def test_an_old_driver_that_tells_no_recovery_action_lets_an_xid_end(bench):

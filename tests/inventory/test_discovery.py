@@ -15,15 +15,19 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
+from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import Discovery, NvmlState
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
+from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
+from dra_driver.nvml.reader import NvmlReader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G, VERSIONS, h100, inventory, mig
+from tests.host.trees import VERSION, driver_root, put_elf_libraries
 
 NOT_LOADED = NvmlUnavailableError(
     "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
@@ -76,6 +80,7 @@ class Host:
         self.unbound: set[str] = set()
         self.hardware: Hashable = "one"
         self.version = "570.124.06"
+        self.lacks: str | None = None
         self.shown: dict[int, Hashable] = {}
         self.surprises: list[Exception] = []
 
@@ -87,6 +92,9 @@ class Host:
 
     def numa_node(self, bus_id: str) -> int | None:
         return 0
+
+    def files_problem(self, nvml_version: str | None) -> str | None:
+        return self.lacks
 
     def gpu_functions(self) -> frozenset[str]:
         return frozenset(self.functions)
@@ -344,6 +352,49 @@ def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gp
     bench.scan()
     assert bench.discovery.state == NvmlState(False, "cannot load the NVML library")
     assert bench.discovery.problem() == "cannot load the NVML library"
+
+
+@pytest.mark.parametrize(("machine", "other"), [("x86_64", "aarch64"), ("aarch64", "x86_64")])
+def test_a_library_of_another_architecture_alone_is_told_where_the_bus_shows_no_gpu(
+    tmp_path: Path, logs: list, machine: str, other: str
+) -> None:
+    driver_root(tmp_path)
+    put_elf_libraries(tmp_path, "/usr/lib/x86_64-linux-gnu", other)
+    reader = NvmlReader(lambda: find_nvml_library(str(tmp_path), machine))
+    host = HostView(HostPaths(str(tmp_path), "/", proc=str(tmp_path / "proc"), sys=str(tmp_path / "sys")))
+    discovery = Discovery(reader, host, list, list, None, list)
+    for _ in range(2):
+        discovery.scan_now(5)
+    library = f"/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.{VERSION}"
+    told = (
+        f"1 library below the driver root {tmp_path} is left out, not made for this machine ({machine}): the first, "
+        f"{library}, is made for {other}; install the NVIDIA driver that is"
+    )
+    assert (discovery.problem() or "").startswith(told)
+    assert [line["reason"].startswith(told) for line in logs if line["event"] == "nvml_unavailable"] == [True]
+
+
+def test_missing_files_of_the_nvidia_driver_are_told_with_the_devices(bench: Bench, logs: list) -> None:
+    bench.host.lacks = "libcuda.so.<version> is not below the driver root /"
+    for _ in range(2):
+        found = bench.scan()
+        assert found is not None
+        assert (found.gpus, bench.discovery.unavailable()) == (COMPLETE.gpus, None)
+    told = f"no claim can be prepared: {bench.host.lacks}"
+    assert bench.discovery.files_problem() == told
+    assert [(line["subject"], line["reason"]) for line in logs if line["event"] == "discovery_fault"] == [
+        ("NVIDIA driver", told)
+    ]
+    bench.host.lacks = None
+    bench.scan()
+    assert bench.discovery.files_problem() is None
+    bench.host.lacks, bench.nvml.inventory, bench.host.functions = (
+        "nobody needs it",
+        Inventory(VERSIONS),
+        set(),
+    )
+    bench.scan()
+    assert bench.discovery.files_problem() is None, "a node without GPUs needs no files"
 
 
 def test_everything_is_read_again_when_asked_and_from_time_to_time(
@@ -647,7 +698,7 @@ def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(benc
 def test_gpu_that_could_not_be_read_is_tried_again_sooner(
     cut_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RESCAN_UNREAD_S", 0.01)
+    monkeypatch.setattr(module, "_RESCAN_INCOMPLETE_S", 0.01)
     cut_bench.nvml.inventory = replace(cut_bench.nvml.inventory, unread=frozenset({BARE[1].uuid}))
     reads = cut_bench.nvml.reads
     cut_bench.discovery.start()

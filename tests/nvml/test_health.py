@@ -109,6 +109,9 @@ def test_a_call_that_fails_hides_no_other_signal(node):
         ({"health_mask": 1 << 8}, "ready", ""),
         ({"health_summary": 2}, "broken", ""),
         ({"health_summary": 3}, "limited", ""),
+        ({"state": 7}, "pending", "NVML gives its state as 7, which is not known"),
+        ({"health_mask": 12 << 8}, "broken", "NVML gives its configuration as 12, which is not known"),
+        ({"health_summary": 5}, "limited", "NVML gives its health as 5, which is not known"),
     ],
 )
 def test_fabric(node, facts, state, text):

@@ -150,6 +150,9 @@ class DriverChecks:
             return warn(
                 str(error).partition("; ")[0], "`gpu-dra-driver detach --end` if that is not wanted any more"
             )
+        except NvmlLibraryError as error:
+            seen, _, remedy = str(error).partition("; ")
+            return fail(seen, remedy)
         except DraDriverError as error:
             seen = str(error).partition("; ")[0]
             return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` tells why it fails")

@@ -193,7 +193,7 @@ class KubeletChecks:
         notes = [text for status in daemons for _, text in notes_of(status)]
         if notes:
             return warn("; ".join(notes), "docs/sharing.md: MPS")
-        return ok(f"the MPS host answers; it has {len(daemons)} daemons")
+        return ok(f"the MPS host answers; MPS daemons: {len(daemons)}")
 
     def all(self) -> list[Check]:
         """By name."""
