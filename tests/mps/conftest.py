@@ -18,7 +18,7 @@ import structlog
 from dra_driver.host.capability_nodes import CapabilityNodes
 from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.mig_caps import MigCaps
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
@@ -87,6 +87,9 @@ class Host:
 
     def pipe(self, device: str = "gpu-2") -> str:
         return self.layout.directories(device).pipe
+
+    def directories(self, device: str = "gpu-2") -> MpsDirectories:
+        return self.layout.directories(device)
 
     def compute_mode(self, index: int = 2) -> int:
         return self.machine.compute_mode(self.machine.gpu(index).uuid)

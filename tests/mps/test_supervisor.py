@@ -21,7 +21,7 @@ from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.mps import daemon_conversation
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_control import BusyError, ControlProgram
 from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
 from tests.mps.conftest import NO_LABELS
 
@@ -783,3 +783,70 @@ def test_one_device_is_started_once_for_many_callers(host):
         thread.join()
     assert len(pids) == 8
     assert len(set(pids)) == 1
+
+
+# --- talk with a daemon that talks with somebody else -------------------------------------------
+
+
+def held(host):
+    """A program that has the daemon's ear until its input ends."""
+    control = host.machine.host_root / "usr/bin/nvidia-cuda-mps-control"
+    environment = host.tools.control._environment(host.tools.control._find(), host.directories())
+    one = subprocess.Popen(
+        [control], env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    one.stdin.write("get_server_list\n")
+    one.stdin.flush()
+    time.sleep(0.5)  # a question of ours now would take its place
+    deadline = time.monotonic() + 20
+    while not is_busy(host):
+        assert time.monotonic() < deadline
+    return one
+
+
+def is_busy(host):
+    try:
+        host.tools.control.ask(host.directories(), "get_server_list", timeout_s=2)
+    except BusyError:
+        return True
+    return False
+
+
+def test_nothing_is_read_from_silence_when_somebody_else_talks_with_the_daemon(host):
+    supervisor = host.supervisor(probe=60)
+    supervisor.ensure(host.spec(), 10)
+    other = held(host)
+    try:
+        with pytest.raises(BusyError, match="it talked with another program|Cannot send command"):
+            host.tools.control.ask(host.directories(), "get_server_list", timeout_s=2)
+        supervisor._daemons["gpu-2"].probe()
+        assert supervisor.status()[0].clients is None
+    finally:
+        other.communicate()
+    supervisor._daemons["gpu-2"].probe()
+    assert supervisor.status()[0].clients == 0
+
+
+def test_a_question_is_repeated_until_the_other_program_has_ended(host):
+    supervisor = host.supervisor(probe=60)
+    supervisor.ensure(host.spec(), 10)
+    other = held(host)
+    threading.Timer(0.3, other.communicate).start()
+    supervisor._daemons["gpu-2"].probe()
+    assert supervisor.status()[0].clients == 0
+    other.wait()
+
+
+def test_our_own_questions_never_meet(host):
+    supervisor = host.supervisor(probe=60)
+    supervisor.ensure(host.spec(), 10)
+    [daemon] = supervisor._daemons.values()
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(daemon._conversation.ask_servers())) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [(None, 0)] * 8

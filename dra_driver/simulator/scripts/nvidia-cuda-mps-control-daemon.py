@@ -316,7 +316,7 @@ class Daemon:
             if listener in ready:
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(OSError):
-                    self.talk(connection)
+                    self.talk(connection, listener)
             if fifo in ready:
                 *lines, rest = (rest + os.read(fifo, 65536)).split(b"\n")
                 for line in lines:
@@ -334,15 +334,25 @@ class Daemon:
         self.quit()
         os.write(fifo, b"\n")
 
-    def talk(self, connection: socket.socket) -> None:
+    def talk(self, connection: socket.socket, listener: socket.socket) -> None:
+        """Answer one program. Whoever comes meanwhile is let go without an answer, as the real one does."""
         connection.settimeout(5)
-        with connection.makefile("rw") as stream:
-            for line in stream:
+        rest = b""
+        while True:
+            ready, _, _ = select.select([connection, listener], [], [], 5)
+            if listener in ready:
+                listener.accept()[0].close()
+            if connection not in ready:
+                continue
+            received = connection.recv(65536)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            for line in lines:
                 if self.rules().get("silent"):
                     time.sleep(3600)
-                answer = self.answer(line)
-                stream.write(f"{answer}\n{END}" if answer else END)
-                stream.flush()
+                answer = self.answer(line.decode(errors="replace"))
+                connection.sendall((f"{answer}\n{END}" if answer else END).encode())
 
 
 def label(path: str) -> bytes:
