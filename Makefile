@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
 PLAYGROUND := $(VENV)/.playground
 LIBCS := $(VENV)/.libcs
+PROGRAMS := $(VENV)/.nvidia-programs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 # Many images set it; then every process compiles the driver anew.
@@ -73,7 +74,10 @@ site: $(SITE_VENV)/.installed ## The manuals as a web site in build/site, which 
 $(LIBCS): hack/libcs.py $(RUNTIME)
 	@$(PYTHON) hack/libcs.py && touch $@ || true
 
-test: $(STAMP) $(LIBCS) ## All tests that need neither root nor a cluster
+$(PROGRAMS): hack/nvidia_programs.py $(RUNTIME)
+	@$(PYTHON) hack/nvidia_programs.py && touch $@ || true
+
+test: $(STAMP) $(LIBCS) $(PROGRAMS) ## All tests that need neither root nor a cluster
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 -m "not cluster" $(ARGS)
 
 coverage: $(STAMP) ## The same with the lines that no test runs; half as long again
@@ -127,7 +131,7 @@ cluster-status: ## What of the cluster runs
 cluster-down: ## Stop the cluster and remove what it left
 	@$(CLUSTER) down
 
-e2e: $(STAMP) $(LIBCS) ## Tests on a real Kubernetes, unattended; cleans up (root)
+e2e: $(STAMP) $(LIBCS) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cleans up (root)
 	@$(BIN)/python hack/e2e.py $(ARGS)
 
 policy: $(STAMP) ## Write the admission policy for parameters from their fields; a test compares it

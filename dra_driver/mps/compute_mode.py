@@ -23,6 +23,7 @@ _ABSENT = (
     "not found",
     "couldn't communicate with the nvidia driver",
 )
+_NO_SETTING = ("[N/A]", "N/A")
 _NOT_SUPPORTED = "not supported"
 _NOT_SET = ("unable to set", "treating as warning")
 """nvidia-smi says these with exit code 0."""
@@ -51,7 +52,7 @@ class ComputeMode:
             return _BY_NAME[name]
         if _is_absent(code, text):
             return None
-        raise _problem(action, code, text, is_unsupported=code == 0)
+        raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""

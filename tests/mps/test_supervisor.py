@@ -817,7 +817,7 @@ def test_nothing_is_read_from_silence_when_somebody_else_talks_with_the_daemon(h
     supervisor.ensure(host.spec(), 10)
     other = held(host)
     try:
-        with pytest.raises(BusyError, match="it talked with another program|Cannot send command"):
+        with pytest.raises(BusyError, match=r"it talked with another program|Cannot send command"):
             host.tools.control.ask(host.directories(), "get_server_list", timeout_s=2)
         supervisor._daemons["gpu-2"].probe()
         assert supervisor.status()[0].clients is None
