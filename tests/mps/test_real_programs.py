@@ -66,7 +66,7 @@ def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia:
         SPEC,
         default_active_thread_percentage=25,
         default_memory_limit_mib=512,
-        others=(MpsMember("gpu-2", UUIDS[2], 4096),),
+        others=(MpsMember("gpu-2", UUIDS[2], 40779),),
     )
     if nvidia.branch == "R470":
         with pytest.raises(PermanentError, match='Unknown command "set_default_device_pinned_mem_limit"'):
@@ -77,7 +77,7 @@ def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia:
     only_process(real_host, supervisor)
     assert ask(real_host, THREADS) == ["25.0"]
     if nvidia.branch != "R470":
-        assert [ask(real_host, f"{MEMORY} {number}") for number in (0, 1)] == [["512M"], ["4G"]]
+        assert [ask(real_host, f"{MEMORY} {number}") for number in (0, 1)] == [["512M"], ["39G"]]
     with pytest.raises(PermanentError, match="default_active_thread_percentage: 25, not 50"):
         supervisor.ensure(replace(wanted, default_active_thread_percentage=50), 20.0)
 

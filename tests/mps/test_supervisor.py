@@ -44,7 +44,7 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     ask = host.tools.control.ask
     directories = host.layout.directories("gpu-2")
     assert ask(directories, "get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
-    assert ask(directories, "get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4096M"]
+    assert ask(directories, "get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4G"]
     assert supervisor.status() == (status,)
 
     supervisor.stop("gpu-2", 10)

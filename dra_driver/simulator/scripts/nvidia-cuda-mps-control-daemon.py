@@ -91,7 +91,7 @@ class Daemon:
             "set_active_thread_percentage": self.set_percentage,
             "get_active_thread_percentage": lambda pid: f"{self.server(pid).percentage:.1f}",
             "set_default_device_pinned_mem_limit": self.set_default_memory,
-            "get_default_device_pinned_mem_limit": lambda device: self.memory.get(device, "0"),
+            "get_default_device_pinned_mem_limit": lambda device: shown(self.memory.get(device, "0M")),
             "set_device_pinned_mem_limit": self.set_memory,
             "get_device_pinned_mem_limit": lambda pid, device: self.server(pid).memory.get(device, "0"),
             "terminate_client": self.terminate_client,
@@ -374,6 +374,12 @@ def mebibytes(text: str) -> int:
     if unit not in ("G", "M") or not number.isdigit():
         raise Refusal(f"Invalid memory limit: {text}; it must be a whole number with G or M")
     return int(number) * (1024 if unit == "G" else 1)
+
+
+def shown(limit: str) -> str:
+    """Rounded down, as NVIDIA's program does; nothing for no limit."""
+    size = mebibytes(limit)
+    return f"{size // 1024}G" if size >= 1024 else f"{size}M" if size else ""
 
 
 def is_taken(lock: int) -> bool:
