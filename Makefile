@@ -35,7 +35,7 @@ $(RUNTIME): requirements.txt
 	@$(INSTALL) --require-hashes -r requirements.txt
 	@touch $@
 
-# The stand-in for the scheduler judges selectors, that for the kubelet calls as any client of gRPC.
+# The stand-in for the scheduler judges selectors.
 $(PLAYGROUND): $(RUNTIME) requirements-playground.txt
 	@$(INSTALL) --quiet --require-hashes -r requirements-playground.txt
 	@touch $@

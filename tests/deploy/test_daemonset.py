@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from dra_driver.diagnostics.doctor.cluster import UPGRADE_LABEL
-from dra_driver.kubelet.grpc_health import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS
+from dra_driver.kubelet.liveness import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
 CACHED = Path.home() / ".cache/gpu-dra-driver/cluster/bin"
