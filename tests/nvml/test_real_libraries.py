@@ -146,3 +146,15 @@ def test_mig_devices_are_made_and_destroyed_with_what_the_branch_has(
     hardware.destroy_compute(gpu.uuid, gpu.pci_bus_id, made, compute)
     hardware.destroy(gpu.uuid, gpu.pci_bus_id, made)
     assert hardware.instances(gpu.uuid, gpu.pci_bus_id) == ()
+
+
+def test_simulated_library_has_the_functions_of_the_branch(
+    machine: Callable[[str], SimulatedNode], nvidia: Programs
+) -> None:
+    """Of all functions that the simulator knows, those that the branch's own library exports, and no others."""
+    real = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
+    node = machine("dgx-h100")
+    known = {name for name in vars(nvml_library(node.machine)) if name.startswith("nvml")}
+    node.machine.load_driver(nvidia.version)
+    simulated = {name for name in vars(nvml_library(node.machine)) if name.startswith("nvml")}
+    assert simulated == {name for name in known if hasattr(real, name)}
