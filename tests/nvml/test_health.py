@@ -196,6 +196,16 @@ def test_registering_again_loses_nothing_that_comes_later(node, source):
     assert source.wait(0) is None
 
 
+def test_registering_again_loses_nothing_that_nobody_has_heard_yet(node, source):
+    node.machine.raise_xid(0, 48)
+    node.machine.raise_xid(1, 74)
+    source.register([uuid(node, 1)])
+    node.machine.raise_xid(1, 79)
+    heard = [source.wait(1) for _ in range(3)]
+    assert heard == [HealthEvent(uuid(node, number), Xid(xid)) for number, xid in ((0, 48), (1, 74), (1, 79))]
+    assert source.wait(0) is None
+
+
 def test_a_new_session_makes_registrations_void(node, source):
     assert source.registered()
     node.session.reopen()
