@@ -26,6 +26,9 @@ _SLOTS = 0xFFF
 
 # Functions that an older driver's library does not export, by the first major version that does.
 SINCE = {
+    "nvmlSystemGetConfComputeState": 535,
+    "nvmlSystemGetConfComputeGpusReadyState": 535,
+    "nvmlSystemGetConfComputeSettings": 550,
     "nvmlDeviceGetAddressingMode": 575,
     "nvmlDeviceGetRepairStatus": 580,
     "nvmlDeviceGetUnrepairableMemoryFlag_v1": 600,
