@@ -29,6 +29,7 @@ FabricState = Literal["absent", "pending", "ready", "limited", "broken"]
 LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
 TAINTED_KEYS = (
+    "confidential-compute",
     "ecc",
     "fabric",
     "flapping",
@@ -130,7 +131,8 @@ class PolledHealth:
     """The result of one poll of a GPU; a value that the GPU or its driver does not tell is None.
 
     `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric. `slowdowns` are the
-    causes for which the hardware holds its clocks down: `thermal`, `power`, `hardware`.
+    causes for which the hardware holds its clocks down: `thermal`, `power`, `hardware`. `accepts_work` is False on a
+    node with confidential computing until somebody sets the ready state of its GPUs.
     """
 
     recovery_action: int | None = None
@@ -141,6 +143,7 @@ class PolledHealth:
     fabric: FabricState | None = None
     fabric_text: str = ""
     slowdowns: frozenset[str] | None = None
+    accepts_work: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

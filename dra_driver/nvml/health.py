@@ -9,6 +9,7 @@ import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.health import FabricState, PolledHealth
+from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.instance_handles import gpu_handle
 
@@ -81,6 +82,7 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         fabric=fabric,
         fabric_text=fabric_text,
         slowdowns=None if clocks is None else _slowdowns(clocks),
+        accepts_work=accepts_work(),
     )
 
 

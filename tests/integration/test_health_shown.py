@@ -43,6 +43,27 @@ def test_an_nvidia_driver_that_goes_away_is_a_problem_though_the_plugin_is_ready
     eventually(lambda: list(shown(driver, "node_problem", "driver").values()) == [0])
 
 
+def test_gpus_of_a_confidential_machine_get_no_pods_until_they_are_ready(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "_POLL_EVERY_S", 0.1)
+    node = make_node("hgx-h100-4")
+    node.machine.set_confidential_compute("on")
+    node.start_driver()
+
+    def is_published(value: str, *taints: str) -> bool:
+        devices = node.devices()
+        return len(devices) == 4 and all(
+            device["attributes"]["confidentialCompute"] == {"string": value}
+            and [taint["key"] for taint in device.get("taints", ())] == list(taints)
+            for device in devices
+        )
+
+    eventually(lambda: is_published("on", "gpu.nvidia.com/confidential-compute"))
+    node.machine.set_confidential_compute("on", ready=True)
+    eventually(lambda: is_published("on"))
+
+
 def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

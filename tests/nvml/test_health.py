@@ -57,13 +57,13 @@ def test_every_machine_is_well_at_first(machine, name):
 
 def test_every_signal(node):
     machine, gpu = node.machine, uuid(node)
-    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset())
+    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True)
     assert read_health(gpu) == well
     machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
     machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
     machine.set_ecc_errors(0, corrected=9, uncorrected=4)
     machine.set_slowdown(0, 0x8 | 0x40)
-    assert read_health(gpu) == PolledHealth(4, True, True, None, 4, "ready", "", frozenset({"thermal"}))
+    assert read_health(gpu) == PolledHealth(4, True, True, None, 4, "ready", "", frozenset({"thermal"}), True)
     machine.set_slowdown(0, 0x8)
     assert read_health(gpu).slowdowns == {"hardware"}
     machine.set_slowdown(0, 0)
