@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -22,6 +23,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], float]:
     return by_label(driver.metrics, f"nvidia_dra_{name}", *labels)
+
+
+def hear_anew(driver: Driver, gpu_uuid: str) -> None:
+    """A change of MIG mode makes registrations void, on real GPUs too: until the next one nobody hears of an Xid."""
+    watch, since = driver.health.monitor, time.monotonic()
+    watch.devices_changed()
+    eventually(lambda: not watch._refresh.is_set() and watch._polls[gpu_uuid][1] >= since)
 
 
 def health_of(driver: Driver, device: str) -> int:
@@ -79,6 +87,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     made = driver.mig.created_instance(name)
     assert made is not None
     ids = (made.gpu_instance_id, made.compute_instance_id)
+    hear_anew(driver, made.gpu_uuid)
     node.machine.raise_xid(0, 95, gpu_instance=ids[0], compute_instance=ids[1])
 
     def tainted() -> list[str]:
