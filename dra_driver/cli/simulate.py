@@ -213,6 +213,20 @@ def imex(
     typer.echo(commands.imex(directory, state, channels))
 
 
+@app.command("confidential")
+def confidential(
+    mode: Annotated[str, typer.Argument(help="off, on, devtools or ppcie.")],
+    ready: Annotated[
+        bool, typer.Option("--ready/--not-ready", help="Whether the GPUs accept work; a reboot ends that.")
+    ] = False,
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Set confidential computing and its ready state."""
+    from dra_driver.simulator import commands
+
+    typer.echo(commands.confidential_compute(directory, mode, ready=ready))
+
+
 @app.command("host-devices")
 def host_devices(
     kinds: Annotated[

@@ -48,8 +48,9 @@ class Gpu:
     `pci_bus_id` is in sysfs form; `memory_bytes` is the total; versions are (major, minor).
     `nvlink_links` counts active links; `mig_enabled` means that the current mode is on; `multiprocessors`
     counts all of the GPU, also where MIG mode leaves some out. `partitioning` is set where MIG devices are made
-    on demand; such a GPU is not counted as one in MIG mode, whatever its mode is at the moment. At most one of `fabric`
-    and `unready_fabric` is set.
+    on demand; such a GPU is not counted as one in MIG mode, whatever its mode is at the moment. `memory_numa_node` is
+    the NUMA node of the host that the GPU's own memory is, where that is so. At most one of `fabric` and
+    `unready_fabric` is set.
     """
 
     uuid: str
@@ -72,6 +73,7 @@ class Gpu:
     mig_devices: tuple[MigDevice, ...] = ()
     multiprocessors: int | None = None
     partitioning: Partitioning | None = None
+    memory_numa_node: int | None = None
 
     @property
     def fabric_registration(self) -> FabricRegistration:

@@ -30,6 +30,7 @@ FabricState = Literal["absent", "pending", "ready", "limited", "broken"]
 LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
 TAINTED_KEYS = (
+    "confidential-compute",
     "ecc",
     "fabric",
     "flapping",
@@ -133,6 +134,7 @@ class PolledHealth:
     `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric; `fabric_registration` says
     nothing unless `fabric` is told. `slowdowns` are the causes for which the hardware holds its clocks down: `thermal`,
     `power`, `hardware`.
+    `accepts_work` is False on a node with confidential computing until somebody sets the ready state of its GPUs.
     """
 
     recovery_action: int | None = None
@@ -144,6 +146,7 @@ class PolledHealth:
     fabric_text: str = ""
     slowdowns: frozenset[str] | None = None
     fabric_registration: FabricRegistration = None
+    accepts_work: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pynvml
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, PolledHealth
+from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.instance_handles import gpu_handle
@@ -83,6 +84,7 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         fabric_text=fabric_text,
         slowdowns=None if clocks is None else _slowdowns(clocks),
         fabric_registration=None if linked is None else fabric_registration(linked),
+        accepts_work=accepts_work(),
     )
 
 

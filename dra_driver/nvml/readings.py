@@ -72,6 +72,7 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
     memory = log.read("memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
     compute = _compute_capability(log, handle)
     fabric = _fabric(log, handle)
+    addressing = _addressing_mode(log, handle)
     gpu = Gpu(
         uuid=uuid,
         index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
@@ -82,13 +83,14 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         architecture=_named(log, "architecture", pynvml.nvmlDeviceGetArchitecture, handle, _ARCHITECTURES),
         cuda_compute_capability=compute,
         memory_bytes=None if memory is None else int(memory.total),
-        addressing_mode=_addressing_mode(log, handle),
+        addressing_mode=addressing,
         nvlink_links=_active_links(log, handle),
         fabric=fabric if isinstance(fabric, Fabric) else None,
         unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
         mig_capable=mig_mode is not None,
         mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         multiprocessors=_multiprocessors(log, handle, compute),
+        memory_numa_node=_memory_numa_node(log, handle, addressing),
     )
     return handle, gpu, log.faults
 
@@ -131,6 +133,14 @@ def _addressing_mode(log: FaultLog, handle: Handle) -> str | None:
     value = log.read("addressing mode", pynvml.nvmlDeviceGetAddressingMode, handle)
     mode = getattr(value, "value", value)
     return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
+
+
+def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
+    """Asked only of GPUs that may share their addresses with the host's CPU."""
+    if addressing in ("None", "HMM"):
+        return None
+    node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)
+    return None if node is None or node < 0 else node
 
 
 def link_states(log: FaultLog, handle: Handle) -> list[bool]:

@@ -210,6 +210,7 @@ def test_a_machine_in_order(host: Host) -> None:
         "MIG capabilities": "SKIP",
         "nvidia-cdi-hook": "WARN",
         "persistence": "OK",
+        "GPU memory": "OK",
     }
     assert found["NVML"].seen == "8 GPUs answer, driver 580.95.05, CUDA 13.0"
     says(found["nvidia-cdi-hook"], "WARN", "container toolkit", "--nvidia-cdi-hook-path")
@@ -489,7 +490,20 @@ def test_the_hook_that_was_asked_for(host: Host, tmp_path: Path) -> None:
 
 def test_no_persistence_daemon(host: Host, tmp_path: Path) -> None:
     checks = host.checks(paths={"driver_root": str(tmp_path)})
-    says(checks.persistence(), "WARN", "does not run", "systemctl enable --now nvidia-persistenced")
+    says(checks.persistence(), "WARN", "lose their settings", "systemctl enable --now nvidia-persistenced")
+    confidential = replace(host.inventory, confidential_compute="ppcie")
+    checks = host.checks(confidential, paths={"driver_root": str(tmp_path)})
+    says(checks.persistence(), "WARN", "end with their last program", "systemctl enable --now")
+
+
+def test_memory_of_gpus_that_is_memory_of_the_host(host: Host, tmp_path: Path) -> None:
+    tray = SimulatedNode("gb200-nvl72-tray", tmp_path)
+    try:
+        found = host.checks(tray.read()).gpu_memory()
+    finally:
+        tray.close()
+    says(found, "WARN", "NUMA nodes of the host (2, 10, 18, 26)", "the kubelet counts it", "CDMM (coherent")
+    says(host.checks(NvmlUnavailableError("away; x")).gpu_memory(), "SKIP")
 
 
 # --- the container runtime ----------------------------------------------------------------------

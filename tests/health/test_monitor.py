@@ -336,6 +336,20 @@ def test_every_poll_that_reads_a_fabric_tells_the_registration(bench):
         }
 
 
+def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench):
+    bench.machine.set_confidential_compute("on")
+    bench.turn(10)
+    taint = ["confidential-compute=not-ready:NoSchedule"]
+    assert bench.tainted() == dict.fromkeys(("0", "1", "2", "1g.10gb", "3g.40gb"), taint)
+    bench.machine.set_fault("nvmlSystemGetConfComputeGpusReadyState", code="unknown")
+    bench.turn(10)
+    assert bench.tainted()["0"] == taint, "what is not told now is what it was"
+    bench.machine.clear_faults()
+    bench.machine.set_confidential_compute("on", ready=True)
+    bench.turn(10)
+    assert bench.tainted() == {}
+
+
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
     bench.monitor._on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))

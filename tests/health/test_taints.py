@@ -79,6 +79,7 @@ def taint(key, value=None, effect="NoSchedule"):
         (PollResult(PolledHealth(recovery_action=1)), [taint("recovery-action", "reset")]),
         (PollResult(PolledHealth(remap_pending=True, remap_failed=True)), [taint("row-remap", "failure")]),
         (PollResult(PolledHealth(fabric="broken")), [taint("fabric", "broken")]),
+        (PollResult(PolledHealth(accepts_work=False)), [taint("confidential-compute", "not-ready")]),
         (PollResult(PolledHealth(slowdowns=frozenset({"thermal", "power"}))), []),
     ],
 )

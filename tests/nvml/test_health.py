@@ -60,13 +60,15 @@ def test_every_machine_is_well_at_first(machine, name):
 
 def test_every_signal(node):
     machine, gpu = node.machine, uuid(node)
-    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset())
+    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True)
     assert read_health(gpu) == well
     machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
     machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
     machine.set_ecc_errors(0, corrected=9, uncorrected=4)
     machine.set_slowdown(0, 0x8 | 0x40)
-    assert read_health(gpu) == PolledHealth(4, True, True, None, 4, "ready", "", frozenset({"thermal"}))
+    assert read_health(gpu) == PolledHealth(
+        4, True, True, None, 4, "ready", "", frozenset({"thermal"}), accepts_work=True
+    )
     machine.set_slowdown(0, 0x8)
     assert read_health(gpu).slowdowns == {"hardware"}
     machine.set_slowdown(0, 0)
@@ -240,6 +242,16 @@ def test_registering_again_loses_nothing_that_comes_later(node, source):
     node.machine.raise_xid(0, 48)
     node.machine.raise_xid(1, 74)
     assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(74))
+    assert source.wait(0) is None
+
+
+def test_registering_again_loses_nothing_that_nobody_has_heard_yet(node, source):
+    node.machine.raise_xid(0, 48)
+    node.machine.raise_xid(1, 74)
+    source.register([uuid(node, 1)])
+    node.machine.raise_xid(1, 79)
+    heard = [source.wait(1) for _ in range(3)]
+    assert heard == [HealthEvent(uuid(node, number), Xid(xid)) for number, xid in ((0, 48), (1, 74), (1, 79))]
     assert source.wait(0) is None
 
 

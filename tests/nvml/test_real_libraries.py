@@ -29,6 +29,7 @@ LOST = {
     "nvmlDeviceGetAddressingMode": "addressing_mode",
     "nvmlDeviceGetGpuFabricInfo": "fabric",
     "nvmlDeviceGetNumGpuCores": "multiprocessors",
+    "nvmlDeviceGetNumaNodeId": "memory_numa_node",
 }
 """The value of a GPU that only this function tells; all else has an older function to fall back on."""
 
@@ -119,7 +120,10 @@ def test_health_load_and_processes_are_read_with_what_the_branch_has(
     full = machine("hgx-h100-4")
     full.machine.hold_gpu(0, 4711, "python")
     full.session.reopen()
-    assert replace(health, fabric=None) == replace(read_health(uuid), fabric=None)
+    full_health = read_health(uuid)
+    knows_mode = hasattr(ctypes.CDLL(str(nvidia.library("libnvidia-ml"))), "nvmlSystemGetConfComputeState")
+    assert (health.accepts_work, full_health.accepts_work) == (True if knows_mode else None, True)
+    assert replace(health, fabric=None, accepts_work=True) == replace(full_health, fabric=None)
     assert processes == read_processes(uuid) == {4711: "process 4711 (python)"}
     newest = read_load(uuid)
     if hasattr(ctypes.CDLL(str(nvidia.library("libnvidia-ml"))), "nvmlDeviceGetMemoryInfo_v2"):

@@ -11,6 +11,7 @@ ROW_REMAP = "row-remap"
 PAGE_RETIREMENT = "page-retirement"
 FABRIC = "fabric"
 SLOWDOWN = "slowdown"
+CONFIDENTIAL = "confidential-compute"
 
 Finding = tuple[str, str, Severity, str]
 """Key, value, severity and text of a reason."""
@@ -55,6 +56,11 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
             (SLOWDOWN, cause, Severity.INFORMATION, _SLOWDOWNS[cause])
             for cause in sorted(polled.slowdowns & _SLOWDOWNS.keys())
         ]
+    if polled.accepts_work is not None:
+        text = "confidential computing is on, and the ready state of the node's GPUs is not set yet"
+        found[CONFIDENTIAL] = (
+            [] if polled.accepts_work else [(CONFIDENTIAL, "not-ready", Severity.DEGRADED, text)]
+        )
     return found
 
 

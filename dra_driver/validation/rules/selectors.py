@@ -58,7 +58,8 @@ _UNDECLARED = re.compile(r"undeclared reference to '([^']*)'\Z")
 
 _NOT_EVERYWHERE = frozenset(
     {"profile", "parentUUID", "parentIndex", "parentMinor", "uuid", "index", "minor", "migCapable", "nvlinkLinks",
-     "nvlinkDomain", "fabricClusterUUID", "fabricCliqueID", "addressingMode", "numaNode", "pcieRoot", "multiprocessors"}
+     "nvlinkDomain", "fabricClusterUUID", "fabricCliqueID", "addressingMode", "confidentialCompute",
+     "numaNode", "pcieRoot", "multiprocessors"}
 )  # fmt: skip
 """Attributes and capacities that only some machines have; to name one that a machine lacks is not a mistake."""
 
