@@ -14,10 +14,10 @@ from itertools import accumulate, islice
 from typing import Any
 
 from dra_driver.errors import DraDriverError
-from dra_driver.validation.machine_fit import Fit, MachineFit, bounded_search
+from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.allocator import AllocationError, allocated_to
-from dra_driver.validation.rules.cel.values import CelError, NotJudgedError
 from dra_driver.validation.rules.manifests import bodies
+from dra_driver.validation.rules.selection import NotJudgedError
 
 JsonObject = dict[str, Any]
 
@@ -160,12 +160,7 @@ class _Cluster:
         try:
             kinds, untried = self._kinds_for(_named(claim, self._classes))
             return self._tried(claim["spec"], kinds, untried)
-        except (
-            DraDriverError,
-            AllocationError,
-            CelError,
-            NotJudgedError,
-        ) as error:  # such a claim must not hide the others
+        except (DraDriverError, AllocationError, NotJudgedError) as error:  # it must not hide the others
             return PendingClaim("", "", unknown=str(error))
 
     def _tried(self, spec: JsonObject, kinds: Iterable[_Kind], untried: int) -> PendingClaim:
@@ -176,10 +171,8 @@ class _Cluster:
             alone = kind.machine.claim(spec, self._classes)
             if alone.problem is not None:
                 reasons[alone.problem] += len(kind.nodes)
-            elif kind.others and not self._fits_beside(spec, kind):
-                matching_names = {name for found in alone.funnels for name in found.matching}
-                free_names = kind.machine.free(kind.others, matching_names)
-                reason, free, matching = _taken_away(alone, free_names)
+            elif kind.others and kind.machine.claim(spec, self._classes, kind.others).problem is not None:
+                reason, free, matching = kind.machine.taken_away(alone, kind.others)
                 reasons[reason] += len(kind.nodes)
                 best[reason] = max(best.get(reason, (-1, 0, "")), (free, matching, kind.nodes[0]))
             else:
@@ -190,13 +183,6 @@ class _Cluster:
         }
         ranked = tuple((texts.get(reason, reason), number) for reason, number in reasons.most_common())
         return PendingClaim("", "", reasons=ranked, fits=tuple(fits), untried=untried)
-
-    def _fits_beside(self, spec: JsonObject, kind: _Kind) -> bool:
-        try:
-            found = bounded_search(lambda: kind.machine.allocated(spec, self._classes, kind.others))
-        except AllocationError:  # nothing was found for as long as anybody waits
-            return False
-        return found is not None
 
     def _alike(self, named: Sequence[frozenset[str]]) -> list[dict[bytes, list[str]]]:
         """The pools that look the same, for each set; all in one turn, because unpacking a pool takes the longest."""
@@ -232,17 +218,6 @@ class _Cluster:
         slices, others = self._pools[first], self._holding.get(first, ())
         nodes = tuple(self._nodes[pool] for pool in pools)
         return _Kind(MachineFit(nodes[0], self._driver, slices), others, nodes)
-
-
-def _taken_away(alone: Fit, free: Collection[str]) -> tuple[str, int, int]:
-    """Why a claim that an empty node could serve does not fit beside others; of the request that lacks most, how many
-    devices are free and how many match."""
-    wanted = Counter(request for request, _ in alone.devices)
-    matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}
-    left = {request: len([name for name in names if name in free]) for request, names in matching.items()}
-    request = min(matching, key=lambda name: left[name] - wanted[name])
-    text = f"request {request}: wants {wanted[request]}, other claims have them"
-    return text, left[request], len(matching[request])
 
 
 def _results(claim: JsonObject, driver: str) -> list[JsonObject]:

@@ -1,4 +1,4 @@
-"""The classes of daemonset/ and the claims of examples/ that share devices, decided by the playground's scheduler."""
+"""The classes of daemonset/ and claims of examples/, decided by the playground's scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
 ROOT = Path(__file__).parents[2]
 GROUP = "resource.k8s.io"
 CLASSES = ("daemonset/base/device-classes.yaml", "daemonset/components/shares/device-class.yaml")
-EXAMPLES = ("time-slicing", "mps-shared-claim", "gpu-shares", "gpu-memory", "mig-shares")
+EXAMPLES = ("time-slicing", "mps-shared-claim", "gpu-shares", "gpu-memory", "mig-shares", "selectors")
 
 
 def documents(path: str) -> list[dict[str, Any]]:
