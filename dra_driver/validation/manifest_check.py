@@ -151,13 +151,10 @@ class ManifestCheck:
         self._has_mig = any("profile" in one for one in attributes) or not any(
             one.get("migCapable") for one in attributes
         )
+        profiles = {one.get("profile") for one in attributes}
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
         self._labels: dict[str, JsonObject] = {}
-        known = server.classes if server is not None else None
-        self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
-        classes = self._standard(documents) if self._cluster_classes is None else self._cluster_classes
-        self._classes: dict[str, JsonObject] = dict(classes)
         for document in documents:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
@@ -169,26 +166,16 @@ class ManifestCheck:
             faults = [str(fault) for fault in object_faults(content, driver)]
             self._faults[id(document)] = faults
             if not faults:
-                own = "" if kind == "DeviceClass" else self._namespace_of(content)
-                self._good[kind, own, str(content["metadata"].get("name"))] = as_v1(content)
-        self._own = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
-        self._classes |= self._own
-
-    def _standard(self, documents: Sequence[Document]) -> Mapping[str, JsonObject]:
-        """The classes that come with the driver, and those of MIG profiles that the machines or the documents name."""
-        attributes = [device.attributes.get(self._driver, {}) for device in self._devices]
-        profiles = {one["profile"] for one in attributes if "profile" in one}
-        classes = dict(standard_classes(self._driver, profiles))
-        for document in documents:
-            content = document.content
-            if (
-                isinstance(content, dict)
-                and content.get("kind") in KINDS
-                and not object_faults(content, self._driver)
-            ):
-                found = map(profile_of_class, _class_names(content))
-                profiles |= {profile for profile in found if profile is not None}
-        return {**standard_classes(self._driver, profiles), **classes}
+                v1, of_cluster = as_v1(content), kind == "DeviceClass"
+                own = "" if of_cluster else self._namespace_of(content)
+                self._good[kind, own, str(content["metadata"].get("name"))] = v1
+                profiles |= set() if of_cluster else set(map(profile_of_class, class_names(v1)))
+        known = server.classes if server is not None else None
+        self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
+        # Those that come with the driver, and those of MIG profiles that the machines or the documents name.
+        standard = standard_classes(driver, filter(None, profiles)) if known is None else {}
+        of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
+        self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
 
     def _namespace_of(self, content: JsonObject) -> str:
         return str(_metadata(content).get("namespace") or self._namespace)
@@ -429,10 +416,6 @@ def _claims_of(spec: JsonObject) -> list[tuple[str, str]]:
 
 def _classes_of(spec: JsonObject) -> list[str]:
     return [str(body["deviceClassName"]) for body in _bodies(spec)]
-
-
-def _class_names(content: JsonObject) -> list[str]:
-    return [] if content["kind"] == "DeviceClass" else class_names(as_v1(content))
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:

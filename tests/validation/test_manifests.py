@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dra_driver.validation.rules.manifests import (
     KINDS,
@@ -134,33 +132,6 @@ def test_a_fault_in_a_claim(path: str, value: Any, expected: str) -> None:
     }
     if path.startswith("spec."):
         assert any(expected in fault for fault in told(template))
-
-
-def paths(value: Any, path: str = "") -> list[str]:
-    """The path of every part of a document."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [
-        found for key, item in items for found in paths(item, f"{path}.{key}".strip("."))
-    ]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "x", "gpu", "device.driver"]),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["name", "cel", "x", "requests", "opaque"]), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
-
-
-@given(st.sampled_from(paths(CLAIM)), JSON)
-def test_anything_in_any_place_is_a_fault_or_fine_but_never_a_surprise(path: str, value: Any) -> None:
-    document = changed(path, value)
-    faults = told(document) if document.get("kind") in KINDS else []
-    assert all("\n" not in fault for fault in faults)
-    if not faults and document.get("kind") == "ResourceClaim":
-        assert as_v1(document)["apiVersion"] == "resource.k8s.io/v1"
 
 
 def test_a_misspelt_required_field_is_one_fault() -> None:
