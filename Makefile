@@ -8,8 +8,8 @@ PROGRAM := $(VENV)/.program
 INSTALL := $(BIN)/python hack/dependencies.py
 STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
-PLAYGROUND := $(VENV)/.playground
 LIBCS := $(VENV)/.libcs
+PROGRAMS := $(VENV)/.nvidia-programs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 # Many images set it; then every process compiles the driver anew.
@@ -34,11 +34,6 @@ $(RUNTIME): requirements.txt
 	@$(INSTALL) --require-hashes -r requirements.txt
 	@touch $@
 
-# The stand-in for the scheduler judges selectors, that for the kubelet calls as any client of gRPC.
-$(PLAYGROUND): $(RUNTIME) requirements-playground.txt
-	@$(INSTALL) --quiet --require-hashes -r requirements-playground.txt
-	@touch $@
-
 # The commands of this tree in $(BIN), made by the locked setuptools.
 $(PROGRAM): $(RUNTIME) requirements-dev.txt pyproject.toml
 	@sed -n '/^setuptools==/,/[^\\]$$/p' requirements-dev.txt > $@.txt
@@ -51,10 +46,10 @@ $(STAMP): $(PROGRAM) requirements-dev.txt
 	@$(INSTALL) --require-hashes -r requirements-dev.txt
 	@touch $@
 
-demo: $(PLAYGROUND) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
+demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
 	@$(BIN)/python hack/playground demo --simulate "$(MACHINE)"
 
-playground: $(PLAYGROUND) $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
+playground: $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
 	@$(BIN)/python hack/playground run --simulate "$(MACHINE)" $(if $(CONFIG),--config "$(CONFIG)")
 
 docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them
@@ -73,7 +68,10 @@ site: $(SITE_VENV)/.installed ## The manuals as a web site in build/site, which 
 $(LIBCS): hack/libcs.py $(RUNTIME)
 	@$(PYTHON) hack/libcs.py && touch $@ || true
 
-test: $(STAMP) $(LIBCS) ## All tests that need neither root nor a cluster
+$(PROGRAMS): hack/nvidia_programs.py $(RUNTIME)
+	@$(PYTHON) hack/nvidia_programs.py && touch $@ || true
+
+test: $(STAMP) $(LIBCS) $(PROGRAMS) ## All tests that need neither root nor a cluster
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 -m "not cluster" $(ARGS)
 
 coverage: $(STAMP) ## The same with the lines that no test runs; half as long again
@@ -101,9 +99,8 @@ scale: $(STAMP) ## What the publishers of 1,000 nodes cost the API server; ARGS=
 audit: $(STAMP) ## Check the locked dependencies and write an SBOM; ARGS=--online asks the index as well
 	@$(BIN)/python hack/audit.py $(ARGS)
 
-fuzz: $(STAMP) ## Every parser of bytes from outside, 10 s each, and selectors against Kubernetes' compiler
+fuzz: $(STAMP) ## Every parser of bytes from outside, 10 s each
 	@$(BIN)/python hack/fuzz $(ARGS)
-	@test -n "$(ARGS)" || $(BIN)/python hack/celcheck
 
 gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be published with nvidia-smi; reads only
 	@hack/gpu-check $(ARGS)
@@ -127,7 +124,7 @@ cluster-status: ## What of the cluster runs
 cluster-down: ## Stop the cluster and remove what it left
 	@$(CLUSTER) down
 
-e2e: $(STAMP) $(LIBCS) ## Tests on a real Kubernetes, unattended; cleans up (root)
+e2e: $(STAMP) $(LIBCS) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cleans up (root)
 	@$(BIN)/python hack/e2e.py $(ARGS)
 
 policy: $(STAMP) ## Write the admission policy for parameters from their fields; a test compares it
@@ -147,7 +144,6 @@ COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --no-emit-index-url --no
 
 lock: ## Lock the dependencies anew
 	@$(COMPILE) -o requirements.txt pyproject.toml
-	@$(COMPILE) --extra playground -c requirements.txt -o requirements-playground.txt pyproject.toml
 	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
 	@$(PYTHON) hack/image/requirements.py | $(COMPILE) -c requirements.txt -o requirements-image.txt -
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["site"], sep="\n")' | \

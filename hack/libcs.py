@@ -78,7 +78,7 @@ def _fetch(release: str) -> None:
             tempfile.TemporaryDirectory(dir=target.parent) as top,
         ):
             tree, unfinished = Path(top, "tree"), Path(top, "libc")
-            debian.unpack("libc6", release, tree)
+            debian.unpack(["libc6"], release, tree)
             unfinished.mkdir()
             found = next(path for path in tree.rglob("libc.so.6"))
             for path in sorted(found.parent.iterdir()):

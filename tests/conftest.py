@@ -9,10 +9,12 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import elf_programs
+import nvidia_programs
 import pytest
 import structlog
 from hypothesis import settings
@@ -28,6 +30,8 @@ os.environ |= elf_programs.hostile()
 gc.disable()
 
 _MEMORY, _ENOUGH = Path("/dev/shm"), 1 << 30
+_FETCHED = nvidia_programs.fetched()
+_BRANCH = "NVIDIA's branch"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +63,49 @@ def pytest_configure(config: pytest.Config) -> None:
     (programs / "python3").symlink_to(Path(sys.executable).resolve())
     os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
     config.add_cleanup(lambda: shutil.rmtree(programs, ignore_errors=True))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much NVIDIA's own programs had a say in; why the others had none, the skipped tests tell."""
+    ran: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            ran.update(value for name, value in report.user_properties if name == _BRANCH)
+    if ran:
+        tests = ", ".join(f"{branch} {count}" for branch, count in sorted(ran.items()))
+        terminalreporter.write_line(f"NVIDIA's own programs: {len(ran)} branches, tests with each: {tests}")
+
+
+def _branch_of(suite: str) -> str:
+    return _FETCHED[suite].branch if suite in _FETCHED else suite
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs NVIDIA's own programs from one place, so that all of it is one line of the summary."""
+    wanted = {"nvidia", "newest_nvidia"} & set(getattr(item, "fixturenames", ()))
+    if not wanted:
+        return
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("NVIDIA's own programs are tried without the kernel driver that is loaded here")
+    if not _FETCHED or ("nvidia" in wanted and item.callspec.params["nvidia"] not in _FETCHED):
+        pytest.skip(nvidia_programs.why_missing())
+
+
+@pytest.fixture(params=nvidia_programs.SUITES, ids=_branch_of)
+def nvidia(request: pytest.FixtureRequest) -> nvidia_programs.Programs:
+    """NVIDIA's own programs and libraries as a driver root, of each branch that Debian has, and no kernel driver."""
+    return _counted(request, _FETCHED[request.param])
+
+
+@pytest.fixture
+def newest_nvidia(request: pytest.FixtureRequest) -> nvidia_programs.Programs:
+    """The same of the newest branch only, for tests to which the branch does not matter."""
+    return _counted(request, max(_FETCHED.values(), key=lambda one: int(one.branch[1:])))
+
+
+def _counted(request: pytest.FixtureRequest, programs: nvidia_programs.Programs) -> nvidia_programs.Programs:
+    request.node.user_properties.append((_BRANCH, programs.branch))
+    return programs
 
 
 @pytest.fixture(autouse=True)

@@ -86,6 +86,7 @@ def signal_rows() -> Iterator[str]:
     looks += [PolledHealth(fabric=state) for state in get_args(FabricState)]
     looks += [PolledHealth(slowdowns=frozenset({cause})) for cause in ("hardware", "power", "thermal")]
     looks += [
+        PolledHealth(accepts_work=False),
         PolledHealth(remap_failed=True),
         PolledHealth(remap_pending=True),
         PolledHealth(pages_pending=True),

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from dra_driver.mig.context import MigAction
+from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import HealthChange
 
 
@@ -34,6 +35,13 @@ class HealthChanged(NamedTuple):
     """The health of one GPU or MIG device went from one state to another."""
 
     change: HealthChange
+
+
+class FabricPolled(NamedTuple):
+    """A poll of health has read how a GPU is registered with its NVLink fabric, which may be as before."""
+
+    gpu_uuid: str
+    registration: FabricRegistration
 
 
 class MigDeviceChanged(NamedTuple):
@@ -64,6 +72,7 @@ Change = (
     | HardwareChanged
     | HealthShown
     | HealthChanged
+    | FabricPolled
     | MigDeviceChanged
     | MigSpaceFreed
     | ClaimReleased

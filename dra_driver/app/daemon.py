@@ -15,6 +15,7 @@ from dra_driver.app.changes import (
     ClaimReleased,
     DebtsChanged,
     DriverReloaded,
+    FabricPolled,
     HardwareChanged,
     HealthChanged,
     HealthShown,
@@ -127,7 +128,8 @@ class Driver:
         api = ResourceApi(self._client)
 
         # The node's GPUs.
-        host = HostView(paths, imex=settings.imex_channel is not None)
+        files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
+        host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
@@ -167,6 +169,7 @@ class Driver:
             self._boot_id,
             partial(changes.tell, HealthShown()),
             lambda change: changes.tell(HealthChanged(change)),
+            lambda *polled: changes.tell(FabricPolled(*polled)),
             may_tell,
             lambda: self.debts.owing(),  # noqa: PLW0108  it is made later
         )
@@ -212,7 +215,7 @@ class Driver:
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
                     self._specs,
-                    DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path),
+                    files,
                     GpuNodes(paths, nodes=platform.nodes),
                     self.discovery.driver_version,
                     layout.directories,
@@ -280,7 +283,7 @@ class Driver:
             lambda: self._plugin,
             self.discovery,
             lambda: self.publishing.publisher,
-            [self.health.monitor.problem],
+            [self.discovery.files_problem, self.health.monitor.problem],
         )
         self._plugin = KubeletPlugin(
             plugin_settings(settings),
@@ -321,6 +324,7 @@ class Driver:
                 HardwareChanged: (restore.driver_changed, self.keeper.look_soon, self.mig.look_soon),
                 HealthShown: (self.publishing.publisher.mark_dirty,),
                 HealthChanged: (self.reporting.claims.health_changed,),
+                FabricPolled: (self.discovery.fabric_polled,),
                 MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 MigSpaceFreed: (self.discovery.request_rescan,),
                 ClaimReleased: (self.mig.claim_gone, self.publishing.claim_released),

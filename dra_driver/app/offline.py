@@ -51,6 +51,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
     from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk
+    from dra_driver.host.driver_root import DriverRoot
     from dra_driver.inventory.discovery import discover_once
     from dra_driver.inventory.host_facts import HostView
     from dra_driver.slices.rules.build import build_pool, none_withheld, untainted
@@ -65,9 +66,9 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         return _is_on_demand(settings, gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
     with closing(NvmlReader(platform.load_nvml, on_demand)) as reader:
-        inventory = discover_once(
-            reader, HostView(platform.paths, imex=settings.imex_channel is not None), ownership
-        )
+        files = DriverRoot(platform.paths, nodes=platform.nodes)
+        host = HostView(platform.paths, imex=settings.imex_channel is not None, files=files)
+        inventory = discover_once(reader, host, ownership)
     if is_empty and ownership.unread is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(f"which MIG devices the driver made is not known: {ownership.unread}")
     taints, withheld, unread = (

@@ -50,8 +50,9 @@ class KubeletCall:
 
     @classmethod
     def begin(cls, deadline_s: float | None, has_left: Callable[[], bool] | None = None) -> KubeletCall:
-        """A call that begins now; the kubelet waits `deadline_s` seconds for the answer; None means its usual time."""
-        seconds = deadline_s if deadline_s is not None else KUBELET_DEADLINE_S
+        """A call that begins now; the caller waits `deadline_s` seconds for the answer; None, and more than the
+        kubelet ever waits, mean the kubelet's time."""
+        seconds = KUBELET_DEADLINE_S if deadline_s is None else min(deadline_s, KUBELET_DEADLINE_S)
         return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S, has_left)
 
     def left(self) -> float:

@@ -23,7 +23,7 @@ from dra_driver.claims.attempt import (
 )
 from dra_driver.claims.fetch import ClaimFetch
 from dra_driver.claims.outcomes import Observer, failed
-from dra_driver.claims.rules.companions import in_fabric
+from dra_driver.claims.rules.companions import gets_channels
 from dra_driver.claims.rules.conflicts import DeviceHeldError
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -44,9 +44,16 @@ from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor, refuse_newer
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, Prepared, PrepareOutcome, UnprepareOutcome
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimRef,
+    DeviceResult,
+    Prepared,
+    PrepareOutcome,
+    UnprepareOutcome,
+)
 from dra_driver.model.companions import NO_COMPANIONS, Companions
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
@@ -246,14 +253,25 @@ class Preparer:
     def _refuse_unready_imex(
         self, claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
     ) -> None:
-        """Ask for the claims that get a channel, before the locks of GPUs: the daemon may take its time. A prepared
-        claim keeps what it has. Raises: RetryableError."""
+        """Ask for the claims that get a channel, before the locks of GPUs: the daemon may take its time. A fabric that
+        was not ready at the last look may be by now, so it is looked at again. A prepared claim keeps what it has.
+
+        Raises: RetryableError if the fabric or the daemon is not ready.
+        """
         if known is not None and known.phase == "prepared" and known.claim == claim:
             return
-        inventory = self._inventory()
-        devices = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
-        if any(device is not None and in_fabric(device) for device in devices):
+        if any(device.gpu.unready_fabric is not None for _, device in self._used(claim)):
+            self._discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
+        if any([gets_channels(*pair) for pair in self._used(claim)]):
             self._companions.refuse_unready_imex(call.left())
+
+    def _used(self, claim: AllocatedClaim) -> Iterator[tuple[DeviceResult, OfferedDevice]]:
+        """The devices that the claim does more with than look, but for those of lost GPUs."""
+        inventory = self._inventory()
+        for result in claim.results:
+            device = inventory.usable(result.device)
+            if device is not None and not result.admin_access and device.gpu.uuid not in inventory.lost_uuids:
+                yield result, device
 
     def _stands(self, known: ClaimRecord | None, claim: AllocatedClaim) -> TypeGuard[ClaimRecord]:
         return known is not None and known.claim == claim and self._executor.in_place(known)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dra_driver.host.capability_nodes import CapabilityNodes
     from dra_driver.host.device_nodes import DeviceNodeMaker
     from dra_driver.host.driver_programs import InstalledPrograms
+    from dra_driver.inventory.detachment import Detachments
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import MpsLayout
 
@@ -74,6 +75,8 @@ def mps_host(given: Namespace) -> None:
     from dra_driver.host.device_nodes import Mknod
     from dra_driver.host.driver_programs import installed_programs
     from dra_driver.host.mig_caps import MigCaps
+    from dra_driver.host.sysfs import Sysfs
+    from dra_driver.inventory.detachment import Detachments
     from dra_driver.logs import configure_logs
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import mps_layout
@@ -88,18 +91,22 @@ def mps_host(given: Namespace) -> None:
         root = _driver_root(given.nvidia_driver_root, given.container_driver_root)
         # CUDA in this container opens the nodes of this container's /dev, wherever the driver is installed.
         nodes = CapabilityNodes(MigCaps(), "/", Mknod())
+        boot = Sysfs()
     else:
         root, maker = _simulated_root(given.simulate, given.simulator_dir)
         nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, maker)
+        boot = Sysfs(proc=f"{root}/proc")
     programs = installed_programs(root, layout.libraries, 0o755)
+    detachments = Detachments(layout.root.parent, boot.boot_id() or "unknown")
     timings = Timings(start=given.start_timeout, probe=given.probe_interval)
-    _serve(layout, programs, nodes, timings, watch, allow_plain_shm=bool(given.allow_plain_shm))
+    _serve(layout, programs, nodes, detachments, timings, watch, allow_plain_shm=bool(given.allow_plain_shm))
 
 
 def _serve(
     layout: MpsLayout,
     programs: InstalledPrograms,
     nodes: CapabilityNodes,
+    detachments: Detachments,
     timings: Timings,
     watch: SignalWatch,
     *,
@@ -122,7 +129,7 @@ def _serve(
     tools = HostTools(
         ControlProgram(programs),
         MountsWherePossible(kernel) if allow_plain_shm else kernel,
-        ComputeMode(programs),
+        ComputeMode(programs, detachments.using_nvml),
         nodes.make_missing,
         labels,
     )

@@ -167,6 +167,12 @@ COMMANDS = {
         _argument("state", "ready, initializing, hung, killed (the socket stays) or stopped."),
         _option("channels", "How many IMEX channels the driver has; 0: it knows none.", int, least=0),
     ),
+    "confidential": _command(
+        "Set confidential computing and its ready state.",
+        _calls("confidential_compute"),
+        _argument("mode", "off, on, devtools or ppcie."),
+        switch("ready", "The GPUs accept work, until a reboot."),
+    ),
     "host-devices": _command(
         "Give the machine nodes for storage, RDMA, GDRCopy.",
         _calls("host_devices"),

@@ -20,28 +20,23 @@ from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
-from dra_driver.model.shapes import Scalar
 from dra_driver.model.units import counted
 from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
-    from dra_driver.validation.machine_fit import Nodes
-    from dra_driver.validation.manifest_check import Checked, DocumentReport
+    from dra_driver.validation.machine_fit import MachineFit
+    from dra_driver.validation.manifest_check import DocumentReport
     from dra_driver.validation.server_trial import ServerFindings
 
 EXIT_NOT_ASKED = 3
 """Nothing is wrong, but the API server could not be asked about every document."""
-_MOST_NODES = 5000
 _INDENT = " " * 9
 
 
 FLAGS = (
     Flag("files", "YAML files or directories; - is standard input.", metavar="FILE", count="+"),
     SIMULATE_SEVERAL,
-    Flag(
-        "nodes", "So many nodes of each machine.", Scalar(int, least=1, most=_MOST_NODES), env=(), default=1
-    ),
     switch("server", "Ask the API server too, by a dry run of each document."),
     CLUSTER_KUBECONFIG,
     CONTEXT,
@@ -60,9 +55,9 @@ FLAGS = (
 
 def validate(given: Namespace) -> int:
     """ResourceClaims, their templates, DeviceClasses, what makes pods, and the driver's own configuration. Claims are
-    tried on empty machines, and the pods counted that fit there at once: on simulated ones, or this node with the
-    configuration given by --config or among the files. Exit code 0: all fine, 1: faults, 2: wrong usage, 3: no fault
-    known, but the API server could not be asked about all of it.
+    tried on empty machines, those of a pod also at one time: on simulated ones, or this node with the configuration
+    given by --config or among the files. Exit code 0: all fine, 1: faults, 2: wrong usage, 3: no fault known, but the
+    API server could not be asked about all of it.
     """
     from dra_driver.errors import InvalidConfigError
     from dra_driver.logs import configure_logs
@@ -77,17 +72,15 @@ def validate(given: Namespace) -> int:
         raise InvalidConfigError(
             "--kubeconfig and --context are for --server; give that too, or leave them out"
         )
-    machines, driver, faults, sentence = _machines(
-        documents, vars(given), given.config, given.simulate, given.nodes
-    )
+    machines, driver, faults, sentence = _machines(documents, vars(given), given.config, given.simulate)
     findings, namespace = None, given.namespace
     if given.server:
         findings, namespace = _findings(documents, given.kubeconfig, given.context, namespace)
-    checked = check_documents(documents, driver, machines, faults, findings, namespace or DEFAULT_NAMESPACE)
-    _print(checked, sentence, findings, given.output)
-    if any(report.faults for report in checked.reports):
+    reports = check_documents(documents, driver, machines, faults, findings, namespace or DEFAULT_NAMESPACE)
+    _print(reports, sentence, findings, given.output)
+    if any(report.faults for report in reports):
         return 1
-    is_open = findings is not None and (findings.problem or _outcomes(checked.reports, "not asked"))
+    is_open = findings is not None and (findings.problem or _outcomes(reports, "not asked"))
     return EXIT_NOT_ASKED if is_open else 0
 
 
@@ -96,19 +89,17 @@ def _machines(
     given: Mapping[str, Any],
     config: Path | None,
     simulate: Sequence[str] | None,
-    nodes: int,
-) -> tuple[list[Nodes], str, Mapping[int, Sequence[str]], str]:
+) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
     """The machines to try, the driver's name, the faults of configuration files, and a sentence on the machines."""
     from dra_driver.app.offline import configured_among, machine_to_try
     from dra_driver.errors import InvalidConfigError
-    from dra_driver.validation.machine_fit import Nodes
 
     names: list[str | None] = [*simulate] if simulate else [None]
     if len(set(names)) > 1 and given["simulator_dir"] is not None:
         raise InvalidConfigError("--simulator-dir is the directory of one machine; give --simulate once")
     configured, faults = configured_among(documents)
     stated = {name: value for name, value in given.items() if value is not None and name != "simulate"}
-    found: list[Nodes] = []
+    found: list[MachineFit] = []
     sentence, driver = "", ""
     for name in dict.fromkeys(names):
         own = {} if name is None else {"simulate": name}
@@ -116,14 +107,13 @@ def _machines(
             machine, sentence = machine_to_try(settings)
             driver = settings.driver_name
         if machine is not None:
-            found.append(Nodes(machine, names.count(name) * nodes))
+            found.append(machine)
     if not found:
         return [], driver, faults, f"not tried on a machine, since {sentence}"
-    if len(found) == 1 and found[0].count == 1:
-        return found, driver, faults, f"tried on {found[0].machine.name} as it is empty: {sentence}"
-    listed = ", ".join(f"{one.count} {one.machine.name}" for one in found)
-    total = sum(one.count * len(one.machine.devices) for one in found)
-    return found, driver, faults, f"tried on {listed}, all empty: {counted(total, 'device')}"
+    if len(found) == 1:
+        return found, driver, faults, f"tried on {found[0].name} as it is empty: {sentence}"
+    listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
+    return found, driver, faults, f"tried on {listed}, each by itself and empty"
 
 
 def _findings(
@@ -138,11 +128,12 @@ def _findings(
     return ServerTrial(endpoint, used).findings(documents, references(documents, used)), used
 
 
-def _print(checked: Checked, machines: str, findings: ServerFindings | None, output: Output) -> None:
-    reports = checked.reports
+def _print(
+    reports: Sequence[DocumentReport], machines: str, findings: ServerFindings | None, output: Output
+) -> None:
     bad = sum(1 for report in reports if report.faults)
     if not output.is_for_people:
-        found: dict[str, Any] = {"machine": machines, "together": checked.together, "faulty": bad}
+        found: dict[str, Any] = {"machine": machines, "faulty": bad}
         if findings is not None:
             found["server"] = {"url": findings.server, "problem": findings.problem}
         print_object({**found, "documents": [asdict(report) for report in reports]}, output)
@@ -160,7 +151,6 @@ def _print(checked: Checked, machines: str, findings: ServerFindings | None, out
     open_ones = sum(1 for report in reports if report.verdict == "not judged")
     unjudged = f", {open_ones} not judged" if open_ones else ""
     summary = [f"{counted(number, 'document')}, {bad} with faults{unjudged}; {machines}"]
-    summary += [checked.together] if checked.together is not None else []
     summary += [_server_line(reports, findings)] if findings is not None else []
     print("\n" + "\n".join(hanging("", line, columns) for line in summary))
 

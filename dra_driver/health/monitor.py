@@ -22,6 +22,7 @@ from dra_driver.health.rules.state import DEFAULT_POLICY, HealthPolicy, observe,
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid, xid_text
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import KeptHealth
+from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     Condition,
     HealthChange,
@@ -61,7 +62,8 @@ class Monitor:
 
     `gpus` answers the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
     whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see,
-    `on_transition` with each entry of the history; both from the monitor's thread, and they must not block.
+    `on_transition` with each entry of the history, `on_fabric` with a GPU's UUID and registration whenever a poll has
+    read its fabric; all from the monitor's thread, and they must not block.
 
     A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
 
@@ -80,6 +82,7 @@ class Monitor:
         *,
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
+        on_fabric: Callable[[str, FabricRegistration], None],
         policy: HealthPolicy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -90,6 +93,7 @@ class Monitor:
         self._store = store
         self._boot_id = boot_id
         self._on_change = on_change
+        self._on_fabric = on_fabric
         self._policy = policy
         self._clock, self._monotonic = clock, monotonic
         self._states: HealthStates = {}
@@ -101,6 +105,7 @@ class Monitor:
         self._heard: frozenset[str] = frozenset()
         self._tell_action: set[str] = set()  # GPUs whose driver tells a recovery action
         self._told = ""
+        self._warned: set[str | None] = set()
         self._is_new_boot = False
         self._driver_loads = 0
         self._driver_version: str | None = None
@@ -308,11 +313,25 @@ class Monitor:
             if event is None:
                 break
             wait_s = 0.0
-            if event.gpu_uuid is None:
+            if event.gpu_uuid is None or event.gpu_uuid not in (self._registered or ()):
+                self._warn_of_unknown(event)
                 affected.update(self._watched(self._registered or ()))
             elif self._take_event(event, event.gpu_uuid):
                 affected.add(event.gpu_uuid)
         self._poll(sorted(affected))
+
+    def _warn_of_unknown(self, event: HealthEvent) -> None:
+        """Tell, once for each GPU, of an event whose GPU or instance NVML does not show."""
+        if event.gpu_uuid in self._warned:
+            return
+        self._warned.add(event.gpu_uuid)
+        _log.warning(
+            "event_of_unknown_device",
+            gpu_uuid=event.gpu_uuid,
+            gpu_instance_id=event.gpu_instance_id,
+            compute_instance_id=event.compute_instance_id,
+            xid=event.observation.number if isinstance(event.observation, Xid) else None,
+        )
 
     def _events_failed(self, reason: str) -> None:
         if reason != self._told:
@@ -322,10 +341,15 @@ class Monitor:
 
     def _take_event(self, event: HealthEvent, gpu_uuid: str) -> bool:
         """Whether the event calls for a poll of the GPU."""
-        target = HealthTarget(gpu_uuid, event.gpu_instance_id, event.compute_instance_id)
         observation = event.observation
         if observation is None:
             return True
+        target = HealthTarget(gpu_uuid, event.gpu_instance_id, event.compute_instance_id)
+        # The instance is identified now: later another one may have the same IDs.
+        identity = identity_of(target, self._identities(gpu_uuid) or {}) if target.is_instance else None
+        if target.is_instance and identity is None:
+            self._warn_of_unknown(event)
+            target = HealthTarget(gpu_uuid)
         if isinstance(observation, Xid):
             number, is_told = observation.number, gpu_uuid in self._tell_action
             observation = Xid(number, is_told)
@@ -334,9 +358,7 @@ class Monitor:
                 severity = self.state(target).severity
                 self._history.note(HealthChange(target, self._now(), severity, severity, xid_text(number)))
                 return number == RECOVERY_ACTION_CHANGED
-        # The instance is identified now: later another one may have the same IDs.
-        identities = self._identities(gpu_uuid) if target.is_instance else None
-        seen = () if identities is None else (InstanceSeen(identity_of(target, identities)),)
+        seen = () if identity is None else (InstanceSeen(identity),)
         self._take({target: (*seen, observation)})
         return True
 
@@ -361,6 +383,8 @@ class Monitor:
 
     def _take_poll(self, uuid: str, polled: PolledHealth) -> None:
         gpu = HealthTarget(uuid)
+        if polled.fabric is not None:
+            self._on_fabric(uuid, polled.fabric_registration)
         (self._tell_action.discard if polled.recovery_action is None else self._tell_action.add)(uuid)
         was_reset = shows_reset(self.state(gpu), polled)
         observed: dict[HealthTarget, tuple[Observation, ...]] = {gpu: (PollResult(polled),)}

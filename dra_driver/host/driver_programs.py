@@ -39,7 +39,8 @@ def installed_programs(
     def libraries() -> dict[str, str]:
         tree = RootedTree(root)
         scanned = scan_libraries(tree, None)
-        names = {file: file for file in scanned.files} | {path: file for path, _, file in scanned.links}
+        files = dict(scanned.files)
+        names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
         return {
             path.rpartition("/")[2]: tree.local(file)
             for path, file in names.items()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from dra_driver.errors import DriverGoneError, RetryableError
+from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
@@ -18,7 +18,7 @@ from dra_driver.host.libraries import (
     UNUSUAL_DIRS,
     USUAL_DIRS,
     Libraries,
-    is_foreign,
+    foreign_files,
     library_directories,
     linker_directories,
     note_of_left_out,
@@ -166,16 +166,13 @@ class DriverRoot:
         have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.
         """
         tree = RootedTree(self._paths.driver_root)
-        libraries = scan_libraries(tree, nvml_version, self._machine)
-        version = self._checked_version(libraries, nvml_version)
-        found = [self._file(path, path) for path in libraries.files]
-        self._check_libraries(found, version)
+        libraries, found, version = self._libraries(tree, nvml_version)
         nodes, notes = self._common_nodes()
         hook = self._hook.find()
         modules, module_links, foreign_modules = self._xorg_modules(
             tree, version, libraries.driver_directories
         )
-        left_out = (*libraries.left_out, *foreign_modules)
+        left_out = {**libraries.left_out, **foreign_modules}
         if left_out:
             notes += (note_of_left_out(self._paths.host_driver_root, left_out, self._machine),)
         return DriverFiles(
@@ -187,7 +184,7 @@ class DriverRoot:
             ),
             library_dirs=libraries.directories,
             driver_dirs=libraries.driver_directories,
-            linker_dirs=linker_directories(libraries.files, self._machine),
+            linker_dirs=linker_directories((path for path, _ in libraries.files), self._machine),
             nodes=nodes,
             binaries=self._binaries(tree),
             firmware=self._firmware(tree, version),
@@ -198,6 +195,25 @@ class DriverRoot:
             ldconfig=self._first_host_path(tree, _LDCONFIGS),
             notes=(*notes, *hook.notes),
         )
+
+    def problem(self, nvml_version: str | None) -> str | None:
+        """Why no claim can be prepared: what `scan` would raise, though it looks for no hook; None if all is there."""
+        try:
+            self._libraries(RootedTree(self._paths.driver_root), nvml_version)
+            self._common_nodes()
+        except RetryableError as error:
+            return str(error)
+        return None
+
+    def _libraries(
+        self, tree: RootedTree, nvml_version: str | None
+    ) -> tuple[Libraries, list[DriverFile], str]:
+        """The libraries, their files and their version. Raises: RetryableError as `scan`."""
+        libraries = scan_libraries(tree, nvml_version, self._machine)
+        version = self._checked_version(libraries, nvml_version)
+        found = [self._file(file, path) for path, file in libraries.files]
+        self._check_libraries(found, version)
+        return libraries, found, version
 
     def _file(self, resolved: str, container_path: str) -> DriverFile:
         return DriverFile(
@@ -280,7 +296,7 @@ class DriverRoot:
 
     def _xorg_modules(
         self, tree: RootedTree, version: str, driver_dirs: Iterable[str]
-    ) -> tuple[list[DriverFile], list[DriverLink], list[str]]:
+    ) -> tuple[list[DriverFile], list[DriverLink], dict[str, str]]:
         """The X server's modules, each from the first directory that has it for this machine; a link; and the modules
         for other machines. An X server loads the GLX module by its link; hosts have that link elsewhere or not at
         all."""
@@ -289,12 +305,15 @@ class DriverRoot:
             top = directory.rstrip("/")
             places.extend((f"{top}/nvidia/xorg", *(f"{top}/xorg/{tail}" for tail in _XORG_TAILS)))
         places.extend(f"{top}/{tail}" for top in _XORG_TOPS for tail in _XORG_TAILS)
-        modules, links, foreign = [], [], []
+        modules, links = [], []
+        foreign: dict[str, str] = {}
         for name in ("nvidia_drv.so", f"{_GLX_MODULE}.{version}"):
             paths = [path for place in places if tree.file(path := f"{place}/{name}") is not None]
-            others = [path for path in paths if is_foreign(tree, tree.file(path) or path, self._machine)]
-            foreign += others
-            module = next(iter(self._found(tree, (path for path in paths if path not in others))), None)
+            resolved = {path: tree.file(path) or path for path in paths}
+            others = foreign_files(tree, resolved.values(), self._machine)
+            foreign |= others
+            own = (path for path, file in resolved.items() if file not in others)
+            module = next(iter(self._found(tree, own)), None)
             if module is None:
                 continue
             modules.append(module)
@@ -319,21 +338,21 @@ class DriverRoot:
 def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
     """The path, for this process, of the NVML library for `machine` below a driver root.
 
-    Raises: DriverGoneError naming the directories that were searched.
+    Raises: DriverGoneError naming the directories that were searched; NvmlLibraryError if those that are there are
+    made for another architecture.
     """
     tree = RootedTree(driver_root)
     directories = library_directories(tree, machine)
     linked = (tree.file(f"{directory.rstrip('/')}/libnvidia-ml.so.1") for directory in directories)
     found = [*filter(None, linked), *versioned_nvml_libraries(tree, directories)]
-    foreign = []
-    for library in found:
-        if not is_foreign(tree, library, machine):
-            return tree.local(library)
-        foreign.append(library)
+    foreign = foreign_files(tree, found, machine)
+    own = next((library for library in found if library not in foreign), None)
+    if own is not None:
+        return tree.local(own)
     if foreign:
-        raise DriverGoneError(
-            f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver that is, or set the "
-            "driver root"
+        raise NvmlLibraryError(
+            f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver that is, set the driver "
+            "root to where it is, or remove these libraries if this node has no GPU"
         )
     searched = ", ".join(tree.local(directory) for directory in (*USUAL_DIRS, *UNUSUAL_DIRS))
     raise DriverGoneError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dra_driver.host.rooted_tree import RootedTree
@@ -24,7 +24,8 @@ USUAL_DIRS = ("/", "/usr/lib64", *_PER_ARCH, "/lib64")
 """Where distributions and driver containers put the 64-bit libraries, in order."""
 
 UNUSUAL_DIRS = ("/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/run/opengl-driver/lib")
-"""Searched only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries."""
+"""Searched only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries. Containers get
+the files under these names, whatever they lead to: programs made for NixOS look in `/run/opengl-driver/lib`."""
 
 _LD_CACHE = "/etc/ld.so.cache"
 _CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")
@@ -37,7 +38,7 @@ MACHINE = os.uname().machine
 """This machine's architecture, as the kernel names it."""
 
 _ELF64 = b"\x7fELF\x02"
-_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+_ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "i386": 3, "arm": 40, "ppc64le": 21}
 _ELF_MACHINE = slice(18, 20)
 """Where in its header an ELF file names the architecture."""
 
@@ -69,17 +70,18 @@ _EXTRA_LINKS = (
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Paths inside the tree. `versions` lists every libcuda version found, in search order."""
+    """Paths inside the tree, as containers have them. `versions` lists every libcuda version found, in search order."""
 
     versions: tuple[str, ...]
-    files: tuple[str, ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    """(path, where the file really is in the tree)"""
     links: tuple[tuple[str, str, str], ...] = ()
-    """(path, target, the file it leads to)"""
+    """(path, target, the path of the file it leads to)"""
     directories: tuple[str, ...] = ()
     driver_directories: tuple[str, ...] = ()
     """Those with libraries of the driver's version, without their subdirectories."""
-    left_out: tuple[str, ...] = ()
-    """What is made for another architecture than this machine's."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What is made for another architecture than this machine's, and for which."""
 
     def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
         """The links, with the host path of the file that each leads to."""
@@ -88,8 +90,11 @@ class Libraries:
 
 @dataclass(slots=True)
 class _Listing:
+    """`directory` is resolved, `shown` is its path in containers. `files` has where each file really is, by name."""
+
     directory: str
-    files: list[str]
+    shown: str
+    files: dict[str, str]
     symlinks: list[str]
 
 
@@ -103,33 +108,44 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
     return [
         _join(directory, name)
         for directory in directories
-        for name in sorted(_list(tree, directory).files)
+        for name in sorted(_list(tree, directory, directory).files)
         if name.startswith("libnvidia-ml.so.")
     ]
 
 
-def is_foreign(tree: RootedTree, path: str, machine: str = MACHINE) -> bool:
-    """Whether a file is made for another architecture than `machine`, or for its 32-bit programs.
+def foreign_files(tree: RootedTree, paths: Iterable[str], machine: str = MACHINE) -> dict[str, str]:
+    """Those of the files that are made for another architecture than `machine`, or for its 32-bit programs; and for
+    which.
 
-    False for what is no ELF file, such as the files of a simulated machine, and for one that is still being written.
+    What is no ELF file counts as made for all, such as the files of a simulated machine, and one that is still being
+    written.
     """
+    return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path, machine))}
+
+
+def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | None:
     try:
         with Path(tree.local(path)).open("rb", buffering=0) as file:
             header = file.read(_ELF_MACHINE.stop)
     except OSError:
-        return False
+        return None
     if len(header) < _ELF_MACHINE.stop or not header.startswith(_ELF64[:-1]):
-        return False
+        return None
     number = int.from_bytes(header[_ELF_MACHINE], "little")
-    return not header.startswith(_ELF64) or number != _ELF_MACHINES.get(machine, number)
+    is_64_bit = header.startswith(_ELF64)
+    if is_64_bit and number == _ELF_MACHINES.get(machine, number):
+        return None
+    name = next((name for name, known in _ELF_MACHINES.items() if known == number), f"ELF machine {number}")
+    return name if is_64_bit else f"32-bit {name}"
 
 
-def note_of_left_out(root: str, paths: Collection[str], machine: str = MACHINE) -> str:
-    """One sentence about the files below `root` that are foreign."""
-    what, are = counted(len(paths), "library", "libraries"), "is" if len(paths) == 1 else "are"
+def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACHINE) -> str:
+    """One sentence about the files below `root` that are foreign, without a semicolon."""
+    what, are = counted(len(left_out), "library", "libraries"), "is" if len(left_out) == 1 else "are"
+    first = min(left_out)
     return (
-        f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}); "
-        f"the first is {min(paths)}"
+        f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}): "
+        f"the first, {first}, is made for {left_out[first]}"
     )
 
 
@@ -139,79 +155,96 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
     `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else the
     first found. The files are empty if that version is not installed.
     """
-    left_out: dict[str, None] = {}
+    left_out: dict[str, str] = {}
     listings = _search(tree, machine, left_out)
     versions = tuple(dict.fromkeys(found for listing in listings for found in _libcuda_versions(listing)))
     chosen = version or _linked_version(tree, listings, left_out) or next(iter(versions), None)
     if chosen not in versions:
-        return Libraries(versions=versions, left_out=tuple(left_out))
-    files: dict[str, None] = {}
+        return Libraries(versions=versions, left_out=left_out)
+    shown: dict[str, str] = {}  # the paths in containers, by where the files really are
     driver_directories = []
     suffix = f".so.{chosen}"
     usual = {tree.directory(directory) for directory in USUAL_DIRS}
     for listing in listings:
         names = [name for name in listing.files if name.endswith(suffix)]
-        vdpau = []
+        vdpau: dict[str, str] = {}
         if names:
             names.extend(name for name in listing.files if name.startswith(_NVVM70))
-            vdpau = _vdpau(tree, listing.directory, suffix)
+            vdpau = _vdpau(tree, listing, suffix)
         if names or listing.directory in usual:
             names.extend(name for name in listing.files if name.startswith(_EGL_PLATFORMS))
-        found = [*(_join(listing.directory, name) for name in names), *vdpau]
-        left_out.update(dict.fromkeys(path for path in found if is_foreign(tree, path, machine)))
-        own = [path for path in found if path not in left_out]
-        files.update(dict.fromkeys(own))
-        if any(path.endswith(suffix) and path not in vdpau for path in own):
-            driver_directories.append(listing.directory)
+        found = {listing.files[name]: _join(listing.shown, name) for name in names}
+        left_out |= foreign_files(tree, (*found, *vdpau), machine)
+        own = {file: path for file, path in (found | vdpau).items() if file not in left_out}
+        for file, path in own.items():
+            shown.setdefault(file, path)
+        if any(path.endswith(suffix) and file not in vdpau for file, path in own.items()):
+            driver_directories.append(listing.shown)
+    files = {path: file for file, path in shown.items()}
     return Libraries(
         versions=(chosen, *(other for other in versions if other != chosen)),
-        files=tuple(sorted(files)),
-        links=tuple(sorted(_links(tree, listings, files, chosen))),
-        directories=tuple(dict.fromkeys(file.rpartition("/")[0] for file in files)),
+        files=tuple(sorted(files.items())),
+        links=tuple(sorted(_links(tree, listings, shown, chosen))),
+        directories=tuple(dict.fromkeys(path.rpartition("/")[0] for path in files)),
         driver_directories=tuple(driver_directories),
-        left_out=tuple(left_out),
+        left_out=left_out,
     )
 
 
-def linker_directories(files: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
+def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
     """Where the dynamic linkers of images look by default: Debian's directory and that of the other distributions."""
-    libcuda = next((file for file in files if _LIBCUDA.match(file.rpartition("/")[2])), "")
+    libcuda = next((path for path in paths if _LIBCUDA.match(path.rpartition("/")[2])), "")
     arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{machine}-linux-gnu")
     return f"/usr/lib/{arch}", "/usr/lib64"
 
 
-def _search(tree: RootedTree, machine: str, left_out: dict[str, None]) -> list[_Listing]:
-    """Listings of the driver's files in each directory; a libcuda of another architecture goes to `left_out`."""
-    for directories in (USUAL_DIRS, _all_directories(tree)):
-        resolved = dict.fromkeys(tree.directory(directory) for directory in directories)
-        listings = [_list(tree, directory) for directory in resolved if directory is not None]
+def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
+    """Listings of the driver's files in each directory; a libcuda of another architecture goes to `left_out`.
+
+    Links that lead out of their directory are followed only if libcuda is nowhere else: hosts with links to their
+    libraries mostly have the files in another directory of these.
+    """
+    everywhere = False
+    for follow in (False, False, True):
+        shown: dict[str, str] = {}
+        for directory in _all_directories(tree) if everywhere else USUAL_DIRS:
+            resolved = tree.directory(directory)
+            if resolved is not None:
+                shown.setdefault(resolved, directory if directory in UNUSUAL_DIRS else resolved)
+        listings = [_list(tree, *names, follow=follow) for names in shown.items()]
         for listing in listings:
             _drop_foreign_libcuda(tree, listing, machine, left_out)
         if any(_has_libcuda(listing) for listing in listings):
             break
+        everywhere = True
     return listings
 
 
 def _drop_foreign_libcuda(
-    tree: RootedTree, listing: _Listing, machine: str, left_out: dict[str, None]
+    tree: RootedTree, listing: _Listing, machine: str, left_out: dict[str, str]
 ) -> None:
-    for name in filter(_LIBCUDA.match, tuple(listing.files)):
-        path = _join(listing.directory, name)
-        if is_foreign(tree, path, machine):
-            left_out[path] = None
-            listing.files.remove(name)
+    found = {file: name for name, file in listing.files.items() if _LIBCUDA.match(name)}
+    for file, made_for in foreign_files(tree, found, machine).items():
+        left_out[file] = made_for
+        del listing.files[found[file]]
 
 
-def _list(tree: RootedTree, directory: str) -> _Listing:
-    listing = _Listing(directory, [], [])
+def _list(tree: RootedTree, directory: str, shown: str, *, follow: bool = False) -> _Listing:
+    """What is in a resolved directory; with `follow` also the files of other directories to which its links lead."""
+    listing = _Listing(directory, shown, {}, [])
     for entry in tree.entries(directory):
         name = entry.name
         if ".so" not in name:
             continue
+        path = _join(directory, name)
         if entry.is_symlink():
             listing.symlinks.append(name)
-        elif (_VERSIONED.match(name) or name.startswith(_NVVM70)) and entry.is_file(follow_symlinks=False):
-            listing.files.append(name)
+            file = tree.file(path) if follow else None
+            name = file.rpartition("/")[2] if file is not None else ""
+        else:
+            file = path if entry.is_file(follow_symlinks=False) else None
+        if file is not None and (_VERSIONED.match(name) or name.startswith(_NVVM70)):
+            listing.files.setdefault(name, file)
     return listing
 
 
@@ -253,30 +286,33 @@ def _cached_directories(tree: RootedTree) -> list[str]:
     return [match.decode("ascii") for match in dict.fromkeys(_CACHED_DIRECTORY.findall(data))]
 
 
-def _vdpau(tree: RootedTree, directory: str, suffix: str) -> list[str]:
-    return [
-        f"{_join(directory, 'vdpau')}/{entry.name}"
-        for entry in tree.entries(_join(directory, "vdpau"))
-        if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False)
-    ]
+def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
+    """The paths in containers by where the files really are."""
+    directory = tree.directory(_join(listing.directory, "vdpau"))
+    if directory is None:
+        return {}
+    found = _list(tree, directory, _join(listing.shown, "vdpau"), follow=True)
+    return {file: _join(found.shown, name) for name, file in found.files.items() if name.endswith(suffix)}
 
 
 def _links(
-    tree: RootedTree, listings: Iterable[_Listing], files: dict[str, None], version: str
+    tree: RootedTree, listings: Iterable[_Listing], shown: Mapping[str, str], version: str
 ) -> list[tuple[str, str, str]]:
-    """Links of the host that lead to the files, and those that programs need even if the host lacks them."""
-    stems = {file.rpartition("/")[2].partition(".so")[0] for file in files}
+    """Links of the host that lead to the files, and those that programs need even if the host lacks them. `shown` has
+    the paths in containers by where the files really are."""
+    paths = set(shown.values())
+    stems = {path.rpartition("/")[2].partition(".so")[0] for path in paths}
     links: dict[str, tuple[str, str]] = {}
     for listing in listings:
         for name in listing.symlinks:
             if name.partition(".so")[0] not in stems:
                 continue
-            path = _join(listing.directory, name)
-            file = tree.resolve(path)
-            if file in files:
+            path = _join(listing.shown, name)
+            file = shown.get(tree.resolve(_join(listing.directory, name)) or "")
+            if file is not None and path not in paths:
                 links[path] = (_target(path, file), file)
-    for path, target, file in _needed_links(files, version):
-        if path not in files and links.get(path, ("", file))[1] == file:
+    for path, target, file in _needed_links(shown.values(), version):
+        if path not in paths and links.get(path, ("", file))[1] == file:
             links[path] = (target, file)
     return [(path, target, file) for path, (target, file) in links.items()]
 

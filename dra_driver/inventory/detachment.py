@@ -3,7 +3,7 @@
 The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
 writes a file that names an end. Every instance of this driver on the node closes NVML when it sees the file, and opens
 NVML again when the end has come or the file is gone. A lock that each instance holds while it has NVML open shows when
-all have let go.
+all have let go. The MPS host reads the same file, and holds the lock while it runs nvidia-smi.
 
     attached ──file──▶ letting go ──no change of a GPU under way──▶ detached ──its end, or `--end`──▶ attached
                           └── a change is under way: a second later again
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -99,6 +100,18 @@ class Detachments:
             return load()
 
         return unless_detached
+
+    @contextmanager
+    def using_nvml(self) -> Iterator[None]:
+        """For whoever runs a program that opens NVML: `detach` waits for the end of it. Raises: NvmlDetachedError."""
+        mark = UseMark(self._path.with_name(LOCK_FILE))
+        with suppress(StateError):  # a disk that does not take the lock keeps nobody from NVML
+            mark.hold()
+        try:
+            self.guarded(lambda: None)()
+            yield
+        finally:
+            mark.let_go()
 
     def begin(self, seconds: float) -> Detachment:
         """Have NVML closed for so long from now on, whatever was asked before. Raises: StateError."""

@@ -28,17 +28,18 @@ from dra_driver.errors import (
 from dra_driver.inventory.detachment import Detachment
 from dra_driver.inventory.hardware_news import HardwareNews, NewsSource
 from dra_driver.inventory.host_facts import HostView
-from dra_driver.inventory.rules.assemble import assembled, unanswering
+from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unready_since
 from dra_driver.inventory.rules.changes import (
     HardwareFingerprint,
     differs,
+    is_other_fabric,
     is_other_hardware,
     repartitioned_gpus,
 )
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.mig.offer import MigOffer, MigOwnership
 from dra_driver.model.fingerprint import HostFingerprint
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import FabricRegistration, Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.nvml.reader import NvmlReader
 
@@ -53,7 +54,8 @@ _ALERT_FOR_S = 10.0
 """A driver takes some seconds from its first uevent to the last of its GPUs."""
 _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
-_RESCAN_UNREAD_S = 10.0
+_RESCAN_INCOMPLETE_S = 10.0
+_DRIVER_FILES = "NVIDIA driver"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,11 @@ class Discovery:
             )
         return self._state.problem
 
+    def files_problem(self) -> str | None:
+        """Why no claim can be prepared though devices are known: files of the NVIDIA driver are missing."""
+        faults = () if self._inventory is None else self._inventory.faults
+        return next((fault.text for fault in faults if fault.subject == _DRIVER_FILES), None)
+
     def start(self) -> None:
         """Begin discovering in the background."""
         self._is_started = True
@@ -166,6 +173,14 @@ class Discovery:
         """Have everything read anew soon."""
         with self._turn:
             self._want_scan()
+
+    def fabric_polled(self, gpu_uuid: str, registration: FabricRegistration) -> None:
+        """A poll of health has read a GPU's fabric: if the inventory has it otherwise, have everything read anew soon.
+
+        It is compared with each poll, so that a change is found in whatever order looks and polls come.
+        """
+        if is_other_fabric(self._inventory, gpu_uuid, registration):
+            self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:
         """Have everything read anew and wait for it, but no longer than `timeout_s` seconds.
@@ -233,7 +248,8 @@ class Discovery:
         )
 
     def _rescan_every_s(self) -> float:
-        return _RESCAN_UNREAD_S if self._inventory is not None and self._inventory.unread else _RESCAN_EVERY_S
+        is_incomplete = self._inventory is not None and (self._inventory.unread or self.files_problem())
+        return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
         """Whether anything changed but MIG devices that we made or destroyed."""
@@ -354,14 +370,20 @@ class Discovery:
 
     def _complete(self, read: Inventory) -> Inventory:
         """Add what only the host knows. Raises: StateError; NvmlUnavailableError as `assembled`."""
-        gpus = tuple(self._offer.of(self._located(gpu), read, self._inventory) for gpu in read.gpus)
+        before, now = self._inventory, int(time.time())
+        located = (self._located(with_unready_since(gpu, before, now)) for gpu in read.gpus)
+        gpus = tuple(self._offer.of(gpu, read, before) for gpu in located)
         # A GPU that was drained, pulled or bound to another driver is not lost but gone.
         lost = tuple(
             gpu
-            for gpu in unanswering(gpus, self._inventory)
+            for gpu in unanswering(gpus, before)
             if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
         )
-        found = assembled(read, gpus, lost, self._host.gpu_functions(), self._inventory)
+        found = assembled(read, gpus, lost, self._host.gpu_functions(), before)
+        problem = self._host.files_problem(read.versions.driver) if found.gpus else None
+        if problem is not None:
+            fault = DiscoveryFault(_DRIVER_FILES, f"no claim can be prepared: {problem}")
+            found = replace(found, faults=(*found.faults, fault))
         channels = self._host.imex_channels()
         return found if channels is None else replace(found, imex_channels=channels)
 

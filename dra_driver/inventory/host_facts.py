@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import HostFingerprintReader, driver_fingerprint
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.sysfs import Sysfs
@@ -12,11 +13,12 @@ from dra_driver.model.host import HostPaths
 class HostView:
     """PCI places and the fingerprint of one host."""
 
-    def __init__(self, paths: HostPaths, *, imex: bool = False) -> None:
-        """Without `imex` nobody looks at IMEX channels."""
+    def __init__(self, paths: HostPaths, *, imex: bool = False, files: DriverRoot | None = None) -> None:
+        """Without `imex` nobody looks at IMEX channels, without `files` nobody at the NVIDIA driver's files."""
         self._proc = paths.proc
         self._sysfs = Sysfs(paths.sys, paths.proc)
         self._channels = ImexChannelNodes(paths.proc) if imex else None
+        self._files = files
         self._fingerprints = HostFingerprintReader(paths.sys, paths.proc)
 
     def pcie_root(self, bus_id: str) -> str | None:
@@ -30,6 +32,10 @@ class HostView:
     def imex_channels(self) -> int | None:
         """How many IMEX channels the NVIDIA driver has; None for none, and if nobody wants any."""
         return None if self._channels is None else self._channels.count()
+
+    def files_problem(self, nvml_version: str | None) -> str | None:
+        """As `DriverRoot.problem`."""
+        return None if self._files is None else self._files.problem(nvml_version)
 
     def gpu_functions(self) -> frozenset[str]:
         """Bus IDs of NVIDIA functions that are VGA or 3D controllers."""

@@ -1,37 +1,42 @@
-"""What all gRPC calls to the driver have in common: request IDs, logs, error texts."""
+"""What all gRPC calls have in common: request IDs, logs, error texts; and how this node's sockets are called."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import methodcaller
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import grpc
 import structlog
-from structlog.contextvars import bind_contextvars, clear_contextvars
+from structlog.contextvars import bind_contextvars
 
 from dra_driver.errors import DraDriverError
-from dra_driver.kubelet.grpc_server import Caller, Message, Method
-from dra_driver.kubelet.grpc_wire import RpcError, Status
 
 _log = structlog.get_logger(__name__)
 _request_ids = itertools.count(1)
+_bytes_of = methodcaller("SerializeToString")
 
 MAX_ERROR_CHARS = 1024
-_MAX_LOGGED_CHARS = 4096
+_CLIENT_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
+    ("grpc.enable_retries", 0),
+)
 
-Unary = Callable[[Any, Caller], Message]
-Streaming = Callable[[Any, Caller], Iterator[Message]]
+Methods = dict[str, grpc.RpcMethodHandler]
+"""What answers calls, by their paths, such as `/pluginregistration.Registration/GetInfo`."""
+_Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
 
-class _Shown:
-    """A message for the log; it becomes text only if the log writes the line."""
+class RpcError(Exception):
+    """Ends a call with this status; the client gets the text as it is."""
 
-    def __init__(self, message: Any) -> None:
-        self._message = message
-
-    def __repr__(self) -> str:
-        text = " ".join(str(self._message).split())
-        return text if len(text) <= _MAX_LOGGED_CHARS else text[:_MAX_LOGGED_CHARS] + "…"
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def error_text(error: BaseException | str) -> str:
@@ -47,59 +52,58 @@ def error_text(error: BaseException | str) -> str:
     return line if len(line) <= MAX_ERROR_CHARS else line[: MAX_ERROR_CHARS - 1] + "…"
 
 
-def unary(method: str, behavior: Unary) -> Unary:
-    """The behavior with a request ID, logs, and a status for every exception."""
+def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
+    """The handler of a method with one request, of this message class, and one answer."""
 
-    def call(request: Any, caller: Caller) -> Message:
-        clear_contextvars()  # workers are reused
-        bind_contextvars(request_id=next(_request_ids), method=method)
-        try:
-            _log.debug("rpc_received", request=_Shown(request))
-            response = behavior(request, caller)
-            _log.debug("rpc_answered", response=_Shown(response))
-            return response
-        except RpcError as error:
-            _log.error("rpc_failed", code=error.code.name, error=str(error))
-            code, text = error.code, error_text(error)
-        except Exception as error:  # noqa: BLE001 - the edge of the process
-            _log.exception("rpc_failed", code="UNKNOWN")
-            code, text = Status.UNKNOWN, error_text(error)
-        finally:
-            clear_contextvars()
-        raise RpcError(code, text)
+    def call(message: Any, context: grpc.ServicerContext) -> Any:
+        with _errors_told(method, context):
+            _log.debug("rpc_received", request=message)
+            response = behavior(message, context)
+            _log.debug("rpc_answered", response=response)
+        return response
 
-    return call
+    return grpc.unary_unary_rpc_method_handler(call, request.FromString, _bytes_of)
 
 
-def streaming(method: str, behavior: Streaming) -> Streaming:
-    """Like `unary`, for a call that answers with a stream."""
+def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
+    """The handler of a method with one request, of this message class, and a stream of answers."""
 
-    def call(request: Any, caller: Caller) -> Iterator[Message]:
-        clear_contextvars()
-        bind_contextvars(request_id=next(_request_ids), method=method)
-        try:
-            _log.debug("stream_opened", request=_Shown(request))
-            yield from behavior(request, caller)
+    def call(message: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with _errors_told(method, context):
+            _log.debug("stream_opened", request=message)
+            yield from behavior(message, context)
             _log.debug("stream_ended")
-            return
-        except RpcError as error:
-            _log.error("rpc_failed", code=error.code.name, error=str(error))
-            code, text = error.code, error_text(error)
-        except Exception as error:  # noqa: BLE001 - the edge of the process
-            _log.exception("rpc_failed", code="UNKNOWN")
-            code, text = Status.UNKNOWN, error_text(error)
-        finally:
-            clear_contextvars()
-        raise RpcError(code, text)
 
-    return call
+    return grpc.unary_stream_rpc_method_handler(call, request.FromString, _bytes_of)
 
 
-def unary_method(name: str, behavior: Unary, request: Any) -> Method:
-    """A method with one request, of this message class, and one answer."""
-    return Method(unary(name, behavior), request.FromString)
+@contextmanager
+def _errors_told(method: str, context: grpc.ServicerContext) -> Iterator[None]:
+    """Gives a call its request ID, and makes a log event and a status of what it raises."""
+    # gRPC runs each call in a context of its own.
+    bind_contextvars(request_id=next(_request_ids), method=method)
+    try:
+        yield
+        return
+    except RpcError as error:
+        _log.error("rpc_failed", code=error.code.name, error=str(error))
+        code, text = error.code, error_text(error)
+    except Exception as error:  # noqa: BLE001 - the edge of the process
+        _log.exception("rpc_failed", code="UNKNOWN")
+        code, text = grpc.StatusCode.UNKNOWN, error_text(error)
+    context.abort(code, text)
 
 
-def stream_method(name: str, behavior: Streaming, request: Any) -> Method:
-    """A method with one request, of this message class, and a stream of answers."""
-    return Method(streaming(name, behavior), request.FromString, is_stream=True)
+def unix_target(path: Path) -> str:
+    """The gRPC address of a socket; gRPC decodes percent signs in it."""
+    return "unix:" + quote(str(path), safe="/")
+
+
+def ask(path: Path, method: str, request: Any, answer: Any, within_s: float) -> Any:
+    """What `method` of the socket returns, a message of the class `answer`, over a connection of its own.
+
+    Raises: grpc.RpcError, as DEADLINE_EXCEEDED after `within_s` seconds and as UNAVAILABLE if nobody listens.
+    """
+    with grpc.insecure_channel(unix_target(path), options=_CLIENT_OPTIONS) as channel:
+        call = channel.unary_unary(method, _bytes_of, answer.FromString)
+        return call(request, timeout=max(0.0, within_s))

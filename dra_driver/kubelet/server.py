@@ -10,11 +10,11 @@ from pathlib import Path
 import structlog
 
 from dra_driver.errors import FatalError
-from dra_driver.kubelet.device_health import Watch, health_methods
-from dra_driver.kubelet.grpc_health import HealthServer, Liveness, dial
-from dra_driver.kubelet.grpc_server import Method
-from dra_driver.kubelet.listener import Listener
-from dra_driver.kubelet.registration import Registrar, RegistrationStatus, supported_versions
+from dra_driver.kubelet import device_health, dra
+from dra_driver.kubelet.health_port import HealthServer
+from dra_driver.kubelet.liveness import Liveness, dial
+from dra_driver.kubelet.registration import Registrar, RegistrationStatus
+from dra_driver.kubelet.serving import SocketServer
 from dra_driver.kubelet.sockets import (
     PLUGINS_DIR,
     REGISTRY_DIR,
@@ -23,19 +23,11 @@ from dra_driver.kubelet.sockets import (
     ensure_registry_dir,
     socket_paths,
 )
-from dra_driver.kubelet.v1 import ClaimService, DraV1
-from dra_driver.kubelet.v1beta1 import DraV1beta1
-from dra_driver.kubelet.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
-# Each pod of the node may wait in its own call, and each health stream keeps a thread. The threads exist only while
-# they are needed.
-_DRA_WORKERS = 256
-_REGISTRAR_WORKERS = 4
 _REGISTRAR_GRACE_S = 1.0
 _GUARD_JOIN_S = 2.0
-_CONNECT_EVERY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +43,6 @@ class PluginSettings:
     registry_dir: Path = REGISTRY_DIR
     plugins_dir: Path = PLUGINS_DIR
     pod_uid: str | None = None
-    serve_v1: bool = True
-    serve_v1beta1: bool = True
     health_address: str | None = None
     grace_s: float = 25.0
     guard_s: float = 5.0
@@ -73,12 +63,12 @@ class KubeletPlugin:
     def __init__(
         self,
         settings: PluginSettings,
-        claims: ClaimService,
+        claims: dra.ClaimService,
         *,
         ready: Callable[[], bool],
         on_status: Callable[[RegistrationStatus], None] | None = None,
         on_fatal: Callable[[FatalError], None] | None = None,
-        watch_device_health: Watch | None = None,
+        watch_device_health: device_health.Watch | None = None,
     ) -> None:
         self.settings = settings
         self.sockets: SocketPaths = socket_paths(
@@ -87,26 +77,14 @@ class KubeletPlugin:
             plugin_dir=settings.plugin_dir,
             pod_uid=settings.pod_uid,
         )
-        self.registrar = Registrar(
-            settings.driver,
-            self.sockets.dra,
-            supported_versions(
-                v1=settings.serve_v1,
-                v1beta1=settings.serve_v1beta1,
-                device_health=watch_device_health is not None,
-            ),
-            on_status,
-        )
-        methods = _dra_methods(settings, DraV1(claims))
+        versions: tuple[str, ...] = (dra.V1, dra.V1BETA1)
+        methods = dra.DraService(claims).methods()
         if watch_device_health is not None:
-            methods |= health_methods(watch_device_health)
-        self._dra = Listener("dra", self.sockets.dra, methods, Workers("dra", limit=_DRA_WORKERS))
-        self._registration = Listener(
-            "registration",
-            self.sockets.registrar,
-            self.registrar.methods(),
-            Workers("registration", limit=_REGISTRAR_WORKERS),
-        )
+            versions += device_health.VERSIONS
+            methods |= device_health.health_methods(watch_device_health)
+        self.registrar = Registrar(settings.driver, self.sockets.dra, versions, on_status)
+        self._dra = SocketServer("dra", self.sockets.dra, methods)
+        self._registration = SocketServer("registration", self.sockets.registrar, self.registrar.methods())
         self.liveness = Liveness(self._dial_self)
         self._health = (
             HealthServer(settings.health_address, self.liveness, lambda: not self.stopping and ready())
@@ -116,7 +94,6 @@ class KubeletPlugin:
         self._on_fatal = on_fatal
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
-        self._started: list[Callable[[], None]] = []
         self._guard = threading.Thread(target=self._watch_sockets, name="socket-guard", daemon=True)
 
     @property
@@ -144,7 +121,6 @@ class KubeletPlugin:
         try:
             if self._health is not None:
                 self._health.start()
-                self._started.append(self._health.stop)
             self._dra.start()
             self._registration.start()
         except BaseException:
@@ -161,8 +137,8 @@ class KubeletPlugin:
         with self._stop_lock:
             self._dra.stop(self.settings.grace_s if grace_s is None else grace_s)
             self._registration.stop(_REGISTRAR_GRACE_S)
-            while self._started:
-                self._started.pop()()
+            if self._health is not None:
+                self._health.stop()
         if self._guard.is_alive() and self._guard is not threading.current_thread():
             self._guard.join(_GUARD_JOIN_S)
 
@@ -170,11 +146,8 @@ class KubeletPlugin:
         return None if self.stopping else dial(self.sockets.registrar)
 
     def _watch_sockets(self) -> None:
-        turn = 0
         while not self._stopping.wait(self.settings.guard_s):
-            turn += 1
-            connect = turn % _CONNECT_EVERY == 0
-            fault = self._dra.fault(connect=connect) or self._registration.fault(connect=connect)
+            fault = self._dra.fault() or self._registration.fault()
             if fault is not None and not self.stopping:
                 self._die(FatalError(f"{fault}; restart the driver"))
                 return
@@ -187,10 +160,3 @@ class KubeletPlugin:
             self._on_fatal(error)
         except Exception:  # noqa: BLE001 - foreign callback
             _log.exception("fatal_callback_failed")
-
-
-def _dra_methods(settings: PluginSettings, v1: DraV1) -> dict[str, Method]:
-    served = ((settings.serve_v1, v1), (settings.serve_v1beta1, DraV1beta1(v1)))
-    return {
-        path: method for wanted, service in served if wanted for path, method in service.methods().items()
-    }

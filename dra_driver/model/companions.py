@@ -33,6 +33,12 @@ REMEDIES: Final[Mapping[HostDevice, str]] = {
     "nvswitch": "start nvidia-fabricmanager on the node",
 }
 
+FABRIC_REMEDY: Final = (
+    "look at `nvidia-smi -q | grep -A4 Fabric` and `nvidia-smi nvlink -s` on the node, and at nvidia-fabricmanager, "
+    "which runs on the node or on the NVLink switches of the rack"
+)
+"""For a GPU that is not registered with its NVLink fabric: whether it gets IMEX channels is not known until then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Companions:

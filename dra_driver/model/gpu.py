@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from dra_driver.model.mig import MigDevice, Partitioning
 
@@ -22,6 +23,24 @@ class Fabric:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadyFabric:
+    """A GPU has an NVLink fabric and is not registered with it yet (`pending`), could not be registered (`broken`), or
+    NVML does not tell (`unknown`).
+
+    `text` is what NVML says of it. `since` is when the GPU was first found so, in seconds since 1970; it does not count
+    when two values are compared.
+    """
+
+    state: Literal["pending", "broken", "unknown"]
+    text: str
+    since: int = field(default=0, compare=False)
+
+
+FabricRegistration = Fabric | UnreadyFabric | None
+"""With a multi-node NVLink fabric. None: the GPU has no fabric, or one that ends at its board."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One physical GPU.
 
@@ -29,7 +48,9 @@ class Gpu:
     `pci_bus_id` is in sysfs form; `memory_bytes` is the total; versions are (major, minor).
     `nvlink_links` counts active links; `mig_enabled` means that the current mode is on; `multiprocessors`
     counts all of the GPU, also where MIG mode leaves some out. `partitioning` is set where MIG devices are made
-    on demand; such a GPU is not counted as one in MIG mode, whatever its mode is at the moment.
+    on demand; such a GPU is not counted as one in MIG mode, whatever its mode is at the moment. `memory_numa_node` is
+    the NUMA node of the host that the GPU's own memory is, where that is so. At most one of `fabric` and
+    `unready_fabric` is set.
     """
 
     uuid: str
@@ -46,11 +67,18 @@ class Gpu:
     numa_node: int | None = None
     nvlink_links: int | None = None
     fabric: Fabric | None = None
+    unready_fabric: UnreadyFabric | None = None
     mig_capable: bool | None = None
     mig_enabled: bool = False
     mig_devices: tuple[MigDevice, ...] = ()
     multiprocessors: int | None = None
     partitioning: Partitioning | None = None
+    memory_numa_node: int | None = None
+
+    @property
+    def fabric_registration(self) -> FabricRegistration:
+        """With the multi-node NVLink fabric, whether it is complete or not."""
+        return self.fabric or self.unready_fabric
 
     @property
     def can_be_whole(self) -> bool:

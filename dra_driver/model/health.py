@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
+from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.mig import MigDevice
 
 
@@ -29,6 +30,7 @@ FabricState = Literal["absent", "pending", "ready", "limited", "broken"]
 LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
 TAINTED_KEYS = (
+    "confidential-compute",
     "ecc",
     "fabric",
     "flapping",
@@ -129,8 +131,10 @@ class HealthState:
 class PolledHealth:
     """The result of one poll of a GPU; a value that the GPU or its driver does not tell is None.
 
-    `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric. `slowdowns` are the
-    causes for which the hardware holds its clocks down: `thermal`, `power`, `hardware`.
+    `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric; `fabric_registration` says
+    nothing unless `fabric` is told. `slowdowns` are the causes for which the hardware holds its clocks down: `thermal`,
+    `power`, `hardware`.
+    `accepts_work` is False on a node with confidential computing until somebody sets the ready state of its GPUs.
     """
 
     recovery_action: int | None = None
@@ -141,6 +145,8 @@ class PolledHealth:
     fabric: FabricState | None = None
     fabric_text: str = ""
     slowdowns: frozenset[str] | None = None
+    fabric_registration: FabricRegistration = None
+    accepts_work: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
 from dra_driver.model.mig import MigDevice, MigProfile, Partitioning, Placement
+
+ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
+"""How the GPUs of a machine are set for confidential computing: `devtools` lets developers look, `ppcie` protects the
+links of several GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,8 @@ class DriverVersions:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFault:
-    """Something that could not be read. `subject` names the GPU or PCI function, `text` the cause."""
+    """Something that could not be read or is missing. `subject` names the GPU, PCI function or part of the node, `text`
+    the cause."""
 
     subject: str
     text: str
@@ -91,7 +97,7 @@ class Inventory:
     existing instances could not all be read in this look; their `partitioning` is an older one or None.
     `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
     made from them. `imex_channels` is how many IMEX channels the NVIDIA driver has; None if it has none, or if nobody
-    wants any.
+    wants any. `confidential_compute` is None while it is not known.
 
     The class has no slots, because it keeps what it has computed from the GPUs.
     """
@@ -104,6 +110,7 @@ class Inventory:
     unread: frozenset[str] = field(default=frozenset(), compare=False)
     reachable_pairs: Mapping[frozenset[str], int] = field(default_factory=dict, compare=False)
     imex_channels: int | None = None
+    confidential_compute: ConfidentialMode | None = None
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, RetryableError
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
@@ -20,6 +23,7 @@ _ABSENT = (
     "not found",
     "couldn't communicate with the nvidia driver",
 )
+_NO_SETTING = ("[N/A]", "N/A")
 _NOT_SUPPORTED = "not supported"
 _NOT_SET = ("unable to set", "treating as warning")
 """nvidia-smi says these with exit code 0."""
@@ -27,10 +31,14 @@ _NOT_SET = ("unable to set", "treating as warning")
 
 class ComputeMode:
     """Reads and sets it through the driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3 exclusive to
-    one process."""
+    one process. nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError while NVML
+    is to stay closed."""
 
-    def __init__(self, find: FindPrograms) -> None:
+    def __init__(
+        self, find: FindPrograms, using_nvml: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._find = find
+        self._using_nvml = using_nvml
 
     def get(self, gpu_uuid: str) -> int | None:
         """The mode; None where the GPU or the NVIDIA driver is gone.
@@ -44,7 +52,7 @@ class ComputeMode:
             return _BY_NAME[name]
         if _is_absent(code, text):
             return None
-        raise _problem(action, code, text, is_unsupported=code == 0)
+        raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
@@ -55,6 +63,10 @@ class ComputeMode:
             raise _problem(action, code, text)
 
     def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
+        with self._using_nvml():
+            return self._run_now(action, gpu_uuid, *arguments)
+
+    def _run_now(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
         programs = self._find()
         program = programs.path(SMI_PROGRAM)
         try:

@@ -35,7 +35,14 @@ from typing import TypeVar
 import structlog
 
 from dra_driver.concurrency.side_by_side import side_by_side
-from dra_driver.errors import DraDriverError, NotSupportedError, PermanentError, RetryableError, StateError
+from dra_driver.errors import (
+    DraDriverError,
+    NotSupportedError,
+    NvmlDetachedError,
+    PermanentError,
+    RetryableError,
+    StateError,
+)
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_control as control
 from dra_driver.mps import daemon_processes as processes
@@ -337,6 +344,8 @@ class Daemon:
         """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
         try:
             self._take_gpu(again=True)
+        except NvmlDetachedError:
+            self._look_at_gpu_at = 0.0  # the first look after it, since the compute mode may be lost then
         except DraDriverError as error:
             self._look_at_gpu_at = time.monotonic() + self._parts.timings.exclusive
             _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))

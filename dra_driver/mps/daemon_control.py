@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dra_driver.model.driver_programs import (
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
+from dra_driver.mps.limit_commands import is_number
 
 _log = structlog.get_logger(__name__)
 
@@ -30,9 +32,16 @@ LOGS = ("control.log", OUTPUT)
 MULTI_USER = "-multiuser-server"
 """The option that all programs from R555 on know; older ones have none for it."""
 
+SURELY_ANSWERED = "get_default_active_thread_percentage"
+
+_BUSY = "cannot send command"
 _LARGEST_LOG = 16 << 20
 _TAIL_BYTES = 2048
 _TAIL_LINES = 4
+
+
+class BusyError(RetryableError):
+    """The daemon talked with another program at that moment."""
 
 
 class ControlProgram:
@@ -53,7 +62,19 @@ class ControlProgram:
             raise not_run(f"start the MPS daemon of {spec.device}", arguments[0], error) from error
 
     def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
-        """The lines that the daemon answers. Raises: RetryableError if there is none or it does not answer."""
+        """The lines that the daemon answers.
+
+        A daemon talks with one program at a time: another one gets no answer, and often exit code 0. So a question that
+        has an answer for sure comes last. Raises: BusyError if that answer is missing, RetryableError if there is no
+        daemon or it does not answer.
+        """
+        asked = (*questions, SURELY_ANSWERED)
+        lines = self._pass(directories, asked, timeout_s)
+        if not lines or not is_number(lines[-1]):
+            raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it talked with another program")
+        return lines[:-1]
+
+    def _pass(self, directories: MpsDirectories, questions: Sequence[str], timeout_s: float) -> list[str]:
         programs = self._find()
         program = programs.path(CONTROL_PROGRAM)
         action = f"ask the MPS daemon {questions[0]!r}"
@@ -75,6 +96,8 @@ class ControlProgram:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
             reason = lines[-1] if lines else f"exit code {code}"
+            if _BUSY in reason.lower():
+                raise BusyError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
 
@@ -88,7 +111,7 @@ class ControlProgram:
             return
         if any(processes.is_control_daemon(user, directories.pipe) for user in users):
             with suppress(RetryableError):
-                self.ask(directories, "quit", timeout_s=patience_s)
+                self._pass(directories, ("quit",), patience_s)
                 processes.wait_gone(users, patience_s)
         processes.end(processes.users_of(directories.pipe), patience_s)
         for user in users:

@@ -10,13 +10,13 @@ from pathlib import Path
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.daemon_control import CONTROL_SOCKET, MULTI_USER, ControlProgram, log_tail
+from dra_driver.mps.daemon_control import CONTROL_SOCKET, MULTI_USER, BusyError, ControlProgram, log_tail
 from dra_driver.mps.daemon_processes import ProcessId
-from dra_driver.mps.limit_commands import is_answer, is_number, limit_commands
+from dra_driver.mps.limit_commands import is_answer, limit_commands
 
 _POLL_S = 0.01
 _FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
-_READY = "get_default_active_thread_percentage"
+_BUSY_S = 0.05
 _LONGEST_ADDRESS = 107
 _LONGEST_SOCKET = "control_privileged"
 
@@ -59,6 +59,7 @@ class Conversation:
         self._control = control
         self._timings = timings
         self._closing = closing
+        self._turn = threading.Lock()
 
     def wait_ready(self, process: ProcessId, deadline: float) -> None:
         """Return when the daemon answers. Asking costs a process, so its socket is waited for before.
@@ -109,15 +110,27 @@ class Conversation:
         )
 
     def _ask(self, *commands: str, timeout_s: float | None = None) -> list[str]:
-        timeout = self._timings.answer if timeout_s is None else timeout_s
-        return self._control.ask(self._directories, *commands, timeout_s=timeout)
+        """One question of ours at a time, and again while the daemon talks with somebody else's program."""
+        deadline = time.monotonic() + (self._timings.answer if timeout_s is None else timeout_s)
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise RetryableError(f"the MPS daemon of {self._spec.device} is still being asked {commands[:1]}")
+        try:
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                try:
+                    return self._control.ask(self._directories, *commands, timeout_s=left)
+                except BusyError:
+                    if time.monotonic() + _BUSY_S >= deadline or self._closing.wait(_BUSY_S):
+                        raise
+        finally:
+            self._turn.release()
 
     def _why_not_ready(self, timeout_s: float) -> str:
         try:
-            answer = self._ask(_READY, timeout_s=timeout_s)
+            self._ask(timeout_s=timeout_s)
         except RetryableError as error:
             return str(error)
-        return "" if answer and is_number(answer[-1]) else f"it answers {answer}"
+        return ""
 
     def _not_ready(self, what: str) -> RetryableError:
         """What the program printed comes first; a guess only where it printed nothing."""

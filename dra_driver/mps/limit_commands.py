@@ -65,12 +65,15 @@ def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
 
 
 def is_answer(wanted: str, text: str) -> bool:
-    """Whether the getter's text says the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`."""
+    """Whether the getter's text says the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`.
+
+    NVIDIA's program rounds sizes down to the unit that it shows: 1536 MiB are `1G`.
+    """
     number, unit = wanted.split()
     if unit == "%":
         return is_number(text) and round(float(text), 3) == float(number)
     found = _SIZE.search(text.upper().rpartition(":")[2])
-    return found is not None and int(found[1]) * _MIB[found[2]] == int(number)
+    return found is not None and 0 < int(found[1]) == int(number) // _MIB[found[2]]
 
 
 def is_number(text: str) -> bool:

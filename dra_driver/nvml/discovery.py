@@ -8,11 +8,12 @@ from typing import Any
 
 import pynvml
 
-from dra_driver.errors import DraDriverError, NvmlUnavailableError, StateError
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.model.fingerprint import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import DiscoveryFault, DriverVersions, Inventory
+from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
+from dra_driver.nvml.confidential import confidential_mode
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.mig import read_mig_devices, read_profiles
 from dra_driver.nvml.partitions import PartitionReader
@@ -53,6 +54,7 @@ def read_gpus(
     """
     log = FaultLog("NVML")
     versions = _read_versions(log)
+    confidential = _confidential_mode(log)
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
     found: list[tuple[Handle, Gpu]] = []
@@ -77,7 +79,12 @@ def read_gpus(
     gpus = [gpu for _, gpu in found]
     pairs = read_reachable_pairs(found, memory.peers)
     return Inventory(
-        versions, tuple(gpus), faults=tuple(faults), unread=frozenset(unread), reachable_pairs=pairs
+        versions,
+        tuple(gpus),
+        faults=tuple(faults),
+        unread=frozenset(unread),
+        reachable_pairs=pairs,
+        confidential_compute=confidential,
     )
 
 
@@ -152,6 +159,15 @@ def _fingerprint_of(index: int) -> GpuFingerprint | None:
     except (pynvml.NVMLError, DraDriverError):
         return None
     return GpuFingerprint(uuid, minor, None if mode is None else (int(mode[0]), int(mode[1])))
+
+
+def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:
+    """None too where NVML says that a GPU is lost: it does not say which one, and the others can be read."""
+    try:
+        return log.read("confidential computing", confidential_mode)
+    except DeviceLostError as error:
+        log.faults.append(DiscoveryFault(log.subject, f"confidential computing: {error}"))
+        return None
 
 
 def _read_versions(log: FaultLog) -> DriverVersions:

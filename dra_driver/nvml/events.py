@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ _UNAVAILABLE = getattr(pynvml, "nvmlEventTypeGpuUnavailableError", 0x4000)
 _RECOVERY_ACTION = getattr(pynvml, "nvmlEventTypeGpuRecoveryAction", 0x8000)
 _WANTED = _XID | _DOUBLE_BIT | _UNAVAILABLE | _RECOVERY_ACTION
 _WHOLE_GPU = 0xFFFFFFFF
+_MOST_LEFT = 1000
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
 
 
@@ -40,6 +42,7 @@ class HealthSource:
         self._session = session
         self._set: Any = None
         self._opening = -1
+        self._left: deque[HealthEvent] = deque()
         self._handles: dict[str, Any] = {}
         self._uuids: dict[int, str] = {}
         self._driver_gone = False
@@ -67,8 +70,8 @@ class HealthSource:
     def register(self, uuids: Collection[str]) -> Mapping[str, str]:
         """Hear of these GPUs from now on, and of no others. Returns why the rest of them cannot be heard.
 
-        Events of before are not delivered, so a look at the GPUs is due afterwards. Raises: NvmlUnavailableError,
-        RetryableError.
+        Events of before are not delivered, unless they were registered for already, so a look at the GPUs is due
+        afterwards. Raises: NvmlUnavailableError, RetryableError.
         """
         unheard: dict[str, str] = {}
         with self._using() as opening:
@@ -86,9 +89,17 @@ class HealthSource:
             self._set, self._opening, self._handles = fresh, opening, handles
             self._uuids = {_address(handle): uuid for uuid, handle in handles.items()}
             if old is not None and old_opening == opening:
+                self._left.extend(self._rest_of(old))
                 with suppress(pynvml.NVMLError):
                     pynvml.nvmlEventSetFree(old)
         return unheard
+
+    def _rest_of(self, events: Any) -> Iterator[HealthEvent]:
+        """What nobody has heard yet of a set that is given up. What comes now is in the new set too: told twice is
+        better than never."""
+        with suppress(pynvml.NVMLError):
+            for _ in range(_MOST_LEFT):
+                yield self._event(pynvml.nvmlEventSetWait_v2(events, 0))
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
         """The next event, None if there was none in time.
@@ -99,6 +110,8 @@ class HealthSource:
         with self._using() as opening:
             if self._set is None or opening != self._opening:
                 raise NvmlUnavailableError("NVML was initialised anew; events have to be registered again")
+            if self._left:
+                return self._left.popleft()
             try:
                 with nvml_errors("wait for GPU events"):
                     return self._event(pynvml.nvmlEventSetWait_v2(self._set, int(timeout_s * 1000)))

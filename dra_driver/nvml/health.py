@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
+from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, PolledHealth
+from dra_driver.nvml.confidential import accepts_work
+from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.instance_handles import gpu_handle
 
@@ -19,8 +22,6 @@ _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 
 _GPU_RESET = 1
 _SLOWDOWNS = {0x40: "thermal", 0x80: "power"}
 _ANY_SLOWDOWN = 0x8
-_FABRIC_STATES: Mapping[int, FabricState] = {0: "absent", 1: "pending", 2: "pending"}
-_FABRIC_COMPLETED = 3
 _TRUE = 1
 # Shift, what a set flag means, and how bad that is.
 _FABRIC_FLAGS: tuple[tuple[int, str, FabricState], ...] = (
@@ -29,12 +30,13 @@ _FABRIC_FLAGS: tuple[tuple[int, str, FabricState], ...] = (
     (4, "a route is unhealthy", "broken"),
     (6, "it recovers from an access timeout", "limited"),
 )
-_CONFIGURATION_SHIFT, _CONFIGURATION_MASK = 8, 0xF
+_CONFIGURATION_SHIFT, _CONFIGURATION_MASK, _CONFIGURATION_CORRECT = 8, 0xF, 1
 _CONFIGURATIONS = {
     2: "its system GUID is wrong", 3: "its chassis serial number is wrong", 4: "it has no partition",
     5: "it has too few NVLinks", 6: "its firmware does not fit", 7: "its location is not valid",
     8: "the state of the GPU is not valid",
 }  # fmt: skip
+_SUMMARY_HEALTHY = 1
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
@@ -69,7 +71,8 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         pynvml.NVML_VOLATILE_ECC,
     )
     clocks = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    fabric, fabric_text = _fabric(ask, handle)
+    linked = ask(fabric_info, handle)
+    fabric, fabric_text = (None, "") if linked is None else _fabric(linked)
     action = ask(_recovery_action, handle)
     return PolledHealth(
         recovery_action=action or next(iter(wants_reset), action),
@@ -80,6 +83,8 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         fabric=fabric,
         fabric_text=fabric_text,
         slowdowns=None if clocks is None else _slowdowns(clocks),
+        fabric_registration=None if linked is None else fabric_registration(linked),
+        accepts_work=accepts_work(),
     )
 
 
@@ -117,35 +122,28 @@ def _slowdowns(clocks: int) -> frozenset[str]:
     return causes or (frozenset({"hardware"}) if clocks & _ANY_SLOWDOWN else frozenset())
 
 
-def _fabric(ask: Callable[..., Any], handle: Handle) -> tuple[FabricState | None, str]:
-    info = _fabric_info(ask, handle)
-    if info is None:
-        return None, ""
-    if info.state != _FABRIC_COMPLETED:
-        return _FABRIC_STATES.get(int(info.state)), ""
-    if info.status != pynvml.NVML_SUCCESS:
-        return "broken", f"registration ended with NVML error {int(info.status)}"
-    mask = int(info.healthMask)
-    faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & 3 == _TRUE]
-    configuration = _CONFIGURATIONS.get(mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK)
-    if configuration is not None:
-        faults.append(("broken", configuration))
-    summary = _SUMMARIES.get(int(getattr(info, "healthSummary", 0)))
-    if summary is not None:
-        faults.append((summary, ""))
+def _fabric(info: Any) -> tuple[FabricState | None, str]:
+    if info.state == ABSENT:
+        return "absent", ""
+    match fabric_registration(info):
+        case UnreadyFabric("broken", text):
+            return "broken", text
+        case UnreadyFabric("pending"):
+            return "pending", ""
+        case UnreadyFabric():
+            return "pending", f"NVML gives its state as {int(info.state)}, which is not known"
+    mask = int(getattr(info, "healthMask", 0))
+    faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & _TRUE]
+    configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK
+    if configuration > _CONFIGURATION_CORRECT:
+        unknown = f"NVML gives its configuration as {configuration}, which is not known"
+        faults.append(("broken", _CONFIGURATIONS.get(configuration, unknown)))
+    summary = int(getattr(info, "healthSummary", 0))
+    if summary in _SUMMARIES:
+        faults.append((_SUMMARIES[summary], ""))
+    elif summary > _SUMMARY_HEALTHY:
+        faults.append(("limited", f"NVML gives its health as {summary}, which is not known"))
     if not faults:
         return "ready", ""
     worst: FabricState = "broken" if any(state == "broken" for state, _ in faults) else "limited"
     return worst, ", ".join(text for _, text in faults if text)
-
-
-def _fabric_info(ask: Callable[..., Any], handle: Handle) -> Any:
-    get = getattr(pynvml, "nvmlDeviceGetGpuFabricInfoV", None)
-    for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
-        struct = getattr(pynvml, name, None)
-        if get is None or struct is None:
-            continue
-        info = struct()
-        if ask(get, handle, pynvml.byref(info)) is not None:
-            return info
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid as uuidlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -10,9 +9,10 @@ from typing import Any, TypeVar
 import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.nvml.fabric import fabric_info, fabric_registration
 from dra_driver.nvml.failures import nvml_errors, supported
 
 T = TypeVar("T")
@@ -33,7 +33,6 @@ _CORES_PER_MULTIPROCESSOR = {
     (8, 9): 128, (9, 0): 128, (10, 0): 128, (10, 1): 128, (10, 3): 128, (11, 0): 128, (12, 0): 128, (12, 1): 128,
 }  # fmt: skip
 _ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
-_FABRIC_COMPLETED = 3
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
 _NO_MORE_LINKS = -1
 
@@ -72,6 +71,8 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
     mig_mode = log.read("MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
     memory = log.read("memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
     compute = _compute_capability(log, handle)
+    fabric = _fabric(log, handle)
+    addressing = _addressing_mode(log, handle)
     gpu = Gpu(
         uuid=uuid,
         index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
@@ -82,12 +83,14 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         architecture=_named(log, "architecture", pynvml.nvmlDeviceGetArchitecture, handle, _ARCHITECTURES),
         cuda_compute_capability=compute,
         memory_bytes=None if memory is None else int(memory.total),
-        addressing_mode=_addressing_mode(log, handle),
+        addressing_mode=addressing,
         nvlink_links=_active_links(log, handle),
-        fabric=_fabric(log, handle),
+        fabric=fabric if isinstance(fabric, Fabric) else None,
+        unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
         mig_capable=mig_mode is not None,
         mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         multiprocessors=_multiprocessors(log, handle, compute),
+        memory_numa_node=_memory_numa_node(log, handle, addressing),
     )
     return handle, gpu, log.faults
 
@@ -132,6 +135,14 @@ def _addressing_mode(log: FaultLog, handle: Handle) -> str | None:
     return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
 
 
+def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
+    """Asked only of GPUs that may share their addresses with the host's CPU."""
+    if addressing in ("None", "HMM"):
+        return None
+    node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)
+    return None if node is None or node < 0 else node
+
+
 def link_states(log: FaultLog, handle: Handle) -> list[bool]:
     """For each number of an NVLink: is the link up? A board may lack a link in the middle. An empty list where the GPU
     has no NVLink, or where a link does not tell, since a part of the links would look like a GPU with fewer.
@@ -163,25 +174,10 @@ def _active_links(log: FaultLog, handle: Handle) -> int | None:
     return sum(states) if states else None
 
 
-def _fabric(log: FaultLog, handle: Handle) -> Fabric | None:
-    """The multi-node fabric of the GPU; None while registration is under way or on a single node.
-
-    A single HGX board completes registration too, but with a cluster UUID of zeros.
-    """
-    info = _fabric_info(log, handle)
-    if info is None or info.state != _FABRIC_COMPLETED or info.status != pynvml.NVML_SUCCESS:
-        return None
-    cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
-    return None if cluster.int == 0 else Fabric(str(cluster), int(info.cliqueId))
-
-
-def _fabric_info(log: FaultLog, handle: Handle) -> Any:
-    get = getattr(pynvml, "nvmlDeviceGetGpuFabricInfoV", None)
-    for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
-        struct = getattr(pynvml, name, None)
-        if get is None or struct is None:
-            continue
-        info = struct()
-        if log.read("NVLink fabric", get, handle, pynvml.byref(info)) is not None:
-            return info
-    return None
+def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
+    """A fabric that cannot be read is not taken for none: a claim would lack its IMEX channel for life."""
+    known_faults = len(log.faults)
+    info = log.read("NVLink fabric", fabric_info, handle)
+    if len(log.faults) > known_faults:
+        return UnreadyFabric("unknown", log.faults[-1].text)
+    return None if info is None else fabric_registration(info)

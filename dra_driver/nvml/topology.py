@@ -43,8 +43,10 @@ class PeerMemory:
         if _is_out_of_mig_mode(handle, gpu):
             self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
             return gpu
-        links, fabric = self._gpus.get(gpu.uuid, (gpu.nvlink_links, gpu.fabric))
-        return replace(gpu, nvlink_links=links, fabric=fabric)
+        links, fabric = self._gpus.get(gpu.uuid, (gpu.nvlink_links, None))
+        gpu = replace(gpu, nvlink_links=links)
+        # A registration that was under way before the mode may be complete since.
+        return gpu if gpu.fabric or fabric is None else replace(gpu, fabric=fabric, unready_fabric=None)
 
     def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
         """Where a link leads: a PCI bus ID or a switch. It depends on wires alone and is read once. None where the

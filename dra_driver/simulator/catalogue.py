@@ -20,6 +20,7 @@ PLACEHOLDER_BUS = "ffff:ff:ff.f"
 _BUS_ID = re.compile(r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _ADDRESSING = {"none": 0, "hmm": 1, "ats": 2}
 _FABRIC_STATES = {"not-supported": 0, "not-started": 1, "in-progress": 2, "completed": 3}
+CONFIDENTIAL_MODES = ("off", "on", "devtools", "ppcie")
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
 _CUDA_OF_DRIVER = {
     "535": 12020,
@@ -57,6 +58,8 @@ _SYSTEM = {
     "imex_major": 236,
     "imex_channels": 2048,
     "imex": "ready",
+    "confidential_compute": "off",
+    "confidential_ready": False,
     "host_devices": [],
     "cap_nodes": True,
     "minors_move": False,
@@ -156,6 +159,8 @@ def build(name: str) -> State:
     extra = document.get("models", {})
     models = load_models(extra, {str(item.get("model")) for item in entries})
     driver = document.get("driver", {})
+    system = {**_SYSTEM, **document.get("system", {})}
+    check_confidential_mode(system["confidential_compute"])
     state = State(
         machine=machine,
         version=1,
@@ -165,7 +170,7 @@ def build(name: str) -> State:
         models=models,
         gpus=[_gpu(machine, index, item, document) for index, item in enumerate(entries)],
         functions=[_function(item) for item in document.get("functions", [])],
-        system={**_SYSTEM, **document.get("system", {})},
+        system=system,
         nvlink=document.get("nvlink", {}),
         fabric=_fabric(document.get("fabric", {})),
         missing_functions=list(document.get("missing_functions", [])),
@@ -183,6 +188,15 @@ def _check_keys(machine: str, where: str, item: dict[str, Any], known: set[str])
     if unknown:
         raise InvalidConfigError(
             f"machine {machine}: {where} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+
+
+def check_confidential_mode(mode: object) -> None:
+    """Raises: InvalidConfigError. In YAML on and off without quotes are no strings."""
+    if mode not in CONFIDENTIAL_MODES:
+        raise InvalidConfigError(
+            f"the mode of confidential computing can be {', '.join(CONFIDENTIAL_MODES)}, not {mode!r}; in YAML keep "
+            "the quotes"
         )
 
 

@@ -123,6 +123,13 @@ def imex(directory: Path, state: str, channels: int | None) -> str:
     return f"nvidia-imex of {machine.name} is {state}"
 
 
+def confidential_compute(directory: Path, mode: str, *, ready: bool) -> str:
+    machine = open_existing(directory)
+    machine.set_confidential_compute(mode, ready=ready)
+    accepts = "" if mode == "off" else f", its GPUs are {'ready' if ready else 'not ready'}"
+    return f"confidential computing of {machine.name} is {mode}{accepts}"
+
+
 def host_devices(directory: Path, kinds: list[str]) -> str:
     machine = open_existing(directory)
     machine.set_host_devices(kinds)

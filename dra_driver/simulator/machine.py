@@ -121,6 +121,13 @@ class Machine(Health):
             if channels is not None:
                 now.system["imex_channels"] = channels
 
+    def set_confidential_compute(self, mode: str, *, ready: bool = False) -> None:
+        """The mode that the host set before the GPUs came up, and whether somebody has set the ready state since."""
+        catalogue.check_confidential_mode(mode)
+        with self._change() as now:
+            now.system["confidential_compute"] = mode
+            now.system["confidential_ready"] = ready
+
     def set_host_devices(self, kinds: Iterable[str]) -> None:
         """Have exactly these kinds of nodes: gds, mofed, gdrcopy."""
         wanted = list(kinds)
@@ -149,6 +156,11 @@ class Machine(Health):
                 state.cuda_version = catalogue.cuda_of_driver(version, state.cuda_version)
             self._forget(state)
 
+    def set_missing_functions(self, *names: str) -> None:
+        """Have NVML's library export none of these functions. It counts for a library that is loaded from now on."""
+        with self._change() as state:
+            state.missing_functions = list(names)
+
     def reboot(self) -> None:
         """Reboot: instances, processes and settings are gone, lost GPUs are back, pending changes take effect."""
         with self._change() as state:
@@ -165,6 +177,7 @@ class Machine(Health):
 
     def _forget(self, state: State) -> None:
         """Forget everything that lives in the driver's memory."""
+        state.system["confidential_ready"] = False
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))
         self._policies.reset()

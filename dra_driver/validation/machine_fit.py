@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-import queue
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice, product
-from typing import Any, TypeVar
+from typing import Any
 
 from dra_driver.api.resolve import config_for_result
 from dra_driver.claims.rules.companions import asked_host_devices
-from dra_driver.errors import DraDriverError
+from dra_driver.concurrency.bounded_call import bounded
+from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.companions import NO_COMPANIONS, Companions
 from dra_driver.validation.rules.allocator import (
     AllocationError,
-    Inventory,
+    Wanted,
+    all_wanted,
     allocate_from,
     counters_of,
     less,
     take_inventory,
 )
-from dra_driver.validation.rules.cel.values import Semver
-from dra_driver.validation.rules.explain import (
-    DeviceRequest,
-    Funnel,
-    MachineDevice,
-    funnel,
-    largest_group,
-    machine_devices,
-)
-from dra_driver.validation.rules.manifests import alternatives, default_claim_spec
-from dra_driver.validation.rules.selection import DeviceView, selects
-from dra_driver.validation.rules.selectors import Selector, compiled
+from dra_driver.validation.rules.explain import Funnel, funnel, largest_group
 
 JsonObject = dict[str, Any]
-_T = TypeVar("_T")
 
 _BOUND_S = 5.0
+"""The search through partitions of GPUs can take longer than anybody waits."""
 _MOST_CHOICES = 64
 """Of alternatives, where several requests have some."""
 
@@ -62,14 +49,6 @@ class Fit:
     allocation: JsonObject | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """So many nodes that are machines of one sort."""
-
-    machine: MachineFit
-    count: int = 1
-
-
 class MachineFit:
     """One empty machine: nothing of it is allocated yet."""
 
@@ -80,101 +59,71 @@ class MachineFit:
         self.name = name
         self._companions = companions
         self._driver = driver
-        self._slices = [_stored(entry, number) for number, entry in enumerate(slices)]
         self._node = str(slices[0]["spec"]["nodeName"]) if slices else name
-        devices = [device for entry in slices for device in entry["spec"].get("devices") or ()]
-        self.devices: list[MachineDevice] = machine_devices(driver, devices)
-        self._matches: dict[tuple[str, int], bool] = {}
+        # Pools are read in the order of the names of their slices.
+        named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(slices)]
+        self._empty = take_inventory(named, (), self._node)
+        self.devices = self._empty.candidates
 
     def claim(
         self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject] = ()
     ) -> Fit:
-        """Whether a v1 claim spec fits beside the claims `others`, which hold devices already."""
-        spec = copy.deepcopy(spec)
-        default_claim_spec(spec)
+        """Whether a v1 claim spec fits beside the claims `others`, which hold devices already.
+
+        Raises: AllocationError for a class that is missing, InvalidConfigError and NotJudgedError for a selector.
+        """
         devices = spec.get("devices") or {}
-        wanted = [
-            [_wanted(n, body, classes) for n, body in alternatives(r)] for r in devices.get("requests") or ()
-        ]
+        wanted = all_wanted(devices, classes)
         funnels = tuple(funnel(entry, self.devices) for group in wanted for entry in group)
         short = _first_short(wanted, funnels)
         if short is not None:
             return Fit(funnels, problem=short)
+        claim, left = {"metadata": {"name": "claim"}, "spec": spec}, less(self._empty, others)
         try:
-            allocation = bounded_search(lambda: self._allocate(spec, classes, others))
+            allocation = bounded(
+                "the search", lambda: allocate_from(left, claim, classes, self._node), _BOUND_S
+            )
+        except RetryableError:
+            return Fit(funnels, problem=f"no choice of devices was found within {_BOUND_S:.0f} s")
         except AllocationError as error:
-            return Fit(funnels, problem=self._why_not(wanted, funnels, devices, bool(others)) or str(error))
+            return Fit(funnels, problem=self._why_not(wanted, funnels, devices) or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 
-    def free(self, others: Sequence[JsonObject], names: Collection[str]) -> set[str]:
-        """Those of the named devices of which the claims `others` have nothing: neither all, nor a share, nor a part of
-        the GPU."""
-        inventory = self._left(others)
-        return {
-            candidate.id[2]
-            for candidate in inventory.candidates
-            if candidate.id[2] in names
-            and candidate.id not in inventory.taken
-            and candidate.id not in inventory.shares
-            and all(inventory.counters.get(key, 0) >= least for key, least in counters_of(candidate).items())
+    def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
+        """Why claims with these v1 specs do not fit at one time, as the claims of one pod have to; None if they do."""
+        others: list[JsonObject] = []
+        for spec in specs:
+            fit = self.claim(spec, classes, others)
+            if fit.problem is not None:
+                alone = self.claim(spec, classes)
+                if alone.problem is not None:
+                    return alone.problem
+                text, free, matching = self.taken_away(alone, others)
+                return f"{text} ({free} of {matching} matching devices are free)"
+            others.append({"status": {"allocation": fit.allocation}})
+        return None
+
+    def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
+        """Why a claim that fits alone does not fit beside others; of the request that lacks most, how many devices are
+        free, in whole and with their part of the GPU, and how many match."""
+        left = less(self._empty, others)
+        free = {
+            one.name
+            for one in left.candidates
+            if one.id not in left.taken
+            and one.id not in left.shares
+            and all(left.counters.get(key, 0) >= least for key, least in counters_of(one).items())
         }
-
-    def allocated(
-        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
-    ) -> JsonObject | None:
-        """What a claim with this v1 spec gets beside the claims `others`, as a claim; None if there is not enough left.
-        The time that this takes is not limited. Raises: NotJudgedError."""
-        spec = copy.deepcopy(spec)
-        default_claim_spec(spec)
-        try:
-            return {"status": {"allocation": self._allocate(spec, classes, others)}}
-        except AllocationError:
-            return None
-
-    def with_room(
-        self, body: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
-    ) -> tuple[int, int]:
-        """Of a request, or one alternative of it: how many devices have room for it beside the claims `others`, and how
-        many match. Raises: NotJudgedError."""
-        matching = set(funnel(_wanted("one", body, classes), self.devices).matching)
-        one = {**body, "allocationMode": "ExactCount", "count": 1}
-        claim = {"spec": {"devices": {"requests": [{"name": "one", "exactly": one}]}}}
-        left, found = self._left(others), 0
-        for candidate in left.candidates:
-            if candidate.id[2] in matching:
-                alone = Inventory([candidate], left.taken, left.shares, left.counters)
-                with suppress(AllocationError):
-                    allocate_from(alone, claim, classes, node=self._node, selects=self._selects)
-                    found += 1
-        return found, len(matching)
-
-    def _allocate(
-        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject]
-    ) -> JsonObject:
-        claim = {"metadata": {"name": "claim"}, "spec": spec}
-        return allocate_from(self._left(others), claim, classes, node=self._node, selects=self._selects)
-
-    def _left(self, others: Sequence[JsonObject]) -> Inventory:
-        return less(self._empty, others)
-
-    @cached_property
-    def _empty(self) -> Inventory:
-        return take_inventory(self._slices, (), self._node)
-
-    def _selects(self, expression: str, device: DeviceView) -> bool:
-        """As `selects`; the devices of this machine are looked at once."""
-        key = (expression, id(device))
-        if key not in self._matches:
-            self._matches[key] = selects(expression, device)
-        return self._matches[key]
+        wanted = Counter(request for request, _ in alone.devices)
+        matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}
+        unused = {request: len(free.intersection(names)) for request, names in matching.items()}
+        request = min(matching, key=lambda name: unused[name] - wanted[name])
+        text = f"request {request}: wants {wanted[request]}, other claims have them"
+        return text, unused[request], len(matching[request])
 
     def _why_not(
-        self,
-        wanted: list[list[DeviceRequest]],
-        funnels: tuple[Funnel, ...],
-        devices: JsonObject,
-        beside: bool,
+        self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
     ) -> str | None:
         """The first reason that is known where each request could be served by itself; None if none is."""
         by_name = {found.request: found for found in funnels}
@@ -182,16 +131,13 @@ class MachineFit:
             short = self._constraint_short(constraint, wanted, by_name)
             if short is not None:
                 return short
-        if beside:
-            return "the pod's claims do not fit at one time: each does alone"
-        if sum(len(group) for group in wanted) > 1 or any(
-            entry.count != 1 for group in wanted for entry in group
-        ):
+        entries = [entry for group in wanted for entry in group]
+        if len(entries) > 1 or any(entry.count != 1 for entry in entries):
             return "enough devices match, but no choice of them serves all requests at one time"
         return None
 
     def _constraint_short(
-        self, constraint: JsonObject, wanted: list[list[DeviceRequest]], by_name: Mapping[str, Funnel]
+        self, constraint: JsonObject, wanted: list[list[Wanted]], by_name: Mapping[str, Funnel]
     ) -> str | None:
         """Why a constraint cannot hold, whichever alternatives are taken; None if it can."""
         attribute = constraint.get("matchAttribute")
@@ -208,9 +154,7 @@ class MachineFit:
             texts[f"{short}{f' (by {which})' if which else ''}"] = None
         return f"constraint matchAttribute {attribute}: {'; '.join(texts)}"
 
-    def _group_short(
-        self, attribute: str, chosen: list[DeviceRequest], by_name: Mapping[str, Funnel]
-    ) -> str | None:
+    def _group_short(self, attribute: str, chosen: list[Wanted], by_name: Mapping[str, Funnel]) -> str | None:
         matching = [name for entry in chosen for name in by_name[entry.name].matching]
         count = sum(entry.count or len(by_name[entry.name].matching) for entry in chosen)
         number, value = largest_group(attribute, self.devices, list(dict.fromkeys(matching)))
@@ -222,7 +166,7 @@ class MachineFit:
 
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
-        kinds = {c.name: c.variable["attributes"][self._driver].get("type") for c in self.devices}
+        kinds = {one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices}
         body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
         try:
             claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
@@ -236,7 +180,7 @@ class MachineFit:
         return None
 
 
-def _first_short(wanted: list[list[DeviceRequest]], funnels: tuple[Funnel, ...]) -> str | None:
+def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
     """Why a request cannot be served whatever the others get; None if each can."""
     by_name = {found.request: found for found in funnels}
     for group in wanted:
@@ -248,7 +192,7 @@ def _first_short(wanted: list[list[DeviceRequest]], funnels: tuple[Funnel, ...])
     return None
 
 
-def _short_of(wanted: DeviceRequest, found: Funnel) -> str | None:
+def _short_of(wanted: Wanted, found: Funnel) -> str | None:
     """Why one request cannot be served by itself; None if it can."""
     who = f"request {wanted.name}"
     if found.error is not None:
@@ -259,63 +203,3 @@ def _short_of(wanted: DeviceRequest, found: Funnel) -> str | None:
     if wanted.count is not None and wanted.count > len(found.matching):
         return None if wanted.capacity else f"{who}: wants {wanted.count}, but of {found.sentence()}"
     return None
-
-
-def _wanted(name: str, body: JsonObject, classes: Mapping[str, JsonObject]) -> DeviceRequest:
-    class_name = body["deviceClassName"]
-    requests = (body.get("capacity") or {}).get("requests") or {}
-    return DeviceRequest(
-        name,
-        class_name,
-        _compiled((classes.get(class_name) or {}).get("spec") or {}),
-        _compiled(body),
-        None if body.get("allocationMode") == "All" else body.get("count", 1),
-        tuple((key, str(amount)) for key, amount in requests.items()),
-        tuple(body.get("tolerations") or ()),
-    )
-
-
-def _compiled(body: JsonObject) -> tuple[Selector, ...]:
-    return tuple(compiled(entry["cel"]["expression"]) for entry in body.get("selectors") or ())
-
-
-def _stored(entry: JsonObject, number: int) -> JsonObject:
-    """A slice as the API server would hold it; versions keep their type, which the plain value does not tell. The slice
-    itself stays as it is."""
-    spec = dict(entry["spec"])
-    if spec.get("devices"):
-        spec["devices"] = [_stored_device(device) for device in spec["devices"]]
-    return {**entry, "metadata": {"name": f"{number:04d}"}, "spec": spec}
-
-
-def _stored_device(device: JsonObject) -> JsonObject:
-    attributes = device.get("attributes") or {}
-    versions = {
-        name: {**value, "version": Semver(value["version"])}
-        for name, value in attributes.items()
-        if "version" in value
-    }
-    return {**device, "attributes": attributes | versions} if versions else device
-
-
-def bounded_search(call: Callable[[], _T], bound_s: float = _BOUND_S) -> _T:
-    """The call's result; the search through partitions of GPUs can take longer than anybody waits.
-
-    Raises: AllocationError, also when the time is up.
-    """
-    answers: queue.Queue[tuple[list[_T], Exception | None]] = queue.Queue()
-
-    def work() -> None:
-        try:
-            answers.put(([call()], None))
-        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
-            answers.put(([], error))
-
-    threading.Thread(target=work, name="allocation", daemon=True).start()
-    try:
-        result, error = answers.get(timeout=bound_s)
-    except queue.Empty:
-        raise AllocationError(f"no choice of devices was found within {bound_s:.0f} s") from None
-    if error is not None:
-        raise error
-    return result[0]

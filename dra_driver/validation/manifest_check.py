@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dra_driver.model.units import counted
 from dra_driver.validation.documents import Document
-from dra_driver.validation.machine_fit import Fit, MachineFit, Nodes
-from dra_driver.validation.pod_count import PodCount
-from dra_driver.validation.rules.cel.values import NotJudgedError
-from dra_driver.validation.rules.counting import Demand
+from dra_driver.validation.machine_fit import Fit, MachineFit
 from dra_driver.validation.rules.device_classes import profile_of_class
 from dra_driver.validation.rules.extended_resources import (
     IMPLICIT,
@@ -33,10 +30,11 @@ from dra_driver.validation.rules.manifests import (
     pod_faults,
     unused_claims,
 )
+from dra_driver.validation.rules.selection import NotJudgedError
 from dra_driver.validation.rules.selectors import compiled, driver_asked_for, hints
 from dra_driver.validation.rules.server_answers import Answer
 from dra_driver.validation.rules.standard_classes import standard_classes
-from dra_driver.validation.rules.workloads import PodGroup, surge, workload
+from dra_driver.validation.rules.workloads import pod_specs
 from dra_driver.validation.server_trial import Reference, ServerFindings
 
 JsonObject = dict[str, Any]
@@ -44,8 +42,6 @@ JsonObject = dict[str, Any]
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
-_TAKES_TURNS = ("Job", "CronJob")
-"""Pods of these that find no room run when others have ended."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 _ADMIN_HINT = "adminAccess needs the label"
 
@@ -55,8 +51,7 @@ class DocumentReport:
     """What is said about one document.
 
     `verdict` is OK, FAULT, SKIP for what has nothing to do with this driver, or "not judged" where nobody here can say
-    what Kubernetes makes of a selector. `pods` is how many pods it makes and how many of them fit at once, None if they
-    were not counted. `server` is what the API server made of it, None if it was not to be asked.
+    what Kubernetes makes of a selector. `server` is what the API server made of it, None if it was not to be asked.
     """
 
     place: str
@@ -67,27 +62,18 @@ class DocumentReport:
     notes: list[str] = field(default_factory=list)
     devices: list[dict[str, str]] = field(default_factory=list)
     requests: list[JsonObject] = field(default_factory=list)
-    pods: dict[str, int] | None = None
     server: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The reports, and a sentence on all pods together if several workloads were counted."""
-
-    reports: list[DocumentReport]
-    together: str | None = None
 
 
 def check_documents(
     documents: Sequence[Document],
     driver: str,
-    machines: Sequence[Nodes] = (),
+    machines: Sequence[MachineFit] = (),
     config_faults: Mapping[int, Sequence[str]] | None = None,
     server: ServerFindings | None = None,
     namespace: str = DEFAULT_NAMESPACE,
-) -> Checked:
-    """A report for each document, in their order. Claims are tried on the machines, and pods counted, if there are any.
+) -> list[DocumentReport]:
+    """A report for each document, in their order. Claims are tried on the machines, if there are any.
 
     `config_faults` are the faults of configuration files by the number of the document; `namespace` is that of
     documents that name none.
@@ -102,12 +88,12 @@ def check_documents(
             check.document(document, report)
         except NotJudgedError as error:
             report.verdict = NOT_JUDGED
-            report.notes.append(f"not judged: a selector's CEL: {error}")
+            report.notes.append(f"its selectors are not judged: {error}")
         if server is not None:
             _add_answer(server.answers.get(number), report)
         report.verdict = "FAULT" if report.faults else report.verdict
         reports.append(report)
-    return Checked(reports, check.together())
+    return reports
 
 
 def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
@@ -120,9 +106,9 @@ def references(documents: Sequence[Document], namespace: str) -> list[Reference]
             continue
         own = str(_metadata(content).get("namespace") or namespace)
         there.add((str(content.get("kind")), own, str(_metadata(content).get("name"))))
-        for group in workload(content).groups:
-            if not pod_faults(group.spec, group.path):
-                wanted |= dict.fromkeys((kind, own, name) for kind, name in _claims_of(group))
+        for path, spec in pod_specs(content):
+            if not pod_faults(spec, path):
+                wanted |= dict.fromkeys((kind, own, name) for kind, name in _claims_of(spec))
     return [reference for reference in wanted if reference not in there]
 
 
@@ -152,7 +138,7 @@ class ManifestCheck:
         self,
         documents: Sequence[Document],
         driver: str,
-        machines: Sequence[Nodes],
+        machines: Sequence[MachineFit],
         server: ServerFindings | None,
         namespace: str,
     ) -> None:
@@ -160,19 +146,15 @@ class ManifestCheck:
         self._machines = machines
         self._server = server
         self._namespace = namespace
-        self._variables = [device.variable for nodes in machines for device in nodes.machine.devices]
-        attributes = [variable["attributes"][driver] for variable in self._variables]
+        self._devices = [device.view for machine in machines for device in machine.devices]
+        attributes = [device.attributes.get(driver, {}) for device in self._devices]
         self._has_mig = any("profile" in one for one in attributes) or not any(
             one.get("migCapable") for one in attributes
         )
+        profiles = {one.get("profile") for one in attributes}
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
         self._labels: dict[str, JsonObject] = {}
-        self._demands: list[tuple[str, Demand]] = []
-        known = server.classes if server is not None else None
-        self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
-        classes = self._standard(documents) if self._cluster_classes is None else self._cluster_classes
-        self._classes: dict[str, JsonObject] = dict(classes)
         for document in documents:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
@@ -184,27 +166,16 @@ class ManifestCheck:
             faults = [str(fault) for fault in object_faults(content, driver)]
             self._faults[id(document)] = faults
             if not faults:
-                own = "" if kind == "DeviceClass" else self._namespace_of(content)
-                self._good[kind, own, str(content["metadata"].get("name"))] = as_v1(content)
-        self._own = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
-        self._classes |= self._own
-        self._count = PodCount(machines, self._classes) if machines else None
-
-    def _standard(self, documents: Sequence[Document]) -> Mapping[str, JsonObject]:
-        """The classes that come with the driver, and those of MIG profiles that the machines or the documents name."""
-        attributes = [variable["attributes"][self._driver] for variable in self._variables]
-        profiles = {one["profile"] for one in attributes if "profile" in one}
-        classes = dict(standard_classes(self._driver, profiles))
-        for document in documents:
-            content = document.content
-            if (
-                isinstance(content, dict)
-                and content.get("kind") in KINDS
-                and not object_faults(content, self._driver)
-            ):
-                found = map(profile_of_class, _class_names(content))
-                profiles |= {profile for profile in found if profile is not None}
-        return {**standard_classes(self._driver, profiles), **classes}
+                v1, of_cluster = as_v1(content), kind == "DeviceClass"
+                own = "" if of_cluster else self._namespace_of(content)
+                self._good[kind, own, str(content["metadata"].get("name"))] = v1
+                profiles |= set() if of_cluster else set(map(profile_of_class, class_names(v1)))
+        known = server.classes if server is not None else None
+        self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
+        # Those that come with the driver, and those of MIG profiles that the machines or the documents name.
+        standard = standard_classes(driver, filter(None, profiles)) if known is None else {}
+        of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
+        self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
 
     def _namespace_of(self, content: JsonObject) -> str:
         return str(_metadata(content).get("namespace") or self._namespace)
@@ -222,9 +193,8 @@ class ManifestCheck:
                 self._object(content, as_v1(content), report)
         elif is_parameters(content):
             report.faults += [str(fault) for fault in parameter_faults(content, "")]
-        elif (found := workload(content)).groups or found.faults:
-            report.faults += [str(fault) for fault in found.faults]
-            self._workload(content, found.groups, report)
+        elif pods := list(pod_specs(content)):
+            self._pods(pods, self._namespace_of(content), report)
         elif "kind" in content or "apiVersion" in content:
             report.verdict = "SKIP"
             report.notes.append("not looked at: nothing in it concerns this driver")
@@ -256,8 +226,7 @@ class ManifestCheck:
             return
         request = {"name": "device", "exactly": {"deviceClassName": name}}
         errors: dict[str, None] = {}
-        for nodes in self._machines:
-            machine = nodes.machine
+        for machine in self._machines:
             found = machine.claim({"devices": {"requests": [request]}}, {name: v1}).funnels[0]
             report.requests.append(asdict(found))
             if found.error is not None:
@@ -305,7 +274,7 @@ class ManifestCheck:
             if class_name is not None and (class_name not in self._classes or self._other_driver(class_name)):
                 continue  # its devices are not known here
             for selector in body.get("selectors") or ():
-                yield from hints(selector["cel"]["expression"], self._driver, self._variables)
+                yield from hints(selector["cel"]["expression"], self._driver, self._devices)
 
     def _judge_selectors(self, v1: JsonObject) -> None:
         """Raises: NotJudgedError if nobody can say what the API server makes of one."""
@@ -321,7 +290,7 @@ class ManifestCheck:
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
         """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
-        fits = [(nodes.machine, nodes.machine.claim(spec, self._classes)) for nodes in self._machines]
+        fits = [(machine, machine.claim(spec, self._classes)) for machine in self._machines]
         bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
         good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
         against = [fit.refusal or f"does not fit {machine.name}: {fit.problem}" for machine, fit in bad]
@@ -350,46 +319,41 @@ class ManifestCheck:
             f"fits{where}, for example: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
         )
 
-    def _workload(self, content: JsonObject, groups: Sequence[PodGroup], report: DocumentReport) -> None:
-        for group in groups:
-            report.faults += [str(fault) for fault in pod_faults(group.spec, group.path)]
+    def _pods(self, pods: Sequence[tuple[str, JsonObject]], namespace: str, report: DocumentReport) -> None:
+        for path, spec in pods:
+            report.faults += [str(fault) for fault in pod_faults(spec, path)]
         if report.faults:
             return
-        for group in groups:
+        for _, spec in pods:
             report.hints += [
                 f"no container uses the claim {name}: its devices are taken for nothing; "
                 "list it under resources.claims of a container"
-                for name in unused_claims(group.spec)
+                for name in unused_claims(spec)
             ]
-        demands = [self._demand(group, self._namespace_of(content), report) for group in groups]
-        known = [demand for demand in demands if demand is not None]
-        if self._count is None or len(known) < len(demands) or report.faults:
-            return
-        if any(demand.own or demand.named for demand in known):
-            self._count_pods(content, groups, known, report)
+            self._try_pod(spec, namespace, report)
 
-    def _demand(self, group: PodGroup, namespace: str, report: DocumentReport) -> Demand | None:
-        """The claims of a group's pods; None if one of them is not known, or cannot be had by itself."""
-        own: list[JsonObject] = []
-        named: dict[str, JsonObject] = {}
-        is_known = True
-        requests = self._extended(group.spec, report)
-        if requests:
-            extended = {"devices": {"requests": requests}}
-            own.append(extended)
-            is_known = self._try_claim(extended, report)
-        for kind, name in _claims_of(group):
+    def _try_pod(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
+        """One pod: each of its claims, and all of them at one time."""
+        requests = self._extended(spec, report)
+        claims = [{"devices": {"requests": requests}}] if requests else []
+        all_fit = all([self._try_claim(claim, report) for claim in claims])
+        for kind, name in _claims_of(spec):
             found = self._claim(kind, namespace, name, report)
-            if found is None:
-                is_known = False
-            elif kind == "ResourceClaim":
-                named[f"{namespace}/{name}"] = found
-            else:
-                own.append(found)
-        return Demand(tuple(own), named, group.count) if is_known else None
+            all_fit = all_fit and found is not None
+            claims += [found] if found is not None else []
+        if len(claims) < 2 or not all_fit or not self._machines:
+            return
+        short = {machine.name: machine.together(claims, self._classes) for machine in self._machines}
+        if None in short.values():
+            report.notes.append(f"its {len(claims)} claims fit at one time")
+        else:
+            report.faults += [
+                f"its {len(claims)} claims do not fit on {name} at one time, though each does alone: {text}"
+                for name, text in short.items()
+            ]
 
     def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
-        """The spec of a claim that pods name, if it is one that can be had from an empty machine."""
+        """The spec of a claim that a pod names, if it is one that can be had from an empty machine."""
         reference = (kind, namespace, name)
         shown = f"{kind} {namespace}/{name}"
         found = self._good.get(reference)
@@ -407,84 +371,11 @@ class ManifestCheck:
         names = set(class_names(found))
         if names - set(self._classes) or any(self._other_driver(name) for name in names):
             return None
-        fits = [nodes.machine.claim(spec, self._classes) for nodes in self._machines]
+        fits = [machine.claim(spec, self._classes) for machine in self._machines]
         if fits and all(fit.problem is not None for fit in fits):
-            report.notes.append(f"its pods are not counted: {shown} does not fit")
+            report.notes.append(f"{shown} does not fit")
             return None
         return spec
-
-    def _count_pods(
-        self,
-        content: JsonObject,
-        groups: Sequence[PodGroup],
-        demands: Sequence[Demand],
-        report: DocumentReport,
-    ) -> None:
-        assert self._count is not None  # noqa: S101
-        verdict = self._count.verdict(demands)
-        if verdict.count is None:
-            report.notes.append("its pods are not counted: the search for devices took too long")
-            return
-        count = verdict.count
-        report.pods = {"wanted": count.wanted, "fitting": count.fitting}
-        where = self._count.where
-        is_pod = content.get("kind") == "Pod"
-        claims = sum(len(demand.own) + len(demand.named) for demand in demands)
-        if not verdict.fits:
-            fits = f"{count.fitting} of {count.wanted} pods fit at once on {where}"
-            if count.wanted == 1:
-                fits = f"its {claims} claims do not fit on {where} at one time, though each does alone"
-            which = f" for a pod of {_of(groups[verdict.group])}" if len(groups) > 1 else ""
-            if content.get("kind") in _TAKES_TURNS and count.fitting:
-                report.hints.append(
-                    f"{fits}, the others wait until these have ended (if they need each other, none goes on):"
-                    f"{which} {verdict.short}"
-                )
-            else:
-                report.faults.append(f"{fits}:{which} {verdict.short}")
-            return
-        self._demands += [(report.name, demand) for demand in demands]
-        if is_pod:
-            if claims > 1:
-                report.notes.append(f"its {claims} claims fit at one time")
-        elif not count.wanted:
-            report.notes.append("it wants no pods")
-        else:
-            pods = f"its {count.wanted} pods fit at once" if count.wanted > 1 else "its pod fits"
-            used = f", on {count.nodes} of them" if count.nodes < self._count.nodes else ""
-            report.notes.append(f"{pods} on {where}{used}")
-        self._surge_hint(content, demands, count.wanted, report)
-
-    def _surge_hint(
-        self, content: JsonObject, demands: Sequence[Demand], wanted: int, report: DocumentReport
-    ) -> None:
-        """A rolling update that first starts a pod more hangs where there is no room for it."""
-        assert self._count is not None  # noqa: S101
-        if not surge(content, wanted):
-            return
-        (demand,) = demands
-        more = self._count.verdict([replace(demand, count=wanted + 1)])
-        if more.count is not None and not more.fits:
-            report.hints.append(
-                "a rolling update starts a new pod before it ends an old one, and there is no room for one more; "
-                "use strategy Recreate, or maxSurge 0 with maxUnavailable 1"
-            )
-
-    def together(self) -> str | None:
-        """All pods that were counted and fit by themselves, if they are of several objects."""
-        owners = list(dict.fromkeys(name for name, _ in self._demands))
-        if self._count is None or len(owners) < 2:
-            return None
-        verdict = self._count.verdict([demand for _, demand in self._demands])
-        if verdict.count is None:
-            return None
-        count, where = verdict.count, self._count.where
-        if verdict.fits:
-            return f"all {count.wanted} pods of these {len(owners)} workloads fit at once on {where}"
-        return (
-            f"{count.fitting} of {count.wanted} pods of these {len(owners)} workloads fit at once on {where}; "
-            f"short is {self._demands[verdict.group][0]}: {verdict.short}"
-        )
 
     def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
         """The requests of devices that are asked for the old way, as `nvidia.com/gpu: 1`."""
@@ -513,27 +404,18 @@ def _metadata(content: JsonObject) -> JsonObject:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _claims_of(group: PodGroup) -> list[tuple[str, str]]:
-    """Kind and name of the claims and templates that pods name."""
+def _claims_of(spec: JsonObject) -> list[tuple[str, str]]:
+    """Kind and name of the claims and templates that a pod names."""
     return [
         ("ResourceClaim", str(entry["resourceClaimName"]))
         if entry.get("resourceClaimName")
         else ("ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
-        for entry in group.spec.get("resourceClaims") or ()
+        for entry in spec.get("resourceClaims") or ()
     ]
-
-
-def _of(group: PodGroup) -> str:
-    """What a group is of: `spec.replicatedJobs[0]`."""
-    return group.path.partition(".template")[0]
 
 
 def _classes_of(spec: JsonObject) -> list[str]:
     return [str(body["deviceClassName"]) for body in _bodies(spec)]
-
-
-def _class_names(content: JsonObject) -> list[str]:
-    return [] if content["kind"] == "DeviceClass" else class_names(as_v1(content))
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:

@@ -14,10 +14,10 @@ from itertools import accumulate, islice
 from typing import Any
 
 from dra_driver.errors import DraDriverError
-from dra_driver.validation.machine_fit import Fit, MachineFit, bounded_search
+from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.allocator import AllocationError, allocated_to
-from dra_driver.validation.rules.cel.values import CelError, NotJudgedError
 from dra_driver.validation.rules.manifests import bodies
+from dra_driver.validation.rules.selection import NotJudgedError
 
 JsonObject = dict[str, Any]
 
@@ -160,12 +160,7 @@ class _Cluster:
         try:
             kinds, untried = self._kinds_for(_named(claim, self._classes))
             return self._tried(claim["spec"], kinds, untried)
-        except (
-            DraDriverError,
-            AllocationError,
-            CelError,
-            NotJudgedError,
-        ) as error:  # such a claim must not hide the others
+        except (DraDriverError, AllocationError, NotJudgedError) as error:  # it must not hide the others
             return PendingClaim("", "", unknown=str(error))
 
     def _tried(self, spec: JsonObject, kinds: Iterable[_Kind], untried: int) -> PendingClaim:
@@ -176,10 +171,8 @@ class _Cluster:
             alone = kind.machine.claim(spec, self._classes)
             if alone.problem is not None:
                 reasons[alone.problem] += len(kind.nodes)
-            elif kind.others and not self._fits_beside(spec, kind):
-                matching_names = {name for found in alone.funnels for name in found.matching}
-                free_names = kind.machine.free(kind.others, matching_names)
-                reason, free, matching = _taken_away(alone, free_names)
+            elif kind.others and kind.machine.claim(spec, self._classes, kind.others).problem is not None:
+                reason, free, matching = kind.machine.taken_away(alone, kind.others)
                 reasons[reason] += len(kind.nodes)
                 best[reason] = max(best.get(reason, (-1, 0, "")), (free, matching, kind.nodes[0]))
             else:
@@ -190,13 +183,6 @@ class _Cluster:
         }
         ranked = tuple((texts.get(reason, reason), number) for reason, number in reasons.most_common())
         return PendingClaim("", "", reasons=ranked, fits=tuple(fits), untried=untried)
-
-    def _fits_beside(self, spec: JsonObject, kind: _Kind) -> bool:
-        try:
-            found = bounded_search(lambda: kind.machine.allocated(spec, self._classes, kind.others))
-        except AllocationError:  # nothing was found for as long as anybody waits
-            return False
-        return found is not None
 
     def _alike(self, named: Sequence[frozenset[str]]) -> list[dict[bytes, list[str]]]:
         """The pools that look the same, for each set; all in one turn, because unpacking a pool takes the longest."""
@@ -212,8 +198,8 @@ class _Cluster:
                 for result in _results(claim, self._driver)
                 if result["pool"] == pool and not result.get("adminAccess")
             ]
-            for found, look in zip(alike, _looks(slices, results, named), strict=True):
-                found.setdefault(look, []).append(pool)
+            for found, attributes in zip(alike, named, strict=True):
+                found.setdefault(_look(slices, results, attributes), []).append(pool)
         return alike
 
     def _kinds_for(self, named: frozenset[str]) -> tuple[list[_Kind], int]:
@@ -232,17 +218,6 @@ class _Cluster:
         slices, others = self._pools[first], self._holding.get(first, ())
         nodes = tuple(self._nodes[pool] for pool in pools)
         return _Kind(MachineFit(nodes[0], self._driver, slices), others, nodes)
-
-
-def _taken_away(alone: Fit, free: Collection[str]) -> tuple[str, int, int]:
-    """Why a claim that an empty node could serve does not fit beside others; of the request that lacks most, how many
-    devices are free and how many match."""
-    wanted = Counter(request for request, _ in alone.devices)
-    matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}
-    left = {request: len([name for name in names if name in free]) for request, names in matching.items()}
-    request = min(matching, key=lambda name: left[name] - wanted[name])
-    text = f"request {request}: wants {wanted[request]}, other claims have them"
-    return text, left[request], len(matching[request])
 
 
 def _results(claim: JsonObject, driver: str) -> list[JsonObject]:
@@ -294,44 +269,43 @@ def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[st
     return frozenset(name for name in _OWN | _RELATED if re.search(rf"\b{name}\b(?!\()", text))
 
 
-def _looks(
-    slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: Iterable[frozenset[str]]
-) -> list[bytes]:
-    """What a node has and what is taken of it, without what makes it this node; in any order of its GPUs. A digest for
-    each set of attributes that are told apart by their values."""
+def _look(slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: frozenset[str]) -> bytes:
+    """A digest of what a node has and what is taken of it, without what makes it this node, in any order of its GPUs.
+    Attributes that are `named` are told apart by their values."""
     held: dict[str, list[str]] = {}
     for result in taken:
         held.setdefault(result["device"], []).append(repr(result.get("consumedCapacity") or {}))
     devices = [device for entry in slices for device in entry["spec"].get("devices") or ()]
-    known: dict[bytes, _Attributes] = {}  # MIG devices of a GPU and a profile have the same
-    attributes = [_attributes(device, known) for device in devices]
-    often = Counter(relation for one in attributes for relation in one.relations)
+    own, related = _OWN - named, _RELATED - named
+    often = Counter(
+        (name, repr(value))
+        for device in devices
+        for name, value in (device.get("attributes") or {}).items()
+        if _short(name) in related
+    )
     numbers = {value: number for number, value in enumerate(value for value in often if often[value] > 1)}
     counters = {
         entry["name"]: _bytes(entry["counters"])
         for content in slices
         for entry in content["spec"].get("sharedCounters") or ()
     }
-    gpus: list[dict[str, list[bytes]]] = [{} for _ in named]
-    for device, one in zip(devices, attributes, strict=True):
+    gpus: dict[str, list[bytes]] = {}
+    for device in devices:
+        attributes = [
+            (name, numbers.get((name, repr(value))) if _short(name) in related else value)
+            for name, value in (device.get("attributes") or {}).items()
+            if _short(name) not in own
+        ]
+        taints = [(taint["key"], taint.get("value"), taint["effect"]) for taint in device.get("taints") or ()]
         consumed = device.get("consumesCounters") or ()
         sets = sorted(entry["counterSet"] for entry in consumed)
+        content = (
+            attributes, device.get("capacity"), taints, [entry["counters"] for entry in consumed],
+            device.get("allowMultipleAllocations"), sorted(held.get(device["name"], ())),
+        )  # fmt: skip
         gpu = " ".join(sets) or f"device {device['name']}"
-        common = one.plain + _content(device, held.get(device["name"], ()))
-        relations = [(relation[0], numbers.get(relation)) for relation in one.relations]
-        for wanted, found in zip(named, gpus, strict=True):
-            values = [(name, value) for name, value in one.own if _short(name) in wanted]
-            others = [(name, number) for name, number in relations if _short(name) not in wanted]
-            parts = found.setdefault(gpu, [counters.get(name, b"") for name in sets])
-            parts.append(common + _bytes([values, others]))
-    return [_digest(found.values()) for found in gpus]
-
-
-def _digest(gpus: Iterable[Sequence[bytes]]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for one in sorted(_bytes(parts) for parts in gpus):
-        digest.update(one)
-    return digest.digest()
+        gpus.setdefault(gpu, [counters.get(name, b"") for name in sets]).append(_bytes(content))
+    return hashlib.blake2b(_bytes(sorted(map(_bytes, gpus.values()))), digest_size=16).digest()
 
 
 def _bytes(content: Any) -> bytes:
@@ -343,34 +317,3 @@ def _bytes(content: Any) -> bytes:
 @lru_cache(maxsize=4096)
 def _short(name: str) -> str:
     return name.rpartition("/")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """Of a device: what matters whatever a selector names, what differs from device to device, and of that what matters
-    by being equal."""
-
-    plain: bytes
-    own: tuple[tuple[str, JsonObject], ...]
-    relations: tuple[tuple[str, str], ...]
-
-
-def _attributes(device: JsonObject, known: dict[bytes, _Attributes]) -> _Attributes:
-    attributes = device.get("attributes") or {}
-    key = _bytes(attributes)
-    if key not in known:
-        own = {name for name in attributes if _short(name) in _OWN or _short(name) in _RELATED}
-        known[key] = _Attributes(
-            _bytes([(name, value) for name, value in attributes.items() if name not in own]),
-            tuple((name, value) for name, value in attributes.items() if name in own),
-            tuple((name, repr(value)) for name, value in attributes.items() if _short(name) in _RELATED),
-        )
-    return known[key]
-
-
-def _content(device: JsonObject, held: Iterable[str]) -> bytes:
-    """What matters of a device beside its attributes."""
-    taints = [(taint["key"], taint.get("value"), taint["effect"]) for taint in device.get("taints") or ()]
-    consumed = [entry["counters"] for entry in device.get("consumesCounters") or ()]
-    shared = device.get("allowMultipleAllocations")
-    return _bytes((device.get("capacity"), taints, consumed, shared, sorted(held)))

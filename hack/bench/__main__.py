@@ -88,9 +88,9 @@ def measure(runs: int, cycles: int) -> list[Row]:
         cpu, writes = idle(node, _IDLE_S)
         crowd, crowd_unprepared, spoiled = crowded(node, 10, 1000, 10 * runs)
         rows = [
-            Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.5),
+            Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.9),
             Row("the same with its files on the disk only", cold_started, "s", None),
-            Row("start -> slices published", [two for _, two in started], "s", 0.7),
+            Row("start -> slices published", [two for _, two in started], "s", 1.0),
             Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
             Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 20),
             Row("NodeUnprepareResources, alone", unprepared, "ms", None),
@@ -99,8 +99,8 @@ def measure(runs: int, cycles: int) -> list[Row]:
             Row("Unprepare beside 1,000 claims, times beside 10", crowd_unprepared, "", 1.5),
             Row("CPU of one Prepare and Unprepare", cpu_ms, "ms", 10),
             Row("slices back after a wipe", wiped, "s", 0.2),
-            Row("resident memory, idle, 8 GPUs", memory, "MiB", 58),
-            Row("idle: CPU of one core", [cpu], "%", 0.1),
+            Row("resident memory, idle, 8 GPUs", memory, "MiB", 75),
+            Row("idle: CPU of one core", [cpu], "%", 0.4),
             Row(f"idle: API writes in {_IDLE_S:.0f} s", [writes], "", 0),
         ]
         if cycles:
@@ -139,7 +139,7 @@ def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
     daemon, *others = real.driver_processes()
     replaced = [mine - theirs for mine, theirs in zip(found.replaced, found.replaced_control, strict=True)]
     return [
-        Row("start -> slices published", published, "s", 0.7),
+        Row("start -> slices published", published, "s", 1.0),
         Row("one pod running", found.one, "s", None),
         Row("  the same without a claim", found.one_control, "s", None),
         Row("eight pods running", found.eight, "s", None),
@@ -151,14 +151,14 @@ def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
         Row("  the same without claims", found.replaced_control, "s", None),
         Row("  difference", replaced, "s", 2.5),
         Row("slices back after a wipe", found.wiped, "s", 0.2),
-        Row("resident memory of the daemon", [real.memory_mib(daemon, "Rss")], "MiB", 58),
+        Row("resident memory of the daemon", [real.memory_mib(daemon, "Rss")], "MiB", 75),
         Row(
             f"proportional memory of all {1 + len(others)} processes",
             [sum(real.memory_mib(pid, "Pss") for pid in (daemon, *others))],
             "MiB",
             None,
         ),
-        Row(f"idle for {idle_s:g} s: CPU of one core", [idle_cpu], "%", 0.1),
+        Row(f"idle for {idle_s:g} s: CPU of one core", [idle_cpu], "%", 0.4),
     ]
 
 

@@ -21,9 +21,7 @@ _HERE = Path(__file__).resolve().parent
 
 # By a part of the path of the code, the first that fits.
 _PARTS = (
-    ("h2/", "gRPC and protobuf"),
-    ("hpack/", "gRPC and protobuf"),
-    ("hyperframe/", "gRPC and protobuf"),
+    ("grpc/", "gRPC and protobuf"),
     ("google/", "gRPC and protobuf"),
     ("dra_driver/kubelet/", "gRPC and protobuf"),
     ("urllib3/", "asking the API server"),

@@ -36,17 +36,16 @@ def steps(scratch: str) -> Iterator[Step]:
     def serve(name: str) -> None:
         structlog = sys.modules["structlog"]
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-        listener = sys.modules["dra_driver.kubelet.listener"]
-        workers = sys.modules["dra_driver.kubelet.workers"].Workers(name, limit=4)
-        kept.append(listener.Listener(name, pathlib.Path(scratch, f"{name}.sock"), {}, workers))
+        serving = sys.modules["dra_driver.kubelet.serving"]
+        kept.append(serving.SocketServer(name, pathlib.Path(scratch, f"{name}.sock"), {}))
         kept[-1].start()
 
     yield "standard library", _load("dataclasses", "inspect", "json", "logging", "threading", "subprocess")
     yield "OpenSSL", _load("ssl")
-    yield "asyncio, which structlog imports", _load("asyncio")
+    yield "asyncio, which gRPC and structlog import", _load("asyncio")
     yield "structlog", _load("structlog")
     yield "urllib3, http.client", _load("http.client", "urllib3")
-    yield "h2, for gRPC", _load("h2.connection")
+    yield "gRPC", _load("grpc")
     yield "protobuf", _load("dra_driver.kubelet.pb.dra_v1_pb2")
     yield "pynvml", _load("pynvml")
     yield "prometheus-client", _load("prometheus_client")

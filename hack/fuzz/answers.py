@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from dra_driver import logs
@@ -18,17 +17,16 @@ from dra_driver.kube.slices import slice_event
 from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.model.claim import ClaimRef
 from dra_driver.validation.documents import read_documents
-from dra_driver.validation.rules.cel.values import CelError, NotJudgedError, Semver
-from dra_driver.validation.rules.selectors import compiled
+from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
+from dra_driver.validation.rules.selectors import compiled, hints
 
 LONGEST_WAIT_S = 600.0
 LONGEST_ERROR = 2_000
 LONGEST_LOG_TEXT = 20_000
-DEVICE: dict[str, Any] = {
-    "driver": "a",
-    "attributes": {"a": {"type": "gpu", "version": Semver("9.0.0"), "list": ["a", "b"]}},
-    "capacity": {},
-}
+DEVICE = view(
+    "a",
+    {"attributes": {"type": {"string": "gpu"}, "version": {"version": "9.0.0"}, "list": {"strings": ["a"]}}},
+)
 
 Parser = Callable[[bytes], object]
 
@@ -115,8 +113,10 @@ def documents(directory: Path) -> Parser:
 
 def selector(content: bytes) -> None:
     """CEL of selectors, for a device."""
-    with suppress(InvalidConfigError, NotJudgedError, CelError):
-        chosen = compiled(content.decode(errors="replace"))
+    text = content.decode(errors="replace")
+    hints(text, "a", [DEVICE])
+    with suppress(InvalidConfigError, NotJudgedError, SelectorError):
+        chosen = compiled(text)
         if not chosen.matches(DEVICE):
             chosen.why_not(DEVICE)
 

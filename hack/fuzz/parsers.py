@@ -6,17 +6,13 @@ Each target catches the errors that the function's docstring names, and no other
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 from google.protobuf.message import DecodeError
-from h2.exceptions import ProtocolError
 
 from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
@@ -46,11 +42,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.kube.convert import from_version, to_version
 from dra_driver.kubelet.claim_check import check_claims
-from dra_driver.kubelet.grpc_client import exchange
-from dra_driver.kubelet.grpc_server import Connection, GrpcServer, Limits, Method
-from dra_driver.kubelet.grpc_wire import RpcError
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
-from dra_driver.kubelet.workers import Workers
 from dra_driver.mig import ledger
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -63,7 +55,7 @@ from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.records import DaemonRecords
 from dra_driver.settings import read_config_file
 from fuzz import answers, samples
-from fuzz.loop import HANG_S, Target
+from fuzz.loop import Target
 from fuzz.samples import DEVICE, DRIVER, GPU, UID
 
 Json = dict[str, Any]
@@ -77,8 +69,6 @@ def targets(scratch: Path) -> tuple[Target, ...]:
     """All of them; those that read files get directories of their own below `scratch`."""
     parsers: dict[str, Parser] = {
         "kubelet-message": kubelet_message,
-        "http2": http2_call,
-        "http2-answer": http2_answer,
         "claim-names": claim_names,
         "claim": claim_object,
         "parameters": parameters,
@@ -106,58 +96,6 @@ def targets(scratch: Path) -> tuple[Target, ...]:
 def _made(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-class _Peer:
-    """A socket whose other end says `content`."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def recv(self, size: int) -> bytes:
-        part, self.content = self.content[:size], self.content[size:]
-        return part
-
-    def sendall(self, data: bytes) -> None:
-        """Nobody reads it."""
-
-    def settimeout(self, seconds: float) -> None:
-        """Nothing waits."""
-
-    def shutdown(self, how: int) -> None:
-        """Nothing is open."""
-
-
-class _Later(Workers):
-    """Keeps the work: a worker needs the lock that whoever gives it the work holds."""
-
-    def __init__(self) -> None:
-        super().__init__("fuzz", limit=1)
-        self.work: list[Callable[[], Any]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.work.append(partial(fn, *args, **kwargs))
-        return Future()
-
-
-def http2_call(content: bytes) -> None:
-    """What a client sends to our sockets after its greeting."""
-    workers = _Later()
-    limits = Limits(connections=1, calls=4, request_bytes=1000, answer_bytes=1000)
-    answer = Method(lambda request, _: request, registration_pb2.InfoRequest.FromString)
-    connection = Connection(GrpcServer({"/a": answer}, workers, limits), cast("Any", _Peer(b"")), limits)
-    with suppress(ProtocolError):
-        connection.take(samples.HTTP2_GREETING + content)
-    for work in workers.work:
-        work()
-    connection.close()
-
-
-def http2_answer(content: bytes) -> None:
-    """What another driver's socket answers when `doctor` asks it."""
-    peer = cast("Any", _Peer(content))
-    with suppress(RpcError, ProtocolError):
-        exchange(peer, "/a", b"", time.monotonic() + HANG_S)
 
 
 def kubelet_message(content: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dra_driver.kubelet.grpc_wire import framed, http2
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 
 Json = dict[str, Any]
@@ -104,27 +103,6 @@ cdi_spec_dirs = ["/etc/cdi"]
 """
 
 
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
-
-
-def _http2(*, is_client: bool) -> bytes:
-    """One call after the greeting, or its answer."""
-    connection = http2(is_client=is_client, max_calls=4)
-    connection.initiate_connection()
-    if is_client:
-        connection.data_to_send()
-        connection.send_headers(
-            1, [(":method", "POST"), (":scheme", "http"), (":path", "/a"), (":authority", "x")]
-        )
-        connection.send_data(1, framed(b""), end_stream=True)
-    else:
-        connection.receive_data(HTTP2_GREETING + _http2(is_client=True))
-        connection.send_headers(1, [(":status", "200")])
-        connection.send_data(1, framed(b""))
-        connection.send_headers(1, [("grpc-status", "0"), ("grpc-message", "a%20b")], end_stream=True)
-    return connection.data_to_send()
-
-
 def seeds(target: str) -> tuple[bytes, ...]:
     """The good inputs of a target."""
     return tuple(_bytes(seed) for seed in _seeds()[target])
@@ -134,8 +112,6 @@ def _seeds() -> dict[str, tuple[bytes | str | Json | list[Any], ...]]:
     claim = {"results": [_RESULT], "config": _CONFIG}
     return {
         "kubelet-message": (_message(), registration_pb2.PluginInfo(type="DRAPlugin").SerializeToString()),
-        "http2": (_http2(is_client=True),),
-        "http2-answer": (_http2(is_client=False),),
         "claim-names": (f"default\nclaim\n{UID}\ngpu", "a\na.b-c\nA_1\nr/s\npod-claim", "..\n..\n..\n.."),
         "claim": (claim, {}),
         "parameters": PARAMETERS,

@@ -10,6 +10,7 @@ import pynvml  # noqa: TID251  a recording holds what the binding answers, not w
 
 from dra_driver.errors import DraDriverError
 from dra_driver.model.gpu import Gpu
+from dra_driver.nvml.fabric import fabric_info
 from dra_driver.nvml.failures import nvml_errors, supported
 from dra_driver.nvml.readings import FaultLog, link_states
 from gpucheck.migfacts import profile_rows
@@ -88,21 +89,18 @@ class Reader:
 
     def fabric(self) -> JsonObject | None:
         """Registration with the NVLink fabric, in the words of a machine file."""
-        for name in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
-            struct = getattr(pynvml, name, None)
-            info = None if struct is None else struct()
-            if info is None or self.get(pynvml.nvmlDeviceGetGpuFabricInfoV, ctypes.byref(info)) is None:
-                continue
-            cluster = bytes(info.clusterUuid)
-            return {
-                "state": _FABRIC_STATES.get(int(info.state), "not-supported"),
-                "status": int(info.status),
-                "cluster": cluster.hex() if any(cluster) else "none",
-                "clique": int(info.cliqueId),
-                "health_mask": int(info.healthMask),
-                "health_summary": int(getattr(info, "healthSummary", 0)),
-            }
-        return None
+        info = self.get(fabric_info)
+        if info is None:
+            return None
+        cluster = bytes(info.clusterUuid)
+        return {
+            "state": _FABRIC_STATES.get(int(info.state), "not-supported"),
+            "status": int(info.status),
+            "cluster": cluster.hex() if any(cluster) else "none",
+            "clique": int(info.cliqueId),
+            "health_mask": int(getattr(info, "healthMask", 0)),
+            "health_summary": int(getattr(info, "healthSummary", 0)),
+        }
 
     def platform(self) -> JsonObject | None:
         """The place in a rack. Read as memory, since the binding types these bytes as characters."""

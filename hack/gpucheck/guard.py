@@ -17,6 +17,7 @@ ALLOWED = frozenset(
         "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString",
         "nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion",
         "nvmlSystemGetCudaDriverVersion", "nvmlSystemGetCudaDriverVersion_v2",
+        "nvmlSystemGetConfComputeSettings", "nvmlSystemGetConfComputeState",
         "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID",
         "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetMinorNumber",
         "nvmlDeviceGetName", "nvmlDeviceGetBrand", "nvmlDeviceGetArchitecture", "nvmlDeviceGetSerial",

@@ -198,6 +198,7 @@ def _system(view: View) -> JsonObject:
         **{name: majors.get(driver) for name, driver in _MAJORS.items()},
         "cap_nodes": _cap_nodes_are_made(view),
         "cdi_hook": view.machine.found("/usr/bin/nvidia-cdi-hook") is not None or None,
+        "confidential_compute": view.inventory.confidential_compute,
     }
     return {name: value for name, value in system.items() if value is not None}
 

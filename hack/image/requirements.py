@@ -1,7 +1,8 @@
 """Print what the image needs of pyproject.toml's dependencies, for `make lock`.
 
 The client library `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs whose
-credentials come from a plugin; a pod has a token of its own.
+credentials come from a plugin; a pod has a token of its own. CEL (`cel-expr-python`) is for `validate` and `cluster`,
+which people run elsewhere; in the image they judge the selectors of the driver's own classes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import tomllib
 from pathlib import Path
 
-NOT_IN_IMAGE = frozenset({"kubernetes"})
+NOT_IN_IMAGE = frozenset({"kubernetes", "cel-expr-python"})
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 

@@ -6,8 +6,6 @@ import copy
 from typing import Any
 
 from dra_driver.validation.rules.allocator import AllocationError, allocate
-from dra_driver.validation.rules.cel.values import NotJudgedError
-from dra_driver.validation.rules.selection import Selects, selects
 from playground.apiserver.server import PlaygroundApiServer
 
 __all__ = ["AllocationError", "PlaygroundScheduler"]
@@ -19,14 +17,10 @@ Object = dict[str, Any]
 
 
 class PlaygroundScheduler:
-    """Works on the server's store directly and writes what kube-scheduler and its controllers write.
+    """Works on the server's store directly and writes what kube-scheduler and its controllers write."""
 
-    `selects` evaluates one selector expression against a device.
-    """
-
-    def __init__(self, server: PlaygroundApiServer, *, selects: Selects = selects) -> None:
+    def __init__(self, server: PlaygroundApiServer) -> None:
         self._server = server
-        self._selects = selects
 
     def allocate_claim(
         self, namespace: str, name: str, *, node: str | None = None, pod: Object | None = None
@@ -141,10 +135,7 @@ class PlaygroundScheduler:
     def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
         classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}
         slices = self._server.objects("resourceslices")
-        try:
-            return allocate(claim, slices, classes, others, node=node, selects=self._selects)
-        except NotJudgedError as error:
-            raise AllocationError(f"a selector's CEL is not judged: {error}") from error
+        return allocate(claim, slices, classes, others, node)
 
     def _nodes(self) -> list[str]:
         named = {item["spec"].get("nodeName") for item in self._server.objects("resourceslices")}

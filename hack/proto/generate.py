@@ -4,9 +4,9 @@
     hack/proto/generate.py           writes the modules and their .pyi
     hack/proto/generate.py --check   exits 1 when the committed files differ from what it would write
 
-The modules get a descriptor pool of their own: several of these protos share names with the ones other
-packages bring along (`grpc.health.v1`, or `v1.UNKNOWN`), and in the default pool the second one to be
-imported fails.
+The modules get a descriptor pool of their own: several of these protos share names with each other and with
+the ones other packages bring along (`v1.UNKNOWN`), and in the default pool the second one to be imported
+fails.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import DeviceConfig
-from dra_driver.model.companions import Companions
-from dra_driver.model.gpu import Fabric
+from dra_driver.model.companions import FABRIC_REMEDY, Companions
+from dra_driver.model.gpu import Fabric, UnreadyFabric
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from tests.api.parameter_table import parameters
-from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory, result
+from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, claim, h100, inventory, result
 
 INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 3))
 OUTSIDE = h100(1)
@@ -40,6 +40,35 @@ def test_only_devices_in_a_fabric_that_are_used_get_the_channel() -> None:
     assert [held.imex for held in plan.held_devices()] == [7, None]
     assert [device.imex for device in planned(result(IN, admin_access=True), imex=7).devices] == [None]
     assert not planned(result(IN)).has_companions
+
+
+@pytest.mark.parametrize("state", ["pending", "broken", "unknown"])
+def test_a_claim_for_a_gpu_whose_fabric_is_not_ready_waits_where_it_would_get_a_channel(state: Any) -> None:
+    unready = replace(INSIDE, fabric=None, unready_fabric=UnreadyFabric(state, "NVML says so"))
+    node = replace(NODES, gpus=(unready, OUTSIDE))
+    with pytest.raises(RetryableError) as caught:
+        planned(result(IN, "a"), result(OUT, "b"), node=node, imex=7)
+    said = str(caught.value)
+    assert said.startswith(f"request a: GPU {unready.uuid} of device {IN} ")
+    assert ": NVML says so; the claim may need an IMEX channel" in said
+    assert FABRIC_REMEDY in said
+    for others in ([result(OUT)], [result(IN, admin_access=True), result(OUT, "b")]):
+        assert [device.imex for device in planned(*others, node=node, imex=7).devices] == [None] * len(others)
+    assert not planned(result(IN), node=node).has_companions
+    first = planned(result(IN), imex=7)
+    prepared = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
+    assert [one.imex for one in planned(result(IN), node=node, known=prepared, imex=7).devices] == [7]
+    with pytest.raises(RetryableError):
+        planned(result(IN), node=node, known=replace(prepared, phase="preparing"), imex=7)
+
+
+def test_a_mig_device_does_not_wait_for_the_fabric_of_its_gpu() -> None:
+    part = MIXED.by_name[MIG_1G]
+    gpus = tuple(replace(gpu, unready_fabric=UnreadyFabric("pending", "")) for gpu in MIXED.gpus)
+    node = replace(MIXED, gpus=gpus)
+    assert [device.imex for device in planned(result(part.name), node=node, imex=7).devices] == [None]
+    with pytest.raises(RetryableError):
+        planned(result(GPU_0), node=node, imex=7)
 
 
 @pytest.mark.parametrize(

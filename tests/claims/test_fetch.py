@@ -112,6 +112,12 @@ def test_other_answers_are_told_at_once(tmp_path: Path, error: Exception, deadli
     assert lookup.asked == 1
 
 
+@pytest.mark.parametrize("deadline_s", [None, 46.0, 3600.0, 2.0**63])
+def test_a_call_waits_no_longer_than_the_kubelet_when_its_caller_would(deadline_s: float | None) -> None:
+    """gRPC has a number for a caller that never gives up."""
+    assert 42.0 < KubeletCall.begin(deadline_s).left() <= 43.0
+
+
 def test_server_that_stays_busy_is_asked_until_the_deadline(tmp_path: Path) -> None:
     lookup = Answers(error := busy(0.0))
     began = time.monotonic()

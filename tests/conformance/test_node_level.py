@@ -13,12 +13,11 @@ from playground.kubelet_client import Instance, KubeletError
 
 from dra_driver.errors import FatalError, StateError
 from dra_driver.health.kubelet_stream import HealthStream
-from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.dra import DraService
 from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.registration import Registrar
 from dra_driver.kubelet.server import KubeletPlugin
-from dra_driver.kubelet.v1 import DraV1
-from dra_driver.kubelet.workers import Workers
+from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
@@ -121,13 +120,13 @@ def test_c05_service_socket_after_registration(node: ConformanceNode, common: bo
     registrar = Registrar(OTHER_DRIVER, endpoint, ("v1.DRAPlugin",))
     ref = node.allocated_by_hand("late", "eth1")
 
-    def serve(path: Path, served: Any) -> Listener:
-        listener = Listener("late", path, served, Workers("late", limit=4))
-        listener.start()
-        return listener
+    def serve(path: Path, served: Any) -> SocketServer:
+        server = SocketServer("late", path, served)
+        server.start()
+        return server
 
     def dra() -> Any:
-        return DraV1(FakeClaims()).methods()
+        return DraService(FakeClaims()).methods()
 
     def asked() -> Any:
         try:
@@ -135,20 +134,20 @@ def test_c05_service_socket_after_registration(node: ConformanceNode, common: bo
         except KubeletError:  # a socket that comes anew is registered anew, which ends the calls
             return None
 
-    listeners = [serve(registration, registrar.methods() | (dra() if common else {}))]
+    servers = [serve(registration, registrar.methods() | (dra() if common else {}))]
     eventually(lambda: node.kubelet.instances(OTHER_DRIVER))
     if not common:
         with pytest.raises(KubeletError):
             node.kubelet.prepare(OTHER_DRIVER, [ref], timeout_s=0.2)
-        listeners.append(serve(endpoint, dra()))
+        servers.append(serve(endpoint, dra()))
     for _ in range(2):
         assert isinstance(eventually(asked)[ref.uid], Prepared)
-        listeners.pop().stop(0)
+        servers.pop().stop(0)
         again = registrar.methods() | dra() if common else dra()
-        listeners.append(serve(endpoint, again))
+        servers.append(serve(endpoint, again))
         eventually(lambda: any(one.connected for one in node.kubelet.instances(OTHER_DRIVER)))
-    for listener in listeners:
-        listener.stop(0)
+    for server in servers:
+        server.stop(0)
 
 
 def test_c05_serving_error_ends_the_daemon(node: ConformanceNode) -> None:

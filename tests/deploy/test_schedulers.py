@@ -23,7 +23,8 @@ from dra_driver.slices.rules.build import Pool, build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from dra_driver.validation.documents import Document
 from dra_driver.validation.manifest_check import check_documents
-from dra_driver.validation.rules.selection import SelectorError, selects, view
+from dra_driver.validation.rules.selection import SelectorError, view
+from dra_driver.validation.rules.selectors import compiled
 from tests.deploy.test_daemonset import with_components
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.slices.test_golden_partitions import MODE_NEEDS_A_RESET, beside_what_exists
@@ -172,7 +173,7 @@ def chosen(entry: Json, device: Json, *, fields: bool = True) -> bool:
     seen = view(DEFAULT_DRIVER_NAME, device)
     seen = seen if fields else replace(seen, allow_multiple_allocations=False)
     try:
-        return all(selects(expression, seen) for expression in selecting(entry))
+        return all(compiled(expression).matches(seen) for expression in selecting(entry))
     except SelectorError:
         return False
 
@@ -255,7 +256,7 @@ def block(kind: str) -> Json:
 def test_claims_and_classes_of_the_manual_are_right() -> None:
     objects = [document for document in BLOCKS if "kind" in document]
     documents = [Document("docs/schedulers.md", 1, content) for content in objects]
-    reports = check_documents(documents, DEFAULT_DRIVER_NAME).reports
+    reports = check_documents(documents, DEFAULT_DRIVER_NAME)
     assert [fault for report in reports for fault in (*report.faults, *report.hints)] == []
     assert [report.name for report in reports if report.verdict == "OK"] == [
         "ResourceClaim shared", "DeviceClass mig.gpu.nvidia.com", "ResourceClaimTemplate mig-3g",
@@ -293,7 +294,7 @@ def test_the_configuration_of_kueue_names_what_there_is(
         for name in names:
             meant = [device for device in published if chosen(classes[name], device)]
             assert meant
-            assert all(selects(expression, view(DEFAULT_DRIVER_NAME, device)) for device in meant)
+            assert all(compiled(expression).matches(view(DEFAULT_DRIVER_NAME, device)) for device in meant)
             for device in meant:
                 amounts = (
                     [name for use in device["consumesCounters"] for name in use["counters"]]
@@ -312,7 +313,7 @@ def test_the_claim_for_kueue_has_one_price(pools: dict[str, Pool]) -> None:
         for device in content.devices:
             if device["attributes"]["type"] != {"string": "mig"}:
                 continue
-            if selects(selector, view(DEFAULT_DRIVER_NAME, device)):
+            if compiled(selector).matches(view(DEFAULT_DRIVER_NAME, device)):
                 prices |= {use["counters"]["memory"]["value"] for use in device["consumesCounters"]}
     assert len(prices) == 1
 

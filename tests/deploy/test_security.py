@@ -13,8 +13,7 @@ import yaml
 
 from dra_driver.api.decode import MAX_BYTES
 from dra_driver.diagnostics.rules.admission import accounts_with_the_mark, binding_problem
-from dra_driver.kubelet import grpc_health as health
-from dra_driver.kubelet import listener, v1
+from dra_driver.kubelet import dra, health_port, serving
 from dra_driver.mps.protocol import LARGEST_MESSAGE
 from tests.deploy.test_daemonset import DAEMONSET, one, rendered, with_components
 
@@ -206,11 +205,11 @@ def test_privileges_are_explained_where_they_are_taken() -> None:
 
 def test_limits_are_those_of_the_table() -> None:
     assert [int(row[1]) for row in table("limits")] == [
-        listener.MAX_REQUEST_BYTES,
-        v1.MAX_CLAIMS,
-        listener.MAX_CALLS,
-        health._MAX_CALLS,
-        health._MAX_REQUEST_BYTES,
+        serving.MAX_REQUEST_BYTES,
+        dra.MAX_CLAIMS,
+        serving.MAX_CALLS,
+        health_port.MAX_CALLS,
+        health_port.MAX_REQUEST_BYTES,
         MAX_BYTES,
         LARGEST_MESSAGE,
     ]

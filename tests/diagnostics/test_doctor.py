@@ -30,12 +30,14 @@ from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.diagnostics.rules.top_screen import SeenGpu
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
+from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.companions import Companions
+from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
@@ -208,6 +210,7 @@ def test_a_machine_in_order(host: Host) -> None:
         "MIG capabilities": "SKIP",
         "nvidia-cdi-hook": "WARN",
         "persistence": "OK",
+        "GPU memory": "OK",
     }
     assert found["NVML"].seen == "8 GPUs answer, driver 580.95.05, CUDA 13.0"
     says(found["nvidia-cdi-hook"], "WARN", "container toolkit", "--nvidia-cdi-hook-path")
@@ -293,6 +296,19 @@ def test_imex_that_claims_would_wait_for(
     says(tray.checks(companions=Companions(imex=2)).imex(), "FAIL", *parts)
 
 
+def test_imex_with_a_fabric_that_claims_would_wait_for(tray: Host) -> None:
+    first, *others = tray.inventory.gpus
+    unready = replace(first, fabric=None, unready_fabric=UnreadyFabric("pending", "it is in progress"))
+    says(
+        tray.checks(
+            companions=Companions(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
+        ).imex(),
+        "FAIL",
+        f"claims for these GPUs wait until they are registered with their NVLink fabric: {first.pci_bus_id} (it is",
+        "nvidia-fabricmanager",
+    )
+
+
 def test_imex_without_a_fabric(host: Host) -> None:
     says(host.checks(companions=Companions(imex=0)).imex(), "WARN", "no GPU is in a fabric", "nvidia-smi -q")
     says(
@@ -365,6 +381,12 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
         (library / name).write_bytes(of_another_machine)
     says(at(tmp_path), "FAIL", "left out, not made for this machine", "install the NVIDIA driver that is")
+    nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
+    with pytest.raises(NvmlLibraryError) as caught:
+        find_nvml_library(str(tmp_path))
+    found = {check.name: check.look() for check in host.checks(caught.value, paths=nothing).all()}
+    first = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, is made for ELF machine 22"
+    says(found["NVML"], "FAIL", first, "remove these libraries if this node has no GPU")
 
 
 def test_nvml(host: Host, tmp_path: Path) -> None:
@@ -468,7 +490,20 @@ def test_the_hook_that_was_asked_for(host: Host, tmp_path: Path) -> None:
 
 def test_no_persistence_daemon(host: Host, tmp_path: Path) -> None:
     checks = host.checks(paths={"driver_root": str(tmp_path)})
-    says(checks.persistence(), "WARN", "does not run", "systemctl enable --now nvidia-persistenced")
+    says(checks.persistence(), "WARN", "lose their settings", "systemctl enable --now nvidia-persistenced")
+    confidential = replace(host.inventory, confidential_compute="ppcie")
+    checks = host.checks(confidential, paths={"driver_root": str(tmp_path)})
+    says(checks.persistence(), "WARN", "end with their last program", "systemctl enable --now")
+
+
+def test_memory_of_gpus_that_is_memory_of_the_host(host: Host, tmp_path: Path) -> None:
+    tray = SimulatedNode("gb200-nvl72-tray", tmp_path)
+    try:
+        found = host.checks(tray.read()).gpu_memory()
+    finally:
+        tray.close()
+    says(found, "WARN", "NUMA nodes of the host (2, 10, 18, 26)", "the kubelet counts it", "CDMM (coherent")
+    says(host.checks(NvmlUnavailableError("away; x")).gpu_memory(), "SKIP")
 
 
 # --- the container runtime ----------------------------------------------------------------------

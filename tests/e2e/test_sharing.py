@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nvidia_programs import Programs
 
 from tests.e2e.conftest import (
     DAEMONSET,
@@ -155,6 +156,47 @@ def test_two_pods_share_a_claim_through_mps(sharing: Cluster, example: Callable[
         assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
     assert len(daemons()) == 1
+
+
+@pytest.fixture
+def real_control(sharing: Cluster, newest_nvidia: Programs) -> Iterator[Programs]:
+    """The node's MPS programs are NVIDIA's own. Without a GPU their servers end at once, and the daemons run."""
+    stand_ins = {}
+    for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
+        program = SIMULATOR_DIR / "root/usr/bin" / name
+        stand_ins[program] = program.read_bytes()
+        [own] = newest_nvidia.root.rglob(name)
+        program.unlink()
+        program.write_bytes(own.read_bytes())
+        program.chmod(0o755)
+    yield newest_nvidia
+    sharing.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
+    wait_for("nothing of MPS and time slices to be left", lambda: not state())
+    for program, content in stand_ins.items():
+        program.unlink()
+        program.write_bytes(content)
+        program.chmod(0o755)
+
+
+def test_claims_with_mps_run_when_the_control_program_is_nvidias_own(
+    sharing: Cluster, real_control: Programs, example: Callable[[str], None]
+) -> None:
+    example("mps-shared-claim")
+    sharing.wait_running("mps-a", "mps-b")
+    for pod in ("mps-a", "mps-b"):
+        got = printed(sharing, pod, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+        assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
+    sharing.apply(memory_pod("real-share", "default", "1536Mi"))
+    sharing.wait_running("real-share")
+    found = daemons()
+    assert len(found) == 2
+    for pid in found.values():
+        program = Path(f"/proc/{int(pid)}/exe").read_bytes()
+        assert program == next(real_control.root.rglob("nvidia-cuda-mps-control")).read_bytes()
+    options = {
+        pid: Path(f"/proc/{int(pid)}/cmdline").read_bytes().split(b"\0")[1:-1] for pid in found.values()
+    }
+    assert sorted(options.values()) == [[b"-f"], [b"-f", b"-multiuser-server"]], "shares serve several users"
 
 
 def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing: Cluster) -> None:

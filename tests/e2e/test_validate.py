@@ -1,5 +1,5 @@
 """`validate` against the real thing: what the API server takes and refuses, each in one sentence and with nothing
-stored, and for how many pods the scheduler finds devices."""
+stored, and which claims the scheduler makes for extended resources."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ def test_a_user_without_the_right_is_told(cluster: Cluster, space: str, tmp_path
     assert line.endswith("was not asked about 1")
 
 
-def test_as_many_pods_fit_as_the_scheduler_places(cluster: Cluster, space: str, tmp_path: Path) -> None:
+def test_extended_resources_become_the_claim_that_the_scheduler_makes(
+    cluster: Cluster, space: str, tmp_path: Path
+) -> None:
     cluster.kubectl("delete", "quota", "gpus", "-n", space)
     resource = "deviceclass.resource.kubernetes.io/gpu.nvidia.com"
 
@@ -181,22 +183,19 @@ def test_as_many_pods_fit_as_the_scheduler_places(cluster: Cluster, space: str, 
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": "three-each"},
-        "spec": {"parallelism": 4, "template": {"spec": pod}},
+        "metadata": {"name": "three"},
+        "spec": {"template": {"spec": pod}},
     }
     code, (report,), _ = validate(cluster.local.kubeconfig(), [job], tmp_path)
-    assert (code, report["server"], report["pods"]) == (0, "accepted", {"wanted": 4, "fitting": 2})
+    assert (code, report["server"], report["faults"]) == (0, "accepted", [])
     cluster.kubectl("apply", "-n", space, "-f", "-", stdin=json.dumps(job))
 
-    def placed() -> tuple[int, int]:
-        pods = cluster.get("pods", "-n", space, "-l", "job-name=three-each")["items"]
-        conditions = [one for pod in pods for one in pod["status"].get("conditions", ())]
-        refused = [one for one in conditions if one.get("reason") == "Unschedulable"]
-        return sum("nodeName" in pod["spec"] for pod in pods), len(refused)
+    def is_placed() -> bool:
+        pods = cluster.get("pods", "-n", space, "-l", "job-name=three")["items"]
+        return ["nodeName" in pod["spec"] for pod in pods] == [True]
 
-    wait_for("two pods with a node, and two without", lambda: placed() == (2, 2))
-    made = cluster.get("resourceclaims", "-n", space)["items"]
-    counts = [[one["exactly"]["count"] for one in claim["spec"]["devices"]["requests"]] for claim in made]
-    ours = [one["request"] for one in report["devices"]]
-    assert counts == [[1, 1, 1]] * 2
-    assert {one["name"] for claim in made for one in claim["spec"]["devices"]["requests"]} == set(ours)
+    wait_for("a pod with a node", is_placed)
+    [made] = cluster.get("resourceclaims", "-n", space)["items"]
+    requests = made["spec"]["devices"]["requests"]
+    assert [one["exactly"]["count"] for one in requests] == [1, 1, 1]
+    assert {one["name"] for one in requests} == {one["request"] for one in report["devices"]}

@@ -1,8 +1,7 @@
-"""Driver roots with real ELF programs, next to a C library that is not this machine's.
+"""Driver roots with NVIDIA's own programs, next to a C library that is not this machine's.
 
-The programs and libraries are linked against the C library of the release before this machine's. So are NVIDIA's: one
-build runs on all distributions, so it asks for symbols of a very old one only, and any newer C library runs it. That of
-the container does; a program that needs a newer one than the container has cannot be helped, only told.
+NVIDIA's programs run on all distributions: they ask for symbols of a very old C library only, so any newer one runs
+them. That of the container does; a program that needs a newer one than the container has cannot be helped, only told.
 """
 
 from __future__ import annotations
@@ -12,17 +11,21 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import elf_programs
 import libcs
 import pytest
+from nvidia_programs import Programs
 
-VERSION = "580.65.06"
-PROGRAMS = ("nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
+PROGRAMS = (
+    "usr/lib/nvidia/current/nvidia-smi",
+    "usr/bin/nvidia-cuda-mps-control",
+    "usr/sbin/nvidia-cuda-mps-server",
+)
 LIBRARIES = ("libnvidia-ml", "libcuda")
 
-_PROGRAM = Path(__file__).with_name("driver_program.c")
 _MACHINE_OFFSET = 18
 _OF_ARCH = f"usr/lib/{os.uname().machine}-linux-gnu"
+_OLDEST = {"x86_64": b"GLIBC_2.2.5", "aarch64": b"GLIBC_2.17"}
+"""The version of the C library's symbols that every program needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,69 +45,89 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ElfDriver:
-    """Programs and libraries as the linker made them, in one directory."""
-
-    built: Path
-    libc: Path
-
-    def install(self, top: Path, layout: Layout, libc: Path) -> Path:
-        """A driver root below `top` that holds `libc` in its library directory, as hosts do."""
-        root = top / layout.root
-        programs, libraries = root / layout.programs, root / layout.libraries
-        programs.mkdir(parents=True)
-        libraries.mkdir(parents=True)
-        for name in PROGRAMS:
-            shutil.copy(self.built / "program", programs / name)
-        for name in LIBRARIES:
-            shutil.copy(self.built / "library", libraries / f"{name}.so.{VERSION}")
-            (libraries / f"{name}.so.1").symlink_to(f"{name}.so.{VERSION}")
-        for file in libc.iterdir():
-            shutil.copy(file, libraries / file.name)
-        return root
-
-    def program(self, output: Path, *options: str) -> None:
-        """Build the driver's program anew with further options for compiler and linker."""
-        elf_programs.link(_PROGRAM, output, self.libc, *options)
-
-    def library(self, output: Path, *options: str) -> None:
-        """The same for the driver's library."""
-        elf_programs.link(elf_programs.LIBRARY, output, self.libc, "-shared", "-fPIC", *options)
-
-    def missing(self, name: str, version: str = "") -> tuple[str, ...]:
-        """Options that make what is built need the library `name`, or a `version` of its symbols that nobody has."""
-        source, library = self.built / "missing.c", self.built / f"{name}{version}"
-        source.write_text("int of_the_future(void) { return 1; }\n")
-        script = self.built / "versions"
-        script.write_text(f"{version} {{ of_the_future; }};\n")
-        versions = [f"-Wl,--version-script={script}"] if version else []
-        elf_programs.compile_c(
-            source, library, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{name}", *versions
-        )
-        return "-DNEEDS=of_the_future", str(library)
-
-
-def of_another_architecture(program: Path) -> None:
-    """Make the file say that it is of IBM's S/390."""
-    data = bytearray(program.read_bytes())
-    data[_MACHINE_OFFSET : _MACHINE_OFFSET + 2] = (22).to_bytes(2, "little")
-    program.write_bytes(data)
-
-
-def build_elf_driver(built: Path) -> ElfDriver:
-    """Build in the directory `built`. Skips where this cannot be had, fails where it could be and was not fetched."""
+def older_libc() -> Path:
+    """The directory with the C library of the release before this machine's. Skips where it cannot be had, fails where
+    it could be and was not fetched."""
     if not libcs.can_be_had():
         pytest.skip(f"C libraries of other releases are fetched on Debian {', '.join(libcs.RELEASES)} only")
-    older = libcs.older()
-    if shutil.which("cc") is None or older is None:
-        pytest.fail("a C compiler or the C library of another release is missing; run: python3 hack/libcs.py")
-    driver = ElfDriver(built, older)
-    driver.program(built / "program")
-    driver.library(built / "library")
-    return driver
+    found = libcs.older()
+    if found is None:
+        pytest.fail("the C library of another release is missing; run: python3 hack/libcs.py")
+    return found
+
+
+def install(driver: Programs, top: Path, layout: Layout, libc: Path) -> Path:
+    """A driver root below `top` that holds the C library in `libc` in its library directory, as hosts do."""
+    root = top / layout.root
+    programs, libraries = root / layout.programs, root / layout.libraries
+    programs.mkdir(parents=True)
+    libraries.mkdir(parents=True)
+    for path in PROGRAMS:
+        shutil.copy(driver.root / path, programs)
+    for name in LIBRARIES:
+        file = libraries / driver.library(name).name
+        try:
+            os.link(driver.library(name), file)
+        except OSError:
+            shutil.copy(driver.library(name), file)
+        (libraries / f"{name}.so.1").symlink_to(file.name)
+    for file in libc.iterdir():
+        shutil.copy(file, libraries)
+    return root
+
+
+# --- files that cannot be used -------------------------------------------------------------------
+
+
+def of_another_architecture(file: Path) -> None:
+    """Make the file say that it is of IBM's S/390."""
+    data = file.read_bytes()
+    _write(file, data[:_MACHINE_OFFSET] + (22).to_bytes(2, "little") + data[_MACHINE_OFFSET + 2 :])
+
+
+def of_an_absent_library(file: Path) -> None:
+    """Make it need `libno.so.1` instead of a part of the C library."""
+    _replace(file, b"librt.so.1\0", b"libno.so.1\0")
+
+
+def of_an_absent_loader(file: Path) -> None:
+    """Make it name a loader that no system has."""
+    _replace(file, b"/ld-linux", b"/ld-other")
+
+
+def of_a_newer_libc(file: Path) -> None:
+    """Make it need a version of the C library's symbols that nobody has, by name and by the hash of it."""
+    old = _OLDEST[os.uname().machine]
+    new = old.replace(b"_2.", b"_9.")
+    _replace(file, old + b"\0", new + b"\0")
+    _replace(file, _hash(old).to_bytes(4, "little"), _hash(new).to_bytes(4, "little"))
+
+
+def _replace(file: Path, old: bytes, new: bytes) -> None:
+    data = file.read_bytes()
+    assert old in data
+    assert len(old) == len(new)
+    _write(file, data.replace(old, new))
+
+
+def _write(file: Path, data: bytes) -> None:
+    """To a new file: the old one may be that of the cache."""
+    mode = file.stat().st_mode
+    file.unlink()
+    file.write_bytes(data)
+    file.chmod(mode)
+
+
+def _hash(name: bytes) -> int:
+    """As the System V ABI has it for ELF."""
+    value = 0
+    for byte in name:
+        value = (value << 4) + byte
+        high = value & 0xF0000000
+        value = (value ^ high >> 24) & ~high
+    return value
 
 
 def loaded(output: str) -> list[str]:
-    """The shared objects that a program of the driver says it runs with."""
-    return [line.removeprefix("loaded ") for line in output.splitlines() if line.startswith("loaded ")]
+    """The shared objects that a program ran with, from what the loader says with LD_DEBUG=files."""
+    return [line.rpartition(" ")[2] for line in output.splitlines() if "calling init: /" in line]

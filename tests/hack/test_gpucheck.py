@@ -190,7 +190,7 @@ def test_the_wrapper_uses_the_given_python_without_setup(tmp_path: Path) -> None
 def test_the_checklist_is_printed_and_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--checklist"]) == OK
     text = capsys.readouterr().out
-    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)] == list(range(1, 16))
+    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)] == list(range(1, 20))
     for place in re.findall(r"examples/[\w-]+|components/[\w-]+", text):
         folder = ROOT / (place if place.startswith("examples") else f"daemonset/{place}")
         assert folder.is_dir(), place

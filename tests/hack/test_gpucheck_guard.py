@@ -15,7 +15,7 @@ from dra_driver.simulator import create_machine, nvml_library
 from tests.hack.support import looking_at
 
 _CHANGES = re.compile(
-    r"Set(?!s)|Create|Destroy|Clear|Reset|Remove|Modify|Register|Freeze|Force|Update|Write|Activate|Alloc|Free|Discover"
+    r"Set(?!s|tings)|Create|Destroy|Clear|Reset|Remove|Modify|Register|Freeze|Force|Update|Write|Activate|Alloc|Free|Discover"
 )
 
 

@@ -152,6 +152,19 @@ def test_what_static_layouts_cannot_say_is_recorded(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text())["gpus"][0]["mig"][0]["profile"] == "1g.10gb"
 
 
+def test_a_fabric_that_only_the_first_form_tells_is_recorded(tmp_path: Path) -> None:
+    document = {
+        "driver": {"version": "535.161.08", "cuda": "12.2"},
+        "gpus": [{**H100, "bus": "0000:1b:00.0"}],
+        "fabric": {"state": "in-progress"},
+        "missing_functions": ["nvmlDeviceGetAddressingMode", "nvmlDeviceGetGpuFabricInfoV"],
+    }
+    _, path = recorded(machine_file(tmp_path, document), tmp_path)
+    recording = yaml.safe_load(path.read_text())
+    assert recording["gpus"][0].get("fabric", recording["fabric"])["state"] == "in-progress"
+    assert "nvmlDeviceGetGpuFabricInfoV" in recording["missing_functions"]
+
+
 def test_the_recording_is_checked_before_it_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

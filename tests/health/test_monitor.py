@@ -16,12 +16,14 @@ from dra_driver.health.rules.state import DEFAULT_POLICY
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, PolledHealth, Severity, Xid
 from dra_driver.nvml.events import HealthSource
 from tests.fakes.machines import SimulatedNode
 
 SETTLE = DEFAULT_POLICY.settle_s
 MIG_GPU = 3
+CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
 
 class CountingStore(HealthStore):
@@ -50,6 +52,7 @@ class Bench:
         self.now = 1_800_000_000.0
         self.changes = 0
         self.transitions: list[HealthChange] = []
+        self.fabrics: list[tuple[str, FabricRegistration]] = []
         self.monitor = self.restarted()
         self.turn()
 
@@ -65,6 +68,7 @@ class Bench:
             boot_id,
             on_change=self._changed,
             on_transition=self.transitions.append,
+            on_fabric=lambda *polled: self.fabrics.append(polled),
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
@@ -206,7 +210,7 @@ def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     assert bench.tainted() == {"1g.10gb": ["xid=94:NoSchedule"]}
 
 
-def test_an_event_is_kept_when_nobody_can_tell_whom_it_hit(bench, monkeypatch):
+def test_an_event_hits_the_whole_gpu_when_nobody_can_tell_which_instances_there_are(bench, monkeypatch):
     def gone(gpu_uuid: str) -> Mapping[tuple[int, int], str]:
         raise NvmlUnavailableError("gone")
 
@@ -214,7 +218,37 @@ def test_an_event_is_kept_when_nobody_can_tell_whom_it_hit(bench, monkeypatch):
     monkeypatch.setattr(bench.source, "instances", gone)
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
     bench.turn()
-    assert bench.tainted() == {"1g.10gb": ["xid=95:NoSchedule"]}
+    assert bench.tainted() == {"1g.10gb": ["xid=95:NoSchedule"], "3g.40gb": ["xid=95:NoSchedule"]}
+    bench.turn(10)
+    assert bench.reasons(MIG_GPU) == ["xid/95"], "no later look takes it for that of an instance that is gone"
+
+
+@pytest.mark.parametrize(("gpu", "instance"), [(0, (0, 0)), (0, (0, None)), (MIG_GPU, (9, 0))])
+def test_an_event_hits_the_whole_gpu_when_its_instance_is_not_known(bench, logs, gpu, instance):
+    """nvml.h promises 0xFFFFFFFF for the whole GPU; there are libraries that answer zeros."""
+    gi, ci = instance
+    for xid in (95, 31, 94):
+        bench.machine.raise_xid(gpu, xid, gpu_instance=gi, compute_instance=ci)
+    bench.turn()
+    bench.turn(10)
+    assert bench.reasons(gpu) == ["xid/94", "xid/95"]
+    assert [change.target for change in bench.transitions] == [HealthTarget(bench.uuids[gpu])] * 3
+    assert [target for target in bench.monitor.states() if target.is_instance] == []
+    (line,) = [line for line in logs if line["event"] == "event_of_unknown_device"]
+    assert (line["gpu_uuid"], line["xid"]) == (bench.uuids[gpu], 95)
+    assert (line["gpu_instance_id"], line["compute_instance_id"]) == instance
+
+
+@pytest.mark.parametrize("named", [None, "MIG-4b1d"])
+def test_an_event_calls_for_a_look_at_all_gpus_when_nvml_names_none_of_them(bench, logs, monkeypatch, named):
+    events = [HealthEvent(named, Xid(48)), HealthEvent(named, Xid(79))]
+    monkeypatch.setattr(bench.source, "wait", lambda timeout_s: events.pop(0) if events else None)
+    bench.machine.set_remapped_rows(1, pending=1)
+    bench.turn()
+    assert bench.tainted() == {"1": ["row-remap=pending:NoSchedule"]}
+    assert [
+        (line["gpu_uuid"], line["xid"]) for line in logs if line["event"] == "event_of_unknown_device"
+    ] == [(named, 48)]
 
 
 def test_an_old_driver_that_tells_no_recovery_action_lets_an_xid_end(bench):
@@ -284,6 +318,36 @@ def test_polled_signals(bench):
     bench.machine.set_fabric(2, state=0)
     bench.turn(SETTLE)
     assert [bench.condition(index) for index in range(3)] == ["ok"] * 3
+
+
+def test_every_poll_that_reads_a_fabric_tells_the_registration(bench):
+    bench.machine.set_fabric(0, state=2)
+    bench.machine.set_fabric(1, state=3, cluster=CLUSTER, clique=5)
+    bench.machine.set_fault("nvmlDeviceGetGpuFabricInfo*", code="unknown", gpu=2)
+    under_way = UnreadyFabric("pending", "the registration is in progress")
+    for _ in range(2):
+        bench.fabrics.clear()
+        bench.turn(10)
+        told = dict(bench.fabrics)
+        assert told == {
+            bench.uuids[0]: under_way,
+            bench.uuids[1]: Fabric(CLUSTER, 5),
+            bench.uuids[MIG_GPU]: None,
+        }
+
+
+def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench):
+    bench.machine.set_confidential_compute("on")
+    bench.turn(10)
+    taint = ["confidential-compute=not-ready:NoSchedule"]
+    assert bench.tainted() == dict.fromkeys(("0", "1", "2", "1g.10gb", "3g.40gb"), taint)
+    bench.machine.set_fault("nvmlSystemGetConfComputeGpusReadyState", code="unknown")
+    bench.turn(10)
+    assert bench.tainted()["0"] == taint, "what is not told now is what it was"
+    bench.machine.clear_faults()
+    bench.machine.set_confidential_compute("on", ready=True)
+    bench.turn(10)
+    assert bench.tainted() == {}
 
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
@@ -633,7 +697,7 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     def start(source: HangingSource, **more: object) -> Monitor:
         store = SharedHealth(HealthStore(tmp_path / "health.json"), lambda: True)
-        heard = {"on_change": lambda: None, "on_transition": lambda change: None}
+        heard = {"on_change": lambda: None, "on_transition": lambda _: None, "on_fabric": lambda *_: None}
         monitor = Monitor(source, lambda: {"GPU-a": None}, lambda _: True, store, "boot", **heard | more)
         started.append((monitor, source))
         monitor.start()

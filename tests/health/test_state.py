@@ -40,6 +40,7 @@ OK = PolledHealth(
     ecc_uncorrected=0,
     fabric="ready",
     slowdowns=frozenset(),
+    accepts_work=True,
 )
 WELL = PollResult(OK)
 NOW = 1_800_000_000
@@ -155,6 +156,8 @@ def test_the_operator_has_the_last_word(number, ignored, fatal, severity):
         (PolledHealth(fabric="limited"), {"fabric/limited": S.DEGRADED}),
         (PolledHealth(fabric="broken", fabric_text="it has no partition"), {"fabric/broken": S.UNHEALTHY}),
         (PolledHealth(fabric="absent"), {}),
+        (PolledHealth(accepts_work=False), {"confidential-compute/not-ready": S.DEGRADED}),
+        (PolledHealth(accepts_work=True), {}),
         (PolledHealth(slowdowns=frozenset({"thermal"})), {"slowdown/thermal": S.INFORMATION}),
     ],
 )
@@ -352,6 +355,7 @@ _signals = st.builds(
     remap_pending=st.sampled_from([None, False, True]),
     ecc_uncorrected=st.sampled_from([None, 0, 1, 2]),
     fabric=st.sampled_from([None, "ready", "pending"]),
+    accepts_work=st.sampled_from([None, True, False]),
 )
 _anything = st.one_of(_events, st.builds(PollResult, _signals), st.just(Reset()), st.just(MonitoringState()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from dra_driver.health.rules.taints import (
     rfc3339,
     taints_of,
 )
+from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import (
     TAINTED_KEYS,
     HealthState,
@@ -77,6 +79,7 @@ def taint(key, value=None, effect="NoSchedule"):
         (PollResult(PolledHealth(recovery_action=1)), [taint("recovery-action", "reset")]),
         (PollResult(PolledHealth(remap_pending=True, remap_failed=True)), [taint("row-remap", "failure")]),
         (PollResult(PolledHealth(fabric="broken")), [taint("fabric", "broken")]),
+        (PollResult(PolledHealth(accepts_work=False)), [taint("confidential-compute", "not-ready")]),
         (PollResult(PolledHealth(slowdowns=frozenset({"thermal", "power"}))), []),
     ],
 )
@@ -102,6 +105,28 @@ def test_reasons_of_a_gpu_hit_all_its_devices_and_those_of_an_instance_only_it()
     whole_instance = states((HealthTarget(parent, 7), Xid(95)))
     assert [item["value"] for item in device_taints(SMALL, whole_instance, {})] == ["95"]
     assert device_taints(LARGE, whole_instance, {}) == ()
+
+
+def test_a_fabric_that_was_not_ready_when_the_device_was_read_is_a_taint_whatever_polls_say():
+    def read(unready: UnreadyFabric | None, device: Any = WHOLE) -> Any:
+        return replace(device, gpu=replace(device.gpu, unready_fabric=unready))
+
+    pending = UnreadyFabric("pending", "the registration is in progress", NOW)
+    polled = states((HealthTarget(WHOLE.uuid), PollResult(PolledHealth(fabric="ready"))))
+    for found in ({}, polled):
+        assert list(device_taints(read(pending), found, {})) == [taint("fabric", "pending")]
+    broken = UnreadyFabric("broken", "registration ended with NVML error 999", NOW)
+    assert list(device_taints(read(broken), polled, {})) == [taint("fabric", "broken")]
+    for device in (read(None), read(UnreadyFabric("unknown", "Unknown Error", NOW)), read(pending, SMALL)):
+        assert device_taints(device, polled, {}) == ()
+
+
+def test_the_first_of_discovery_and_poll_to_find_a_fabric_unready_tells_the_time_of_its_taint():
+    polled = states((HealthTarget(WHOLE.uuid), PollResult(PolledHealth(fabric="pending"))))
+    for since, shown in ((NOW - 1, NOW - 1), (NOW + 1, NOW)):
+        gpu = replace(WHOLE.gpu, unready_fabric=UnreadyFabric("pending", "", since))
+        [found] = device_taints(replace(WHOLE, gpu=gpu), polled, {})
+        assert found == taint("fabric", "pending") | {"timeAdded": rfc3339(shown)}
 
 
 def test_the_ledger_tells_which_instance_a_device_is():

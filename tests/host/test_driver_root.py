@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.host.trees import (
     COMMON_NODES,
     HOOK_VERBS,
     LIBRARIES,
+    NIXOS_GBM,
     VERSION,
     FakeNodes,
     age,
@@ -22,6 +24,7 @@ from tests.host.trees import (
     put_elf_libraries,
     put_hook,
     put_libraries,
+    put_nixos_libraries,
 )
 
 HOST_ROOT = "/run/nvidia/driver"
@@ -124,6 +127,58 @@ def test_alternatives_are_followed_inside_the_root_when_links_are_absolute(tmp_p
     )
 
 
+def test_links_to_files_elsewhere_are_followed_when_no_directory_has_libcuda_itself(tmp_path: Path) -> None:
+    """As on NixOS, whose root is mounted below another directory of the container, as all roots are."""
+    nodes = driver_root(tmp_path)
+    shutil.rmtree(tmp_path / "usr/lib")
+    package, shown = put_nixos_libraries(tmp_path), "/run/opengl-driver/lib"
+    files = scan(tmp_path, nodes)
+    expected = {
+        **{f"{shown}/{name}.so.{VERSION}": f"{package}/{name}.so.{VERSION}" for name in LIBRARIES},
+        f"{shown}/vdpau/libvdpau_nvidia.so.{VERSION}": f"{package}/vdpau/libvdpau_nvidia.so.{VERSION}",
+        f"{shown}/libnvidia-egl-gbm.so.1.1.2": NIXOS_GBM,
+    }
+    assert files.libraries == tuple(
+        DriverFile(f"{tmp_path}{file}", f"{HOST_ROOT}{file}", path) for path, file in sorted(expected.items())
+    )
+    assert (files.driver_dirs, files.library_dirs) == ((shown,), (shown, f"{shown}/vdpau"))
+    links = {entry.path: (entry.target, entry.host_path) for entry in files.links}
+    assert links[f"{shown}/libcuda.so"] == ("libcuda.so.1", f"{HOST_ROOT}{package}/libcuda.so.{VERSION}")
+    assert links[f"{shown}/libcuda.so.1"][0] == f"libcuda.so.{VERSION}"
+    assert links[f"{shown}/libnvidia-ml.so.1"][0] == f"libnvidia-ml.so.{VERSION}"
+    assert all(path.startswith(f"{shown}/") and path not in expected for path in links)
+    assert files.notes == ()
+    assert find_nvml_library(str(tmp_path)) == f"{tmp_path}{package}/libnvidia-ml.so.{VERSION}"
+
+
+@pytest.mark.parametrize("links", [("libcuda.so.1", "libnvidia-ml.so.1"), tuple(LIBRARIES)])
+def test_libraries_are_found_by_the_links_of_a_usual_directory_alone(
+    tmp_path: Path, links: tuple[str, ...]
+) -> None:
+    nodes = driver_root(tmp_path, directory="/opt/nvidia")
+    for name in links:
+        file = name if name.endswith(".1") else f"{name}.so.{VERSION}"
+        link(tmp_path, f"/usr/lib64/{file}", f"/opt/nvidia/{file}")
+    files = scan(tmp_path, nodes)
+    stems = {name.partition(".so")[0] for name in links}
+    assert {file.container_path: file.host_path for file in files.libraries} == {
+        f"/usr/lib64/{stem}.so.{VERSION}": f"{HOST_ROOT}/opt/nvidia/{stem}.so.{VERSION}" for stem in stems
+    }
+    assert ("/usr/lib64/libcuda.so.1", f"libcuda.so.{VERSION}") in {
+        (one.path, one.target) for one in files.links
+    }
+
+
+def test_a_library_behind_links_is_left_out_when_it_is_made_for_another_architecture(tmp_path: Path) -> None:
+    nodes = driver_root(tmp_path)
+    shutil.rmtree(tmp_path / "usr/lib")
+    package = put_nixos_libraries(tmp_path)
+    put_elf_libraries(tmp_path, package, "aarch64")
+    told = rf"not made for this machine \(x86_64\): the first, {package}/libcuda\S*, is made for aarch64"
+    with pytest.raises(RetryableError, match=told):
+        root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
+
+
 def test_nothing_outside_is_found_when_a_link_leads_out_of_the_root(tmp_path: Path) -> None:
     put(tmp_path, "/outside/nvidia-smi")
     root = tmp_path / "root"
@@ -170,7 +225,7 @@ def test_libraries_of_another_architecture_are_left_out_with_one_note(
     count = len(LIBRARIES) + 1  # X.org modules are looked for beside our libraries only
     assert files.notes == (
         f"{count} libraries below the driver root {HOST_ROOT} are left out, not made for this machine "
-        f"({machine}); the first is {foreign}/libEGL_nvidia.so.{VERSION}",
+        f"({machine}): the first, {foreign}/libEGL_nvidia.so.{VERSION}, is made for {other}",
     )
 
 
@@ -256,6 +311,20 @@ def test_a_missing_library_is_an_error(tmp_path: Path, nodes: FakeNodes, missing
         file.unlink()
     with pytest.raises(RetryableError, match=message):
         scan(tmp_path, nodes)
+
+
+def test_the_problem_is_what_a_prepare_would_fail_with(tmp_path: Path, nodes: FakeNodes) -> None:
+    root = root_at(tmp_path, nodes)
+    assert (root.problem(VERSION), root.problem(None)) == (None, None)
+    for missing in (
+        "dev/nvidia-uvm",
+        *(f"usr/lib/x86_64-linux-gnu/{name}.so.{VERSION}" for name in LIBRARIES[:2]),
+    ):
+        nodes.nodes.pop(f"{tmp_path}/{missing}", None)
+        (tmp_path / missing).unlink(missing_ok=True)
+        with pytest.raises(RetryableError) as caught:
+            root.scan(VERSION)
+        assert root.problem(VERSION) == str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["/dev/nvidiactl", "/dev/nvidia-uvm"])

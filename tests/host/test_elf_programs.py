@@ -1,5 +1,5 @@
-"""The driver's programs as real ELF programs, for plugin and MPS host: they run beside any C library of the host, and
-one that cannot be started is told as that."""
+"""NVIDIA's own programs for plugin and MPS host, beside any C library of the host, and told as such where one cannot be
+started. No NVIDIA driver is loaded: that they say so is the sign that they run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import libcs
 import pytest
+from nvidia_programs import Programs
 
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError, RetryableError
@@ -27,28 +29,19 @@ from dra_driver.mps.layout import MpsLayout
 from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
 from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.mps.supervisor import HostTools, Supervisor
-from tests.fakes.elfdriver import (
-    LAYOUTS,
-    VERSION,
-    ElfDriver,
-    build_elf_driver,
-    loaded,
-    of_another_architecture,
-)
+from tests.fakes import elfdriver
+from tests.fakes.elfdriver import LAYOUTS, LIBRARIES, loaded
 
 GPU = "GPU-1"
-SPEC = MpsDaemonSpec("gpu-1", GPU, "gpu", GPU)
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> ElfDriver:
-    return build_elf_driver(tmp_path_factory.mktemp("elf"))
+SPEC = MpsDaemonSpec("gpu-1", GPU, "gpu", GPU, multi_user=False)
+NO_DRIVER = "couldn't communicate with the NVIDIA driver"
 
 
 @pytest.fixture(params=["older", "newer"])
-def foreign_libc(request: pytest.FixtureRequest, driver: ElfDriver) -> Path:
+def foreign_libc(request: pytest.FixtureRequest) -> Path:
     """The directory with a C library that this machine's loader cannot work with."""
-    found = libcs.older() if request.param == "older" else libcs.newer()
+    older = elfdriver.older_libc()
+    found = older if request.param == "older" else libcs.newer()
     if found is None:
         pytest.skip("the mirror has no release after this machine's")
     return found
@@ -60,8 +53,14 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def root(driver: ElfDriver, layout: str, foreign_libc: Path, tmp_path: Path) -> Path:
-    return driver.install(tmp_path, LAYOUTS[layout], foreign_libc)
+def root(newest_nvidia: Programs, layout: str, foreign_libc: Path, tmp_path: Path) -> Path:
+    return elfdriver.install(newest_nvidia, tmp_path, LAYOUTS[layout], foreign_libc)
+
+
+@pytest.fixture
+def container(newest_nvidia: Programs, tmp_path: Path) -> Path:
+    """The driver root of a driver container."""
+    return elfdriver.install(newest_nvidia, tmp_path, LAYOUTS["a driver container"], elfdriver.older_libc())
 
 
 @pytest.fixture
@@ -105,77 +104,91 @@ def test_a_program_dies_when_the_loader_looks_in_the_hosts_library_directory(roo
     assert caught.value.has_no_effect
 
 
-def test_nvidia_smi_runs_with_the_hosts_driver_and_our_c_library(root: Path, tmp_path: Path) -> None:
+def test_nvidia_smi_runs_with_the_hosts_driver_and_our_c_library(
+    newest_nvidia: Programs, root: Path, tmp_path: Path
+) -> None:
     find = installed_programs(str(root), tmp_path / "links")
-    NvidiaSmi(find).set_time_slice(GPU, 2)
+    with pytest.raises(NvmlUnavailableError, match=NO_DRIVER):
+        NvidiaSmi(find).set_time_slice(GPU, 2)
 
-    program = find().path(SMI_PROGRAM)
-    code, said = run_program([program, "-i", GPU, "-c", "0"], find().environment(), timeout_s=20, lane="test")
-    assert code == 0, said
-    of_host = [path for path in loaded(said) if path.startswith(f"{tmp_path}/")]
-    assert [path.removeprefix(f"{root}/").rpartition("/")[2] for path in of_host] == [
-        f"libnvidia-ml.so.{VERSION}"
-    ]
+    environment = {**find().environment(), "LD_DEBUG": "files"}
+    _, said = run_program([find().path(SMI_PROGRAM)], environment, timeout_s=20, lane="test")
+    real = [os.path.realpath(path) for path in loaded(said)]
+    of_host = [path for path in real if path.startswith(f"{tmp_path}/")]
+    assert [Path(path).name for path in of_host] == [newest_nvidia.library("libnvidia-ml").name], said
     assert "libc.so.6" in {Path(path).name for path in loaded(said)}
 
 
 def test_the_hosts_nvml_is_loaded_with_our_c_library(root: Path) -> None:
-    """As the plugin does, in its own process."""
+    """As the plugin does, in its own process; 9 is that no driver is loaded."""
     load = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).nvmlInit_v2())"
     command = [sys.executable, "-c", load, find_nvml_library(str(root))]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "0\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "9\n"
 
 
 def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_library(
     root: Path, tmp_path: Path, mps: Callable[[Path], Supervisor]
 ) -> None:
+    """A server says that there is no GPU once it has loaded libcuda, and otherwise that it cannot."""
     supervisor = mps(root)
     assert supervisor.ensure(SPEC, 20).state == "ready"
-    said = (tmp_path / "mps/gpu-1/log" / OUTPUT).read_text()
-    of_host = [path for path in loaded(said) if path.startswith(f"{tmp_path}/")]
-    assert [Path(path).name for path in of_host] == [f"libcuda.so.{VERSION}"] * 2, said
+    layout = MpsLayout(tmp_path / "mps")
+    control = ControlProgram(installed_programs(str(root), layout.libraries, 0o755))
+    control.ask(layout.directories(SPEC.device), f"start_server -uid {os.geteuid()}", timeout_s=20)
+    output = Path(layout.directories(SPEC.device).log, OUTPUT)
+    deadline = time.monotonic() + 20
+    while "exited with status 1" not in (said := output.read_text()):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+    assert "no CUDA-capable device is detected" in said
     supervisor.stop(SPEC.device, 20)
     assert supervisor.status() == ()
 
 
 @pytest.mark.parametrize("late", ["libnvidia-ml", "lib"])
-def test_nvidia_smi_finds_libraries_that_come_after_it(driver: ElfDriver, tmp_path: Path, late: str) -> None:
+def test_nvidia_smi_finds_libraries_that_come_after_it(
+    newest_nvidia: Programs, container: Path, tmp_path: Path, late: str
+) -> None:
     """A package manager unpacks one package after the other, and a claim may come in between."""
-    root = driver.install(tmp_path, LAYOUTS["a driver container"], driver.libc)
-    smi = NvidiaSmi(installed_programs(str(root), tmp_path / "links"))
-    libraries = root / LAYOUTS["a driver container"].libraries
+    smi = NvidiaSmi(installed_programs(str(container), tmp_path / "links"))
+    libraries = container / LAYOUTS["a driver container"].libraries
     apart = tmp_path / "apart"
     apart.mkdir()
-    for file in [*libraries.glob(f"{late}*.so.{VERSION}"), *libraries.glob(f"{late}*.so.1")]:
+    for file in [*libraries.glob(f"{late}*.so.{newest_nvidia.version}"), *libraries.glob(f"{late}*.so.1")]:
         file.rename(apart / file.name)
     for _ in range(2):
         with pytest.raises(RetryableError, match="exit code 12"):
             smi.set_time_slice(GPU, 2)
     for file in apart.iterdir():
         file.rename(libraries / file.name)
-    smi.set_time_slice(GPU, 2)
-
-
-def test_nvidia_smi_finds_the_libraries_of_the_next_version(driver: ElfDriver, tmp_path: Path) -> None:
-    root = driver.install(tmp_path, LAYOUTS["a driver container"], driver.libc)
-    smi = NvidiaSmi(installed_programs(str(root), tmp_path / "links"))
-    for _ in range(2):
+    with pytest.raises(NvmlUnavailableError, match=NO_DRIVER):
         smi.set_time_slice(GPU, 2)
-    for file in root.rglob(f"lib*.so.{VERSION}"):
-        link = file.with_name(f"{file.name.partition('.')[0]}.so.1")
-        file.rename(file.with_name(file.name.replace(VERSION, "590.44.01")))
+
+
+def test_nvidia_smi_finds_the_libraries_of_the_next_version(
+    newest_nvidia: Programs, container: Path, tmp_path: Path
+) -> None:
+    smi = NvidiaSmi(installed_programs(str(container), tmp_path / "links"))
+    for _ in range(2):
+        with pytest.raises(NvmlUnavailableError, match=NO_DRIVER):
+            smi.set_time_slice(GPU, 2)
+    for name in LIBRARIES:
+        [file] = container.rglob(f"{name}.so.{newest_nvidia.version}")
+        link = file.with_name(f"{name}.so.1")
+        file.rename(file.with_name(f"{name}.so.999.44.01"))
         link.unlink()
-        link.symlink_to(link.name.replace(".so.1", ".so.590.44.01"))
-    smi.set_time_slice(GPU, 2)
+        link.symlink_to(f"{name}.so.999.44.01")
+    with pytest.raises(NvmlUnavailableError, match=NO_DRIVER):
+        smi.set_time_slice(GPU, 2)
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
 def test_programs_run_as_on_their_own_system_when_the_driver_root_is_ours(
-    driver: ElfDriver, foreign_libc: Path, tmp_path: Path
+    newest_nvidia: Programs, foreign_libc: Path, tmp_path: Path
 ) -> None:
     """The root is `/`: program, loader and C library are of one system, and no environment comes between them."""
-    root = driver.install(tmp_path, LAYOUTS["the root of a Debian host"], foreign_libc)
+    root = elfdriver.install(newest_nvidia, tmp_path, LAYOUTS["the root of a Debian host"], foreign_libc)
     loader = next(foreign_libc.glob("ld-linux*"))
     for directory in ("lib", "lib64"):  # where programs name it on aarch64 and on x86_64
         (root / directory).mkdir()
@@ -185,7 +198,7 @@ def test_programs_run_as_on_their_own_system_when_the_driver_root_is_ours(
     command = [sys.executable, "-c", _IN_ROOT, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert loaded(done.stdout), done.stdout
+    assert done.stdout.splitlines() == ["None", "Cannot find MPS control daemon process"]
     assert not (root / "links").exists()
 
 
@@ -193,92 +206,81 @@ _IN_ROOT = """
 import os, sys
 from pathlib import Path
 from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.errors import NvmlUnavailableError
 from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.mps.compute_mode import ComputeMode
 
 os.chroot(sys.argv[1])
 find = installed_programs("/", Path("/links"))
-NvidiaSmi(find).set_time_slice("GPU-1", 2)
+try:
+    NvidiaSmi(find).set_time_slice("GPU-1", 2)
+    sys.exit("no driver is loaded")
+except NvmlUnavailableError:
+    print(ComputeMode(find).get("GPU-1"))
 programs = find()
-for name, words in (("nvidia-smi", ["-i", "GPU-1", "-c", "0"]), ("nvidia-cuda-mps-control", [])):
-    code, said = run_program([programs.path(name), *words], programs.environment(), timeout_s=20, lane=name, text="")
-    assert code == 0, said
-    print(said)
+program = programs.path("nvidia-cuda-mps-control")
+print(run_program([program], programs.environment(), timeout_s=20, lane="test", text="get_server_list")[1].strip())
 """
 
 
 # --- programs that cannot be started -------------------------------------------------------------
 
 
-def _absent_library(driver: ElfDriver, program: Path) -> None:
-    driver.program(program, *driver.missing("libabsent.so.1"))
-
-
-def _unknown_version(driver: ElfDriver, program: Path) -> None:
-    driver.program(program, *driver.missing("librt.so.1", "GLIBC_9.99"))
-
-
-def _unknown_loader(driver: ElfDriver, program: Path) -> None:
-    driver.program(program, "-Wl,--dynamic-linker=/absent/ld.so")
-
-
-def _other_architecture(driver: ElfDriver, program: Path) -> None:
-    of_another_architecture(program)
-
-
-def _not_executable(driver: ElfDriver, program: Path) -> None:
+def _not_executable(program: Path) -> None:
     program.chmod(0o644)
 
 
-def _nvml_of_a_newer_libc(driver: ElfDriver, program: Path) -> None:
-    _library_of_a_newer_libc(driver, program, "libnvidia-ml")
+def _nvml_of_a_newer_libc(program: Path) -> None:
+    [library] = program.parents[2].rglob("libnvidia-ml.so.*.*")
+    elfdriver.of_a_newer_libc(library)
 
 
-def _libcuda_of_a_newer_libc(driver: ElfDriver, program: Path) -> None:
-    _library_of_a_newer_libc(driver, program, "libcuda")
-
-
-def _library_of_a_newer_libc(driver: ElfDriver, program: Path, name: str) -> None:
-    library = next(program.parents[2].rglob(f"{name}.so.{VERSION}"))
-    driver.library(library, *driver.missing("librt.so.1", "GLIBC_9.99"))
-
-
-def _no_nvml(driver: ElfDriver, program: Path) -> None:
+def _no_nvml(program: Path) -> None:
     for library in program.parents[2].rglob("libnvidia-ml.so.*"):
         library.unlink()
 
 
 BROKEN = [
-    pytest.param(_absent_library, "exit code 127.*libabsent.so.1: cannot open", id="needs-an-absent-library"),
-    pytest.param(_unknown_version, "exit code 1.*GLIBC_9.99' not found", id="needs-a-newer-libc"),
-    pytest.param(_unknown_loader, "the loader that it names is not there", id="needs-an-absent-loader"),
     pytest.param(
-        _other_architecture, "it is no program for this machine's architecture", id="of-another-architecture"
+        elfdriver.of_an_absent_library,
+        r"exit code 127.*libno\.so\.1: cannot open",
+        id="needs-an-absent-library",
+    ),
+    pytest.param(
+        elfdriver.of_a_newer_libc, r"exit code 1.*GLIBC_9[0-9.]*' not found", id="needs-a-newer-libc"
+    ),
+    pytest.param(
+        elfdriver.of_an_absent_loader, "the loader that it names is not there", id="needs-an-absent-loader"
+    ),
+    pytest.param(
+        elfdriver.of_another_architecture,
+        "it is no program for this machine's architecture",
+        id="of-another-architecture",
     ),
     pytest.param(_not_executable, "Permission denied", id="not-executable"),
 ]
 BROKEN_LIBRARY = [
-    pytest.param(_nvml_of_a_newer_libc, "exit code 12.*GLIBC_9.99' not found", id="nvml-needs-a-newer-libc"),
-    pytest.param(_no_nvml, "exit code 12.*libnvidia-ml.so.1: cannot open", id="no-nvml"),
+    pytest.param(_nvml_of_a_newer_libc, "exit code 12.*couldn't find", id="nvml-needs-a-newer-libc"),
+    pytest.param(_no_nvml, "exit code 12.*couldn't find", id="no-nvml"),
 ]
+
+Harm = Callable[[Path], None]
 
 
 @pytest.fixture
-def broken(
-    driver: ElfDriver, tmp_path: Path
-) -> Callable[[str, Callable[[ElfDriver, Path], None]], FindPrograms]:
+def broken(container: Path, tmp_path: Path) -> Callable[[str, Harm], FindPrograms]:
     """Finds the programs of a driver root, one of which was broken."""
 
-    def make(name: str, harm: Callable[[ElfDriver, Path], None]) -> FindPrograms:
-        root = driver.install(tmp_path, LAYOUTS["a driver container"], driver.libc)
-        harm(driver, root / "usr/bin" / name)
-        return installed_programs(str(root), tmp_path / "links")
+    def make(name: str, harm: Harm) -> FindPrograms:
+        harm(container / "usr/bin" / name)
+        return installed_programs(str(container), tmp_path / "links")
 
     return make
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
-def test_a_time_slice_that_nobody_could_set_is_told_with_its_cause(broken, harm, cause: str) -> None:
+def test_a_time_slice_that_nobody_could_set_is_told_with_its_cause(broken, harm: Harm, cause: str) -> None:
     with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}") as caught:
         NvidiaSmi(broken(SMI_PROGRAM, harm)).set_time_slice(GPU, 2)
     assert not isinstance(caught.value, NvmlUnavailableError), "the GPU may be there"
@@ -286,7 +288,7 @@ def test_a_time_slice_that_nobody_could_set_is_told_with_its_cause(broken, harm,
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
-def test_a_compute_mode_that_nobody_could_read_is_not_taken_for_none(broken, harm, cause: str) -> None:
+def test_a_compute_mode_that_nobody_could_read_is_not_taken_for_none(broken, harm: Harm, cause: str) -> None:
     mode = ComputeMode(broken(SMI_PROGRAM, harm))
     with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}"):
         mode.get(GPU)
@@ -296,7 +298,7 @@ def test_a_compute_mode_that_nobody_could_read_is_not_taken_for_none(broken, har
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)
 def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
-    broken, harm, cause: str, tmp_path: Path
+    broken, harm: Harm, cause: str, tmp_path: Path
 ) -> None:
     control = ControlProgram(broken(CONTROL_PROGRAM, harm))
     directories = MpsLayout(tmp_path / "mps").directories(SPEC.device)
@@ -304,19 +306,12 @@ def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
         control.ask(directories, "get_server_list", timeout_s=20)
 
 
-BROKEN_DAEMON = [
-    *BROKEN,
-    pytest.param(_libcuda_of_a_newer_libc, "GLIBC_9.99' not found", id="libcuda-needs-a-newer-libc"),
-]
-
-
-@pytest.mark.parametrize(("harm", "cause"), BROKEN_DAEMON)
+@pytest.mark.parametrize(("harm", "cause"), BROKEN)
 def test_an_mps_daemon_that_cannot_be_started_is_told_with_its_cause(
-    driver: ElfDriver, tmp_path: Path, mps: Callable[[Path], Supervisor], harm, cause: str
+    container: Path, mps: Callable[[Path], Supervisor], harm: Harm, cause: str
 ) -> None:
-    root = driver.install(tmp_path, LAYOUTS["a driver container"], driver.libc)
-    harm(driver, root / "usr/bin" / CONTROL_PROGRAM)
-    supervisor = mps(root)
+    harm(container / "usr/bin" / CONTROL_PROGRAM)
+    supervisor = mps(container)
     words_of_loader = cause.rpartition(".*")[2]  # its daemon is no child whose exit code counts
     with pytest.raises(RetryableError, match=words_of_loader):
         supervisor.ensure(SPEC, 20)

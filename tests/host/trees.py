@@ -19,6 +19,7 @@ HOOK_VERBS = (
     "update-application-profile",
 )  # fmt: skip
 BINARIES = ("nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
+NIXOS_GBM = "/nix/store/5aa7-egl-gbm-1.1.2/lib/libnvidia-egl-gbm.so.1.1.2"
 COMMON_NODES = {
     "/dev/nvidiactl": (195, 255),
     "/dev/nvidia-modeset": (195, 254),
@@ -97,6 +98,22 @@ def put_libraries(root: Path, directory: str, version: str = VERSION, *, links: 
         link(root, f"{directory}/libcuda.so.1", f"libcuda.so.{version}")
         link(root, f"{directory}/libcuda.so", "libcuda.so.1")
         link(root, f"{directory}/libnvidia-ml.so.1", f"libnvidia-ml.so.{version}")
+
+
+def put_nixos_libraries(root: Path, version: str = VERSION) -> str:
+    """The libraries as NixOS has them: a directory of links, itself behind a link, that lead to a package of the store.
+    Returns the directory of the package."""
+    package = f"/nix/store/0b3c-nvidia-x11-{version}/lib"
+    merged = "/nix/store/9f1d-graphics-drivers"
+    put_libraries(root, package, version)
+    put(root, f"{package}/vdpau/libvdpau_nvidia.so.{version}")
+    for file in (NIXOS_GBM, "/nix/store/7c2e-mesa-25.0/lib/libgallium-25.0.so"):
+        put(root, file)
+        link(root, f"{merged}/lib/{file.rpartition('/')[2]}", file)
+    for entry in (root / package[1:]).iterdir():
+        link(root, f"{merged}/lib/{entry.name}", f"{package}/{entry.name}")
+    link(root, "/run/opengl-driver", merged)
+    return package
 
 
 def driver_root(root: Path, *, directory: str = "/usr/lib/x86_64-linux-gnu", hook: bool = True) -> FakeNodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -24,6 +25,13 @@ def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], f
     return by_label(driver.metrics, f"nvidia_dra_{name}", *labels)
 
 
+def hear_anew(driver: Driver, gpu_uuid: str) -> None:
+    """A change of MIG mode makes registrations void, on real GPUs too: until the next one nobody hears of an Xid."""
+    watch, since = driver.health.monitor, time.monotonic()
+    watch.devices_changed()
+    eventually(lambda: not watch._refresh.is_set() and watch._polls[gpu_uuid][1] >= since)
+
+
 def health_of(driver: Driver, device: str) -> int:
     found = driver.health.stream.snapshot().devices
     return next(entry.health for entry in found if entry.device.device_name == device)
@@ -43,6 +51,27 @@ def test_an_nvidia_driver_that_goes_away_is_a_problem_though_the_plugin_is_ready
     eventually(lambda: list(shown(driver, "node_problem", "driver").values()) == [0])
 
 
+def test_gpus_of_a_confidential_machine_get_no_pods_until_they_are_ready(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "_POLL_EVERY_S", 0.1)
+    node = make_node("hgx-h100-4")
+    node.machine.set_confidential_compute("on")
+    node.start_driver()
+
+    def is_published(value: str, *taints: str) -> bool:
+        devices = node.devices()
+        return len(devices) == 4 and all(
+            device["attributes"]["confidentialCompute"] == {"string": value}
+            and [taint["key"] for taint in device.get("taints", ())] == list(taints)
+            for device in devices
+        )
+
+    eventually(lambda: is_published("on", "gpu.nvidia.com/confidential-compute"))
+    node.machine.set_confidential_compute("on", ready=True)
+    eventually(lambda: is_published("on"))
+
+
 def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +87,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     made = driver.mig.created_instance(name)
     assert made is not None
     ids = (made.gpu_instance_id, made.compute_instance_id)
+    hear_anew(driver, made.gpu_uuid)
     node.machine.raise_xid(0, 95, gpu_instance=ids[0], compute_instance=ids[1])
 
     def tainted() -> list[str]:
@@ -77,3 +107,19 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     assert (successor.gpu_instance_id, successor.compute_instance_id) == ids
     assert health_of(driver, name) == v1.HEALTHY
     assert tainted() == []
+
+
+def test_a_board_whose_fabric_manager_is_down_is_tainted_on_a_driver_that_knows_only_the_first_form(
+    make_node: Callable[..., Node],
+) -> None:
+    """Branch 535 has no nvmlDeviceGetGpuFabricInfoV."""
+    node = make_node()
+    node.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
+    node.machine.set_fabric(state=1)
+    node.start_driver()
+
+    def taints() -> set[tuple[str, str, str]]:
+        found = [taint for device in node.wait_devices(8) for taint in device.get("taints", [{}])]
+        return {(taint.get("key", ""), taint.get("value", ""), taint.get("effect", "")) for taint in found}
+
+    eventually(lambda: taints() == {("gpu.nvidia.com/fabric", "pending", "NoSchedule")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.host.trees import VERSION, driver_root, put_elf_libraries
 from tests.integration.conftest import Node, eventually
 from tests.integration.test_process import call, environment
 from tests.integration.test_withdrawn import hear_all
@@ -37,6 +39,16 @@ def content(slices: list[Json]) -> list[Json]:
         ({**entry["spec"], "pool": {**entry["spec"]["pool"], "generation": 0}} for entry in slices),
         key=json.dumps,
     )
+
+
+def test_the_cause_is_told_when_the_library_is_made_for_another_architecture(tmp_path: Path) -> None:
+    driver_root(tmp_path)
+    other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
+    put_elf_libraries(tmp_path, "/usr/lib/x86_64-linux-gnu", other)
+    done = call("inspect", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"not made for this machine ({os.uname().machine}): the first, /usr/lib/" in done.stderr
+    assert f"libnvidia-ml.so.{VERSION}, is made for {other}" in done.stderr
 
 
 def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -> None:

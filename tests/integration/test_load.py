@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.kubelet.workers import Workers
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.integration.conftest import Node, eventually
@@ -22,7 +21,6 @@ def test_hundred_claims_at_once_on_sixteen_gpus(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are answered, each with its device and its share; when they are gone nothing of them is left."""
-    monkeypatch.setitem(Workers.__init__.__kwdefaults__, "idle_s", 0.2)
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     node = make_node("dgx-2")
     node.start_driver(sharing=share_all(SharingRule("shares", 8)))

@@ -163,6 +163,25 @@ def test_daemon_starts_without_nvml_and_devices_come_with_it(make_node: Callable
     eventually(lambda: not driver.problems())
 
 
+def test_a_driver_without_libcuda_is_told_before_a_claim_fails_of_it(make_node: Callable[..., Node]) -> None:
+    made = make_node()
+    files = list(made.machine.host_root.rglob("libcuda.so*"))
+    for file in files:
+        file.rename(file.with_name(f"hidden-{file.name}"))
+    driver = made.start_driver()
+    made.wait_devices(8)
+    [problem] = eventually(driver.problems)
+    assert problem.startswith("no claim can be prepared: libcuda.so.<version> is not below the driver root")
+    assert driver.probes.readiness() == [], "a rolling update goes on: the new release is not the cause"
+    ref = made.claim("one")
+    assert problem.partition(": ")[2] in str(made.prepare(ref)[ref.uid])
+    for file in files:
+        file.with_name(f"hidden-{file.name}").rename(file)
+    driver.discovery.request_rescan()
+    eventually(lambda: not driver.problems())
+    assert not isinstance(made.prepare(ref)[ref.uid], Failed)
+
+
 def test_lost_gpu_hides_no_other(node: Node) -> None:
     def tainted() -> list[tuple[int, str, str]]:
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -107,6 +108,22 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
     process.send_signal(signal.SIGTERM)
     rest = list(lines)  # every line to the end is one event
     assert process.wait(20) == 0, rest
+
+
+def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(
+    make_node: Callable[..., Node], spawn
+) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = spawn(make_node(), LOG_LEVEL="info", HEALTHCHECK_PORT=str(port))
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 2
+    *events, said = log.decode().splitlines()
+    assert said == (
+        f"gpu-dra-driver: health service cannot listen on [::]:{port}: another process uses the address, or it is not "
+        "an address of this node; choose another --healthcheck-port"
+    )
+    assert {json.loads(line)["level"] for line in events} <= {"info", "warning"}
 
 
 def _unprepared(node: Node, ref) -> object:

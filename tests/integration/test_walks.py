@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from dra_driver.kubelet.dra import V1, DraService, method_path
 from dra_driver.kubelet.pb import dra_v1_pb2 as pb
-from dra_driver.kubelet.rpc import unary
-from dra_driver.kubelet.v1 import DraV1
 from tests.integration.conftest import Node
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,8 @@ def listed() -> list[str]:
 def ran(node: Node, name: str) -> set[str]:
     """Files of features in which a function was called while a claim was prepared, without codecs."""
     ref = node.claim(name)
-    prepare = unary("NodePrepareResources", DraV1(node.driver.claims.preparer).prepare)
+    methods = DraService(node.driver.claims.preparer).methods()
+    prepare = methods[method_path(V1, "NodePrepareResources")].unary_unary
     package, found = f"{ROOT}/dra_driver/", set()
 
     def note(frame: FrameType, event: str, _arg: Any) -> None:

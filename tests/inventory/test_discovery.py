@@ -15,15 +15,19 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
+from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import Discovery, NvmlState
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
+from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
+from dra_driver.nvml.reader import NvmlReader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G, VERSIONS, h100, inventory, mig
+from tests.host.trees import VERSION, driver_root, put_elf_libraries
 
 NOT_LOADED = NvmlUnavailableError(
     "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
@@ -76,6 +80,7 @@ class Host:
         self.unbound: set[str] = set()
         self.hardware: Hashable = "one"
         self.version = "570.124.06"
+        self.lacks: str | None = None
         self.shown: dict[int, Hashable] = {}
         self.surprises: list[Exception] = []
 
@@ -87,6 +92,9 @@ class Host:
 
     def numa_node(self, bus_id: str) -> int | None:
         return 0
+
+    def files_problem(self, nvml_version: str | None) -> str | None:
+        return self.lacks
 
     def gpu_functions(self) -> frozenset[str]:
         return frozenset(self.functions)
@@ -346,6 +354,49 @@ def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gp
     assert bench.discovery.problem() == "cannot load the NVML library"
 
 
+@pytest.mark.parametrize(("machine", "other"), [("x86_64", "aarch64"), ("aarch64", "x86_64")])
+def test_a_library_of_another_architecture_alone_is_told_where_the_bus_shows_no_gpu(
+    tmp_path: Path, logs: list, machine: str, other: str
+) -> None:
+    driver_root(tmp_path)
+    put_elf_libraries(tmp_path, "/usr/lib/x86_64-linux-gnu", other)
+    reader = NvmlReader(lambda: find_nvml_library(str(tmp_path), machine))
+    host = HostView(HostPaths(str(tmp_path), "/", proc=str(tmp_path / "proc"), sys=str(tmp_path / "sys")))
+    discovery = Discovery(reader, host, list, list, None, list)
+    for _ in range(2):
+        discovery.scan_now(5)
+    library = f"/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.{VERSION}"
+    told = (
+        f"1 library below the driver root {tmp_path} is left out, not made for this machine ({machine}): the first, "
+        f"{library}, is made for {other}; install the NVIDIA driver that is"
+    )
+    assert (discovery.problem() or "").startswith(told)
+    assert [line["reason"].startswith(told) for line in logs if line["event"] == "nvml_unavailable"] == [True]
+
+
+def test_missing_files_of_the_nvidia_driver_are_told_with_the_devices(bench: Bench, logs: list) -> None:
+    bench.host.lacks = "libcuda.so.<version> is not below the driver root /"
+    for _ in range(2):
+        found = bench.scan()
+        assert found is not None
+        assert (found.gpus, bench.discovery.unavailable()) == (COMPLETE.gpus, None)
+    told = f"no claim can be prepared: {bench.host.lacks}"
+    assert bench.discovery.files_problem() == told
+    assert [(line["subject"], line["reason"]) for line in logs if line["event"] == "discovery_fault"] == [
+        ("NVIDIA driver", told)
+    ]
+    bench.host.lacks = None
+    bench.scan()
+    assert bench.discovery.files_problem() is None
+    bench.host.lacks, bench.nvml.inventory, bench.host.functions = (
+        "nobody needs it",
+        Inventory(VERSIONS),
+        set(),
+    )
+    bench.scan()
+    assert bench.discovery.files_problem() is None, "a node without GPUs needs no files"
+
+
 def test_everything_is_read_again_when_asked_and_from_time_to_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +406,64 @@ def test_everything_is_read_again_when_asked_and_from_time_to_time(
     eventually(lambda: bench.nvml.reads == 2)
     monkeypatch.setattr(module, "_RESCAN_EVERY_S", 0.01)
     eventually(lambda: bench.nvml.reads >= 4)
+
+
+FABRIC = Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 3)
+PENDING, BROKEN = UnreadyFabric("pending", "not started"), UnreadyFabric("broken", "error 999")
+UNREADY = replace(BARE[0], unready_fabric=PENDING)
+COMPLETED = replace(BARE[0], fabric=FABRIC)
+CUT = replace(COMPLETED, partitioning=Partitioning(()))
+
+
+@pytest.mark.parametrize(
+    ("known", "polled", "is_other"),
+    [
+        (UNREADY, PENDING, False),
+        (UNREADY, UnreadyFabric("pending", "in progress"), True),
+        (UNREADY, FABRIC, True),
+        (UNREADY, None, True),  # complete on a board of its own
+        (BARE[0], None, False),
+        (BARE[0], PENDING, True),
+        (COMPLETED, FABRIC, False),
+        (COMPLETED, replace(FABRIC, clique_id=4), True),
+        (COMPLETED, PENDING, True),
+        (COMPLETED, None, True),
+        # What a GPU says in MIG mode is not what it was out of it.
+        (CUT, None, False),
+        (CUT, PENDING, False),
+        (CUT, replace(FABRIC, clique_id=4), True),
+        (replace(UNREADY, partitioning=CUT.partitioning), FABRIC, True),
+    ],
+)
+def test_everything_is_read_again_when_a_poll_finds_another_fabric(
+    bench: Bench, known: Gpu, polled: FabricRegistration, is_other: bool
+) -> None:
+    bench.nvml.inventory = inventory(known, *BARE[1:])
+    bench.discovery.fabric_polled(known.uuid, polled)
+    bench.scan()
+    for uuid, registration in ((known.uuid, polled), ("GPU-of-somebody", FABRIC)):
+        bench.discovery.fabric_polled(uuid, registration)
+    assert bench.look() == is_other
+    assert not bench.look()
+
+
+def test_time_since_when_a_fabric_is_not_ready_lasts_as_long_as_its_state(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_800_000_000.0
+    monkeypatch.setattr(module.time, "time", lambda: now)
+
+    def since(unready: UnreadyFabric | None, fabric: Fabric | None = None) -> int | None:
+        bench.nvml.inventory = inventory(replace(BARE[0], unready_fabric=unready, fabric=fabric), *BARE[1:])
+        found = (bench.scan() or Inventory()).gpus[0].unready_fabric
+        return None if found is None else found.since
+
+    seen = [since(PENDING)]
+    now += 60
+    seen += [since(UnreadyFabric("pending", "in progress")), since(BROKEN)]
+    now += 60
+    seen += [since(BROKEN), since(None, FABRIC), since(PENDING)]
+    assert seen == [1_800_000_000, 1_800_000_000, 1_800_000_060, 1_800_000_060, None, 1_800_000_120]
 
 
 @pytest.mark.parametrize("where", ["scan", "fingerprint"])
@@ -589,7 +698,7 @@ def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(benc
 def test_gpu_that_could_not_be_read_is_tried_again_sooner(
     cut_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RESCAN_UNREAD_S", 0.01)
+    monkeypatch.setattr(module, "_RESCAN_INCOMPLETE_S", 0.01)
     cut_bench.nvml.inventory = replace(cut_bench.nvml.inventory, unread=frozenset({BARE[1].uuid}))
     reads = cut_bench.nvml.reads
     cut_bench.discovery.start()

@@ -12,11 +12,10 @@ from pathlib import Path
 import grpc
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 
-from dra_driver.kubelet.listener import Listener
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.registration import Registrar
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
-from dra_driver.kubelet.workers import Workers
+from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
 
 DRIVER = "gpu.example.com"
@@ -187,7 +186,7 @@ def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., PlaygroundK
 @contextmanager
 def made_registrars(node: Node) -> Iterator[Callable[..., Registrar]]:
     """Makes registration sockets alone, with an info of one's choice."""
-    listeners = []
+    servers = []
 
     def make(
         name=DRIVER, endpoint="/nowhere/dra.sock", versions=("v1.DRAPlugin",), kind="DRAPlugin", file="bare"
@@ -195,14 +194,13 @@ def made_registrars(node: Node) -> Iterator[Callable[..., Registrar]]:
         registrar = Registrar(name, endpoint, versions)
         registrar._info.type = kind
         path = node.registry / f"{file}-reg.sock"
-        listener = Listener("bare", path, registrar.methods(), Workers("bare", limit=2))
-        listener.start()
-        listeners.append(listener)
+        servers.append(SocketServer("bare", path, registrar.methods()))
+        servers[-1].start()
         return registrar
 
     yield make
-    for listener in listeners:
-        listener.stop(0)
+    for server in servers:
+        server.stop(0)
 
 
 def methods(kubelet: PlaygroundKubelet, *names: str) -> list[str]:

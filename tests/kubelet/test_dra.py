@@ -13,7 +13,6 @@ from dra_driver.kubelet.pb import dra_v1_pb2, dra_v1beta1_pb2
 from dra_driver.model.claim import Failed, Prepared
 from tests.kubelet.support import (
     V1,
-    V1BETA1,
     FakeClaims,
     Gate,
     ask,
@@ -102,7 +101,7 @@ def test_service_sees_the_time_the_kubelet_still_waits(dra, claims):
     # the Python client rounds its deadline up
     assert 43 < remaining[0] < 46
     assert 5 < remaining[1] < 8
-    assert remaining[2] is None
+    assert remaining[2] > 1e9
 
 
 def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
@@ -305,18 +304,6 @@ def test_requests_are_logged_at_debug_and_failures_at_error(dra, claims, quiet_l
 )
 def test_odd_authority_is_accepted(dra, authority):
     assert prepare(dra, claim(), options=[("grpc.default_authority", authority)]).claims["uid-1"].devices
-
-
-@pytest.mark.parametrize(("served", "missing"), [("v1", V1BETA1), ("v1beta1", V1)])
-def test_only_enabled_generations_are_served(node, served, missing):
-    plugin = node.plugin(settings={"serve_v1": served == "v1", "serve_v1beta1": served == "v1beta1"})
-    api, other = dra_v1_pb2, dra_v1beta1_pb2
-    if served == "v1beta1":
-        api, other = other, api
-    assert prepare(plugin.sockets.dra, claim(), api=api).claims
-    with pytest.raises(grpc.RpcError) as caught:
-        prepare(plugin.sockets.dra, claim(), api=other)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_unknown_method_is_unimplemented(dra):

@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from dra_driver.errors import FatalError, InvalidConfigError, StateError
-from dra_driver.kubelet.listener import Listener
-from dra_driver.kubelet.workers import Workers
+from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import Prepared
 from tests.kubelet.support import (
     DRIVER,
@@ -124,44 +123,43 @@ def test_instances_with_pod_uids_live_side_by_side(node):
 
 @pytest.mark.parametrize("length", [106, 107])
 def test_longest_paths_are_served(short_dir, length):
-    workers = Workers("test", limit=2)
     path = short_dir / ("s" * (length - len(str(short_dir)) - 1 - 5) + ".sock")
     assert len(str(path)) == length
-    listener = Listener("test", path, {}, workers)
-    listener.start()
+    server = SocketServer("test", path, {})
+    server.start()
     with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
         opened.unary_unary("/a.B/C")(b"", timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    listener.stop(0)
+    server.stop(0)
     assert not path.exists()
 
 
 def test_shortest_socket_name_fits_a_directory_that_leaves_it_just_enough_room(short_dir):
     directory = short_dir / ("d" * (107 - len("/dra.sock") - len(str(short_dir)) - 1))
     directory.mkdir()
-    listener = Listener("test", directory / "dra.sock", {}, Workers("test", limit=1))
-    listener.start()
+    server = SocketServer("test", directory / "dra.sock", {})
+    server.start()
     assert names(directory) == ["dra.sock"]
-    listener.stop(0)
+    server.stop(0)
 
 
 def test_path_too_long_to_bind_leaves_nothing(short_dir):
     directory = short_dir / ("d" * 100)
     directory.mkdir()
-    listener = Listener("test", directory / "dra.sock", {}, Workers("test", limit=1))
+    server = SocketServer("test", directory / "dra.sock", {})
     with pytest.raises(StateError, match="cannot listen on"):
-        listener.start()
-    listener.stop(0)
+        server.start()
+    server.stop(0)
     assert names(directory) == []
 
 
 def test_directory_with_odd_characters_is_served(short_dir):
     directory = short_dir / "a%20b c?#é"
     directory.mkdir()
-    listener = Listener("test", directory / "dra.sock", {}, Workers("test", limit=1))
-    listener.start()
+    server = SocketServer("test", directory / "dra.sock", {})
+    server.start()
     assert names(directory) == ["dra.sock"]
-    listener.stop(0)
+    server.stop(0)
     assert names(directory) == []
 
 
@@ -245,13 +243,6 @@ def test_socket_taken_over_is_fatal_and_stop_leaves_it_to_its_new_owner(node):
     assert node.files() == [f"registry/{path.name}"]
 
 
-def test_server_that_stopped_serving_is_fatal(node):
-    heard = []
-    plugin = node.plugin(on_fatal=heard.append)
-    plugin._dra._server.stop(0)
-    assert "stopped serving" in str(eventually(lambda: heard)[0])
-
-
 def test_fatal_callback_may_stop_the_plugin_and_may_raise(node):
     stopped = threading.Event()
 
@@ -291,64 +282,6 @@ def test_plugin_killed_with_calls_in_flight_leaves_sockets_that_the_next_one_rep
     assert get_info(plugin.sockets.registrar).name == DRIVER
 
 
-def test_workers_come_with_the_calls_and_leave_when_idle():
-    workers = Workers("pool", limit=3, idle_s=0.05)
-    gate = threading.Event()
-    futures = [workers.submit(gate.wait, 5) for _ in range(5)]
-    assert workers.threads == 3
-    gate.set()
-    assert [future.result(5) for future in futures] == [True] * 5
-    eventually(lambda: workers.threads == 0)
-    assert workers.submit(lambda: 7).result(20) == 7
-    assert workers.threads == 1
-
-
-def test_workers_pass_on_results_and_exceptions_and_reuse_an_idle_thread():
-    workers = Workers("pool", limit=8, idle_s=5)
-    names = set()
-    for _ in range(20):
-        workers.submit(lambda: names.add(threading.get_ident())).result(20)
-        eventually(lambda: workers._waiting == workers.threads)
-    assert len(names) == 1
-    with pytest.raises(ZeroDivisionError):
-        workers.submit(lambda: 1 / 0).result(20)
-    workers.shutdown()
-    with pytest.raises(RuntimeError, match="no calls are taken"):
-        workers.submit(print)
-    eventually(lambda: workers.threads == 0)
-
-
-def test_workers_finish_what_was_accepted_unless_cancelled():
-    workers = Workers("pool", limit=1)
-    gate = threading.Event()
-    first, second = workers.submit(gate.wait, 5), workers.submit(lambda: 2)
-    workers.shutdown(wait=False)
-    gate.set()
-    assert (first.result(5), second.result(20)) == (True, 2)
-    cancelled = Workers("pool", limit=1)
-    gate.clear()
-    running, waiting = cancelled.submit(gate.wait, 5), cancelled.submit(lambda: 2)
-    eventually(running.running)
-    cancelled.shutdown(cancel_futures=True)
-    gate.set()
-    assert running.result(20)
-    assert waiting.cancelled()
-
-
-def test_worker_that_cannot_start_keeps_the_task_for_the_next(monkeypatch):
-    workers = Workers("pool", limit=4)
-    start = threading.Thread.start
-
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    first = workers.submit(lambda: 1)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert workers.submit(lambda: 2).result(20) == 2
-    assert first.result(20) == 1
-
-
 def test_many_calls_leave_no_thread_socket_or_descriptor(node):
     plugin = node.plugin(FakeClaims())
     prepare(plugin.sockets.dra, claim())
@@ -356,7 +289,7 @@ def test_many_calls_leave_no_thread_socket_or_descriptor(node):
     for _ in range(50):
         prepare(plugin.sockets.dra, claim())
     eventually(lambda: len(names("/proc/self/fd")) <= before + 2)
-    eventually(lambda: sum(thread.name == "dra" for thread in threading.enumerate()) <= 3)
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "dra"])
 
 
 def test_handler_answers_on_a_bound_socket_with_empty_answer(node):

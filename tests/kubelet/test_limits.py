@@ -7,12 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
-from dra_driver.kubelet import grpc_health as health
-from dra_driver.kubelet import listener
-from dra_driver.kubelet.pb import grpc_health_pb2
-from dra_driver.kubelet.v1 import MAX_CLAIMS
-from tests.kubelet.support import FakeClaims, Gate, ask, claim, eventually, get_info, prepare, unprepare
+from dra_driver.kubelet import health_port, serving
+from dra_driver.kubelet.dra import MAX_CLAIMS
+from dra_driver.kubelet.liveness import dial
+from dra_driver.kubelet.pb import dra_v1_pb2
+from tests.kubelet.support import (
+    V1,
+    FakeClaims,
+    Gate,
+    ask,
+    channel,
+    claim,
+    eventually,
+    get_info,
+    prepare,
+    unprepare,
+)
 
 
 def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_works(node):
@@ -31,7 +43,7 @@ def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_wor
 
 
 def test_calls_above_the_limit_are_answered_at_once_and_the_others_are_served(node, monkeypatch):
-    monkeypatch.setattr(listener, "MAX_CALLS", 3)
+    monkeypatch.setattr(serving, "MAX_CALLS", 3)
     claims = FakeClaims()
     claims.on_prepare = gate = Gate()
     plugin = node.plugin(claims)
@@ -51,8 +63,30 @@ def test_calls_above_the_limit_are_answered_at_once_and_the_others_are_served(no
     assert len(claims.asked) == 3
 
 
+def test_unprepare_and_probes_are_answered_when_hundreds_of_prepares_wait(node):
+    claims = FakeClaims()
+    claims.on_prepare = gate = Gate()
+    plugin = node.plugin(claims)
+    request = dra_v1_pb2.NodePrepareResourcesRequest
+    with channel(plugin.sockets.dra) as opened:
+        method = opened.unary_unary(V1 + "NodePrepareResources", request.SerializeToString)
+        waiting = [
+            method.future(
+                request(claims=[dra_v1_pb2.Claim(namespace="a", name="b", uid=f"u{n}")]), timeout=60
+            )
+            for n in range(400)
+        ]
+        try:
+            eventually(lambda: len(claims.asked) == 400)
+            assert unprepare(plugin.sockets.dra, claim()).claims["uid-1"].error == ""
+            assert dial(plugin.sockets.registrar) is None
+        finally:
+            gate.opened.set()
+        assert all(call.exception() is None for call in waiting)
+
+
 def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
-    monkeypatch.setattr(health, "_MAX_CALLS", 2)
+    monkeypatch.setattr(health_port, "MAX_CALLS", 2)
     entered, opened = [], threading.Event()
 
     def ready():
@@ -60,11 +94,11 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
         return opened.wait(20)
 
     plugin = node.plugin(settings={"health_address": "127.0.0.1:0"}, ready=ready)
-    request = grpc_health_pb2.HealthCheckRequest(service="readiness")
+    request = health_pb2.HealthCheckRequest(service="readiness")
 
     def check():
         address = f"127.0.0.1:{plugin.health_port}"
-        return ask(address, "/grpc.health.v1.Health/Check", request, grpc_health_pb2.HealthCheckResponse)
+        return ask(address, "/grpc.health.v1.Health/Check", request, health_pb2.HealthCheckResponse)
 
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(check) for _ in range(2)]
@@ -75,7 +109,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         finally:
             opened.set()
-        assert [call.result().status for call in waiting] == [grpc_health_pb2.HealthCheckResponse.SERVING] * 2
+        assert [call.result().status for call in waiting] == [health_pb2.HealthCheckResponse.SERVING] * 2
 
 
 def test_the_health_port_takes_no_more_bytes_than_a_name_has(node, quiet_logs):
@@ -84,9 +118,9 @@ def test_the_health_port_takes_no_more_bytes_than_a_name_has(node, quiet_logs):
     address, method = f"127.0.0.1:{plugin.health_port}", "/grpc.health.v1.Health/Check"
 
     def code(service):
-        request = grpc_health_pb2.HealthCheckRequest(service=service)
+        request = health_pb2.HealthCheckRequest(service=service)
         with pytest.raises(grpc.RpcError) as caught:
-            ask(address, method, request, grpc_health_pb2.HealthCheckResponse)
+            ask(address, method, request, health_pb2.HealthCheckResponse)
         return caught.value.code()
 
     assert code("x" * 100) is grpc.StatusCode.NOT_FOUND

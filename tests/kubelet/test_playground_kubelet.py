@@ -1,15 +1,17 @@
 """How the playground's kubelet finds and registers plugins, good ones and others."""
 
 import socket
+import threading
 from concurrent import futures
 
+import grpc
 import pytest
 from playground.kubelet_client import KubeletError
 
-from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.dra import DraService
 from dra_driver.kubelet.registration import Registrar, RegistrationStatus
-from dra_driver.kubelet.v1 import DraV1
-from dra_driver.kubelet.workers import Workers
+from dra_driver.kubelet.rpc import RpcError
+from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import Prepared
 from tests.kubelet.support import (
     DRIVER,
@@ -88,14 +90,21 @@ def test_socket_created_again_between_two_looks_is_registered_anew(node, kubelet
     eventually(lambda: after.connected)
 
 
-def test_registration_recovers_after_get_info_failed_for_a_while(node, kubelet):
-    plugin = node.plugin(start=False)
-    plugin.registrar.get_info_error = "not yet"
-    plugin.start()
+def test_registration_recovers_after_get_info_failed_for_a_while(node, kubelet, monkeypatch):
+    answer, fails = Registrar._get_info, threading.Event()
+
+    def answer_later(*args):
+        if fails.is_set():
+            raise RpcError(grpc.StatusCode.UNKNOWN, "not yet")
+        return answer(*args)
+
+    monkeypatch.setattr(Registrar, "_get_info", answer_later)
+    fails.set()
+    plugin = node.plugin()
     eventually(lambda: len(methods(kubelet, "GetInfo")) >= 3)
     assert kubelet.instances(DRIVER) == []
     assert plugin.status is None
-    plugin.registrar.get_info_error = None
+    fails.clear()
     kubelet.wait_registered(DRIVER)
     assert kubelet.calls("GetInfo")[0].error == "not yet"
 
@@ -176,14 +185,14 @@ def test_dra_socket_may_come_after_the_registration(node, kubelet, bare):
     endpoint = node.root / "late.sock"
     bare(endpoint=str(endpoint))
     eventually(lambda: kubelet.instances(DRIVER))
-    listener = Listener("late", endpoint, DraV1(FakeClaims()).methods(), Workers("late", limit=4))
+    server = SocketServer("late", endpoint, DraService(FakeClaims()).methods())
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(kubelet.prepare, DRIVER, [claim()])
-        listener.start()
+        server.start()
         assert waiting.result(10) == {"uid-1": Prepared((device(),))}
-    listener.stop(0)
+    server.stop(0)
     eventually(lambda: not kubelet.instances(DRIVER)[0].connected)
-    again = Listener("late", endpoint, DraV1(FakeClaims()).methods(), Workers("late", limit=4))
+    again = SocketServer("late", endpoint, DraService(FakeClaims()).methods())
     again.start()
     kubelet.wait_registered(DRIVER)
     assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
@@ -194,9 +203,9 @@ def test_dra_socket_may_come_after_the_registration(node, kubelet, bare):
 def test_one_socket_may_serve_registration_and_dra(node, kubelet):
     path = node.registry / "common.sock"
     registrar = Registrar(DRIVER, path, ("v1.DRAPlugin",))
-    served = registrar.methods() | DraV1(FakeClaims()).methods()
-    listener = Listener("common", path, served, Workers("common", limit=4))
-    listener.start()
+    served = registrar.methods() | DraService(FakeClaims()).methods()
+    server = SocketServer("common", path, served)
+    server.start()
     kubelet.wait_registered(DRIVER)
     assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
-    listener.stop(0)
+    server.stop(0)

@@ -9,11 +9,10 @@ import pytest
 from playground.kubelet_client import KubeletError
 
 from dra_driver.kubelet.device_health import health_methods
-from dra_driver.kubelet.listener import Listener
+from dra_driver.kubelet.dra import DraService
 from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.registration import Registrar
-from dra_driver.kubelet.v1 import DraV1
-from dra_driver.kubelet.workers import Workers
+from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import Failed, Prepared
 from tests.kubelet.support import DRIVER, FakeClaims, Gate, claim, device, eventually
 
@@ -75,7 +74,7 @@ def test_injected_faults_come_before_the_call_or_after_it(node, kubelet):
 
 
 def test_answer_with_missing_or_foreign_entries_is_an_error(node, kubelet, bare):
-    class Odd(DraV1):
+    class Odd(DraService):
         def prepare(self, request, context):
             response = super().prepare(request, context)
             del response.claims["u2"]
@@ -87,15 +86,15 @@ def test_answer_with_missing_or_foreign_entries_is_an_error(node, kubelet, bare)
             return response
 
     endpoint = node.root / "odd.sock"
-    listener = Listener("odd", endpoint, Odd(FakeClaims()).methods(), Workers("odd", limit=4))
-    listener.start()
+    server = SocketServer("odd", endpoint, Odd(FakeClaims()).methods())
+    server.start()
     bare(endpoint=str(endpoint))
     kubelet.wait_registered(DRIVER)
     with pytest.raises(KubeletError, match="NodePrepareResources skipped 1 ResourceClaims"):
         kubelet.prepare(DRIVER, [claim("u1"), claim("u2", "two")])
     with pytest.raises(KubeletError, match="unknown claim UID other"):
         kubelet.unprepare(DRIVER, [claim("u1")])
-    listener.stop(0)
+    server.stop(0)
 
 
 def test_stop_of_the_plugin_lets_the_kubelets_call_finish(node, kubelet):
@@ -215,9 +214,7 @@ def test_health_stream_is_opened_again_and_again_by_the_alpha_client(node, kubel
     kubelet = kubelets(health="v1alpha1")
     node.plugin()
     eventually(lambda: len(kubelet.calls("NodeWatchResources")) >= 3)
-    assert {call.error for call in kubelet.calls("NodeWatchResources")} == {
-        "method /v1alpha1.DRAResourceHealth/NodeWatchResources is not known"
-    }
+    assert {call.error for call in kubelet.calls("NodeWatchResources")} == {"Method not found!"}
     assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
 
 
@@ -265,28 +262,39 @@ def test_reported_health_arrives_while_calls_go_on(node, kubelets, mode):
 
 
 def test_calls_and_health_share_one_connection(node, kubelets):
+    peers = set()
+
+    class Peers(DraService):
+        def prepare(self, request, context):
+            peers.add(context.peer())
+            return super().prepare(request, context)
+
+        def unprepare(self, request, context):
+            peers.add(context.peer())
+            return super().unprepare(request, context)
+
     ended = threading.Event()
 
-    def watch(_request, caller):
-        caller.add_callback(ended.set)
+    def watch(_request, context):
+        peers.add(context.peer())
+        context.add_callback(ended.set)
         yield report(dra_health_v1_pb2.HEALTHY)
         ended.wait(10)
 
     path = node.registry / "common.sock"
     registrar = Registrar(DRIVER, path, ("v1.DRAPlugin",))
-    served = DraV1(FakeClaims()).methods() | health_methods(watch)
-    listener = Listener("common", path, served | registrar.methods(), Workers("common", limit=8))
-    listener.start()
+    served = Peers(FakeClaims()).methods() | health_methods(watch) | registrar.methods()
+    server = SocketServer("common", path, served)
+    server.start()
     kubelet = kubelets(health="v1alpha1")
     kubelet.wait_registered(DRIVER)
     eventually(lambda: kubelet.health(DRIVER))
-    eventually(lambda: len(listener._server._connections) == 1)  # that of the registration has ended
     for _ in range(3):
         kubelet.prepare(DRIVER, [claim()])
         kubelet.unprepare(DRIVER, [claim()])
-        assert len(listener._server._connections) == 1
+    assert len(peers) == 1
     kubelet.stop()
-    listener.stop(0)
+    server.stop(0)
 
 
 def test_waiting_for_a_driver_that_does_not_come_ends(kubelet):

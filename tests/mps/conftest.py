@@ -7,18 +7,19 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
+from nvidia_programs import Programs
 
 from dra_driver.host.capability_nodes import CapabilityNodes
 from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.mig_caps import MigCaps
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
@@ -51,20 +52,19 @@ def logs(monkeypatch):
         yield lines
 
 
-class Host:
-    """A directory, a machine, and as many supervisors one after the other as a test wants."""
+class MpsHost:
+    """A directory, a driver root, and as many supervisors one after the other as a test wants."""
 
-    def __init__(self, top: Path, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(
+        self, top: Path, driver_root: Path, make_capability_nodes: Callable[[], None] = lambda: None
+    ) -> None:
         self.layout = MpsLayout(top / "mps")
-        programs = installed_programs(str(machine.host_root), self.layout.libraries, 0o755)
+        programs = installed_programs(str(driver_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
             ControlProgram(programs),
             MountsWherePossible(KernelMounter(self.layout.root, NO_LABELS)),
             ComputeMode(programs),
-            CapabilityNodes(
-                MigCaps(f"{machine.host_root}/proc"), str(machine.host_root), device_node_reader(machine)
-            ).make_missing,
+            make_capability_nodes,
             NO_LABELS,
         )
         self._open: list[Supervisor] = []
@@ -78,18 +78,11 @@ class Host:
         self._open.append(one)
         return one
 
-    def spec(self, index: int = 2, **changes: object) -> MpsDaemonSpec:
-        uuid = self.machine.gpu(index).uuid
-        return replace(MpsDaemonSpec(f"gpu-{index}", uuid, "gpu", uuid), **changes)
-
-    def behave(self, **rules: object) -> None:
-        set_mps_behaviour(self.machine.host_root, MpsBehaviour(**{"start_delay_ms": 0, **rules}))
-
     def pipe(self, device: str = "gpu-2") -> str:
         return self.layout.directories(device).pipe
 
-    def compute_mode(self, index: int = 2) -> int:
-        return self.machine.compute_mode(self.machine.gpu(index).uuid)
+    def directories(self, device: str = "gpu-2") -> MpsDirectories:
+        return self.layout.directories(device)
 
     def left(self) -> list[str]:
         """Everything that a daemon could leave behind, below the host's directory."""
@@ -106,6 +99,26 @@ class Host:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+class Host(MpsHost):
+    """One whose driver root is that of a simulated machine."""
+
+    def __init__(self, top: Path, machine: Machine) -> None:
+        self.machine = machine
+        root = str(machine.host_root)
+        nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, device_node_reader(machine))
+        super().__init__(top, machine.host_root, nodes.make_missing)
+
+    def spec(self, index: int = 2, **changes: object) -> MpsDaemonSpec:
+        uuid = self.machine.gpu(index).uuid
+        return replace(MpsDaemonSpec(f"gpu-{index}", uuid, "gpu", uuid), **changes)
+
+    def behave(self, **rules: object) -> None:
+        set_mps_behaviour(self.machine.host_root, MpsBehaviour(**{"start_delay_ms": 0, **rules}))
+
+    def compute_mode(self, index: int = 2) -> int:
+        return self.machine.compute_mode(self.machine.gpu(index).uuid)
 
 
 @pytest.fixture
@@ -126,18 +139,32 @@ def machine(tmp_path_factory) -> Machine:
 
 
 @pytest.fixture
-def host(machine) -> Iterator[Host]:
-    top = Path(tempfile.mkdtemp(prefix="mps-"))
+def top() -> Iterator[Path]:
+    """A directory with a short path, as sockets need it; nothing may be mounted below it in the end."""
+    made = Path(tempfile.mkdtemp(prefix="mps-"))
+    yield made
+    mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(made) in line]
+    shutil.rmtree(made)
+    assert mounted == []
+
+
+@pytest.fixture
+def host(machine: Machine, top: Path) -> Iterator[Host]:
     version = machine.driver_version
     one = Host(top, machine)
     one.behave()
     yield one
     one.close()
-    mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(top) in line]
     reset_mps_behaviour(machine.host_root)
     if machine.driver_version != version:
         machine.load_driver(version)
     for index in range(8):
         machine.set_compute_mode(machine.gpu(index).uuid, 0)
-    shutil.rmtree(top)
-    assert mounted == []
+
+
+@pytest.fixture
+def real_host(nvidia: Programs, top: Path) -> Iterator[MpsHost]:
+    """One with NVIDIA's own programs, and neither a GPU nor a kernel driver."""
+    one = MpsHost(top, nvidia.root)
+    yield one
+    one.close()

@@ -25,7 +25,7 @@ STEPS = [
     (KernelMounter, "unmount"),
     (ComputeMode, "set"),
     (ControlProgram, "start"),
-    (ControlProgram, "ask"),
+    (ControlProgram, "_pass"),
     (ControlProgram, "end_users"),
     (daemon_module, "_clear_directory"),
     (daemon_module, "remove_directory"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError
+from dra_driver.inventory.detachment import Detachments
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.child_host import spawn_host
 from dra_driver.mps.client import MpsClient
@@ -57,6 +58,22 @@ def test_a_host_is_spawned_found_again_and_leaves_its_daemons(host, command, lay
         assert "mps_daemon_adopted" in log.read_text()
     finally:
         first.stop()
+
+
+def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layout, tmp_path):
+    process = spawn_host(command, layout, log=tmp_path / "log")
+    detachments = Detachments(layout.root.parent, processes.boot_id())
+    try:
+        client = MpsClient(layout)
+        detachments.begin(3600)
+        with pytest.raises(RetryableError, match="NVML is closed until"):
+            client.ensure(host.spec())
+        assert host.left() == []
+        detachments.end()
+        assert client.ensure(host.spec()).state == "ready"
+        client.stop("gpu-2")
+    finally:
+        process.stop()
 
 
 def test_a_killed_host_is_replaced(host, command, layout, tmp_path):

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
-from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.inventory import DriverVersions
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.discovery import read_nvml_fingerprint
@@ -31,6 +31,7 @@ GROUPS = {
 }  # fmt: skip
 PROFILE_1G, PROFILE_3G, COMPUTE_PROFILE_1C = 19, 9, 0
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
+NEWER_FABRIC_CALL = "nvmlDeviceGetGpuFabricInfoV"
 
 
 def as_written(name: str) -> list[dict[str, Any]]:
@@ -235,26 +236,36 @@ def test_driver_that_goes_while_it_is_read_is_no_half_inventory(machine: Make, f
 
 
 @pytest.mark.parametrize(
-    ("facts", "fabric"),
+    ("facts", "fabric", "unready"),
     [
-        ({}, Fabric(CLUSTER, 32766)),
-        ({"state": 2}, None),
-        ({"state": 1}, None),
-        ({"state": 0}, None),
-        ({"status": 999}, None),
-        ({"cluster": ""}, None),
-        ({"clique": 0}, Fabric(CLUSTER, 0)),
+        ({}, Fabric(CLUSTER, 32766), None),
+        ({"state": 2}, None, UnreadyFabric("pending", "the registration is in progress")),
+        ({"state": 1}, None, UnreadyFabric("pending", "the registration has not started")),
+        ({"state": 0}, None, None),
+        ({"state": 9}, None, UnreadyFabric("unknown", "NVML tells state 9")),
+        ({"status": 999}, None, UnreadyFabric("broken", "registration ended with NVML error 999")),
+        ({"cluster": ""}, None, None),
+        ({"clique": 0}, Fabric(CLUSTER, 0), None),
     ],
 )
 def test_fabric_counts_only_when_its_registration_is_complete(
-    machine: Make, facts: dict[str, Any], fabric: Fabric | None
+    machine: Make, facts: dict[str, Any], fabric: Fabric | None, unready: UnreadyFabric | None
 ) -> None:
     node = machine("gb200-nvl72-tray")
     node.machine.set_fabric(**facts)
     found = node.read()
-    assert [gpu.fabric for gpu in found.gpus] == [fabric] * 4
+    assert [(gpu.fabric, gpu.unready_fabric) for gpu in found.gpus] == [(fabric, unready)] * 4
     without = {f"nvlink-{min(gpu.uuid for gpu in found.gpus)[4:12]}"} if "state" not in facts else set()
     assert set(found.nvlink_domains.values()) == ({fabric.domain} if fabric else without)
+
+
+def test_fabric_that_cannot_be_read_is_unknown_and_a_fault(machine: Make) -> None:
+    node = machine("gb200-nvl72-tray")
+    node.machine.set_fault(NEWER_FABRIC_CALL, code="unknown", gpu=0)
+    found = node.read()
+    [fault] = found.faults
+    assert found.gpus[0].unready_fabric == UnreadyFabric("unknown", fault.text)
+    assert [gpu.fabric is None for gpu in found.gpus] == [True, False, False, False]
 
 
 def test_cliques_of_one_tray_are_apart(machine: Make) -> None:
@@ -270,6 +281,22 @@ def test_older_driver_tells_its_fabric_in_the_older_form(machine: Make) -> None:
     node = machine("gb200-nvl72-tray")
     node.machine.load_driver("570.86.15")
     assert {gpu.fabric for gpu in node.read().gpus} == {Fabric(CLUSTER, 32766)}
+
+
+def test_library_that_knows_only_the_first_form_tells_the_fabric(machine: Make) -> None:
+    node = machine("gb200-nvl72-tray")
+    node.machine.set_missing_functions(NEWER_FABRIC_CALL)
+    found = node.read()
+    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
+
+
+def test_library_that_takes_a_newer_form_for_a_wrong_argument_is_asked_in_the_first_one(
+    machine: Make,
+) -> None:
+    node = machine("gb200-nvl72-tray")
+    node.machine.set_fault(NEWER_FABRIC_CALL, code="invalid-argument")
+    found = node.read()
+    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
 
 
 # --- MIG ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
 from dra_driver.health.rules.state import observe
+from dra_driver.model.gpu import Fabric, UnreadyFabric
 from dra_driver.model.health import (
     DoubleBitError,
     HealthEvent,
@@ -23,6 +24,8 @@ from dra_driver.nvml import session as session_module
 from dra_driver.nvml.events import HealthSource
 from dra_driver.nvml.health import read_health, read_instances
 from tests.fakes.machines import SimulatedNode
+
+CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
 
 @pytest.fixture
@@ -57,13 +60,15 @@ def test_every_machine_is_well_at_first(machine, name):
 
 def test_every_signal(node):
     machine, gpu = node.machine, uuid(node)
-    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset())
+    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True)
     assert read_health(gpu) == well
     machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
     machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
     machine.set_ecc_errors(0, corrected=9, uncorrected=4)
     machine.set_slowdown(0, 0x8 | 0x40)
-    assert read_health(gpu) == PolledHealth(4, True, True, None, 4, "ready", "", frozenset({"thermal"}))
+    assert read_health(gpu) == PolledHealth(
+        4, True, True, None, 4, "ready", "", frozenset({"thermal"}), accepts_work=True
+    )
     machine.set_slowdown(0, 0x8)
     assert read_health(gpu).slowdowns == {"hardware"}
     machine.set_slowdown(0, 0)
@@ -106,12 +111,59 @@ def test_a_call_that_fails_hides_no_other_signal(node):
         ({"health_mask": 1 << 8}, "ready", ""),
         ({"health_summary": 2}, "broken", ""),
         ({"health_summary": 3}, "limited", ""),
+        ({"state": 7}, "pending", "NVML gives its state as 7, which is not known"),
+        ({"health_mask": 12 << 8}, "broken", "NVML gives its configuration as 12, which is not known"),
+        ({"health_summary": 5}, "limited", "NVML gives its health as 5, which is not known"),
     ],
 )
 def test_fabric(node, facts, state, text):
     node.machine.set_fabric(0, **facts)
     signals = read_health(uuid(node))
     assert (signals.fabric, signals.fabric_text) == (state, text)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "text"),
+    [
+        ({"state": 0}, "absent", ""),
+        ({"state": 1}, "pending", ""),
+        ({"state": 2}, "pending", ""),
+        ({"status": 999}, "broken", "registration ended with NVML error 999"),
+        ({"health_mask": 1 << 4, "health_summary": 2}, "ready", ""),
+    ],
+)
+def test_fabric_without_its_health_from_a_library_that_knows_only_the_first_form(machine, facts, state, text):
+    made = machine("dgx-h100")
+    made.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
+    made.machine.set_fabric(0, **facts)
+    made.session.open()
+    signals = read_health(uuid(made))
+    assert (signals.fabric, signals.fabric_text) == (state, text)
+
+
+@pytest.mark.parametrize(
+    ("facts", "registration"),
+    [
+        ({}, Fabric(CLUSTER, 32766)),
+        ({"health_mask": 1, "clique": 7}, Fabric(CLUSTER, 7)),
+        ({"state": 2}, UnreadyFabric("pending", "the registration is in progress")),
+        ({"status": 999}, UnreadyFabric("broken", "registration ended with NVML error 999")),
+        ({"state": 0}, None),
+    ],
+)
+def test_a_poll_tells_the_registration_as_discovery_reads_it(machine, facts, registration):
+    made = machine("gb200-nvl72-tray")
+    made.machine.set_fabric(0, **facts)
+    found = made.read()
+    assert read_health(uuid(made)).fabric_registration == registration
+    assert found.gpus[0].fabric_registration == registration
+
+
+def test_a_fabric_that_cannot_be_read_now_is_not_asked_for_in_an_older_form(node):
+    """The first form knows nothing of the fabric's health, so its answer would end a taint."""
+    node.machine.set_fabric(0, health_mask=1)
+    node.machine.set_fault("nvmlDeviceGetGpuFabricInfoV", code="unknown")
+    assert read_health(uuid(node)).fabric is None
 
 
 def test_a_lost_gpu_before_and_after_a_new_session(node):
@@ -190,6 +242,16 @@ def test_registering_again_loses_nothing_that_comes_later(node, source):
     node.machine.raise_xid(0, 48)
     node.machine.raise_xid(1, 74)
     assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(74))
+    assert source.wait(0) is None
+
+
+def test_registering_again_loses_nothing_that_nobody_has_heard_yet(node, source):
+    node.machine.raise_xid(0, 48)
+    node.machine.raise_xid(1, 74)
+    source.register([uuid(node, 1)])
+    node.machine.raise_xid(1, 79)
+    heard = [source.wait(1) for _ in range(3)]
+    assert heard == [HealthEvent(uuid(node, number), Xid(xid)) for number, xid in ((0, 48), (1, 74), (1, 79))]
     assert source.wait(0) is None
 
 

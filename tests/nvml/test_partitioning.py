@@ -291,6 +291,24 @@ def test_links_and_fabric_are_those_of_before_the_mode_was_on(machine: Make) -> 
     assert (scan(node, memory).gpus[1].nvlink_links, scan(node, memory).gpus[1].fabric) == (None, None)
 
 
+def test_fabric_that_was_not_ready_before_the_mode_was_on_is_the_one_of_now(machine: Make) -> None:
+    """Else the GPU would wait for its fabric for ever: only a claim that gets it whole ends the mode."""
+    node = machine("gb200-nvl72-tray")
+    memory = ScanMemory()
+    node.machine.set_fabric(1, state=2)
+    assert scan(node, memory).gpus[1].unready_fabric is not None
+    node.machine.set_mig_mode(1, True)
+    under_way = scan(node, memory).gpus[1]
+    node.machine.set_fabric(1, state=3)
+    complete = scan(node, memory).gpus[1]
+    node.machine.set_fabric(1, state=0)
+    assert [(gpu.fabric is None, gpu.unready_fabric is None) for gpu in (under_way, complete)] == [
+        (True, False),
+        (False, True),
+    ]
+    assert scan(node, memory).gpus[1].fabric_registration is None
+
+
 def test_peer_access_that_the_driver_refused_before_stays_refused(machine: Make) -> None:
     node = machine("dgx-h100")
     memory = ScanMemory()

@@ -1,4 +1,4 @@
-"""The playground's scheduler: what it allocates, what it writes, what it refuses; and its selectors."""
+"""The playground's scheduler: what it allocates, what it writes, what it refuses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
 from playground.scheduler import AllocationError, PlaygroundScheduler
-
-from dra_driver.validation.rules.selection import SelectorError, selects, view
 
 GROUP = "resource.k8s.io"
 DRIVER = "gpu.nvidia.com"
@@ -268,83 +266,6 @@ def test_shared_claim_stays_until_the_last_pod_leaves(server, scheduler):
     assert [entry["name"] for entry in left["status"]["reservedFor"]] == ["q"]
     assert left["status"]["allocation"]
     assert "status" not in scheduler.release_claim("default", "c", pod=pods[1])
-
-
-def test_own_predicate_replaces_cel(server):
-    publish(server, [gpu(0), gpu(1)])
-    claim(server, "c", request(selectors=[{"cel": {"expression": "anything at all"}}]))
-    scheduler = PlaygroundScheduler(
-        server, selects=lambda _text, device: device.attributes[DRIVER]["index"] == 1
-    )
-    assert picked(scheduler.allocate_claim("default", "c")) == [("gpu", "gpu-1")]
-
-
-_DEVICE = view(
-    DRIVER,
-    {
-        "attributes": {
-            "type": {"string": "gpu"},
-            "index": {"int": 3},
-            "mig": {"bool": True},
-            "other.io/x": {"string": "a && b"},
-        },
-        "capacity": {"memory": {"value": "80Gi"}},
-        "allowMultipleAllocations": True,
-    },
-)
-_A = f'device.attributes["{DRIVER}"]'
-
-
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        (f'device.driver == "{DRIVER}"', True),
-        (f"device.driver=='{DRIVER}'&&{_A}.index==3", True),
-        (f"{_A}.index != 3", False),
-        (f"{_A}.mig", True),
-        (f"!{_A}.mig", False),
-        (f"{_A}.mig == true && {_A}.type == 'gpu'", True),
-        (f'"mig" in {_A}', True),
-        ("device.allowMultipleAllocations == true", True),
-        (f"!device.allowMultipleAllocations && {_A}.mig", False),
-        (f"'absent' in {_A}", False),
-        (f"{_A}.index == 'x'", False),
-        ("device.attributes['other.io'].x == 'a && b'", True),
-    ],
-)
-def test_selector_matches_or_not(expression, expected):
-    assert selects(expression, _DEVICE) is expected
-
-
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        (f"{_A}.index > 2 || {_A}.mig", True),
-        (f"device.capacity['{DRIVER}'].memory.compareTo(quantity('40Gi')) > 0", True),
-        (f"device.capacity['{DRIVER}'].memory.isLessThan(quantity('40Gi'))", False),
-        (f"{_A}.type.startsWith('g')", True),
-        (f"{_A}.type in ['gpu', 'mig']", True),
-        (f"({_A}.type == 'gpu')", True),
-    ],
-)
-def test_selector_beyond_comparisons_matches_or_not(expression, expected):
-    assert selects(expression, _DEVICE) is expected
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        f"{_A}.absent == 'x'",
-        f"{_A}.type",
-        f"!{_A}.type == 'x'",
-        "device.driver ==",
-        "&&",
-        "",
-    ],
-)
-def test_bad_expression_is_an_error_and_not_false(expression):
-    with pytest.raises(SelectorError):
-        selects(expression, _DEVICE)
 
 
 @settings(max_examples=50, deadline=None)

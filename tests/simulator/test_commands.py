@@ -55,6 +55,11 @@ def test_a_life(simulate, tmp_path):
     assert "{0,4}:4" in simulate("mig", "profiles", "2")
     simulate("recovery-action", "5", "1")
     assert "recovery action 1" in simulate("show")
+    assert "is on, its GPUs are ready" in simulate("confidential", "on", "--ready")
+    assert open_machine(directory).current().system["confidential_ready"] is True
+    simulate("reboot")
+    assert open_machine(directory).current().system["confidential_ready"] is False
+    assert "not 'maybe'" in simulate("confidential", "maybe", code=2)
     simulate("unload-driver")
     assert "not loaded" in simulate("show")
     assert "590.44.01 loaded" in simulate("load-driver", "590.44.01")

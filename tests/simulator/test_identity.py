@@ -8,6 +8,7 @@ import pynvml
 import pytest
 
 from dra_driver.simulator import machine_names
+from tests.simulator.conftest import load
 
 MIB = 1 << 20
 # machine: product, GPUs, total MiB, architecture, compute capability, PCI id, driver
@@ -169,3 +170,55 @@ def test_virtual_machine(nvml, handles):
     )
     assert pynvml.nvmlDeviceSetMigMode(handles()[0], 1) == pynvml.NVML_ERROR_RESET_REQUIRED
     assert pynvml.nvmlDeviceGetMigMode(handles()[0]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "driver", "answers"),
+    [
+        ("t4-4", "580.95.05", [3, 3, 3]),
+        ("a10-8", "580.95.05", [0, 3, 0]),
+        ("hgx-h100-4", "580.95.05", [0, 0, 0]),
+        ("hgx-h100-4", "535.183.01", [0, 13, 0]),
+        ("hgx-h100-4", "525.147.05", [13, 13, 13]),
+    ],
+)
+def test_confidential_computing_is_told_by_newer_gpus_and_drivers(nvml, name, driver, answers):
+    machine = nvml(name)
+    machine.load_driver(driver)
+    pynvml.nvmlShutdown()
+    load(machine)
+    pynvml.nvmlInit()
+
+    def settings():
+        found = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
+        pynvml._nvmlCheckReturn(pynvml.nvmlSystemGetConfComputeSettings(ctypes.byref(found)))
+        return found
+
+    calls = [
+        pynvml.nvmlSystemGetConfComputeState,
+        settings,
+        pynvml.nvmlSystemGetConfComputeGpusReadyState,
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append(0)
+        except pynvml.NVMLError as error:
+            found.append(error.value)
+    assert found == answers
+
+
+def test_protected_pcie_is_a_mode_of_several_gpus_and_the_feature_is_off(nvml):
+    machine = nvml("hgx-h100-4")
+    machine.set_confidential_compute("ppcie", ready=True)
+    found = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
+    assert pynvml.nvmlSystemGetConfComputeSettings(ctypes.byref(found)) == 0
+    assert (found.ccFeature, found.devToolsMode, found.multiGpuMode) == (0, 0, 1)
+    assert pynvml.nvmlSystemGetConfComputeGpusReadyState() == 1
+    machine.load_driver()
+    pynvml.nvmlShutdown()
+    pynvml.nvmlInit()
+    assert pynvml.nvmlSystemGetConfComputeGpusReadyState() == 0
+    found.version = 0
+    assert pynvml.nvmlSystemGetConfComputeSettings(ctypes.byref(found)) == 25

@@ -30,6 +30,7 @@ GPU_ATTRIBUTES = {
     "driverVersion": ("version", r"\d+\.\d+\.\d+"),
     "cudaDriverVersion": ("version", r"\d+\.\d+\.0"),
     "addressingMode": ("string", r"HMM|ATS|None"),
+    "confidentialCompute": ("string", r"off|on|devtools|ppcie"),
     "migCapable": ("bool", None),
     "nvlinkDomain": ("string", r"nvlink-[0-9a-f]{8}|[0-9a-f-]{36}\.\d+"),
     "nvlinkLinks": ("int", None),
@@ -50,14 +51,15 @@ MIG_ATTRIBUTES = {
         name: GPU_ATTRIBUTES[name]
         for name in (
             "productName", "brand", "architecture", "cudaComputeCapability", "driverVersion",
-            "cudaDriverVersion", "addressingMode", STD + "pciBusID", STD + "pcieRoot", STD + "numaNode",
+            "cudaDriverVersion", "addressingMode", "confidentialCompute", STD + "pciBusID", STD + "pcieRoot",
+            STD + "numaNode",
         )
     },
 }  # fmt: skip
 
 
 def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
-    node = Inventory(VERSIONS, (gpu,), domains)
+    node = Inventory(VERSIONS, (gpu,), domains, confidential_compute="ppcie")
     return wire_device(next(iter(node.devices())), node)
 
 
@@ -81,6 +83,7 @@ def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
             "addressingMode": {"string": "HMM"},
             "architecture": {"string": "Hopper"},
             "brand": {"string": "Nvidia"},
+            "confidentialCompute": {"string": "ppcie"},
             "cudaComputeCapability": {"version": "9.0.0"},
             "cudaDriverVersion": {"version": "12.8.0"},
             "driverVersion": {"version": "570.124.6"},
@@ -124,6 +127,7 @@ def test_mig_device_has_its_own_and_its_parents_attributes() -> None:
             "addressingMode": {"string": "HMM"},
             "architecture": {"string": "Hopper"},
             "brand": {"string": "Nvidia"},
+            "confidentialCompute": {"string": "ppcie"},
             "cudaComputeCapability": {"version": "9.0.0"},
             "cudaDriverVersion": {"version": "12.8.0"},
             "driverVersion": {"version": "570.124.6"},
@@ -228,7 +232,7 @@ def on_demand(**changes: Any) -> Gpu:
 
 
 def test_mig_device_that_can_be_made_has_all_but_a_uuid_and_memory_slices() -> None:
-    node = inventory(on_demand())
+    node = replace(inventory(on_demand()), confidential_compute="ppcie")
     made = wire(partitioned(0, mig(0, TWO_G, 4, 2, 3)))
     device = wire_device(node.by_name[f"{GPU_0}-mig-2g20gb-14-4"], node)
     assert device["name"] == made["name"]
@@ -255,5 +259,5 @@ def test_gpu_that_can_be_cut_tells_its_engines_and_keeps_its_memory(known: int |
 
 
 def test_gpu_that_is_not_cut_because_nothing_fits_tells_its_memory_only() -> None:
-    node = inventory(on_demand()).without_partitions()
+    node = replace(inventory(on_demand()), confidential_compute="ppcie").without_partitions()
     assert [wire_device(device, node) for device in node.devices()] == [wire(h100(0, minor=None))]

@@ -14,7 +14,8 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.validation.rules.device_classes import mig_classes, profile_label
-from dra_driver.validation.rules.selection import selects, view
+from dra_driver.validation.rules.selection import view
+from dra_driver.validation.rules.selectors import compiled
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
 from tests.mig.migtables import MODELS, table
 
@@ -66,7 +67,7 @@ def test_names_that_cannot_be_told_apart_or_taken_are_refused(names: list[str]) 
 def selected(profile: str, device: dict[str, Any], driver: str = DRIVER) -> bool:
     (made,) = mig_classes([profile], DRIVER)
     (selector,) = made["spec"]["selectors"]
-    return selects(selector["cel"]["expression"], view(driver, device))
+    return compiled(selector["cel"]["expression"]).matches(view(driver, device))
 
 
 def test_devices_that_exist_and_that_can_be_made_are_selected_alike() -> None:

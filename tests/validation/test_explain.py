@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.slices.rules.build import build_pool
-from dra_driver.validation.rules.explain import (
-    DeviceRequest,
-    MachineDevice,
-    funnel,
-    largest_group,
-    machine_devices,
-)
-from dra_driver.validation.rules.selection import selects, view
+from dra_driver.validation.rules.allocator import Candidate, Wanted
+from dra_driver.validation.rules.explain import funnel, largest_group
+from dra_driver.validation.rules.selection import SelectorError, view
 from dra_driver.validation.rules.selectors import compiled
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
@@ -37,13 +32,17 @@ def devices() -> list[dict[str, Any]]:
     )
 
 
-MACHINE = machine_devices(DRIVER, devices())
+def candidates(found: list[dict[str, Any]]) -> list[Candidate]:
+    return [Candidate((DRIVER, NODE, device["name"]), device, view(DRIVER, device)) for device in found]
+
+
+MACHINE = candidates(devices())
 GPU_0, GPU_1 = (candidate.name for candidate in MACHINE[:2])
 
 
-def wanted(*selectors: str, class_name: str = "gpu.nvidia.com", **more: Any) -> DeviceRequest:
+def wanted(*selectors: str, class_name: str = "gpu.nvidia.com", **more: Any) -> Wanted:
     of_class = CLASSES[class_name]["spec"]["selectors"]
-    return DeviceRequest(
+    return Wanted(
         "gpu",
         class_name,
         tuple(compiled(entry["cel"]["expression"]) for entry in of_class),
@@ -64,7 +63,7 @@ def test_each_condition_tells_what_it_leaves() -> None:
 def test_where_none_is_left_the_nearest_is_named_with_its_value() -> None:
     found = funnel(wanted(f"{A}.type == 'gpu' && {C}.memory.compareTo(quantity('100Gi')) >= 0"), MACHINE)
     assert (found.matching, found.steps[-1].left) == ((), 0)
-    assert found.nearest == f"{GPU_0}: memory is 81559Mi, wanted >= 100Gi"
+    assert found.nearest == f"{GPU_0}: memory is 81559Mi, wanted memory.compareTo(quantity('100Gi')) >= 0"
 
 
 def test_the_nearest_is_the_one_for_which_most_holds() -> None:
@@ -76,7 +75,7 @@ def test_the_nearest_is_the_one_for_which_most_holds() -> None:
 
 def test_a_class_without_devices() -> None:
     found = funnel(wanted(class_name="mig.nvidia.com"), MACHINE[:2])
-    assert found.nearest == f'{GPU_0}: type is "gpu", wanted == "mig"'
+    assert found.nearest == f'{GPU_0}: type is "gpu", wanted type == "mig"'
     assert [step.text for step in found.steps][-1] == "of class mig.nvidia.com"
     assert funnel(wanted(), []).sentence() == "0 devices, 0 of class gpu.nvidia.com"
 
@@ -100,15 +99,15 @@ def test_the_class_guards_the_selectors_of_a_request() -> None:
 @pytest.mark.parametrize(
     ("capacity", "left", "nearest"),
     [
-        ((("memory", "40Gi"),), 2, None),
-        (((f"{DRIVER}/memory", "41Gi"),), 1, None),
-        ((("memory", "1Ti"),), 0, f"{GPU_0}: memory is 81559Mi, wanted 1Ti"),
-        ((("shares", "1"),), 0, f"{GPU_0}: has no capacity shares"),
-        ((("memory", "lots"),), 0,
+        ({"memory": "40Gi"}, 2, None),
+        ({f"{DRIVER}/memory": "41Gi"}, 1, None),
+        ({"memory": "1Ti"}, 0, f"{GPU_0}: memory is 81559Mi, wanted 1Ti"),
+        ({"shares": "1"}, 0, f"{GPU_0}: has no capacity shares"),
+        ({"memory": "lots"}, 0,
          f"{GPU_0}: 'lots' is not a quantity; expected a number with a suffix such as Mi or G"),
     ],
 )  # fmt: skip
-def test_capacity(capacity: tuple[tuple[str, str], ...], left: int, nearest: str | None) -> None:
+def test_capacity(capacity: dict[str, str], left: int, nearest: str | None) -> None:
     found = funnel(wanted(capacity=capacity), MACHINE)
     assert (len(found.matching), found.nearest) == (left, nearest)
 
@@ -129,7 +128,7 @@ TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
     ],
 )
 def test_taints(taint: dict[str, str], tolerations: tuple[dict[str, str], ...], is_left: bool) -> None:
-    (tainted,) = machine_devices(DRIVER, [devices()[0] | {"taints": [taint]}])
+    (tainted,) = candidates([devices()[0] | {"taints": [taint]}])
     found = funnel(wanted(tolerations=tolerations), [tainted])
     assert found.matching == ((GPU_0,) if is_left else ())
     if not is_left:
@@ -149,20 +148,19 @@ def test_a_funnel_never_widens_and_ends_with_what_matches_everything(expressions
     for candidate in MACHINE:
         holds = [compiled(text) for text in (*expressions, f"{A}.type == 'gpu'")]
         try:
-            expected = all(selector.matches(candidate.variable) for selector in holds)
-        except Exception:
+            expected = all(selector.matches(candidate.view) for selector in holds)
+        except SelectorError:
             expected = False
         assert (candidate.name in found.matching) == expected
 
 
 def test_the_largest_group_with_one_value() -> None:
-    def with_domain(candidate: MachineDevice, domain: str) -> dict[str, Any]:
-        attributes = candidate.published["attributes"] | {"nvlinkDomain": {"string": domain}}
-        return candidate.published | {"name": f"{domain}-{candidate.name}", "attributes": attributes}
+    def with_domain(number: int, domain: str) -> dict[str, Any]:
+        device = devices()[number]
+        attributes = device["attributes"] | {"nvlinkDomain": {"string": domain}}
+        return device | {"name": f"{domain}-{number}", "attributes": attributes}
 
-    machine = machine_devices(
-        DRIVER, [with_domain(MACHINE[0], d) for d in ("a", "b")] + [with_domain(MACHINE[1], "b")]
-    )
+    machine = candidates([with_domain(0, "a"), with_domain(0, "b"), with_domain(1, "b")])
     names = [candidate.name for candidate in machine]
     assert largest_group(f"{DRIVER}/nvlinkDomain", machine, names) == (2, "b")
     assert largest_group(f"{DRIVER}/nvlinkDomain", machine, names[:1]) == (1, "a")
@@ -184,8 +182,9 @@ SHARED = {"attributes": {"shareable": {"bool": True}}, "allowMultipleAllocations
 )
 def test_class_of_shares_selects_by_the_attribute_or_the_field(device: dict, expected: bool) -> None:
     (selector,) = CLASSES["shares.gpu.nvidia.com"]["spec"]["selectors"]
-    assert selects(selector["cel"]["expression"], view(DRIVER, {"name": "gpu-1", **device})) is expected
-    assert not selects(selector["cel"]["expression"], view("gpu.example.com", {"name": "gpu-1", **SHARED}))
+    matches = compiled(selector["cel"]["expression"]).matches
+    assert matches(view(DRIVER, {"name": "gpu-1", **device})) is expected
+    assert not matches(view("gpu.example.com", {"name": "gpu-1", **SHARED}))
 
 
 @pytest.mark.parametrize(

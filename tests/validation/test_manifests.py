@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dra_driver.validation.rules.manifests import (
     KINDS,
@@ -20,7 +18,7 @@ from dra_driver.validation.rules.manifests import (
     pod_faults,
     unused_claims,
 )
-from dra_driver.validation.rules.workloads import workload
+from dra_driver.validation.rules.workloads import pod_specs
 
 ROOT = Path(__file__).parents[2]
 DRIVER = "gpu.nvidia.com"
@@ -100,7 +98,7 @@ E = f"{R}.0.exactly"
         (f"{E}.selectors", {"cel": {}}, "exactly.selectors: must be a list, not an object"),
         (f"{E}.selectors", [{"expression": "true"}], "selectors[0].expression: stands under `cel`: cel.expression"),
         (f"{E}.selectors", [{"cel": "true"}], "selectors[0].cel: must be an object, not the string 'true'"),
-        (f"{E}.selectors", [{"cel": {"expression": "a b"}}], "cel.expression: is not valid CEL: unexpected 'b' at"),
+        (f"{E}.selectors", [{"cel": {"expression": "a b"}}], "cel.expression: does not compile: Syntax error: "),
         (f"{E}.selectors", [{"cel": {"expression": "x"}}], "does not compile: undeclared reference to 'x'"),
         (f"{E}.selectors", [{"cel": {"expression": "true"}}] * 33, "selectors: has 33 items, at most 32 are allowed"),
         (f"{E}.tolerations", [{"effect": "Never"}], "effect: 'Never' must be NoSchedule or NoExecute"),
@@ -136,33 +134,6 @@ def test_a_fault_in_a_claim(path: str, value: Any, expected: str) -> None:
         assert any(expected in fault for fault in told(template))
 
 
-def paths(value: Any, path: str = "") -> list[str]:
-    """The path of every part of a document."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [
-        found for key, item in items for found in paths(item, f"{path}.{key}".strip("."))
-    ]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "x", "gpu", "device.driver"]),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["name", "cel", "x", "requests", "opaque"]), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
-
-
-@given(st.sampled_from(paths(CLAIM)), JSON)
-def test_anything_in_any_place_is_a_fault_or_fine_but_never_a_surprise(path: str, value: Any) -> None:
-    document = changed(path, value)
-    faults = told(document) if document.get("kind") in KINDS else []
-    assert all("\n" not in fault for fault in faults)
-    if not faults and document.get("kind") == "ResourceClaim":
-        assert as_v1(document)["apiVersion"] == "resource.k8s.io/v1"
-
-
 def test_a_misspelt_required_field_is_one_fault() -> None:
     document = changed(f"{E}.deviceClasName", "gpu.nvidia.com", changed(f"{E}.deviceClassName", None))
     (fault,) = told(document)
@@ -196,7 +167,7 @@ def test_a_fault_in_a_template(spec: Json, expected: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ({"selectors": [{"cel": {"expression": "devic.driver == 'x'"}}]}, "did you mean device?"),
+        ({"selectors": [{"cel": {"expression": "devic.driver == 'x'"}}]}, "to 'devic.driver' at character 6"),
         ({"suitableNodes": {}}, "spec.suitableNodes: belongs to an alpha version"),
         ({"config": [{"requests": [], "opaque": OPAQUE}]}, "requests: unknown field"),
         ({"config": [{"opaque": OPAQUE | {"parameters": {}}}]}, "config[0].opaque.parameters.apiVersion: is required"),
@@ -280,6 +251,6 @@ def test_all_that_is_shipped_is_without_fault() -> None:
             if document.get("kind") in KINDS:
                 seen += 1
                 assert told(document) == [], file
-            for group in workload(document).groups:
-                assert pod_faults(group.spec, group.path) == [], file
+            for path, spec in pod_specs(document):
+                assert pod_faults(spec, path) == [], file
     assert seen > 10

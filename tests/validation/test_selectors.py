@@ -1,15 +1,11 @@
 """Selectors that users write, evaluated over the devices as published."""
 
-from functools import cache
-from typing import Any
-
 import pytest
-from celpy import CELEvalError, Environment, celtypes
-from celpy.adapter import json_to_cel
 
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.units import quantity_bytes
 from dra_driver.slices.rules.build import build_pool
+from dra_driver.validation.rules.selection import SelectorError, view
+from dra_driver.validation.rules.selectors import compiled
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, VERSIONS, h100, uuid
 
 A100, T4 = "gpu-00000001", "gpu-00000003"
@@ -32,44 +28,11 @@ FLEET = Inventory(
 ALL = {GPU_0, A100, MIG_1G, MIG_3G, T4}
 
 
-def semver(text: Any) -> celtypes.IntType:
-    major, minor, patch = (int(part) for part in str(text).partition("+")[0].split("."))
-    return celtypes.IntType(major * 10**12 + minor * 10**6 + patch)
-
-
-FUNCTIONS = {
-    "quantity": lambda text: celtypes.IntType(quantity_bytes(str(text))),
-    "semver": semver,
-    "lowerAscii": lambda text: celtypes.StringType(text.lower()),
-    "compareTo": lambda a, b: celtypes.IntType((a > b) - (a < b)),
-    "isGreaterThan": lambda a, b: celtypes.BoolType(a > b),
-    "isLessThan": lambda a, b: celtypes.BoolType(a < b),
-}
-
-
-def as_cel(device: dict[str, Any]) -> Any:
-    """The `device` variable of Kubernetes: domains apart, versions and quantities comparable."""
-    shown: dict[str, Any] = {"driver": DRIVER, "attributes": {}, "capacity": {}}
-    for name, value in device["attributes"].items():
-        domain, _, identifier = name.rpartition("/")
-        ((kind, plain),) = value.items()
-        shown["attributes"].setdefault(domain or DRIVER, {})[identifier] = (
-            semver(plain) if kind == "version" else plain
-        )
-    for name, value in device.get("capacity", {}).items():
-        shown["capacity"].setdefault(DRIVER, {})[name] = quantity_bytes(value["value"])
-    return json_to_cel(shown)
-
-
-@cache
-def devices() -> dict[str, Any]:
-    return {device["name"]: as_cel(device) for device in build_pool(FLEET, NODE).slices[0].devices}
+VIEWS = {device["name"]: view(DRIVER, device) for device in build_pool(FLEET, NODE).slices[0].devices}
 
 
 def chosen(expression: str) -> set[str]:
-    environment = Environment()
-    program = environment.program(environment.compile(expression), functions=FUNCTIONS)
-    return {name for name, device in devices().items() if program.evaluate({"device": device})}
+    return {name for name, device in VIEWS.items() if compiled(expression).matches(device)}
 
 
 @pytest.mark.parametrize(
@@ -104,10 +67,10 @@ def test_selector_chooses_the_devices_that_its_author_means(expression: str, exp
 
 
 def test_selector_fails_as_in_kubernetes_when_an_attribute_is_unknown() -> None:
-    with pytest.raises(CELEvalError, match="nvlinkDomain"):
+    with pytest.raises(SelectorError, match="nvlinkDomain"):
         chosen(f'{ATTRIBUTES}.nvlinkDomain == "x"')
 
 
 def test_devices_of_the_fleet_are_all_published() -> None:
-    assert set(devices()) == ALL
+    assert VIEWS.keys() == ALL
     assert GPU_1 == A100

@@ -14,7 +14,7 @@ from playground.apiserver import Identity, PlaygroundApiServer
 from dra_driver.kube.client import warning_text
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.validation.documents import Document, read_documents
-from dra_driver.validation.manifest_check import Checked, check_documents, references
+from dra_driver.validation.manifest_check import DocumentReport, check_documents, references
 from dra_driver.validation.rules.server_answers import Answer, Made, refused, unknown_kind
 from dra_driver.validation.rules.standard_classes import standard_classes
 from dra_driver.validation.server_trial import ServerFindings, ServerTrial
@@ -22,6 +22,7 @@ from tests.fakes.samples import DRIVER
 from tests.integration.test_process import call
 
 Json = dict[str, Any]
+Asked = tuple[ServerFindings, list[DocumentReport]]
 GROUP = "resource.k8s.io"
 
 
@@ -34,10 +35,10 @@ def server() -> Iterator[PlaygroundApiServer]:
 
 
 @pytest.fixture
-def ask(server: PlaygroundApiServer, tmp_path: Path) -> Callable[..., tuple[ServerFindings, Checked]]:
+def ask(server: PlaygroundApiServer, tmp_path: Path) -> Callable[..., Asked]:
     """The findings about documents, and the reports that they lead to."""
 
-    def ask(*contents: Json, namespace: str = "default") -> tuple[ServerFindings, Checked]:
+    def ask(*contents: Json, namespace: str = "default") -> Asked:
         path = tmp_path / "x.yaml"
         path.write_text(yaml.safe_dump_all(contents))
         documents = list(read_documents([str(path)]))
@@ -80,7 +81,7 @@ def namespace(name: str) -> Json:
 
 
 def test_a_quota_that_is_full_does_not_refuse_what_is_there(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     server.add("resourceclaims", claim("old", namespace="default"), group=GROUP)
     # As a quota does it: before anybody looks whether the name is taken.
@@ -91,22 +92,22 @@ def test_a_quota_that_is_full_does_not_refuse_what_is_there(
 
 
 def test_a_user_who_may_not_read_is_told_all_the_same(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     server.add("resourceclaims", claim("old", namespace="default"), group=GROUP)
     server.faults.fail(1, 403, method="GET", path="/resourceclaims/old")
     server.faults.fail(1, 403, method="GET", path="/deviceclasses")
-    findings, checked = ask(claim("old"))
+    findings, reports = ask(claim("old"))
     assert findings.answers[0] == Answer("accepted", "it exists already")
     assert findings.classes is None
-    assert checked.reports[0].faults == []
+    assert reports[0].faults == []
 
 
 def test_documents_are_tried_and_nothing_is_stored(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     before = server.store.version
-    findings, checked = ask(
+    findings, reports = ask(
         claim("new"),
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}},
         {"sharing": []},  # of the driver
@@ -116,11 +117,11 @@ def test_documents_are_tried_and_nothing_is_stored(
     outcomes = {number: answer.outcome for number, answer in findings.answers.items()}
     assert outcomes == {0: "accepted", 1: "accepted", 3: "refused", 4: "refused"}
     assert findings.problem is None
-    assert [report.verdict for report in checked.reports] == ["OK", "SKIP", "OK", "FAULT", "FAULT"]
-    assert checked.reports[4].faults == ["API server: it needs an apiVersion and a kind"]
-    assert "API server: takes it" in checked.reports[0].notes
+    assert [report.verdict for report in reports] == ["OK", "SKIP", "OK", "FAULT", "FAULT"]
+    assert reports[4].faults == ["API server: it needs an apiVersion and a kind"]
+    assert "API server: takes it" in reports[0].notes
     # Our own check and the server's stand side by side.
-    assert [fault.startswith("API server: it is not valid: spec.devices") for fault in checked.reports[3].faults] == [
+    assert [fault.startswith("API server: it is not valid: spec.devices") for fault in reports[3].faults] == [
         False,
         True,
     ]  # fmt: skip
@@ -129,7 +130,7 @@ def test_documents_are_tried_and_nothing_is_stored(
 
 
 def test_an_object_that_exists_is_tried_as_a_change(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     server.add("resourceclaims", claim("old", namespace="default"), group=GROUP)
     server.add("pods", pod("busy", namespace="default"))
@@ -155,9 +156,9 @@ def test_an_object_that_exists_is_tried_as_a_change(
 
 
 def test_what_depends_on_other_documents_is_told_as_that(
-    ask: Callable[..., tuple[ServerFindings, Checked]],
+    ask: Callable[..., Asked],
 ) -> None:
-    findings, checked = ask(
+    findings, reports = ask(
         namespace("ml"),
         claim("inside", namespace="ml"),
         template("t", namespace="ml"),
@@ -167,24 +168,22 @@ def test_what_depends_on_other_documents_is_told_as_that(
     assert [answer.outcome for answer in findings.answers.values()] == [
         *("accepted", "waits", "waits", "waits", "refused")
     ]
-    place = checked.reports[0].place
+    place = reports[0].place
     assert (
         f"API server: cannot try it yet: needs Namespace ml ({place}), which is not in the cluster yet"
-        in (checked.reports[1].notes)
+        in (reports[1].notes)
     )
-    assert [report.verdict for report in checked.reports] == ["SKIP", "OK", "OK", "OK", "FAULT"]
-    assert checked.reports[4].faults == [
-        "API server: the cluster has no namespace nowhere, and the files have none"
-    ]
+    assert [report.verdict for report in reports] == ["SKIP", "OK", "OK", "OK", "FAULT"]
+    assert reports[4].faults == ["API server: the cluster has no namespace nowhere, and the files have none"]
 
 
 def test_the_namespace_of_documents_that_name_none_is_that_of_the_context(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer, tmp_path: Path
+    ask: Callable[..., Asked], server: PlaygroundApiServer, tmp_path: Path
 ) -> None:
     server.add("namespaces", {"metadata": {"name": "team"}})
     server.add("resourceclaimtemplates", template("t", namespace="team"), group=GROUP)
-    _, checked = ask(pod("p", {"name": "x", "resourceClaimTemplateName": "t"}), namespace="team")
-    assert checked.reports[0].hints == []
+    _, reports = ask(pod("p", {"name": "x", "resourceClaimTemplateName": "t"}), namespace="team")
+    assert reports[0].hints == []
     assert [one.path for one in server.requests if one.method == "POST"] == ["/api/v1/namespaces/team/pods"]
     kubeconfig = tmp_path / "own"
     server.write_kubeconfig(kubeconfig)
@@ -196,25 +195,25 @@ def test_the_namespace_of_documents_that_name_none_is_that_of_the_context(
 
 
 def test_classes_claims_and_templates_of_the_cluster_count(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     server.add("deviceclasses", {"metadata": {"name": "own.example.com"}, "spec": {}}, group=GROUP)
     server.add("resourceclaims", claim("there", namespace="default"), group=GROUP)
-    _, checked = ask(
+    _, reports = ask(
         claim("a", "own.example.com"),
         claim("b", "gone.example.com"),
         claim("c", "mig-1g.10gb.nvidia.com"),
         pod("p", {"name": "x", "resourceClaimName": "there"}, {"name": "y", "resourceClaimName": "absent"}),
     )
-    assert checked.reports[0].faults == []
+    assert reports[0].faults == []
     for report, name in (
-        (checked.reports[1], "gone.example.com"),
-        (checked.reports[2], "mig-1g.10gb.nvidia.com"),
+        (reports[1], "gone.example.com"),
+        (reports[2], "mig-1g.10gb.nvidia.com"),
     ):
         assert report.faults == [
             f"DeviceClass {name} is neither in the cluster nor among the files: the claim gets no devices"
         ]
-    assert checked.reports[3].hints == [
+    assert reports[3].hints == [
         "ResourceClaim default/absent is neither among the files nor in the cluster: the pods wait for it"
     ]
 
@@ -226,34 +225,34 @@ def status(message: str, code: int = 403, reason: str = "Forbidden", name: str =
 
 
 def test_a_label_that_the_server_has_looked_for_is_not_hinted_at(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     watching = claim("watching")
     watching["spec"]["devices"]["requests"][0]["exactly"]["adminAccess"] = True
-    assert ask(watching)[1].reports[0].hints == []
+    assert ask(watching)[1][0].hints == []
     server.faults.fail(1, 403, method="POST", body=status("adminAccess needs a label"))
-    (hint,) = ask(watching)[1].reports[0].hints
+    (hint,) = ask(watching)[1][0].hints
     assert hint.startswith("adminAccess needs the label resource.kubernetes.io/admin-access")
 
 
 def test_a_user_who_may_not_create_is_told_and_is_no_fault(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     says = (
         'resourceclaims.resource.k8s.io is forbidden: User "eve" cannot create resource "resourceclaims" in API group '
         '"resource.k8s.io" in the namespace "default"'
     )
     server.faults.fail(1, 403, method="POST", body=status(says))
-    findings, checked = ask(claim("a"), claim("b"))
+    findings, reports = ask(claim("a"), claim("b"))
     assert findings.answers[0] == Answer(
         "not asked", "this user may not create resourceclaims.resource.k8s.io in namespace default"
     )
     assert findings.answers[1].outcome == "accepted"
-    assert (checked.reports[0].verdict, checked.reports[0].server) == ("OK", "not asked")
+    assert (reports[0].verdict, reports[0].server) == ("OK", "not asked")
 
 
 def test_a_webhook_that_does_not_answer_concerns_one_document(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
+    ask: Callable[..., Asked], server: PlaygroundApiServer
 ) -> None:
     says = 'Internal error occurred: failed calling webhook "check.example.com": no endpoints available'
     server.faults.fail(1, 500, method="POST", body=status(says, 500, "InternalError"))
@@ -264,26 +263,22 @@ def test_a_webhook_that_does_not_answer_concerns_one_document(
     assert findings.problem is None
 
 
-def test_a_server_that_goes_away_is_told_once(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
-) -> None:
+def test_a_server_that_goes_away_is_told_once(ask: Callable[..., Asked], server: PlaygroundApiServer) -> None:
     server.faults.fail(1, 500, method="POST", body=status("etcdserver: no leader", 500, "InternalError"))
     server.faults.fail(2, 503, path="/version")
-    findings, checked = ask(claim("a"), claim("b"))
+    findings, reports = ask(claim("a"), claim("b"))
     assert findings.answers == {}
     assert findings.problem is not None
     assert "HTTP 503" in findings.problem
-    assert [report.server for report in checked.reports] == [None, None]
+    assert [report.server for report in reports] == [None, None]
 
 
-def test_warnings_of_the_server_are_hints(
-    ask: Callable[..., tuple[ServerFindings, Checked]], server: PlaygroundApiServer
-) -> None:
+def test_warnings_of_the_server_are_hints(ask: Callable[..., Asked], server: PlaygroundApiServer) -> None:
     server.faults.warn("/pods", 'would violate PodSecurity "restricted:latest"')
-    findings, checked = ask(pod("p"), claim("c"))
+    findings, reports = ask(pod("p"), claim("c"))
     assert findings.answers[0].warnings == ('would violate PodSecurity "restricted:latest"',)
-    assert checked.reports[0].hints == ['API server warns: would violate PodSecurity "restricted:latest"']
-    assert checked.reports[1].hints == []
+    assert reports[0].hints == ['API server warns: would violate PodSecurity "restricted:latest"']
+    assert reports[1].hints == []
     assert warning_text("something else") == "something else"
 
 

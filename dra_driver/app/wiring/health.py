@@ -14,6 +14,7 @@ from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore
 from dra_driver.journal.rules.debts import Debt
 from dra_driver.mig.context import MigAction
+from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import HealthChange
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import OwnedInstance
@@ -28,8 +29,9 @@ class HealthParts:
 
     `inventory` answers what is published now, `unavailable` why NVML does not tell the devices, `is_on_bus` whether the
     NVIDIA driver is bound to a PCI bus ID, `owned` the ledger of MIG instances by device name. `on_change` is called
-    after each change that others see, `on_transition` with each entry of the history. While `may_keep` answers no,
-    another instance of the driver writes the file. `owing` answers which debt keeps a device from being given out.
+    after each change that others see, `on_transition` with each entry of the history, `on_fabric` as by the monitor.
+    While `may_keep` answers no, another instance of the driver writes the file. `owing` answers which debt keeps a
+    device from being given out.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class HealthParts:
         boot_id: str,
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
+        on_fabric: Callable[[str, FabricRegistration], None],
         may_keep: Callable[[], bool],
         owing: Callable[[], Callable[[OfferedDevice], Debt | None]],
     ) -> None:
@@ -61,6 +64,7 @@ class HealthParts:
             boot_id,
             on_change=self._changed,
             on_transition=on_transition,
+            on_fabric=on_fabric,
             policy=HealthPolicy(xids=XidPolicy(settings.ignored_xids, settings.fatal_xids)),
         )
         self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)

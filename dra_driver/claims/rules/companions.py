@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Final, Literal
 
 from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig
 from dra_driver.api.resolve import config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.companions import MOST_IMEX_CHANNELS, HostDevice, ImexChannels
+from dra_driver.model.companions import FABRIC_REMEDY, MOST_IMEX_CHANNELS, HostDevice, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
+
+_UNREADY: Final = {
+    "pending": "is not registered with its NVLink fabric yet",
+    "broken": "could not be registered with its NVLink fabric",
+    "unknown": "does not tell whether it is registered with an NVLink fabric",
+}
 
 
 def asked_host_devices(
@@ -55,9 +61,15 @@ def imex_of(
 ) -> ImexChannels | None:
     """The IMEX channels that come with a device; None for what is in no fabric, or is only looked at.
 
-    Raises: RetryableError if the NVIDIA driver has no channels; ClaimRefusedError if it has fewer.
+    Where the node gives no channels, a claim for a GPU whose fabric is not ready is prepared. Nothing that it gets
+    depends on the fabric, so nothing would be missing later: a program that starts too early fails (CUDA error 802),
+    and runs when its container starts again. The taint keeps new pods away; who tolerates it, or has switched it off,
+    wants the GPU as it is.
+
+    Raises: RetryableError if the NVIDIA driver has no channels, or as `gets_channels`; ClaimRefusedError if it has
+    fewer.
     """
-    if channels is None or result.admin_access or not in_fabric(device):
+    if channels is None or not gets_channels(result, device):
         return None
     count = inventory.imex_channels
     if count is None:
@@ -80,6 +92,20 @@ def imex_of(
     return channels
 
 
-def in_fabric(device: OfferedDevice) -> bool:
-    """Whether the device can reach GPUs of other nodes over NVLink; a MIG device cannot."""
-    return isinstance(device, WholeGpu) and device.gpu.fabric is not None
+def gets_channels(result: DeviceResult, device: OfferedDevice) -> bool:
+    """Whether a device comes with IMEX channels on a node that gives them: it can reach GPUs of other nodes over
+    NVLink, which a MIG device cannot, and the claim does more than look at it.
+
+    Raises: RetryableError while that is not known, because the GPU is not registered with its fabric. A claim that
+    were prepared without its channel would lack it for life.
+    """
+    if result.admin_access or not isinstance(device, WholeGpu):
+        return False
+    unready = device.gpu.unready_fabric
+    if unready is not None:
+        raise RetryableError(
+            f"request {result.request}: GPU {device.gpu.uuid} of device {device.name} {_UNREADY[unready.state]}: "
+            f"{unready.text}; the claim may need an IMEX channel, so it is not prepared now, and the kubelet tries "
+            f"again; if this lasts, {FABRIC_REMEDY}"
+        )
+    return device.gpu.fabric is not None

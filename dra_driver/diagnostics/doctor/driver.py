@@ -30,6 +30,7 @@ from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.companions import (
+    FABRIC_REMEDY,
     MOST_IMEX_CHANNELS,
     NO_COMPANIONS,
     NODE_PATTERNS,
@@ -149,6 +150,9 @@ class DriverChecks:
             return warn(
                 str(error).partition("; ")[0], "`gpu-dra-driver detach --end` if that is not wanted any more"
             )
+        except NvmlLibraryError as error:
+            seen, _, remedy = str(error).partition("; ")
+            return fail(seen, remedy)
         except DraDriverError as error:
             seen = str(error).partition("; ")[0]
             return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` tells why it fails")
@@ -266,6 +270,16 @@ class DriverChecks:
         inventory = self.inventory.or_none()
         if inventory is None:
             return skip("not known without NVML")
+        unready = [
+            f"{gpu.pci_bus_id or gpu.uuid} ({gpu.unready_fabric.text})"
+            for gpu in inventory.gpus
+            if gpu.unready_fabric is not None
+        ]
+        if unready:
+            return fail(
+                f"claims for these GPUs wait until they are registered with their NVLink fabric: {named(unready)}",
+                FABRIC_REMEDY,
+            )
         outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
         if len(outside) == len(inventory.gpus):
             return warn(
@@ -347,8 +361,30 @@ class DriverChecks:
                 if tree.file_or_socket(place) is not None:
                     return ok(f"nvidia-persistenced runs ({place})")
         return warn(
-            "nvidia-persistenced does not run: while the driver's pod is away GPUs lose their settings",
+            f"nvidia-persistenced does not run: while the plugin's pod is away GPUs {self._loss_at_the_end()}",
             "`systemctl enable --now nvidia-persistenced` on the node",
+        )
+
+    def _loss_at_the_end(self) -> str:
+        """What a GPU without persistence mode loses with its last program."""
+        inventory = self.inventory.or_none()
+        if inventory is None or inventory.confidential_compute in (None, "off"):
+            return "lose their settings"
+        return "with confidential computing end with their last program, until they are reset"
+
+    def gpu_memory(self) -> Finding:
+        """Is the memory of GPUs memory of the host too?"""
+        inventory = self.inventory.or_none()
+        if inventory is None:
+            return skip("not known without NVML")
+        nodes = [str(gpu.memory_numa_node) for gpu in inventory.gpus if gpu.memory_numa_node is not None]
+        if not nodes:
+            return ok("not memory of the host")
+        return warn(
+            f"NUMA nodes of the host ({named(nodes)}): the kubelet counts it as the node's memory, and pods without a "
+            "GPU may get it",
+            "CDMM (coherent driver-based memory management): `options nvidia NVreg_CoherentGPUMemoryMode=driver` in "
+            "/etc/modprobe.d on the node, then reboot",
         )
 
     def all(self) -> list[Check]:
@@ -371,6 +407,7 @@ class DriverChecks:
             ),
             Check("nvidia-cdi-hook", self._if_needed(self.cdi_hook)),
             Check("persistence", self._if_needed(self.persistence)),
+            Check("GPU memory", self._if_needed(self.gpu_memory)),
         ]
 
     def _if_needed(self, look: Look) -> Look:

@@ -21,7 +21,6 @@ from dra_driver.sharing.rules.mps_notes import notes_of
 _FULL_BYTES = 64 * 1024 * 1024
 _LITTLE_BYTES = 512 * 1024 * 1024
 _FEW_FILES = 1000
-_GET_INFO = "/pluginregistration.Registration/GetInfo"
 _ASK_S = 1.0
 _RECONNECT_S = 0.2
 
@@ -193,7 +192,7 @@ class KubeletChecks:
         notes = [text for status in daemons for _, text in notes_of(status)]
         if notes:
             return warn("; ".join(notes), "docs/sharing.md: MPS")
-        return ok(f"the MPS host answers; it has {len(daemons)} daemons")
+        return ok(f"the MPS host answers; MPS daemons: {len(daemons)}")
 
     def all(self) -> list[Check]:
         """By name."""
@@ -210,12 +209,14 @@ class KubeletChecks:
 
 def _plugin_of(path: Path) -> tuple[str, str] | None:
     """Name and endpoint that a plugin registers with; None if it does not answer."""
-    from dra_driver.kubelet.grpc_client import call
-    from dra_driver.kubelet.grpc_wire import RpcError
-    from dra_driver.kubelet.pb import registration_pb2
+    import grpc
+
+    from dra_driver.kubelet.pb import registration_pb2 as pb
+    from dra_driver.kubelet.registration import GET_INFO
+    from dra_driver.kubelet.rpc import ask
 
     try:
-        answer = call(path, _GET_INFO, registration_pb2.InfoRequest(), registration_pb2.PluginInfo, _ASK_S)
-    except RpcError:
+        answer = ask(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
+    except grpc.RpcError:
         return None
     return answer.name, answer.endpoint

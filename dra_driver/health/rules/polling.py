@@ -11,6 +11,7 @@ ROW_REMAP = "row-remap"
 PAGE_RETIREMENT = "page-retirement"
 FABRIC = "fabric"
 SLOWDOWN = "slowdown"
+CONFIDENTIAL = "confidential-compute"
 
 Finding = tuple[str, str, Severity, str]
 """Key, value, severity and text of a reason."""
@@ -49,12 +50,17 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
             [(PAGE_RETIREMENT, "pending", Severity.DEGRADED, text)] if polled.pages_pending else []
         )
     if polled.fabric is not None:
-        found[FABRIC] = _fabric(polled.fabric, polled.fabric_text)
+        found[FABRIC] = fabric_findings(polled.fabric, polled.fabric_text)
     if polled.slowdowns is not None:
         found[SLOWDOWN] = [
             (SLOWDOWN, cause, Severity.INFORMATION, _SLOWDOWNS[cause])
             for cause in sorted(polled.slowdowns & _SLOWDOWNS.keys())
         ]
+    if polled.accepts_work is not None:
+        text = "confidential computing is on, and the ready state of the node's GPUs is not set yet"
+        found[CONFIDENTIAL] = (
+            [] if polled.accepts_work else [(CONFIDENTIAL, "not-ready", Severity.DEGRADED, text)]
+        )
     return found
 
 
@@ -81,7 +87,8 @@ def _remapping(polled: PolledHealth) -> list[Finding]:
     return found
 
 
-def _fabric(state: FabricState, detail: str) -> list[Finding]:
+def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
+    """None for a fabric that is ready or absent; `detail` says what is wrong."""
     if state not in _FABRIC:
         return []
     severity, text = _FABRIC[state]

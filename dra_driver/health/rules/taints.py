@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
-from dra_driver.health.rules.polling import FABRIC, SLOWDOWN
+from dra_driver.health.rules.polling import FABRIC, SLOWDOWN, fabric_findings
 from dra_driver.journal.rules.debts import Debt
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
@@ -109,10 +109,22 @@ def device_taints(
     """The taints of a device in the wire shape, one a key, in the order of the keys. `debt` is what an ended claim owes
     on it.
 
-    Of several reasons with one key the worst counts, and of equals the first.
+    A fabric that was not ready when discovery read the GPU is a reason until discovery has read it anew, whatever polls
+    say meanwhile: the device that is published lacks its fabric attributes for so long. Of several reasons with one key
+    the worst counts, and of equals the first.
     """
-    reasons = device_reasons(device, states, instances)
+    reasons = (*device_reasons(device, states, instances), *_unready_fabric(device))
     return taints_of(reasons if debt is None else (*reasons, _reason_of(debt)), policy)
+
+
+def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
+    fabric = device.gpu.unready_fabric
+    if fabric is None or fabric.state == "unknown" or not isinstance(device, WholeGpu):
+        return ()
+    return [
+        Reason(key, value, severity, fabric.since, fabric.since, text, "poll")
+        for key, value, severity, text in fabric_findings(fabric.state, fabric.text)
+    ]
 
 
 def _reason_of(debt: Debt) -> Reason:

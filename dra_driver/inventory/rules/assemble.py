@@ -22,6 +22,16 @@ def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...
     )
 
 
+def with_unready_since(gpu: Gpu, before: Inventory | None, now: int) -> Gpu:
+    """The GPU; if its fabric is not ready, with the time of the first look that found the fabric in this state."""
+    fabric = gpu.unready_fabric
+    if fabric is None:
+        return gpu
+    known = [] if before is None else [old.unready_fabric for old in before.gpus if old.uuid == gpu.uuid]
+    since = next((old.since for old in known if old is not None and old.state == fabric.state), now)
+    return replace(gpu, unready_fabric=replace(fabric, since=since))
+
+
 def assembled(
     read: Inventory,
     gpus: tuple[Gpu, ...],

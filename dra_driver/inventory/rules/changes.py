@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu
 from dra_driver.model.inventory import Inventory
 
 
@@ -50,6 +50,19 @@ def differs(now: Inventory, before: Inventory | None) -> bool:
     """Whether there is anything to publish or report. The minor number of a GPU that is cut on demand does not count:
     its MIG mode changes the number, which is read anew wherever it is needed."""
     return before is None or _without_minors(now) != _without_minors(before)
+
+
+def is_other_fabric(known: Inventory | None, gpu_uuid: str, polled: FabricRegistration) -> bool:
+    """Whether a GPU's registration with its fabric is not what the inventory says.
+
+    A GPU that is cut on demand keeps its fabric in the inventory while it is in MIG mode, whatever NVML says of it
+    then. So for such a GPU only another fabric counts.
+    """
+    gpu = next((gpu for gpu in known.gpus if gpu.uuid == gpu_uuid), None) if known is not None else None
+    if gpu is None:
+        return False
+    keeps_it = gpu.partitioning is not None and gpu.fabric is not None
+    return gpu.fabric_registration != polled and (isinstance(polled, Fabric) or not keeps_it)
 
 
 def _uuids(fingerprint: NvmlFingerprint) -> list[str | None]:

@@ -9,7 +9,7 @@ from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
 from dra_driver.observability.metrics.counts import Metrics
 
 if TYPE_CHECKING:
-    from dra_driver.kubelet.v1 import ClaimService
+    from dra_driver.kubelet.dra import ClaimService
 
 
 class CountedCalls:
@@ -20,14 +20,14 @@ class CountedCalls:
         self._metrics = metrics
 
     def prepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable[[], bool]
+        self, claims: Sequence[ClaimRef], deadline_s: float, has_left: Callable[[], bool]
     ) -> Mapping[str, PrepareOutcome]:
         """NodePrepareResources."""
         with self._metrics.in_flight("prepare"):
             return self._service.prepare(claims, deadline_s, has_left)
 
     def unprepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable[[], bool]
+        self, claims: Sequence[ClaimRef], deadline_s: float, has_left: Callable[[], bool]
     ) -> Mapping[str, UnprepareOutcome]:
         """NodeUnprepareResources."""
         with self._metrics.in_flight("unprepare"):

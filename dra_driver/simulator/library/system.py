@@ -40,6 +40,41 @@ class System(Core):
     def nvmlSystemGetCudaDriverVersion_v2(self, out: Any) -> None:  # noqa: N802
         put(out, self.state().cuda_version)
 
+    def nvmlSystemGetConfComputeState(self, out: Any) -> None:  # noqa: N802
+        self._put_confidential(target(out), self._confidential(pynvml.NVML_DEVICE_ARCH_AMPERE))
+
+    def nvmlSystemGetConfComputeSettings(self, out: Any) -> None:  # noqa: N802
+        mode, settings = self._confidential(pynvml.NVML_DEVICE_ARCH_HOPPER), target(out)
+        if settings.version != pynvml.nvmlSystemConfComputeSettings_v1:
+            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        self._put_confidential(settings, mode)
+        settings.multiGpuMode = (
+            pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE
+            if mode == "ppcie"
+            else pynvml.NVML_CC_SYSTEM_MULTIGPU_NONE
+        )
+
+    def nvmlSystemGetConfComputeGpusReadyState(self, out: Any) -> None:  # noqa: N802
+        self._confidential(pynvml.NVML_DEVICE_ARCH_AMPERE)
+        put(out, int(self.state().system.get("confidential_ready", False)))
+
+    def _confidential(self, architecture: int) -> str:
+        """The mode; refused unless a GPU is of this architecture or a newer one."""
+        state = self.state()
+        if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return str(state.system.get("confidential_compute", "off"))
+
+    def _put_confidential(self, out: Any, mode: str) -> None:
+        """With protected PCIe the feature itself is off, as real GPUs say."""
+        out.environment = (
+            pynvml.NVML_CC_SYSTEM_ENVIRONMENT_UNAVAILABLE
+            if mode == "off"
+            else pynvml.NVML_CC_SYSTEM_ENVIRONMENT_PROD
+        )
+        out.ccFeature = int(mode in ("on", "devtools"))
+        out.devToolsMode = int(mode == "devtools")
+
     def nvmlSystemGetProcessName(self, pid: Any, buffer: Any, size: Any) -> None:  # noqa: N802
         for gpu in self.state().present:
             for holder in gpu.holders:

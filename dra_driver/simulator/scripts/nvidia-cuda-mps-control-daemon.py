@@ -91,7 +91,7 @@ class Daemon:
             "set_active_thread_percentage": self.set_percentage,
             "get_active_thread_percentage": lambda pid: f"{self.server(pid).percentage:.1f}",
             "set_default_device_pinned_mem_limit": self.set_default_memory,
-            "get_default_device_pinned_mem_limit": lambda device: self.memory.get(device, "0"),
+            "get_default_device_pinned_mem_limit": lambda device: shown(self.memory.get(device, "0M")),
             "set_device_pinned_mem_limit": self.set_memory,
             "get_device_pinned_mem_limit": lambda pid, device: self.server(pid).memory.get(device, "0"),
             "terminate_client": self.terminate_client,
@@ -316,7 +316,7 @@ class Daemon:
             if listener in ready:
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(OSError):
-                    self.talk(connection)
+                    self.talk(connection, listener)
             if fifo in ready:
                 *lines, rest = (rest + os.read(fifo, 65536)).split(b"\n")
                 for line in lines:
@@ -334,15 +334,25 @@ class Daemon:
         self.quit()
         os.write(fifo, b"\n")
 
-    def talk(self, connection: socket.socket) -> None:
+    def talk(self, connection: socket.socket, listener: socket.socket) -> None:
+        """Answer one program. Whoever comes meanwhile is let go without an answer, as the real one does."""
         connection.settimeout(5)
-        with connection.makefile("rw") as stream:
-            for line in stream:
+        rest = b""
+        while True:
+            ready, _, _ = select.select([connection, listener], [], [], 5)
+            if listener in ready:
+                listener.accept()[0].close()
+            if connection not in ready:
+                continue
+            received = connection.recv(65536)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            for line in lines:
                 if self.rules().get("silent"):
                     time.sleep(3600)
-                answer = self.answer(line)
-                stream.write(f"{answer}\n{END}" if answer else END)
-                stream.flush()
+                answer = self.answer(line.decode(errors="replace"))
+                connection.sendall((f"{answer}\n{END}" if answer else END).encode())
 
 
 def label(path: str) -> bytes:
@@ -364,6 +374,12 @@ def mebibytes(text: str) -> int:
     if unit not in ("G", "M") or not number.isdigit():
         raise Refusal(f"Invalid memory limit: {text}; it must be a whole number with G or M")
     return int(number) * (1024 if unit == "G" else 1)
+
+
+def shown(limit: str) -> str:
+    """Rounded down, as NVIDIA's program does; nothing for no limit."""
+    size = mebibytes(limit)
+    return f"{size // 1024}G" if size >= 1024 else f"{size}M" if size else ""
 
 
 def is_taken(lock: int) -> bool:

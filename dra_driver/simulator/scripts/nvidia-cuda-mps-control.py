@@ -34,8 +34,8 @@ def command_line() -> int:
     except OSError:
         print(NO_DAEMON)
         return 1
-    with connection, connection.makefile("rw") as stream:
-        try:
+    try:
+        with connection, connection.makefile("rw") as stream:
             for line in sys.stdin:
                 stream.write(line if line.endswith("\n") else f"{line}\n")
                 stream.flush()
@@ -43,8 +43,9 @@ def command_line() -> int:
                     if not answer:
                         return 0
                     sys.stdout.write(answer)
-        except OSError:  # it ended meanwhile
-            return 0
+    except OSError:
+        print("Cannot send command to MPS control daemon process")
+        return 1
     return 0
 
 

@@ -169,10 +169,9 @@ walk() {
     [ "$lost" = 0 ] || exit 15
 }
 
-need_driver() {
-    [ "$DRIVER_LOADED" = yes ] || fail 9 "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA driver is installed and running."
-    [ -e "$dev/nvidiactl" ] || fail 255 "Failed to initialize NVML: Unknown Error"
-}
+# The real one looks for the driver before it looks at its arguments, but for -h.
+case ${1:-} in -h|--help) usage; exit 0 ;; esac
+[ "$DRIVER_LOADED" = yes ] || fail 9 "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA driver is installed and running."
 
 command=table; ids=; fields=; format=; wanted=; wanted_name=; units=yes
 if [ "${1:-}" = compute-policy ]; then
@@ -193,7 +192,6 @@ while [ $# -gt 0 ]; do
         --compute-mode=*) command=compute-mode; wanted=${1#*=} ;;
         --query-gpu=*) command=query; fields=${1#*=} ;;
         --format=*) format=${1#*=} ;;
-        -h|--help) usage; exit 0 ;;
         --version)
             printf '%s\n' "NVIDIA-SMI version  : $DRIVER_VERSION" "NVML version        : $NVML_VERSION" \
                 "DRIVER version      : $DRIVER_VERSION" "CUDA Version        : $CUDA_VERSION"
@@ -203,7 +201,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-need_driver
+[ -e "$dev/nvidiactl" ] || fail 255 "Failed to initialize NVML: Unknown Error"
 case $command in
     query)
         case $format in

@@ -59,6 +59,7 @@ def _common_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonObjec
         "driverVersion": _version(inventory.versions.driver),
         "cudaDriverVersion": _version(None if cuda is None else f"{cuda[0]}.{cuda[1]}"),
         "addressingMode": _string(gpu.addressing_mode),
+        "confidentialCompute": _string(inventory.confidential_compute),
         STANDARD_PREFIX + "pciBusID": _standard_bus_id(gpu.pci_bus_id),
         STANDARD_PREFIX + "pcieRoot": _string(gpu.pcie_root),
         STANDARD_PREFIX + "numaNode": _int(gpu.numa_node),

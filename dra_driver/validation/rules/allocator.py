@@ -17,7 +17,9 @@ from typing import Any
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.units import parse_quantity
 from dra_driver.validation.rules.consumable import Amounts, consumption, fits, shareable, shares_of
-from dra_driver.validation.rules.selection import DeviceView, SelectorError, Selects, view
+from dra_driver.validation.rules.manifests import alternatives
+from dra_driver.validation.rules.selection import DeviceView, SelectorError, view
+from dra_driver.validation.rules.selectors import Selector, compiled
 
 Object = dict[str, Any]
 DeviceId = tuple[str, str, str]  # driver, pool, device
@@ -30,13 +32,25 @@ class AllocationError(Exception):
     """The claim cannot be allocated: nothing fits, or it asks for what this scheduler does not support."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A device of a complete pool on the node."""
 
     id: DeviceId
     device: Mapping[str, Any]
     view: DeviceView
+    _verdicts: dict[Selector, bool] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Of the device in its pool."""
+        return self.id[2]
+
+    def matches(self, selector: Selector) -> bool:
+        """Whether a selector chooses it, asked once. Raises: SelectorError."""
+        if selector not in self._verdicts:
+            self._verdicts[selector] = selector.matches(self.view)
+        return self._verdicts[selector]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +59,17 @@ class Wanted:
 
     name: str
     class_name: str
-    selectors: tuple[str, ...]
-    count: int | None  # None is allocationMode All
-    admin: bool
-    tolerations: tuple[Mapping[str, Any], ...]
+    class_selectors: tuple[Selector, ...] = ()
+    selectors: tuple[Selector, ...] = ()
+    count: int | None = 1  # None is allocationMode All
+    admin: bool = False
+    tolerations: Sequence[Mapping[str, Any]] = ()
     capacity: Mapping[str, Any] = field(default_factory=dict)
+
+    def untolerated(self, candidate: Candidate) -> Mapping[str, Any] | None:
+        """A taint of the device that keeps this request off, also with adminAccess; None if there is none."""
+        taints = candidate.device.get("taints") or ()
+        return next((taint for taint in taints if not _tolerated(taint, self.tolerations)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +105,21 @@ def allocate(
     slices: Sequence[Object],
     classes: Mapping[str, Object],
     claims: Iterable[Object],
-    *,
     node: str,
-    selects: Selects,
 ) -> Object:
-    """The `status.allocation` for `claim` on `node`; `claims` are all others. Raises: AllocationError."""
-    return allocate_from(take_inventory(slices, claims, node), claim, classes, node=node, selects=selects)
+    """The `status.allocation` for `claim` on `node`; `claims` are all others.
+
+    Raises: AllocationError; InvalidConfigError, NotJudgedError for a selector.
+    """
+    return allocate_from(take_inventory(slices, claims, node), claim, classes, node)
 
 
-def allocate_from(
-    inventory: Inventory, claim: Object, classes: Mapping[str, Object], *, node: str, selects: Selects
-) -> Object:
+def allocate_from(inventory: Inventory, claim: Object, classes: Mapping[str, Object], node: str) -> Object:
     """As `allocate`, from what a node has left."""
     devices = (claim.get("spec") or {}).get("devices") or {}
-    variants = [_variants(request, classes) for request in devices.get("requests") or ()]
+    variants = all_wanted(devices, classes)
     constraints = list(devices.get("constraints") or ())
-    search = _Search(inventory, _checks(constraints), _matcher(selects))
+    search = _Search(inventory, _checks(constraints))
     picks = next(search.all_of(variants, []), None)
     if picks is None:
         names = ", ".join(request["name"] for request in devices.get("requests") or ())
@@ -155,15 +174,10 @@ def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
 class _Search:
     """Depth-first over requests, their variants and devices; the first complete answer wins."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        fits: Callable[[list[Pick]], bool],
-        matches: Callable[[Wanted, Candidate], bool],
-    ) -> None:
+    def __init__(self, inventory: Inventory, fits: Callable[[list[Pick]], bool]) -> None:
         self._inventory = inventory
         self._fits = fits
-        self._matches = matches
+        self._matching: dict[str, list[Candidate]] = {}
 
     def all_of(self, variants: list[list[Wanted]], picks: list[Pick]) -> Iterator[list[Pick]]:
         """Every way to serve the remaining requests after `picks`."""
@@ -175,7 +189,9 @@ class _Search:
                 yield from self.all_of(variants[1:], chosen)
 
     def _one_of(self, wanted: Wanted, picks: list[Pick]) -> Iterator[list[Pick]]:
-        matching = [c for c in self._inventory.candidates if self._matches(wanted, c)]
+        if wanted.name not in self._matching:
+            self._matching[wanted.name] = [c for c in self._inventory.candidates if _matches(wanted, c)]
+        matching = self._matching[wanted.name]
         if wanted.count is None:
             chosen = picks + [Pick(wanted, candidate) for candidate in matching]
             steps = (chosen[: i + 1] for i in range(len(picks), len(chosen)))
@@ -197,7 +213,8 @@ class _Search:
                 yield from self._choose(wanted, left, count - 1, [*picks, pick])
 
     def _free(self, picks: list[Pick], pick: Pick) -> bool:
-        if not self._fits([*picks, pick]) or not _tolerates(pick):
+        # One device with such a taint is too many for `All`.
+        if not self._fits([*picks, pick]) or pick.wanted.untolerated(pick.candidate) is not None:
             return False
         own = pick.candidate.id
         # Counters have no exception for adminAccess: kube-scheduler counts them, kubernetes/kubernetes#140729.
@@ -265,43 +282,44 @@ def _held(claim: Object) -> Iterator[DeviceId]:
             yield result["driver"], result["pool"], result["device"]
 
 
-def _variants(request: Object, classes: Mapping[str, Object]) -> list[Wanted]:
-    """The alternatives of a request in order of preference, with the class' selectors first."""
-    entries = request.get("firstAvailable")
-    named = [(f"{request['name']}/{e['name']}", e) for e in entries] if entries else []
-    result = []
-    for name, body in named or [(request["name"], request["exactly"])]:
-        class_name = body["deviceClassName"]
-        if class_name not in classes:
-            raise AllocationError(f"request {name}: device class {class_name} does not exist")
-        selectors = [*(classes[class_name]["spec"].get("selectors") or ()), *(body.get("selectors") or ())]
-        count = None if body.get("allocationMode") == "All" else body.get("count", 1)
-        expressions = tuple(selector["cel"]["expression"] for selector in selectors)
-        tolerations = tuple(body.get("tolerations") or ())
-        admin = bool(body.get("adminAccess"))
-        capacity = (body.get("capacity") or {}).get("requests") or {}
-        result.append(Wanted(name, class_name, expressions, count, admin, tolerations, capacity))
-    return result
+def all_wanted(devices: Object, classes: Mapping[str, Object]) -> list[list[Wanted]]:
+    """The alternatives of each request of a claim, in order of preference. `devices` is `spec.devices` of a claim.
+
+    Raises: AllocationError, InvalidConfigError, NotJudgedError.
+    """
+    return [
+        [_wanted(name, body, classes) for name, body in alternatives(request)]
+        for request in devices.get("requests") or ()
+    ]
 
 
-def _matcher(selects: Selects) -> Callable[[Wanted, Candidate], bool]:
-    def matches(wanted: Wanted, candidate: Candidate) -> bool:
-        try:
-            if not all(selects(expression, candidate.view) for expression in wanted.selectors):
-                return False
-        except SelectorError as error:
-            raise AllocationError(
-                f"request {wanted.name}, device {'/'.join(candidate.id)}: {error}"
-            ) from error
-        return consumption(wanted.capacity, candidate.device, candidate.id[0]) is not None
+def _wanted(name: str, body: Object, classes: Mapping[str, Object]) -> Wanted:
+    class_name = body["deviceClassName"]
+    if class_name not in classes:
+        raise AllocationError(f"request {name}: device class {class_name} does not exist")
+    return Wanted(
+        name,
+        class_name,
+        _selectors(classes[class_name].get("spec") or {}),
+        _selectors(body),
+        None if body.get("allocationMode") == "All" else body.get("count", 1),
+        bool(body.get("adminAccess")),
+        body.get("tolerations") or (),
+        (body.get("capacity") or {}).get("requests") or {},
+    )
 
-    return matches
+
+def _selectors(body: Object) -> tuple[Selector, ...]:
+    return tuple(compiled(entry["cel"]["expression"]) for entry in body.get("selectors") or ())
 
 
-def _tolerates(pick: Pick) -> bool:
-    """Whether the taints keep nobody off; also with adminAccess. One such device is too many for `All`."""
-    taints = pick.candidate.device.get("taints") or ()
-    return all(_tolerated(taint, pick.wanted.tolerations) for taint in taints)
+def _matches(wanted: Wanted, candidate: Candidate) -> bool:
+    try:
+        if not all(candidate.matches(one) for one in (*wanted.class_selectors, *wanted.selectors)):
+            return False
+    except SelectorError as error:
+        raise AllocationError(f"request {wanted.name}, device {'/'.join(candidate.id)}: {error}") from error
+    return consumption(wanted.capacity, candidate.device, candidate.id[0]) is not None
 
 
 def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:

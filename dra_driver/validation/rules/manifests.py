@@ -27,7 +27,7 @@ from dra_driver.model.shapes import (
     faults,
 )
 from dra_driver.model.units import parse_quantity
-from dra_driver.validation.rules.cel.values import NotJudgedError
+from dra_driver.validation.rules.selection import NotJudgedError
 from dra_driver.validation.rules.selectors import compiled
 
 JsonObject = dict[str, Any]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.validation.rules.device_classes import mig_classes
+from dra_driver.validation.rules.selection import DeviceView
 
 JsonObject = dict[str, Any]
 
 API_VERSION = "resource.k8s.io/v1"
+
+_BY_TYPE = re.compile(
+    r'device\.driver == "(?P<driver>[^"\\]+)" && '
+    r'"type" in (?P<own>device\.attributes\["(?P=driver)"\]) && (?P=own)\.type == "(?P<type>[^"\\]+)"'
+    r'(?: && "profile" in (?P=own) && (?P=own)\.profile == "(?P<profile>[^"\\]+)")?'
+)
+"""The selectors of classes for whole GPUs, MIG devices, and MIG devices of one profile."""
 
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
@@ -20,20 +29,48 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
     Raises: InvalidConfigError if two profiles would have the same name.
     """
     whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
-    attributes = f'device.attributes["{driver}"]'
-    shared = (
-        f'device.driver == "{driver}" && ("shareable" in {attributes} && {attributes}.shareable == true || '
-        "device.allowMultipleAllocations == true)"
-    )
     classes = [
         _class("gpu.nvidia.com", whole),
         _class("mig.nvidia.com", mig),
         _class("timeslice.gpu.nvidia.com", whole, _sharing(driver, "TimeSlicing")),
         _class("mps.gpu.nvidia.com", whole, _sharing(driver, "MPS")),
-        _class("shares.gpu.nvidia.com", shared),
+        _class("shares.gpu.nvidia.com", _shareable(driver)),
         *mig_classes(profiles, driver),
     ]
     return {entry["metadata"]["name"]: entry for entry in classes}
+
+
+def standard_selector(expression: str) -> Callable[[DeviceView], bool] | None:
+    """What the selector of one of these classes says of a device, for where there is no CEL; None for any other text.
+
+    Read from the text and not from a class's name: a cluster may have other selectors under the same names.
+    """
+    text = " ".join(expression.split())
+    match = _BY_TYPE.fullmatch(text)
+    if match is not None:
+        wanted = {name: match[name] for name in ("type", "profile") if match[name] is not None}
+        return lambda device: (
+            device.driver == match["driver"]
+            and (wanted.items() <= device.attributes.get(device.driver, {}).items())
+        )
+    driver = text.partition('"')[2].partition('"')[0]
+    if text == _shareable(driver):
+        return lambda device: (
+            device.driver == driver
+            and (
+                device.attributes.get(driver, {}).get("shareable") is True
+                or device.allow_multiple_allocations
+            )
+        )
+    return None
+
+
+def _shareable(driver: str) -> str:
+    attributes = f'device.attributes["{driver}"]'
+    return (
+        f'device.driver == "{driver}" && ("shareable" in {attributes} && {attributes}.shareable == true || '
+        "device.allowMultipleAllocations == true)"
+    )
 
 
 def _of_type(driver: str, kind: str) -> str:

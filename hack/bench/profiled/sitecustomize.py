@@ -13,7 +13,7 @@ import threading
 import time
 
 _TARGET = os.environ.get("BENCH_PROFILE", "")
-_THREADS = ("dra", "announcer", "grpc-connection")
+_THREADS = ("dra", "announcer")
 
 
 def _begin() -> None:
@@ -21,7 +21,7 @@ def _begin() -> None:
     run = threading.Thread.run
 
     def profiled(self: threading.Thread) -> None:
-        if self.name not in _THREADS:
+        if not (self.name in _THREADS or self.name.endswith("(_serve)")):  # gRPC's own
             run(self)
             return
         profile = cProfile.Profile(time.thread_time)

@@ -59,18 +59,19 @@ def is_debian() -> bool:
     return _of_system("ID") == "debian"
 
 
-def unpack(package: str, release: str, folder: Path) -> None:
-    """Unpack a package of any release that this machine's mirror has below ``folder``, which is new.
+def unpack(packages: Sequence[str], release: str, folder: Path, component: str = "main") -> None:
+    """Unpack packages of any release that this machine's mirror has below ``folder``, which is new.
 
     Nothing is installed, root is not needed, and apt's own lists stay as they are. Raises: ClusterError if the mirror
-    has no such release, or if no key of this machine has signed it.
+    has no such release, component or package, or if no key of this machine has signed it.
     """
     with tempfile.TemporaryDirectory() as name:
-        options = _apart(Path(name), release)
+        options = _apart(Path(name), release, component=component)
         _apt_get(*options, "update", "--error-on=any")
-        _apt_get(*options, "download", package, folder=Path(name))
+        _apt_get(*options, "download", *packages, folder=Path(name))
         folder.mkdir(parents=True)
-        shell.run(["dpkg-deb", "--extract", next(Path(name).glob("*.deb")), folder])
+        for file in sorted(Path(name).glob("*.deb")):
+            shell.run(["dpkg-deb", "--extract", file, folder])
 
 
 def download(packages: Sequence[str], release: str, architecture: str, folder: Path) -> list[Path]:
@@ -105,7 +106,7 @@ def _sites() -> dict[str, str]:
     return {found: site for kind, found, site in rows if kind == "Packages"}
 
 
-def _apart(top: Path, release: str, *suites: str) -> list[str]:
+def _apart(top: Path, release: str, *suites: str, component: str = "main") -> list[str]:
     """Options with which apt knows only a release of this machine's mirror, and keeps all it has below ``top``.
 
     What this machine prefers among versions and releases does not count: it would be in the image of everybody else.
@@ -117,7 +118,7 @@ def _apart(top: Path, release: str, *suites: str) -> list[str]:
     keys = f"/usr/share/keyrings/{_of_system('ID')}-archive-keyring.gpg"
     sites = {"": mirror(own_release())}
     sites |= {suite: site for suite in suites if (site := _sites().get(own_release() + suite))}
-    lines = [f"deb [signed-by={keys}] {site} {release}{suite} main\n" for suite, site in sites.items()]
+    lines = [f"deb [signed-by={keys}] {site} {release}{suite} {component}\n" for suite, site in sites.items()]
     (top / "sources.list").write_text("".join(lines))
     return [
         f"--option=Dir::State={top}/state",

@@ -1,0 +1,62 @@
+"""What NVML says of a GPU's NVLink fabric, in the newest form that the installed library knows."""
+
+from __future__ import annotations
+
+import uuid as uuidlib
+from typing import Any, Final
+
+import pynvml
+
+from dra_driver.errors import DraDriverError
+from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
+from dra_driver.nvml.failures import supported
+
+Handle = Any
+
+ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
+"""NVML's states."""
+_PENDING: Final = {
+    NOT_STARTED: "the registration has not started",
+    IN_PROGRESS: "the registration is in progress",
+}
+
+_FORMS: Final = (
+    ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v3_t),
+    ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v2_t),
+    ("nvmlDeviceGetGpuFabricInfo", pynvml.c_nvmlGpuFabricInfo_t),
+)
+"""Newest first. R535 has the last one only; branches after it have both functions, and the newer ones of them v3."""
+
+
+def fabric_info(handle: Handle) -> Any:
+    """NVML's structure: `state`, `status`, `clusterUuid`, `cliqueId`; from v2 on `healthMask`, in v3 `healthSummary`
+    too. None where the GPU has no fabric, or the library does not know of any.
+
+    Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
+    """
+    for name, struct in _FORMS:
+        info = struct()
+        try:
+            if supported(getattr(pynvml, name), handle, pynvml.byref(info)) is not None:
+                return info
+        except DraDriverError as error:
+            # The handle is good, so it is the version of the structure that the library does not know.
+            if not isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument):
+                raise
+    return None
+
+
+def fabric_registration(info: Any) -> FabricRegistration:
+    """What the structure of `fabric_info` says. A single board completes its registration too, but with a cluster UUID
+    of zeros; before that nobody can tell whether the fabric ends at the board."""
+    state, status = int(info.state), int(info.status)
+    if state == ABSENT:
+        return None
+    if state in _PENDING:
+        return UnreadyFabric("pending", _PENDING[state])
+    if state != COMPLETED:
+        return UnreadyFabric("unknown", f"NVML tells state {state}")
+    if status != pynvml.NVML_SUCCESS:
+        return UnreadyFabric("broken", f"registration ended with NVML error {status}")
+    cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
+    return None if cluster.int == 0 else Fabric(str(cluster), int(info.cliqueId))

@@ -1,1 +1,0 @@
-"""Our verdicts on selectors against those of Kubernetes' own compiler."""

@@ -1,0 +1,214 @@
+"""What NVIDIA's own nvidia-smi says and how it ends, for the very arguments that we give it: where no NVIDIA driver is
+loaded, and above an NVML of ours with one GPU. Each branch says the same but where a test tells otherwise."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpucheck.smi import NvidiaSmi as ForGpuCheck
+from nvidia_programs import Programs
+
+from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
+from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
+from dra_driver.mps.compute_mode import ComputeMode
+
+UUID = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
+NO_DRIVER = (
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
+    "Make sure that the latest NVIDIA driver is installed and running."
+)
+DEFAULT, PROHIBITED, EXCLUSIVE_PROCESS = 0, 2, 3
+
+OneGpu = Callable[..., FindPrograms]
+
+
+@pytest.fixture
+def root(nvidia: Programs, tmp_path: Path) -> Path:
+    """A driver root with nothing but NVIDIA's nvidia-smi."""
+    programs = tmp_path / "root/usr/bin"
+    programs.mkdir(parents=True)
+    shutil.copy(nvidia.root / "usr/lib/nvidia/current/nvidia-smi", programs)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
+    """Puts an NVML of ours beside it; its answers as macros of one_gpu_nvml.c."""
+    if shutil.which("cc") is None:
+        pytest.fail("a C compiler is missing; run: python3 hack/libcs.py")
+
+    def make(*answers: str) -> FindPrograms:
+        library = root / nvidia.library("libnvidia-ml").relative_to(nvidia.root)
+        library.parent.mkdir(parents=True)
+        library.with_name(f"libcuda.so.{nvidia.version}").touch()
+        source = Path(__file__).parents[1] / "fakes/one_gpu_nvml.c"
+        macros = [f'UUID="{UUID}"', f'STATE="{tmp_path}/mode"', *answers]
+        command = ["cc", "-w", "-shared", "-fPIC", *(f"-D{macro}" for macro in macros), "-o", library, source]
+        subprocess.run(command, check=True, timeout=60)
+        return installed_programs(str(root), tmp_path / "links")
+
+    return make
+
+
+def said(find: FindPrograms, *arguments: str) -> tuple[int, str]:
+    programs = find()
+    command = [programs.path(SMI_PROGRAM), *arguments]
+    return run_program(command, programs.environment(), timeout_s=20, lane="test")
+
+
+# --- no driver -----------------------------------------------------------------------------------
+
+
+def test_a_driver_that_is_not_loaded_is_told_as_that(nvidia: Programs, tmp_path: Path) -> None:
+    find = installed_programs(str(nvidia.root), tmp_path / "links")
+    with pytest.raises(NvmlUnavailableError) as caught:
+        NvidiaSmi(find).set_time_slice(UUID, 2)
+    assert str(caught.value) == f"set the time slice of GPU {UUID}: {NO_DRIVER}"
+    assert ComputeMode(find).get(UUID) is None
+    with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: NVIDIA-SMI has failed"):
+        ComputeMode(find).set(UUID, EXCLUSIVE_PROCESS)
+
+
+def test_a_library_that_is_missing_is_no_missing_driver(root: Path, tmp_path: Path) -> None:
+    find = installed_programs(str(root), tmp_path / "links")
+    with pytest.raises(
+        RetryableError, match=r"cannot be started \(exit code 12\): NVIDIA-SMI couldn't find"
+    ) as caught:
+        NvidiaSmi(find).set_time_slice(UUID, 2)
+    assert (caught.value.has_no_effect, isinstance(caught.value, NvmlUnavailableError)) == (True, False)
+    with pytest.raises(RetryableError, match="exit code 12"):
+        ComputeMode(find).get(UUID)
+
+
+# --- one GPU -------------------------------------------------------------------------------------
+
+
+def test_each_compute_mode_that_is_set_is_read_back(one_gpu: OneGpu) -> None:
+    find = one_gpu()
+    mode = ComputeMode(find)
+    assert mode.get(UUID) == DEFAULT
+    for wanted in (EXCLUSIVE_PROCESS, EXCLUSIVE_PROCESS, PROHIBITED, DEFAULT):
+        mode.set(UUID, wanted)
+        assert mode.get(UUID) == wanted
+    assert said(find, "-i", UUID, "-c", "EXCLUSIVE_PROCESS") == (
+        0,
+        "Set compute mode to EXCLUSIVE_PROCESS for GPU 00000000:01:00.0.\nAll done.\n",
+    )
+
+
+def test_a_gpu_without_a_compute_mode_is_told(one_gpu: OneGpu) -> None:
+    find = one_gpu("GET_MODE=3")
+    assert said(find, "-i", UUID, "--query-gpu=compute_mode", "--format=csv,noheader") == (0, "[N/A]\n")
+    with pytest.raises(NotSupportedError, match=r"cannot read the compute mode of .*N/A"):
+        ComputeMode(find).get(UUID)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (2, "Invalid Argument"),
+        (4, "Insufficient Permissions"),
+        (15, "GPU is lost"),
+        (19, "In use by another client"),
+        (999, "Unknown Error"),
+    ],
+)
+def test_a_compute_mode_that_nvml_refuses_to_set_is_told_with_nvmls_words(
+    one_gpu: OneGpu, code: int, text: str
+) -> None:
+    with pytest.raises(
+        RetryableError, match=f"to EXCLUSIVE_PROCESS: Unable to set the compute mode .*: {text}"
+    ):
+        ComputeMode(one_gpu(f"SET_MODE={code}")).set(UUID, EXCLUSIVE_PROCESS)
+
+
+@pytest.mark.parametrize("answer", ["SET_MODE=3", "GET_MODE=3"])
+def test_a_compute_mode_that_the_gpu_does_not_have_is_not_taken_for_set(one_gpu: OneGpu, answer: str) -> None:
+    """nvidia-smi treats it as a warning, moves on, and ends with 0."""
+    find = one_gpu(answer)
+    code, text = said(find, "-i", UUID, "-c", "EXCLUSIVE_PROCESS")
+    assert (code, "Treating as warning and moving on." in text) == (0, True)
+    with pytest.raises(NotSupportedError, match=r"(?i)not supported"):
+        ComputeMode(find).set(UUID, EXCLUSIVE_PROCESS)
+
+
+@pytest.mark.parametrize(("code", "text"), [(4, "Insufficient Permissions"), (999, "Unknown Error")])
+def test_a_compute_mode_that_cannot_be_read_is_not_taken_for_none(
+    one_gpu: OneGpu, code: int, text: str
+) -> None:
+    """The error stands in the place of the value, and nvidia-smi ends with 0."""
+    find = one_gpu(f"GET_MODE={code}")
+    assert said(find, "-i", UUID, "--query-gpu=compute_mode", "--format=csv,noheader") == (0, f"[{text}]\n")
+    with pytest.raises(RetryableError, match=text):
+        ComputeMode(find).get(UUID)
+
+
+def test_the_levels_of_time_slices_are_nvidias(one_gpu: OneGpu) -> None:
+    """The setting itself is inside NVML, so nvidia-smi says what it tried, and that it failed."""
+    smi = NvidiaSmi(one_gpu())
+    for level, name in enumerate(("Default", "Short", "Medium", "Long")):
+        with pytest.raises(
+            RetryableError,
+            match=f"exit code 255: Failed to set timeslice policy with value {name} for GPU 0 :",
+        ) as caught:
+            smi.set_time_slice(UUID, level)
+        assert not isinstance(caught.value, NvmlUnavailableError)
+
+
+def test_a_gpu_that_is_not_there_is_told_as_absent(one_gpu: OneGpu) -> None:
+    find = one_gpu()
+    other = UUID.replace("4", "5")
+    assert said(find, "-i", other, "-c", "DEFAULT") == (6, "No devices were found\n")
+    with pytest.raises(NvmlUnavailableError, match="No devices were found"):
+        NvidiaSmi(find).set_time_slice(other, 2)
+    assert ComputeMode(find).get(other) is None
+    with pytest.raises(RetryableError, match="No devices were found"):
+        ComputeMode(find).set(other, EXCLUSIVE_PROCESS)
+
+
+def test_a_gpu_that_fell_off_the_bus_is_told_as_absent(one_gpu: OneGpu) -> None:
+    """The real program prints memory that nobody has written in the place of the GPU's address."""
+    find = one_gpu("FIND=15")
+    with pytest.raises(NvmlUnavailableError, match=r"GPU is lost\. +Reboot the system to recover this GPU"):
+        NvidiaSmi(find).set_time_slice(UUID, 2)
+    assert ComputeMode(find).get(UUID) is None
+    with pytest.raises(RetryableError, match="GPU is lost"):
+        ComputeMode(find).set(UUID, EXCLUSIVE_PROCESS)
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        ("INIT=4", "Failed to initialize NVML: Insufficient Permissions"),
+        ("INIT=18", "Failed to initialize NVML: Driver/library version mismatch"),
+        ("OF_ANOTHER_VERSION", "Mismatch in versions between nvidia-smi and NVML."),
+    ],
+)
+def test_an_nvml_that_does_not_work_is_no_missing_setting(one_gpu: OneGpu, answers: str, text: str) -> None:
+    """R470 ends with 255 on a mismatch, the others with 18."""
+    find = one_gpu(answers)
+    for attempt in (
+        lambda: NvidiaSmi(find).set_time_slice(UUID, 2),
+        lambda: ComputeMode(find).get(UUID),
+        lambda: ComputeMode(find).set(UUID, DEFAULT),
+    ):
+        with pytest.raises(RetryableError, match=text) as caught:
+            attempt()
+        assert not isinstance(caught.value, NvmlUnavailableError)
+
+
+def test_gpu_check_reads_the_list_and_every_field_that_the_branch_knows(
+    one_gpu: OneGpu, nvidia: Programs
+) -> None:
+    programs = one_gpu()()
+    smi = ForGpuCheck(programs.path(SMI_PROGRAM), programs.library_path)
+    assert [(gpu.index, gpu.uuid, gpu.migs) for gpu in smi.gpus()] == [(0, UUID, [])]
+    answers, unknown = smi.query()
+    assert (list(answers), unknown) == ([UUID], ["compute_cap"] if nvidia.branch == "R470" else [])

@@ -1,0 +1,76 @@
+"""Confidential computing as NVML tells it, on GPUs and with drivers of all ages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pynvml
+import pytest
+
+from dra_driver.nvml.confidential import accepts_work, confidential_mode
+from dra_driver.nvml.failures import supported
+from dra_driver.nvml.health import read_health
+from tests.fakes.machines import SimulatedNode, read_inventory
+
+Make = Callable[[str], SimulatedNode]
+
+
+@pytest.fixture
+def node(machine: Make) -> SimulatedNode:
+    made = machine("hgx-h100-4")
+    made.session.open()
+    return made
+
+
+@pytest.mark.parametrize("mode", ["off", "on", "devtools", "ppcie"])
+def test_the_mode_and_whether_the_gpus_accept_work(node: SimulatedNode, mode: str) -> None:
+    for ready in (False, True):
+        node.machine.set_confidential_compute(mode, ready=ready)
+        assert (supported(confidential_mode), accepts_work()) == (mode, ready or mode == "off")
+    assert read_inventory().confidential_compute == mode
+
+
+@pytest.mark.parametrize(("name", "mode"), [("t4-4", None), ("a30-4", "off"), ("dgx-b200", "off")])
+def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) -> None:
+    made = machine(name)
+    made.session.open()
+    assert (supported(confidential_mode), accepts_work()) == (mode, None if mode is None else True)
+    inventory = read_inventory()
+    assert (inventory.confidential_compute, inventory.faults) == (mode, ())
+
+
+@pytest.mark.parametrize(
+    ("driver", "mode", "told"),
+    [("535.183.01", "ppcie", "off"), ("535.183.01", "devtools", "devtools"), ("525.147.05", "on", None)],
+)
+def test_drivers_that_do_not_tell_all(machine: Make, driver: str, mode: str, told: str | None) -> None:
+    made = machine("hgx-h100-4")
+    made.machine.set_confidential_compute(mode)
+    made.machine.load_driver(driver)
+    made.session.reopen()
+    assert supported(confidential_mode) == told
+    assert read_inventory().faults == ()
+
+
+def test_a_mode_that_is_not_known_is_told_and_keeps_nobody_away(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(settings: object) -> int:
+        settings._obj.ccFeature = 3  # type: ignore[attr-defined]
+        return pynvml.NVML_SUCCESS
+
+    monkeypatch.setattr(pynvml, "nvmlSystemGetConfComputeSettings", get)
+    inventory = read_inventory()
+    assert (inventory.confidential_compute, len(inventory.gpus)) == (None, 4)
+    assert [(fault.subject, fault.text) for fault in inventory.faults] == [
+        ("NVML", "confidential computing: NVML gives the mode as 3, which is not known")
+    ]
+    assert accepts_work() is None
+
+
+def test_the_loss_of_one_gpu_is_not_that_of_all(node: SimulatedNode) -> None:
+    node.machine.set_fault("nvmlSystemGetConfCompute*", code="gpu-is-lost")
+    inventory = read_inventory()
+    assert (inventory.confidential_compute, len(inventory.gpus)) == (None, 4)
+    assert [fault.text.partition(":")[0] for fault in inventory.faults] == ["confidential computing"]
+    assert read_health(node.machine.gpu(0).uuid).accepts_work is None

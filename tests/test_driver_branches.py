@@ -1,0 +1,208 @@
+"""docs/install.md says what each branch of the NVIDIA driver lacks of what we use. `--update-golden` writes the table
+anew from NVIDIA's own libraries and programs, and keeps what a person wrote in its last column."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import inspect
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pynvml
+from nvidia_programs import Programs
+
+from dra_driver.errors import RetryableError
+from dra_driver.host.driver_programs import installed_programs
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_conversation import Conversation, Timings
+from dra_driver.mps.limit_commands import limit_commands
+
+TOP = Path(__file__).parents[1]
+MANUAL = TOP / "docs/install.md"
+BEGIN, END = "<!-- driver branches -->\n", "<!-- end of driver branches -->\n"
+WHAT_WE_DO = "What we then do"
+OF_BINDING = {
+    node.name: node for node in ast.parse(inspect.getsource(pynvml)).body if isinstance(node, ast.FunctionDef)
+}
+LIMITED = MpsDaemonSpec(
+    "gpu-1",
+    "GPU-1",
+    "gpu",
+    "GPU-1",
+    multi_user=False,
+    default_active_thread_percentage=25,
+    default_memory_limit_mib=4096,
+)
+
+
+def test_manual_says_what_the_branch_lacks_and_what_we_then_do(nvidia: Programs, update_golden: bool) -> None:
+    lacking = lacking_functions(nvidia) | lacking_commands(nvidia) | lacking_words(nvidia)
+    before, rest = MANUAL.read_text().split(BEGIN)
+    within, after = rest.split(END)
+    branches, lacks, meanings = parsed(within)
+    if update_golden:
+        branches = sorted({*branches, nvidia.branch})
+        lacks[nvidia.branch] = lacking
+        MANUAL.write_text(before + BEGIN + table(branches, lacks, meanings) + END + after)
+        return
+    remedy = "run pytest tests/test_driver_branches.py --update-golden, then fill in what we do"
+    if nvidia.branch in branches:
+        assert lacking == lacks[nvidia.branch], remedy
+    assert lacking <= meanings.keys(), f"{nvidia.branch} lacks what the manual has no word about: {remedy}"
+    assert [name for name, meaning in meanings.items() if meaning in ("", "?")] == []
+    assert within == table(branches, lacks, meanings)
+
+
+def parsed(within: str) -> tuple[list[str], dict[str, set[str]], dict[str, str]]:
+    """The branches, what each lacks, and the hand-written column."""
+    head, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in within.splitlines())
+    branches = head[1:-1]
+    lacks: dict[str, set[str]] = {branch: set() for branch in branches}
+    meanings = {}
+    for name, *cells, meaning in rows[1:]:
+        meanings[name.strip("`")] = meaning
+        for branch, cell in zip(branches, cells, strict=True):
+            if cell == "no":
+                lacks[branch].add(name.strip("`"))
+    return branches, lacks, meanings
+
+
+def table(branches: list[str], lacks: dict[str, set[str]], meanings: dict[str, str]) -> str:
+    lines = [["What we use", *branches, WHAT_WE_DO], ["---"] * (len(branches) + 2)]
+    for name in sorted(set().union(*lacks.values()), key=lambda name: (not name.startswith("nvml"), name)):
+        has = ["no" if name in lacks[branch] else "yes" for branch in branches]
+        lines.append([f"`{name}`", *has, meanings.get(name, "?")])
+    return "".join(
+        f"|{'|'.join(cells)}|\n" if "---" in cells else f"| {' | '.join(cells)} |\n" for cells in lines
+    )
+
+
+# --- functions of NVML ---------------------------------------------------------------------------
+
+
+def lacking_functions(nvidia: Programs) -> set[str]:
+    library = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
+    return {name for name in functions_of_nvml() if not hasattr(library, name)}
+
+
+@cache
+def functions_of_nvml() -> frozenset[str]:
+    """Those in NVIDIA's library behind the functions of the binding that stand in our code, also by name as text."""
+    found: set[str] = set()
+    left = [name for name in names_in_our_code() if name in OF_BINDING]
+    while left:
+        symbols, called = looked_up(OF_BINDING[left.pop()])
+        found |= symbols
+        left += called
+    assert {"nvmlInitWithFlags", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMemoryInfo_v2"} < found
+    return frozenset(found)
+
+
+@cache
+def names_in_our_code() -> frozenset[str]:
+    """All attributes and texts."""
+    return frozenset(
+        name
+        for path in (TOP / "dra_driver").rglob("*.py")
+        if "simulator" not in path.parts
+        for name in names_in(path.read_text())
+    )
+
+
+def names_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def looked_up(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
+    """What a function of the binding looks up in the library, and which others of the binding it calls."""
+    symbols, called = set(), set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id == "_nvmlGetFunctionPointer":
+                [name] = node.args
+                assert isinstance(name, ast.Constant), f"{function.name}: the symbol is no literal"
+                symbols.add(name.value)
+            elif node.func.id.startswith("nvml") and node.func.id in OF_BINDING:
+                called.add(node.func.id)
+    return symbols, called
+
+
+# --- MPS -----------------------------------------------------------------------------------------
+
+
+def lacking_words(nvidia: Programs) -> set[str]:
+    """Variables of the environment and options that stand in no program or library of MPS."""
+    readers = [nvidia.library("libcuda"), *(nvidia.root / "usr").glob("*bin/nvidia-cuda-mps-*")]
+    known = b"".join(path.read_bytes() for path in readers)
+    ours = {
+        found[0]
+        for name in names_in_our_code()
+        if (found := re.match(r"CUDA_MPS_[A-Z_]+|-multiuser-server", name)) is not None
+    }
+    assert len(readers) == 3
+    assert "CUDA_MPS_PIPE_DIRECTORY" in ours
+    return {name for name in ours if name.encode() not in known}
+
+
+def lacking_commands(nvidia: Programs) -> set[str]:
+    """What the branch's own control daemon does not know of what we ask."""
+    top = Path(tempfile.mkdtemp(prefix="mps-"))
+    directories = MpsDirectories(*(str(top / name) for name in ("pipe", "log", "shm")))
+    for directory in (directories.pipe, directories.log):
+        Path(directory).mkdir()
+    control = ControlProgram(installed_programs(str(nvidia.root), top / "links"))
+    control.start(LIMITED, directories)
+    try:
+        deadline = time.monotonic() + 20
+        answers = {}
+        for command in commands_to_mps():
+            while command not in answers:
+                try:
+                    answers[command] = control.ask(directories, command, timeout_s=5)
+                except RetryableError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+        return {
+            command.partition(" ")[0]
+            for command, lines in answers.items()
+            if any("Unknown command" in line for line in lines)
+        }
+    finally:
+        control.end_users(directories, 3.0)
+        shutil.rmtree(top)
+
+
+def commands_to_mps() -> list[str]:
+    """All that the MPS host asks a daemon with limits and a server, in this order."""
+    daemon = KnowsAll()
+    conversation = Conversation(
+        LIMITED, MpsDirectories("pipe", "log", "shm"), daemon, Timings(), threading.Event()
+    )
+    conversation.apply_limits()
+    assert conversation.ask_servers() == (None, 1)
+    return list(daemon.asked)
+
+
+class KnowsAll(ControlProgram):
+    """A daemon that takes every limit, with one server that has one client."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, None] = {}
+        self._limits = {getter: wanted for _, getter, wanted in limit_commands(LIMITED)}
+
+    def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
+        self.asked |= dict.fromkeys(questions)
+        answer = self._limits.get(questions[-1], "4711")
+        return [answer.removesuffix(" %")]
