@@ -65,13 +65,16 @@ class Flag:
     """One flag of a command, or an argument of it if it has a `count`: argparse's number of arguments.
 
     `name` is that of its value; the spelling and the environment variable follow from it if none are given. The value
-    is of `shape`, or it is a text that `parsed` understands, which raises InvalidConfigError. `to` makes of it what the
-    command wants. `default` is the value if nothing is given, `shown` what --help says of it. With `is_repeated` the
-    value is a list. A setting that may be None is so if the text is empty (`is_none_if_empty`).
+    is of `shape`, or a text that `parsed` turns into the value, which raises InvalidConfigError; `to` makes of it what
+    the command wants. `default` is the value if nothing is given, `shown` what --help says of it. With `is_repeated`
+    the value is a list.
+
+    A setting is also in the configuration file: there it is of `shape` at the path `key`, with dots, and `of_file`
+    makes the value of it. Without `help` only the file has it. One that may be None is so if the flag's text is empty.
     """
 
     name: str
-    help: str = ""
+    help: str | None = ""
     shape: Shape = _TEXT
     spelled: tuple[str, ...] = ()
     env: tuple[str, ...] | None = None
@@ -83,6 +86,9 @@ class Flag:
     to: Callable[[Any], Any] | None = None
     count: str | None = None
     is_repeated: bool = False
+    key: str = ""
+    of_file: Callable[[Any], Any] | None = None
+    is_required: bool = False
     is_none_if_empty: bool = False
 
     @property
@@ -94,6 +100,11 @@ class Flag:
     def variables(self) -> tuple[str, ...]:
         """The environment variables that are asked in turn. An empty one counts as not set."""
         return (self.name.upper(),) if self.env is None else self.env
+
+    @property
+    def kind(self) -> Shape:
+        """What is given on the command line."""
+        return self.shape if self.parsed is None else _TEXT
 
     def fault(self, value: Any) -> str | None:
         """What is wrong with a value; None if nothing."""
@@ -108,47 +119,12 @@ class Flag:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How a setting is given. `key` is its path in the configuration file, with dots; what stands there is of `shape`,
-    and `value` makes the setting of it. Without a flag only the file has it."""
-
-    key: str
-    shape: Shape
-    value: Callable[[Any], Any] | None
-    is_required: bool
-    flag: Flag | None
-
-
-def _setting(
-    default: Any,
-    help: str | None = None,
-    shape: Shape = _TEXT,
-    *,
-    key: str = "",
-    value: Callable[[Any], Any] | None = None,
-    is_required: bool = False,
-    flag: str = "",
-    parsed: Callable[[str], Any] | None = None,
-    **more: Any,
-) -> Any:
-    """A field of Settings. Without `help` there is no flag; `flag` is the name of one that is called otherwise, `more`
-    is of the Flag."""
-    own = None
-    if help is not None:
-        text = f"{default:g}" if isinstance(default, (int, float)) else default
-        own = Flag(
-            flag,
-            help,
-            _TEXT if parsed else shape,
-            parsed=parsed,
-            is_none_if_empty=default in (None, MISSING),
-            **{"shown": text if isinstance(text, str) else None, **more},
-        )
-    setting = Setting(key, shape, value, is_required, own)
-    return field(
-        **{"default_factory" if default is dict else "default": default}, metadata={"setting": setting}
-    )
+def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str = "", **more: Any) -> Any:
+    """A field of Settings; `flag` is the name of a flag that is called otherwise, `more` is of the Flag."""
+    shown = f"{default:g}" if isinstance(default, (int, float)) else default
+    more = {"shown": shown if isinstance(shown, str) else None, **more}
+    given = Flag(flag, help, shape, is_none_if_empty=default in (None, MISSING), **more)
+    return field(**{"default_factory" if default is dict else "default": default}, metadata={"flag": given})
 
 
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -278,7 +254,7 @@ class Settings:
         "Limit of API calls a second; 0 is none.",
         Scalar(float, least=0),
         key="kubeAPIQPS",
-        value=float,
+        of_file=float,
     )
     kube_api_burst: int = _setting(100, "API calls at once.", Scalar(int, least=1), key="kubeAPIBurst")
     http_endpoint: str = _setting(
@@ -306,7 +282,7 @@ class Settings:
         NO_SHARING,
         "Share every device: disabled, memory, unlimited, or a number of shares.",
         SHARING,
-        value=sharing_policy,
+        of_file=sharing_policy,
         flag="consumable_shares",
         parsed=consumable_shares,
         shown="disabled",
@@ -319,7 +295,9 @@ class Settings:
         is_required=True,
         shown="off",
     )
-    dynamic_mig_gpus: GpuSelector = _setting(ALL_GPUS, None, GPUS, key="dynamicMig.gpus", value=gpu_selector)
+    dynamic_mig_gpus: GpuSelector = _setting(
+        ALL_GPUS, None, GPUS, key="dynamicMig.gpus", of_file=gpu_selector
+    )
     adopt_mig: str = _setting(
         "leave",
         "What becomes of GPU instances that somebody else made on GPUs with MIG on demand: leave or destroy (at "
@@ -332,17 +310,17 @@ class Settings:
         "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
         XIDS,
         key="health.ignoredXids",
-        value=frozenset,
+        of_file=frozenset,
         flag="additional_xids_to_ignore",
         parsed=xid_list,
     )
-    fatal_xids: frozenset[int] = _setting(frozenset(), None, XIDS, key="health.fatalXids", value=frozenset)
-    taint_effects: Mapping[str, TaintEffect] = _setting(dict, None, TAINTS, key="health.taints", value=dict)
+    fatal_xids: frozenset[int] = _setting(frozenset(), None, XIDS, key="health.fatalXids", of_file=frozenset)
+    taint_effects: Mapping[str, TaintEffect] = _setting(dict, None, TAINTS, key="health.taints", of_file=dict)
     device_metadata: str = _setting(
         "off",
         "Tell containers of their devices in files, in these versions: off, v1alpha1, v1beta1 or both.",
         Choice(tuple(METADATA_VERSIONS)),
-        value=word,
+        of_file=word,
     )
     unhealthy_devices: str = _setting(
         "auto",
@@ -356,7 +334,7 @@ class Settings:
         "The IMEX channel for claims on GPUs in a multi-node NVLink fabric: a number, all or off.",
         IMEX_CHANNEL,
         key="imex.channel",
-        value=imex_channel,
+        of_file=imex_channel,
         is_required=True,
         parsed=imex_channels,
         shown="off",
@@ -366,7 +344,7 @@ class Settings:
         "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
         "between them.",
         _HOST_DEVICES,
-        value=in_order,
+        of_file=in_order,
         parsed=host_device_list,
         shown="none",
     )
@@ -375,7 +353,7 @@ class Settings:
         "Of these nodes, those that the author of any claim may ask for by parameters. DeviceClasses may have all of "
         "them.",
         _HOST_DEVICES,
-        value=in_order,
+        of_file=in_order,
         parsed=host_device_list,
         shown="none",
     )
@@ -401,14 +379,13 @@ class Settings:
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 
-def _named(name: str, setting: Setting) -> Setting:
+def _named(name: str, flag: Flag) -> Flag:
     first, *rest = name.split("_")
-    flag = setting.flag and replace(setting.flag, name=setting.flag.name or name)
-    return replace(setting, key=setting.key or first + "".join(map(str.capitalize, rest)), flag=flag)
+    return replace(flag, name=flag.name or name, key=flag.key or first + "".join(map(str.capitalize, rest)))
 
 
-SETTINGS: Final[Mapping[str, Setting]] = {
-    entry.name: _named(entry.name, entry.metadata["setting"]) for entry in fields(Settings)
+SETTINGS: Final[Mapping[str, Flag]] = {
+    entry.name: _named(entry.name, entry.metadata["flag"]) for entry in fields(Settings)
 }
 CONFIG: Final = Flag(
     "config",
@@ -418,17 +395,16 @@ CONFIG: Final = Flag(
     to=Path,
 )
 FLAGS: Final[Mapping[str, Flag]] = {
-    **{one.flag.name: one.flag for one in SETTINGS.values() if one.flag is not None},
-    "config": CONFIG,
+    flag.name: flag for flag in (*SETTINGS.values(), CONFIG) if flag.help is not None
 }
-"""Of all settings, by their names."""
+"""Of all settings, and of the file, by their names."""
 
 
 def _document() -> Object:
     """The configuration file. Unknown keys are faults, because otherwise a misspelt key would silently mean the
     default."""
     top: dict[str, Shape] = {}
-    sections: dict[str, dict[str, Setting]] = {}
+    sections: dict[str, dict[str, Flag]] = {}
     for setting in SETTINGS.values():
         section, _, key = setting.key.rpartition(".")
         if section:
@@ -442,7 +418,7 @@ def _document() -> Object:
 
 
 DOCUMENT: Final = _document()
-_BY_FLAG: Final = {one.flag.name: name for name, one in SETTINGS.items() if one.flag is not None}
+_BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 
 
 def resolve(
@@ -471,7 +447,7 @@ def resolve(
         target = _BY_FLAG.get(name, name)
         if raw is None or target not in SETTINGS:
             continue
-        value = _flag_value(raw, SETTINGS[target].flag, wrong)
+        value = _flag_value(raw, SETTINGS[target], wrong)
         if name == "consumable_shares":
             shared = value
         elif name == "additional_xids_to_ignore":
@@ -500,10 +476,10 @@ def resolve(
     return Settings(**values)
 
 
-def _flag_value(raw: Any, flag: Flag | None, wrong: list[str]) -> Any:
+def _flag_value(raw: Any, flag: Flag, wrong: list[str]) -> Any:
     """The value of a setting; a fault goes to `wrong`."""
     value = str(raw) if isinstance(raw, Path) else raw
-    if flag is None or (flag.parsed is not None and not isinstance(value, str)):
+    if flag.help is None or (flag.parsed is not None and not isinstance(value, str)):
         return value  # checked already, as what a file says
     text = flag.fault(value)
     if text is not None:
@@ -547,6 +523,6 @@ def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         for part in setting.key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None and not any(f"{path}.".startswith(f"{setting.key}.") for path in wrong):
-            values[name] = value if setting.value is None else setting.value(value)
+            values[name] = value if setting.of_file is None else setting.of_file(value)
     told = (str(fault) if fault.path else f"(document): {fault}" for fault in found)
     return values, tuple(" ".join(text.split()) for text in told)

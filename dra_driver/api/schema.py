@@ -85,11 +85,7 @@ FIELDS: Final[Mapping[str, Object]] = {
         }
     ),
     "VfioDeviceConfig": Object(
-        {
-            "iommu": Object(
-                {"backendPolicy": Choice(get_args(IommuBackend)), "enableAPIDevice": Scalar(bool)},
-            )
-        }
+        {"iommu": Object({"backendPolicy": Choice(get_args(IommuBackend)), "enableAPIDevice": Scalar(bool)})}
     ),
 }
 """The fields of each kind, without apiVersion and kind."""

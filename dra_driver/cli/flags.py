@@ -93,14 +93,8 @@ class _HelpText(argparse.HelpFormatter):
             return super()._format_action(action)
         return "".join(map(super()._format_action, action._get_subactions()))
 
-    def add_usage(
-        self,
-        usage: str | None,
-        actions: Iterable[argparse.Action],
-        groups: Iterable[Any],
-        prefix: str | None = None,
-    ) -> None:
-        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+    def add_usage(self, *args: Any, **more: Any) -> None:
+        super().add_usage(*args, **{"prefix": "Usage: ", **more})
 
 
 @dataclass(frozen=True)
@@ -170,9 +164,9 @@ def _add(parser: Parser, flag: Flag) -> None:
 
 def _help(flag: Flag) -> str:
     """What it is, its range, its default and its environment variables."""
-    parts = [flag.help]
-    if isinstance(flag.shape, Scalar) and flag.shape.type in (int, float):
-        bounds = [(flag.shape.least, "from"), (flag.shape.most, "to")]
+    parts = [flag.help or ""]
+    if isinstance(flag.kind, Scalar) and flag.kind.type in (int, float):
+        bounds = [(flag.kind.least, "from"), (flag.kind.most, "to")]
         parts.append(" ".join(f"{word} {bound}" for bound, word in bounds if bound is not None))
     shown = flag.shown
     if shown is None and flag.default not in (None, False):
@@ -190,13 +184,13 @@ def _kind(flag: Flag) -> str:
     """What stands for the value in the help."""
     if flag.metavar is not None:
         return flag.metavar
-    if isinstance(flag.shape, Choice):
-        return "|".join(flag.shape.words)
-    return "NUMBER" if isinstance(flag.shape, Scalar) and flag.shape.type in (int, float) else "TEXT"
+    if isinstance(flag.kind, Choice):
+        return "|".join(flag.kind.words)
+    return "NUMBER" if isinstance(flag.kind, Scalar) and flag.kind.type in (int, float) else "TEXT"
 
 
 def _is_switch(flag: Flag) -> bool:
-    return isinstance(flag.shape, Scalar) and flag.shape.type is bool
+    return isinstance(flag.kind, Scalar) and flag.kind.type is bool
 
 
 def read(
@@ -207,11 +201,18 @@ def read(
     A flag wins over its environment variable. Raises: InvalidConfigError for what argparse refuses, SystemExit for
     --help.
     """
+    found, unknown = parser.parse_known_intermixed_args(arguments)
     faults: dict[str, str] = {}
-    found = vars(parser.parse_args(_in_order(flags, arguments, faults, parser.prog)))
+    for word in unknown:
+        name = word.partition("=")[0]
+        if name.strip("-") and name.startswith("-"):
+            meant = near(name, parser._option_string_actions) or f"; `{parser.prog} --help` says more"
+            faults[word] = f"there is no flag {name}{meant}"
+        elif name != "--" and not faults:  # else it may be the value of a flag that does not exist
+            faults[word] = f"there is no argument {word}"
     given = argparse.Namespace(faults=faults)
     for flag in flags:
-        setattr(given, flag.name, _value(flag, found, environ, faults))
+        setattr(given, flag.name, _value(flag, vars(found), environ, faults))
     return given
 
 
@@ -239,7 +240,7 @@ def _value(flag: Flag, found: Mapping[str, Any], environ: Mapping[str, str], fau
 
 def _typed(flag: Flag, text: Any) -> Any:
     """A number or a switch if the text is one; else the text, and what checks it says what is wrong."""
-    kind = flag.shape.type if isinstance(flag.shape, Scalar) else str
+    kind = flag.kind.type if isinstance(flag.kind, Scalar) else str
     if kind is bool and isinstance(text, str):
         word = text.strip().lower()
         return word in _TRUE if word in _TRUE + _FALSE else text
@@ -247,61 +248,6 @@ def _typed(flag: Flag, text: Any) -> Any:
         return kind(text) if kind in (int, float) else text
     except ValueError:
         return text
-
-
-def _in_order(
-    flags: Sequence[Flag], arguments: Sequence[str], faults: dict[str, str], prog: str
-) -> list[str]:
-    """Flags with their values, then what is not a flag. A flag takes the next word as its value, whatever that begins
-    with; argparse would take `-x` for a flag."""
-    valued, switches = _spellings(flags)
-    options: list[str] = []
-    others: list[str] = []
-    waiting = [*arguments]
-    while waiting:
-        word = waiting.pop(0)
-        if word == "--":
-            others += waiting
-            break
-        name, equals, _ = word.partition("=")
-        if word == "-" or not word.startswith("-"):
-            others.append(word)
-        elif word in valued and not waiting:
-            faults[word] = f"{word}: a value is missing"
-        elif word in valued:
-            options.append(f"{word}={waiting.pop(0)}")
-        elif word in switches or name in valued:
-            options.append(word)
-        elif name in switches and equals:
-            faults[word] = f"{name} takes no value"
-        elif word[:2] in valued:
-            options.append(f"{word[:2]}={word[2:]}")
-        elif word[:2] in switches:
-            options.append(word[:2])
-            waiting.insert(0, f"-{word[2:]}")
-        else:
-            meant = near(name, [*valued, *switches]) or f"; `{prog} --help` says more"
-            faults[word] = f"there is no flag {name}{meant}"
-    if others and not any(flag.count for flag in flags):
-        if not faults:  # else it may be the value of a flag that does not exist
-            faults[others[0]] = f"there is no argument {others[0]}"
-        return options
-    return [*options, "--", *others] if others else options
-
-
-def _spellings(flags: Sequence[Flag]) -> tuple[set[str], set[str]]:
-    """Of flags with a value, and of the others."""
-    valued: set[str] = set()
-    switches = {"-h", "--help"}
-    for flag in flags:
-        if flag.count:
-            continue
-        if not _is_switch(flag):
-            valued |= {*flag.spellings}
-            continue
-        switches |= {*flag.spellings}
-        switches |= {f"--no-{word[2:]}" for word in flag.spellings} if flag.default is None else set()
-    return valued, switches
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -139,10 +139,7 @@ def _serve(
     try:
         server.start()
         log.info(
-            "mps_host_started",
-            socket=str(layout.socket),
-            daemons=len(supervisor.status()),
-            pid=os.getpid(),
+            "mps_host_started", socket=str(layout.socket), daemons=len(supervisor.status()), pid=os.getpid()
         )
         stopped.wait()
     finally:

@@ -49,13 +49,7 @@ COLOR = Flag(
     to=Color,
 )
 OUTPUT = Flag(
-    "output",
-    "How to print.",
-    Choice(tuple(Output)),
-    ("-o", "--output"),
-    env=(),
-    default="table",
-    to=Output,
+    "output", "How to print.", Choice(tuple(Output)), ("-o", "--output"), env=(), default="table", to=Output
 )
 
 

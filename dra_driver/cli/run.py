@@ -49,7 +49,7 @@ def run(given: Namespace) -> None:
 
 
 _CHANGES_BEHAVIOUR = {
-    "feature_gates": "of the feature gates only DynamicMIG means something here; all else that is built is on",
+    "feature_gates": "of the feature gates only DynamicMIG means something here; all else that is built is on"
 }
 
 
