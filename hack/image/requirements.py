@@ -1,7 +1,7 @@
 """Print what the image needs of pyproject.toml's dependencies, for `make lock`.
 
-The client library `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs whose
-credentials come from a plugin; a pod has a token of its own.
+The package `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs; a pod has a
+service account.
 """
 
 from __future__ import annotations
