@@ -37,7 +37,8 @@ def spawn(make_node: Callable[..., Node]):
 
     def start(node: Node, **env: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dra_driver.cli.main", "run"]
-        variables = environment(**(node.environment() | {"LOG_LEVEL": "warning"} | env))
+        in_pod = node.service_account() | {"KUBECONFIG": ""}
+        variables = environment(**(node.environment() | in_pod | {"LOG_LEVEL": "warning"} | env))
         processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
         return processes[-1]
 
@@ -213,7 +214,8 @@ def test_the_daemon_keeps_nothing_of_what_read_its_flags_and_file(
     node = make_node()
     file = tmp_path / "config.yaml"
     file.write_text("logLevel: warning\nhealth: {ignoredXids: [13]}\n")
-    process = spawn(node, CONFIG_FILE=str(file))
+    (tmp_path / "kubernetes.py").write_text("open(f'{__file__}.imported', 'w').close()")
+    process = spawn(node, CONFIG_FILE=str(file), PYTHONPATH=str(tmp_path))
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
     parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
@@ -224,6 +226,7 @@ def test_the_daemon_keeps_nothing_of_what_read_its_flags_and_file(
     libraries = Path(f"/proc/{process.pid}/maps").read_text()
     assert "cygrpc" in libraries
     assert "pydantic" not in libraries
+    assert not (tmp_path / "kubernetes.py.imported").exists(), "a pod has no kubeconfig"
 
 
 def test_inspect_without_a_driver_says_what_is_missing(tmp_path: Path) -> None:
