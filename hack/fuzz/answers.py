@@ -12,7 +12,7 @@ from dra_driver import logs
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_claim_now
-from dra_driver.kube.slices import slice_event
+from dra_driver.kube.slice_cache import version_after
 from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.model.claim import ClaimRef
 from dra_driver.validation.documents import read_documents
@@ -79,7 +79,7 @@ def api_watch(content: bytes) -> None:
     stream = WatchStream(mock.Mock(stream=lambda _size: iter(pieces)), "watch")
     with suppress(ApiUnavailableError, ApiRejectedError):
         for event in stream:
-            slice_event(event)
+            version_after("1", event)
 
 
 def documents(directory: Path) -> Parser:
