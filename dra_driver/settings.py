@@ -1,17 +1,30 @@
 """The settings of `run`: flags and environment variables win over a configuration file, which wins over defaults.
 
-The command line reads them once and passes them on as one value; nothing else reads the environment.
+All that is to be said of a setting stands beside its name in `Settings`. The command line reads flags and environment
+once and passes them on as one value; nothing else reads the environment.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from dra_driver.config_file import (
+    GPUS,
+    IMEX_CHANNEL,
+    SHARING,
+    TAINTS,
+    WORDS,
+    XIDS,
+    gpu_selector,
+    imex_channel,
+    read_document,
+    sharing_policy,
+    word,
+)
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.companions import (
     HOST_DEVICES,
@@ -22,6 +35,7 @@ from dra_driver.model.companions import (
     in_order,
 )
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.shapes import Choice, ListField, Object, Scalar, Shape, Words, faults
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -42,57 +56,329 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
 """The versions to write, newest first, for each value of `device_metadata`."""
 UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
+_TEXT: Final = Scalar(str)
+_FLAG_WORDS: Final = Words(must="expected", whole="a whole number", names_found=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of a command, or an argument of it if it has a `count`: argparse's number of arguments.
+
+    `name` is that of its value; the spelling and the environment variable follow from it if none are given. The value
+    is of `shape`, or it is a text that `parsed` understands, which raises InvalidConfigError. `to` makes of it what the
+    command wants. `default` is the value if nothing is given, `shown` what --help says of it. With `is_repeated` the
+    value is a list. A setting that may be None is so if the text is empty (`is_none_if_empty`).
+    """
+
+    name: str
+    help: str = ""
+    shape: Shape = _TEXT
+    spelled: tuple[str, ...] = ()
+    env: tuple[str, ...] | None = None
+    metavar: str | None = None
+    hidden: bool = False
+    default: Any = None
+    shown: str | None = None
+    parsed: Callable[[str], Any] | None = None
+    to: Callable[[Any], Any] | None = None
+    count: str | None = None
+    is_repeated: bool = False
+    is_none_if_empty: bool = False
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """As on the command line."""
+        return self.spelled or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that are asked in turn. An empty one counts as not set."""
+        return (self.name.upper(),) if self.env is None else self.env
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value; None if nothing."""
+        if value == "" and self.is_none_if_empty:
+            return None
+        if self.parsed is None:
+            return next((fault.text for fault in faults(value, self.shape, "", _FLAG_WORDS)), None)
+        try:
+            self.parsed(value)
+        except InvalidConfigError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a setting is given. `key` is its path in the configuration file, with dots; what stands there is of `shape`,
+    and `value` makes the setting of it. Without a flag only the file has it."""
+
+    key: str
+    shape: Shape
+    value: Callable[[Any], Any] | None
+    is_required: bool
+    flag: Flag | None
+
+
+def _setting(
+    default: Any,
+    help: str | None = None,
+    shape: Shape = _TEXT,
+    *,
+    key: str = "",
+    value: Callable[[Any], Any] | None = None,
+    is_required: bool = False,
+    flag: str = "",
+    parsed: Callable[[str], Any] | None = None,
+    **more: Any,
+) -> Any:
+    """A field of Settings. Without `help` there is no flag; `flag` is the name of one that is called otherwise, `more`
+    is of the Flag."""
+    own = None
+    if help is not None:
+        text = f"{default:g}" if isinstance(default, (int, float)) else default
+        own = Flag(
+            flag,
+            help,
+            _TEXT if parsed else shape,
+            parsed=parsed,
+            is_none_if_empty=default in (None, MISSING),
+            **{"shown": text if isinstance(text, str) else None, **more},
+        )
+    setting = Setting(key, shape, value, is_required, own)
+    return field(
+        **{"default_factory" if default is dict else "default": default}, metadata={"setting": setting}
+    )
+
+
+_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+
+
+def _dns_name(longest: int) -> Scalar:
+    text = f"expected a DNS name of at most {longest} lower-case letters, digits, dots and dashes"
+    return Scalar(
+        str, lambda name: None if len(name) <= longest and _DNS_NAME.fullmatch(name) else text, least=1
+    )
+
+
+def _begins_with_slash(expected: str) -> Scalar:
+    return Scalar(str, lambda path: None if path.startswith("/") else expected)
+
+
+def _address(text: str) -> str | None:
+    from dra_driver.observability.http import split_address
+
+    try:
+        split_address(text or ":0")
+    except InvalidConfigError as error:
+        return str(error)
+    return None
+
+
+def consumable_shares(text: str) -> SharingPolicy:
+    """The policy of `--consumable-shares`: one rule for every device, counted by the scheduler only.
+
+    Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
+    """
+    match text.strip():
+        case "" | "disabled":
+            return NO_SHARING
+        case "memory":
+            return share_all(SharingRule("memory"))
+        case "unlimited":
+            return share_all(SharingRule("unlimited"))
+        case number if re.fullmatch(r"[1-9][0-9]{0,5}", number) and int(number) <= MAX_SHARES:
+            return share_all(SharingRule("shares", int(number)))
+    raise InvalidConfigError(f"expected disabled, memory, unlimited or a number from 1 to {MAX_SHARES}")
+
+
+def imex_channels(text: str) -> ImexChannels | None:
+    """The channels of `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
+    match text.strip():
+        case "off":
+            return None
+        case "all":
+            return "all"
+        case number if re.fullmatch(r"[0-9]{1,7}", number) and int(number) <= LAST_IMEX_CHANNEL:
+            return int(number)
+    raise InvalidConfigError(f"expected off, all or a channel's number from 0 to {LAST_IMEX_CHANNEL}")
+
+
+def host_device_list(text: str) -> tuple[HostDevice, ...]:
+    """The names of a flag: `"gds,mofed"`. Raises: InvalidConfigError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not set(names) <= set(HOST_DEVICES):
+        raise InvalidConfigError(f"expected names with commas between them, of {', '.join(HOST_DEVICES)}")
+    return in_order(names)
+
+
+def xid_list(text: str) -> frozenset[int]:
+    """The numbers of `--additional-xids-to-ignore`: `"45, 63"`. Raises: InvalidConfigError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
+        raise InvalidConfigError("expected Xid numbers with commas between them")
+    return frozenset(int(part) for part in parts)
+
+
+_PATH = _begins_with_slash("expected an absolute path")
+_SWITCH = Scalar(bool)
+_HOST_DEVICES = ListField(Choice(HOST_DEVICES), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `run`. Paths are as this process sees them unless the name says host.
+    """Settings of `run`, as they are used. Paths are as this process sees them unless the name says host.
 
-    `healthcheck_port` -1 and an empty `http_endpoint` switch the service off. `pod_uid` makes two instances
-    of a rolling update possible. `mps_host` is `external` (its own DaemonSet) or `child` (of this
-    process). `kube_api_qps` 0 is no limit. With `dynamic_mig` MIG devices are made on demand on the GPUs that
-    `dynamic_mig_gpus` selects and that are capable of it; `adopt_mig` is `leave` or `destroy`, for the GPU
-    instances that somebody else made there. `ignored_xids` and `fatal_xids` come on top of those that are known;
-    `taint_effects` are by the key of the taint without its prefix. `device_metadata` is `off`, or the versions of
-    the files that describe a container's devices to it: `v1alpha1`, `v1beta1` or `both`. `unhealthy_devices` is how new
-    pods are kept from them: `taint`, `withdraw` or `auto`. `imex_channel` is what claims on GPUs in a fabric get, None
-    for nothing; `host_devices` are what every claim gets beside its GPUs, `claim_host_devices` what its author may
-    ask for.
+    `healthcheck_port` -1 and an empty `http_endpoint` switch the service off. `pod_uid` makes two instances of a
+    rolling update possible. `kube_api_qps` 0 is no limit. `ignored_xids` and `fatal_xids` come on top of those that are
+    known; `taint_effects` are by the key of the taint without its prefix. `imex_channel` is what claims on GPUs in a
+    fabric get, None for nothing.
     """
 
-    node_name: str
-    driver_name: str = DEFAULT_DRIVER_NAME
-    cdi_root: str = "/etc/cdi"
-    nvidia_driver_root: str = "/"
-    container_driver_root: str = "/driver-root"
-    host_root: str | None = None
-    nvidia_cdi_hook_path: str | None = None
-    kubelet_registrar_directory_path: str = "/var/lib/kubelet/plugins_registry"
-    kubelet_plugins_directory_path: str = "/var/lib/kubelet/plugins"
-    pod_uid: str | None = None
-    kubeconfig: str | None = None
-    kube_api_qps: float = 20.0
-    kube_api_burst: int = 100
-    http_endpoint: str = ""
-    metrics_path: str = "/metrics"
-    healthcheck_port: int = -1
-    mps_host: str = "external"
-    simulate: str | None = None
-    simulator_dir: str | None = None
-    log_level: str = "info"
-    log_format: str = "json"
-    sharing: SharingPolicy = NO_SHARING
-    dynamic_mig: bool = False
-    dynamic_mig_gpus: GpuSelector = ALL_GPUS
-    adopt_mig: str = "leave"
-    ignored_xids: frozenset[int] = frozenset()
-    fatal_xids: frozenset[int] = frozenset()
-    taint_effects: Mapping[str, TaintEffect] = field(default_factory=dict)
-    device_metadata: str = "off"
-    unhealthy_devices: str = "auto"
-    imex_channel: ImexChannels | None = None
-    host_devices: tuple[HostDevice, ...] = ()
-    claim_host_devices: tuple[HostDevice, ...] = ()
+    node_name: str = _setting(MISSING, "Name of this node; also the pool's name.", _dns_name(253))
+    driver_name: str = _setting(DEFAULT_DRIVER_NAME, "DRA driver name.", _dns_name(63))
+    cdi_root: str = _setting("/etc/cdi", "Directory for CDI specs.", _PATH)
+    nvidia_driver_root: str = _setting(
+        "/",
+        "Driver root on the host.",
+        _PATH,
+        spelled=("--host_driver-root", "--nvidia-driver-root"),
+        env=("NVIDIA_DRIVER_ROOT", "HOST_DRIVER_ROOT"),
+    )
+    container_driver_root: str = _setting(
+        "/driver-root",
+        "Driver root as this process sees it, if that directory exists.",
+        _PATH,
+        env=("DRIVER_ROOT_CTR_PATH",),
+    )
+    host_root: str | None = _setting(
+        None,
+        "The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
+        _PATH,
+    )
+    nvidia_cdi_hook_path: str | None = _setting(
+        None,
+        "nvidia-cdi-hook on the host.",
+        _PATH,
+        key="nvidiaCDIHookPath",
+        shown="looked for on the host, in our own directory, in the driver root",
+    )
+    kubelet_registrar_directory_path: str = _setting(
+        "/var/lib/kubelet/plugins_registry", "The kubelet's plugin registry.", _PATH
+    )
+    kubelet_plugins_directory_path: str = _setting(
+        "/var/lib/kubelet/plugins", "The kubelet's plugin data directory.", _PATH
+    )
+    pod_uid: str | None = _setting(
+        None, "UID of this pod; makes rolling updates without a gap.", key="podUID"
+    )
+    kubeconfig: str | None = _setting(None, "", shown="in-cluster")
+    kube_api_qps: float = _setting(
+        20.0,
+        "Limit of API calls a second; 0 is none.",
+        Scalar(float, least=0),
+        key="kubeAPIQPS",
+        value=float,
+    )
+    kube_api_burst: int = _setting(100, "API calls at once.", Scalar(int, least=1), key="kubeAPIBurst")
+    http_endpoint: str = _setting(
+        "", "host:port of metrics, /healthz, /readyz, /startupz.", Scalar(str, _address), shown="off"
+    )
+    metrics_path: str = _setting("/metrics", "", _begins_with_slash("expected a path that begins with /"))
+    healthcheck_port: int = _setting(
+        -1, "Port of the gRPC health service.", Scalar(int, least=-1, most=65535), shown="-1, off"
+    )
+    mps_host: str = _setting(
+        "external",
+        "Who keeps MPS daemons: external (`gpu-dra-driver mps-host` in a DaemonSet of its own) or child (of this "
+        "process).",
+        Choice(("external", "child")),
+    )
+    simulate: str | None = _setting(
+        None,
+        "Run on a simulated machine: a name from `gpu-dra-driver simulate list`, or a YAML file.",
+        metavar="MACHINE",
+    )
+    simulator_dir: str | None = _setting(None, "Where the simulated machine keeps its state.")
+    log_level: str = _setting("info", "", Choice(("debug", "info", "warning", "error")))
+    log_format: str = _setting("json", "", Choice(("json", "console")))
+    sharing: SharingPolicy = _setting(
+        NO_SHARING,
+        "Share every device: disabled, memory, unlimited, or a number of shares.",
+        SHARING,
+        value=sharing_policy,
+        flag="consumable_shares",
+        parsed=consumable_shares,
+        shown="disabled",
+    )
+    dynamic_mig: bool = _setting(
+        False,
+        "Make MIG devices on demand, on every GPU that is capable of it.",
+        _SWITCH,
+        key="dynamicMig.enabled",
+        is_required=True,
+        shown="off",
+    )
+    dynamic_mig_gpus: GpuSelector = _setting(ALL_GPUS, None, GPUS, key="dynamicMig.gpus", value=gpu_selector)
+    adopt_mig: str = _setting(
+        "leave",
+        "What becomes of GPU instances that somebody else made on GPUs with MIG on demand: leave or destroy (at "
+        "start).",
+        Choice(("leave", "destroy")),
+        key="dynamicMig.adopt",
+    )
+    ignored_xids: frozenset[int] = _setting(
+        frozenset(),
+        "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
+        XIDS,
+        key="health.ignoredXids",
+        value=frozenset,
+        flag="additional_xids_to_ignore",
+        parsed=xid_list,
+    )
+    fatal_xids: frozenset[int] = _setting(frozenset(), None, XIDS, key="health.fatalXids", value=frozenset)
+    taint_effects: Mapping[str, TaintEffect] = _setting(dict, None, TAINTS, key="health.taints", value=dict)
+    device_metadata: str = _setting(
+        "off",
+        "Tell containers of their devices in files, in these versions: off, v1alpha1, v1beta1 or both.",
+        Choice(tuple(METADATA_VERSIONS)),
+        value=word,
+    )
+    unhealthy_devices: str = _setting(
+        "auto",
+        "How new pods are kept from unhealthy devices: taint, withdraw (leave them out of the slices), or auto: "
+        "withdraw where the API server drops taints.",
+        Choice(UNHEALTHY_DEVICES),
+        key="health.unhealthyDevices",
+    )
+    imex_channel: ImexChannels | None = _setting(
+        None,
+        "The IMEX channel for claims on GPUs in a multi-node NVLink fabric: a number, all or off.",
+        IMEX_CHANNEL,
+        key="imex.channel",
+        value=imex_channel,
+        is_required=True,
+        parsed=imex_channels,
+        shown="off",
+    )
+    host_devices: tuple[HostDevice, ...] = _setting(
+        (),
+        "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
+        "between them.",
+        _HOST_DEVICES,
+        value=in_order,
+        parsed=host_device_list,
+        shown="none",
+    )
+    claim_host_devices: tuple[HostDevice, ...] = _setting(
+        (),
+        "Of these nodes, those that the author of any claim may ask for by parameters. DeviceClasses may have all of "
+        "them.",
+        _HOST_DEVICES,
+        value=in_order,
+        parsed=host_device_list,
+        shown="none",
+    )
 
     @property
     def companions(self) -> Companions:
@@ -115,167 +401,120 @@ class Settings:
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 
+def _named(name: str, setting: Setting) -> Setting:
+    first, *rest = name.split("_")
+    flag = setting.flag and replace(setting.flag, name=setting.flag.name or name)
+    return replace(setting, key=setting.key or first + "".join(map(str.capitalize, rest)), flag=flag)
+
+
+SETTINGS: Final[Mapping[str, Setting]] = {
+    entry.name: _named(entry.name, entry.metadata["setting"]) for entry in fields(Settings)
+}
+CONFIG: Final = Flag(
+    "config",
+    "YAML file with settings; flags and environment win.",
+    env=("CONFIG_FILE",),
+    metavar="FILE",
+    to=Path,
+)
+FLAGS: Final[Mapping[str, Flag]] = {
+    **{one.flag.name: one.flag for one in SETTINGS.values() if one.flag is not None},
+    "config": CONFIG,
+}
+"""Of all settings, by their names."""
+
+
+def _document() -> Object:
+    """The configuration file. Unknown keys are faults, because otherwise a misspelt key would silently mean the
+    default."""
+    top: dict[str, Shape] = {}
+    sections: dict[str, dict[str, Setting]] = {}
+    for setting in SETTINGS.values():
+        section, _, key = setting.key.rpartition(".")
+        if section:
+            sections.setdefault(section, {})[key] = setting
+        else:
+            top[key] = setting.shape
+    for name, within in sections.items():
+        required = tuple(key for key, setting in within.items() if setting.is_required)
+        top[name] = Object({key: setting.shape for key, setting in within.items()}, required)
+    return Object(top)
+
+
+DOCUMENT: Final = _document()
+_BY_FLAG: Final = {one.flag.name: name for name, one in SETTINGS.items() if one.flag is not None}
+
+
 def resolve(
     given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
 ) -> Settings:
     """Settings from what was given on the command line and from a file.
 
-    In `given`, None means not given, and a name that is not a setting has no effect. `defaults` are the command's own.
-    `consumable_shares` is the short form of a sharing section. Raises: InvalidConfigError that lists every fault with
-    its path.
+    In `given`, None means not given, and a name that is not of a setting has no effect, but for `faults`: what the
+    command line has found already, by the name of the flag. A setting may have its value or the text of its flag.
+    `defaults` are the command's own. Raises: InvalidConfigError that lists every fault of all of it.
     """
+    told: Mapping[str, str] = given.get("faults", {})
+    wrong = [*told.values()]
     values: dict[str, Any] = dict(defaults or {})
-    values.update(read_config_file(config_file) if config_file else {})
-    values.update({name: _plain(value) for name, value in given.items() if value is not None})
-    shared = consumable_shares(values.get("consumable_shares") or "disabled")
-    if shared != NO_SHARING:
-        if "sharing" in values:
-            raise InvalidConfigError(
-                f"--consumable-shares and the section sharing of {config_file} contradict each other; "
-                "remove one of them"
-            )
+    in_file: tuple[str, ...] = ()
+    is_read = True
+    if config_file is not None:
+        try:
+            found, in_file = _checked(read_document(config_file))
+            values |= found
+        except InvalidConfigError as error:
+            wrong.append(str(error))
+            is_read = False
+    shared = NO_SHARING
+    for name, raw in given.items():
+        target = _BY_FLAG.get(name, name)
+        if raw is None or target not in SETTINGS:
+            continue
+        value = _flag_value(raw, SETTINGS[target].flag, wrong)
+        if name == "consumable_shares":
+            shared = value
+        elif name == "additional_xids_to_ignore":
+            values[target] = frozenset(values.get(target, ())) | frozenset(value)
+        else:
+            values[target] = value
+    if shared != NO_SHARING and "sharing" in values:
+        wrong.append(
+            f"--consumable-shares and the section sharing of {config_file} contradict each other; remove one of them"
+        )
+    elif shared != NO_SHARING:
         values["sharing"] = shared
     if given.get("dynamic_mig") is None and has_gate(given.get("feature_gates") or "", "DynamicMIG"):
         values["dynamic_mig"] = True
-    ignored = values.pop("additional_xids_to_ignore", None)
-    if ignored is not None:
-        values["ignored_xids"] = frozenset(values.get("ignored_xids", ())) | xid_list(ignored)
-    values |= _companions(values)
-    values = {name: value for name, value in values.items() if value is not None}
-    if not values.get("node_name"):
-        raise InvalidConfigError(
+    is_told = "node_name" in told or any(fault.startswith("nodeName:") for fault in in_file)
+    if not values.get("node_name") and is_read and not is_told:
+        wrong.append(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
-    _check_forms(values)
-    known = {entry.name for entry in fields(Settings)}
-    return Settings(**{name: value for name, value in values.items() if name in known})
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_PATH = (lambda text: text.startswith("/"), "an absolute path")
-
-_PATH_OR_NONE = (lambda text: text[:1] in ("", "/"), _PATH[1])
-
-
-def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
-    return (lambda word: word in words), f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _dns_name(longest: int) -> tuple[Callable[[Any], bool], str]:
-    return (
-        lambda text: len(text) <= longest and _DNS_NAME.fullmatch(text) is not None,
-        f"a DNS name of at most {longest} lower-case letters, digits, dots and dashes",
-    )
-
-
-_FORMS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "node_name": _dns_name(253),
-    "driver_name": _dns_name(63),
-    "cdi_root": _PATH,
-    "nvidia_driver_root": _PATH,
-    "container_driver_root": _PATH,
-    "host_root": _PATH_OR_NONE,
-    "nvidia_cdi_hook_path": _PATH_OR_NONE,
-    "kubelet_registrar_directory_path": _PATH,
-    "kubelet_plugins_directory_path": _PATH,
-    "metrics_path": (lambda text: text.startswith("/"), "a path that begins with /"),
-    "kube_api_qps": (lambda number: 0 <= number < math.inf, "a number from 0"),
-    "kube_api_burst": (lambda number: number >= 1, "a whole number from 1"),
-    "healthcheck_port": (lambda number: -1 <= number <= 65535, "a port up to 65535, or -1 for none"),
-    "mps_host": _one_of("external", "child"),
-    "log_format": _one_of("json", "console"),
-    "adopt_mig": _one_of("leave", "destroy"),
-    "unhealthy_devices": _one_of(*UNHEALTHY_DEVICES),
-    "device_metadata": _one_of(*METADATA_VERSIONS),
-}
-"""What each setting may be, and how that is said. The configuration file checks its own values before."""
-
-
-def _check_forms(values: Mapping[str, Any]) -> None:
-    """Raises: InvalidConfigError that lists every fault."""
-    faults = [
-        f"--{name.replace('_', '-')} {values[name]!r}: expected {expected}"
-        for name, (fits, expected) in _FORMS.items()
-        if name in values and not fits(values[name])
-    ]
-    name = values.get("driver_name", DEFAULT_DRIVER_NAME)
-    if values.get("device_metadata", "off") != "off" and name[:1].isdecimal():
-        faults.append(
-            f"--device-metadata needs a driver name that begins with a letter, because CDI does; {name} does not"
+    driver = values.get("driver_name", DEFAULT_DRIVER_NAME)
+    if values.get("device_metadata", "off") != "off" and driver[:1].isdecimal():
+        wrong.append(
+            f"--device-metadata needs a driver name that begins with a letter, because CDI does; {driver} does not"
         )
-    if faults:
-        raise InvalidConfigError("; ".join(faults), faults=tuple(faults))
+    _raise(wrong, in_file, config_file)
+    return Settings(**values)
 
 
-def consumable_shares(text: str) -> SharingPolicy:
-    """The policy of `--consumable-shares`: one rule for every device, counted by the scheduler only.
-
-    Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
-    """
-    match text.strip():
-        case "" | "disabled":
-            return NO_SHARING
-        case "memory":
-            return share_all(SharingRule("memory"))
-        case "unlimited":
-            return share_all(SharingRule("unlimited"))
-        case number if re.fullmatch(r"[1-9][0-9]{0,5}", number) and int(number) <= MAX_SHARES:
-            return share_all(SharingRule("shares", int(number)))
-    raise InvalidConfigError(
-        f"--consumable-shares {text!r}: expected disabled, memory, unlimited or a number from 1 to {MAX_SHARES}"
-    )
+def _flag_value(raw: Any, flag: Flag | None, wrong: list[str]) -> Any:
+    """The value of a setting; a fault goes to `wrong`."""
+    value = str(raw) if isinstance(raw, Path) else raw
+    if flag is None or (flag.parsed is not None and not isinstance(value, str)):
+        return value  # checked already, as what a file says
+    text = flag.fault(value)
+    if text is not None:
+        wrong.append(f"{flag.spellings[-1]} {raw!r}: {text}")
+    return value if flag.parsed is None or text is not None else flag.parsed(value)
 
 
-def _companions(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The texts of `--imex-channel` and of both lists of nodes as values. A file has checked its own."""
-    found: dict[str, Any] = {}
-    if isinstance(values.get("imex_channel"), str):
-        found["imex_channel"] = imex_channels(values["imex_channel"])
-    for name in ("host_devices", "claim_host_devices"):
-        value = values.get(name)
-        if isinstance(value, str):
-            found[name] = host_device_list(value, f"--{name.replace('_', '-')}")
-        elif value is not None:
-            found[name] = in_order(value)
-    return found
-
-
-def imex_channels(text: str) -> ImexChannels | None:
-    """The channels of `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
-    match text.strip():
-        case "off":
-            return None
-        case "all":
-            return "all"
-        case number if re.fullmatch(r"[0-9]{1,7}", number) and int(number) <= LAST_IMEX_CHANNEL:
-            return int(number)
-    raise InvalidConfigError(
-        f"--imex-channel {text!r}: expected off, all or a channel's number from 0 to {LAST_IMEX_CHANNEL}"
-    )
-
-
-def host_device_list(text: str, flag: str) -> tuple[HostDevice, ...]:
-    """The names of a flag: `"gds,mofed"`. Raises: InvalidConfigError."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not set(names) <= set(HOST_DEVICES):
-        raise InvalidConfigError(
-            f"{flag} {text!r}: expected names with commas between them, of {', '.join(HOST_DEVICES)}"
-        )
-    return in_order(names)
-
-
-def xid_list(text: str) -> frozenset[int]:
-    """The numbers of `--additional-xids-to-ignore`: `"45, 63"`. Raises: InvalidConfigError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
-        raise InvalidConfigError(
-            f"--additional-xids-to-ignore {text!r}: expected Xid numbers with commas between them"
-        )
-    return frozenset(int(part) for part in parts)
+def _raise(wrong: Sequence[str], in_file: Sequence[str], path: Path | None) -> None:
+    if wrong or in_file:
+        told = [f"configuration file {path}: {'; '.join(in_file)}"] if in_file else []
+        raise InvalidConfigError("; ".join([*told, *wrong]), faults=(*in_file, *wrong))
 
 
 def has_gate(text: str, name: str) -> bool:
@@ -283,95 +522,31 @@ def has_gate(text: str, name: str) -> bool:
     return f"{name}=true" in text.replace(" ", "").split(",")
 
 
-_MOST_CONFIG_BYTES = 1 << 20
-
-
 def read_config_file(path: Path) -> dict[str, Any]:
     """The values of a YAML file by setting name.
 
     Raises: InvalidConfigError that lists every fault with its path in the file.
     """
-    import yaml
-
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_CONFIG_BYTES + 1)
-        if len(content) > _MOST_CONFIG_BYTES:
-            raise InvalidConfigError(f"configuration file {path} has more than 1 MiB; is it the right file?")
-        document = yaml.safe_load(content.decode())
-    except OSError as error:
-        raise InvalidConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidConfigError(f"configuration file {path} is not a text file in UTF-8") from error
-    except RecursionError as error:
-        raise InvalidConfigError(f"configuration file {path} is nested too deep") from error
-    except (yaml.YAMLError, ValueError) as error:  # a date that does not exist is a ValueError
-        reason = " ".join(str(error).split())
-        raise InvalidConfigError(f"configuration file {path} is not valid YAML: {reason}") from error
-    return config_values(document if document is not None else {}, path)
+    return config_values(read_document(path), path)
 
 
 def config_values(document: Any, path: Path) -> dict[str, Any]:
     """The values of a configuration document by setting name; `path` is for error texts. Raises: InvalidConfigError."""
-    from pydantic import ValidationError
-
-    from dra_driver.config_file import ConfigFile
-
-    try:
-        parsed = ConfigFile.model_validate(document)
-    except ValidationError as error:
-        faults = tuple(
-            f"{'.'.join(str(part) for part in fault['loc']) or '(document)'}: {_in_words(fault)}"
-            for fault in error.errors()
-        )
-        raise InvalidConfigError(f"configuration file {path}: {'; '.join(faults)}", faults=faults) from error
-    values = parsed.model_dump(exclude_none=True, exclude={"sharing", "dynamic_mig", "health", "imex"})
-    if parsed.dynamic_mig is not None:
-        values |= parsed.dynamic_mig.values()
-    if parsed.health is not None:
-        values |= parsed.health.values()
-    if parsed.imex is not None:
-        # Also where it is off: the text is what a flag gives.
-        values["imex_channel"] = str(parsed.imex.channel)
-    return values if parsed.sharing is None else values | {"sharing": parsed.sharing_policy()}
+    values, in_file = _checked(document)
+    _raise((), in_file, path)
+    return values
 
 
-_PYDANTIC: Final[Mapping[str, str]] = {
-    "extra_forbidden": "there is no such key",
-    "missing": "is required",
-    "string_type": "expected a text; put it into quotes",
-    "int_type": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "float_type": "expected a number",
-    "bool_type": "expected true or false",
-    "list_type": "expected a list",
-    "dict_type": "expected keys and values",
-    "model_type": "expected keys and values",
-    "literal_error": "expected {expected}",
-    "greater_than_equal": "expected {ge} or more",
-    "less_than_equal": "expected {le} or less",
-    "greater_than": "expected more than {gt}",
-    "less_than": "expected less than {lt}",
-    "string_too_short": "expected a length of {min_length} or more",
-    "string_too_long": "expected a length of {max_length} or less",
-    "too_short": "expected {min_length} or more entries",
-    "too_long": "expected {max_length} or fewer entries",
-}
-
-
-def _in_words(fault: Mapping[str, Any]) -> str:
-    """A fault of the configuration file in our words; pydantic's own are for programmers."""
-    if fault["type"] == "string_pattern_mismatch":
-        form = _FORMS.get(_setting_name(str(fault["loc"][-1])))
-        return f"expected {form[1]}" if form else f"{fault['input']!r} has the wrong form"
-    text = _PYDANTIC.get(fault["type"])
-    limits = {
-        name: f"{value:g}" if isinstance(value, float) else value
-        for name, value in fault.get("ctx", {}).items()
-    }
-    return str(fault["msg"]) if text is None else text.format_map(limits)
-
-
-def _setting_name(key: str) -> str:
-    """`cdiRoot` is the setting cdi_root, `nvidiaCDIHookPath` nvidia_cdi_hook_path."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", key).lower()
+def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values of the settings without faults, and every fault."""
+    found = faults(document, DOCUMENT, "", WORDS)
+    wrong = {fault.path for fault in found}
+    values: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        value = document
+        for part in setting.key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None and not any(f"{path}.".startswith(f"{setting.key}.") for path in wrong):
+            values[name] = value if setting.value is None else setting.value(value)
+    told = (str(fault) if fault.path else f"(document): {fault}" for fault in found)
+    return values, tuple(" ".join(text.split()) for text in told)

@@ -46,7 +46,6 @@ _PRELOADED = (
     "dra_driver.validation.machine_fit",
     "dra_driver.validation.manifest_check",
     "dra_driver.validation.server_trial",
-    "pydantic.type_adapter",
 )
 """What commands import when they are called. One that is missing here costs time, nothing else."""
 _WITH_THREADS = "grpc"

@@ -23,10 +23,17 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dra_driver.config_file import GPUS, IMEX_CHANNEL
+from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape
+from dra_driver.settings import DOCUMENT
+
 ROOT = Path(__file__).resolve().parent.parent
 DAEMONSET = ROOT / "daemonset"
 CHART = DAEMONSET / "chart"
-sys.path[:0] = [str(ROOT), str(ROOT / "hack"), str(ROOT / "hack" / "cluster")]
 
 Json = Any
 
@@ -117,44 +124,46 @@ def rendered(template: str, values: Json) -> str:
     return GENERATED.format(f"templates/{template}.yaml") + "---\n".join(documents)
 
 
-def without_null(schema: Json) -> Json:
-    """A schema of pydantic's for what a person writes: a key is there, or it is not."""
-    if isinstance(schema, list):
-        return [without_null(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
-    if len(kinds) == 1:
-        schema = {**{key: value for key, value in schema.items() if key != "anyOf"}, **kinds[0]}
-    made = {
-        key: without_null(value)
-        for key, value in schema.items()
-        if not (key in ("title", "description") and isinstance(value, str))
-        and (key, value) != ("default", None)
-    }
-    if "off" in made.get("enum", ()):
-        # A bare `off` is the boolean false in YAML.
-        made["enum"] = [*made["enum"], False]
-        made.pop("type", None)
-    return made
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def json_schema(shape: Shape) -> Json:
+    """What helm checks of a section of the configuration file; the driver checks more."""
+    match shape:
+        case Object():
+            fields = {name: json_schema(one) for name, one in shape.fields.items()}
+            required = {"required": list(shape.required)} if shape.required else {}
+            return {"type": "object", "additionalProperties": False, "properties": fields, **required}
+        case ListField():
+            fewest = {"minItems": shape.least} if shape.least else {}
+            return {"type": "array", "items": json_schema(shape.items), **fewest}
+        case MapField():
+            return {"type": "object", "additionalProperties": json_schema(shape.values)}
+        case Choice(words):
+            # A bare `off` is the boolean false in YAML.
+            return {"enum": [*words, False]} if "off" in words else {"type": "string", "enum": [*words]}
+        case Scalar() if shape is IMEX_CHANNEL:
+            return {"anyOf": [{"type": "integer"}, {"enum": ["all", "off", False]}]}
+        case Scalar():
+            least, most = ("minLength", "maxLength") if shape.type is str else ("minimum", "maximum")
+            bounds = {least: shape.least, most: shape.most}
+            given = {name: bound for name, bound in bounds.items() if bound is not None}
+            return {"type": _TYPES[shape.type], **given}
+        case _:
+            return {}
 
 
 def schema() -> str:
     """values.schema.json with the sections of the configuration file as the driver reads them."""
-    from dra_driver.config_file import ConfigFile
-
     document = json.loads((CHART / "values.schema.json").read_text())
-    file = without_null(ConfigFile.model_json_schema(by_alias=True))
-    sections = file["properties"]
-    rest = {key: value for key, value in sections.items() if key not in OF_OTHER_VALUES}
+    sections = DOCUMENT.fields
+    shared = ("sharing", "health", "imex", "hostDevices", "claimHostDevices")
     document["$defs"] = {
-        **file["$defs"],
-        "sharing": sections["sharing"],
-        "health": sections["health"],
-        "imex": sections["imex"],
-        "hostDevices": sections["hostDevices"],
-        "claimHostDevices": sections["claimHostDevices"],
-        "config": {"type": "object", "additionalProperties": False, "properties": rest},
+        "GpuSection": json_schema(GPUS),
+        **{name: json_schema(sections[name]) for name in shared},
+        "config": json_schema(
+            Object({key: one for key, one in sections.items() if key not in OF_OTHER_VALUES})
+        ),
     }
     return json.dumps(document, indent=2) + "\n"
 

@@ -13,19 +13,8 @@ from pathlib import Path
 from dra_driver.api.config import GROUP_VERSION, KINDS, DeviceType
 from dra_driver.api.decode import STRATEGY_PARTS
 from dra_driver.api.resolve import needs_admin_access
-from dra_driver.api.schema import (
-    DEVICE_KEY,
-    FIELDS,
-    LEAST_MEMORY,
-    Choice,
-    Choices,
-    Field,
-    Memory,
-    MemoryByDevice,
-    Section,
-    Switch,
-    WholeNumber,
-)
+from dra_driver.api.schema import DEVICE_KEY, FIELDS, LEAST_MEMORY, MEMORY
+from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape, either
 from dra_driver.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +59,7 @@ class Policy:
     def __init__(self) -> None:
         self.variables: Variables = []
         self.faults: list[str] = []
-        self._places: dict[int, tuple[Field, str, list[str]]] = {}
+        self._places: dict[int, tuple[Shape, str, list[str]]] = {}
 
     def add(self, name: str, expression: str) -> str:
         """A variable; how expressions call it."""
@@ -81,11 +70,11 @@ class Policy:
         """A variable that lists faults."""
         self.faults.append(self.add(name, expression))
 
-    def fields(self, name: str, section: Section, places: str, others: tuple[str, ...] = ()) -> None:
-        """What `Section.read` says: `places` are objects with these fields, and with others that are looked at
+    def fields(self, name: str, section: Object, places: str, others: tuple[str, ...] = ()) -> None:
+        """What `faults` says of an object: `places` are objects with these fields, and with others that are looked at
         elsewhere."""
         for field, kind in section.fields.items():
-            if kind.is_required:
+            if field in section.required:
                 missing = f"{places}.filter(p, p.is.?{field}.orValue(null) == null)"
                 self.fault(f"{name}_{field}_missing", f"{missing}.map(p, p.at + '.{field}: is required')")
             child = f"{places}.filter(p, p.is.?{field}.orValue(null) != null)"
@@ -99,7 +88,7 @@ class Policy:
             ".filter(f, f != '')",
         )
 
-    def _found(self, name: str, field: Field, places: str) -> None:
+    def _found(self, name: str, field: Shape, places: str) -> None:
         """Fields that several sections have in common are checked once, at all their places."""
         found = self._places.setdefault(id(field), (field, name, []))
         found[2].append(places)
@@ -111,26 +100,25 @@ class Policy:
             name = name if len(places) == 1 else name.partition("_")[2]  # not of one kind
             self._check(name, field, self.add(name, " +\n".join(places)))
 
-    def _check(self, name: str, field: Field, places: str) -> None:
+    def _check(self, name: str, field: Shape, places: str) -> None:
         match field:
-            case Section():
+            case Object():
                 self._faulty(name, places, "type(p.is) != map", "'must be an object'")
                 objects = self.add(f"{name}_objects", f"{places}.filter(p, type(p.is) == map)")
                 self.fields(name, field, objects)
             case Choice(words):
                 known = ", ".join(f"'{word}'" for word in words)
-                text = f"'must be {', '.join(words[:-1])} or {words[-1]}'"
-                self._faulty(name, places, f"!(p.is in [{known}])", text)
-            case Choices(words):
+                self._faulty(name, places, f"!(p.is in [{known}])", f"'must be {either(words)}'")
+            case ListField(Choice(words)):
                 self._words_of(name, places, words)
-            case WholeNumber(least, most):
-                wrong = f"type(p.is) != int || p.is < {least} || p.is > {most}"
-                self._faulty(name, places, wrong, f"'must be a whole number from {least} to {most}'")
-            case Switch():
+            case Scalar() if field.type is int:
+                wrong = f"type(p.is) != int || p.is < {field.least} || p.is > {field.most}"
+                self._faulty(name, places, wrong, f"'must be {field.says}'")
+            case Scalar() if field.type is bool:
                 self._faulty(name, places, "type(p.is) != bool", "'must be true or false'")
-            case Memory():
+            case Scalar() if field is MEMORY:
                 self.fault(name + "_wrong", _joined(f"{places}.map(p, {_memory('p.at', 'p.is')})"))
-            case MemoryByDevice():
+            case MapField():
                 self._by_device(name, places)
             case _:
                 raise NotImplementedError(f"{name}: no rule for a {type(field).__name__}")
@@ -142,7 +130,7 @@ class Policy:
         self._faulty(name, places, "type(p.is) != list", "'must be a list'")
         lists = self.add(f"{name}_lists", f"{places}.filter(p, type(p.is) == list)")
         known = ", ".join(f"'{word}'" for word in words)
-        text = f"p.at + '[' + string(i) + ']: must be {', '.join(words[:-1])} or {words[-1]}'"
+        text = f"p.at + '[' + string(i) + ']: must be {either(words)}'"
         wrong = f"p.is.transformList(i, w, !(w in [{known}]), {text})"
         self.fault(f"{name}_words", _joined(f"{lists}.map(p, {wrong}.join('; '))"))
 
@@ -165,7 +153,7 @@ def _joined(texts: str) -> str:
 
 
 def _memory(at: str, value: str) -> str:
-    """The fault of a quantity of memory, or nothing: as `Memory.parse`."""
+    """The fault of a quantity of memory, or nothing: as `_memory_fault` of the schema."""
     at = at.replace("`", "'")
     text = f"{at} + ': "
     below = f"{text}' + string({value}) + ' is below the least limit, 1Mi'"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.config_file import ConfigFile
 from dra_driver.errors import InvalidConfigError
 from dra_driver.settings import Settings, read_config_file, resolve
 
@@ -62,13 +61,6 @@ def test_missing_node_name_is_told_with_the_remedy(given: dict) -> None:
 
 
 def test_file_can_set_every_setting_and_nothing_else(write) -> None:
-    sections = {"sharing", "dynamic_mig", "health", "imex"}
-    within = {
-        "dynamic_mig", "dynamic_mig_gpus", "adopt_mig", "ignored_xids", "fatal_xids", "taint_effects", "sharing",
-        "unhealthy_devices", "imex_channel",
-    }  # fmt: skip
-    names = {entry.name for entry in fields(Settings)}
-    assert set(ConfigFile.model_fields) - sections == names - within
     values = {
         "nodeName": "n", "driverName": "d.example", "cdiRoot": "/a", "nvidiaDriverRoot": "/b",
         "containerDriverRoot": "/c", "hostRoot": "/r", "nvidiaCDIHookPath": "/d", "kubeletRegistrarDirectoryPath": "/e",
@@ -155,6 +147,7 @@ WRONG = {
     "healthcheck_port": [99999, -2],
     "mps_host": ["maybe"],
     "metrics_path": ["metrics"],
+    "log_level": ["loud", "INFO"],
     "log_format": ["xml"],
     "adopt_mig": ["maybe"],
     "unhealthy_devices": ["maybe"],
@@ -182,7 +175,6 @@ FREE = {
     "http_endpoint": "observability/http.py",
     "simulate": "simulator",
     "simulator_dir": "simulator",
-    "log_level": "logs.py",
     "sharing": "the configuration file",
     "dynamic_mig": "a switch",
     "dynamic_mig_gpus": "the configuration file",
@@ -208,6 +200,27 @@ def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(InvalidConfigError) as caught:
         resolve({"node_name": "Bad_Name", "cdi_root": "x"}, None)
     assert len(caught.value.faults) == 2
+
+
+def test_faults_of_the_command_line_are_told_with_those_of_the_file(write) -> None:
+    path = write("nodeName: Bad_Name\nlogLevel: loud\n")
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve({"faults": {"port": "--port 'x': expected a number"}, "cdi_root": "x"}, path)
+    name = "nodeName: expected a DNS name of at most 253 lower-case letters, digits, dots and dashes"
+    others = ("--port 'x': expected a number", "--cdi-root 'x': expected an absolute path")
+    level = "logLevel: expected 'debug', 'info', 'warning' or 'error'"
+    assert caught.value.faults == (name, level, *others)
+    assert str(caught.value) == f"configuration file {path}: {'; '.join(caught.value.faults)}"
+
+
+@pytest.mark.parametrize(
+    ("file", "is_told"), [("", True), ("logLevel: loud", True), ("nodeName: 5", False), ("a: [", False)]
+)
+def test_name_of_the_node_is_missing_only_where_nothing_may_have_it(write, file: str, is_told: bool) -> None:
+    for given in ({}, {"faults": {"node_name": "told"}}):
+        with pytest.raises(InvalidConfigError) as caught:
+            resolve({**given, "cdi_root": "x"}, write(file))
+        assert ("the node's name is missing" in str(caught.value)) == (is_told and not given)
 
 
 def test_an_empty_path_is_none() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dra_driver.api.config import GROUP_VERSION, KINDS, OpaqueConfig
-from dra_driver.api.schema import read_fields
+from dra_driver.api.schema import config_of, field_faults
 from dra_driver.errors import InvalidConfigError
 
 MAX_BYTES = 10 * 1024
@@ -21,11 +21,11 @@ def decode(parameters: Any) -> OpaqueConfig:
     Raises: InvalidConfigError, one line that lists every fault with the path of its field.
     """
     kind = _checked_kind(parameters)
-    faults = _unfitting_parts(parameters)
-    config = read_fields(kind, parameters, faults)
-    if config is None or faults:
-        raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=tuple(faults))
-    return config
+    fields = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
+    faults = (*_unfitting_parts(parameters), *field_faults(kind, fields))
+    if faults:
+        raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=faults)
+    return config_of(kind, fields)
 
 
 def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from dra_driver.cli.options import CdiRoot, Config, DriverName, KubeletPluginsDirectory, SimulatorDir
-from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.flags import of_run
+from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
@@ -18,36 +17,30 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim
     from dra_driver.model.claim import Pods
 
+FLAGS = (
+    OUTPUT,
+    *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "simulator_dir"),
+)
 _MOST_PODS = 4
 
 
-def claims(
-    output: OutputOption = Output.table,
-    driver_name: DriverName = None,
-    kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
-    cdi_root: CdiRoot = None,
-    config: Config = None,
-    simulator_dir: SimulatorDir = None,
-) -> None:
-    """Print the claims that are prepared on this node.
-
-    With their devices and pods, from the driver's records alone. Works without API server, NVML and a running driver,
-    and changes nothing. Give the directories as `run` has them. The pods of a claim that several share are written
-    down every ten minutes; json and yaml have all of them.
+def claims(given: Namespace) -> None:
+    """With their devices and pods, from the driver's records alone. Works without API server, NVML and a running
+    driver, and changes nothing. Give the directories as `run` has them. The pods of a claim that several share are
+    written down every ten minutes; json and yaml have all of them.
     """
-    given = dict(locals())
     from dra_driver.app.offline import prepared_claims
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
-    settings = resolve(given, config, {"node_name": "this-node"})
+    settings = resolve(vars(given), given.config, {"node_name": "this-node"})
     found = prepared_claims(settings)
-    if output.is_for_people:
-        width = terminal_width(all_columns=output is Output.wide)
-        typer.echo("\n".join(_lines(found, settings.plugin_directory, width)))
+    if given.output.is_for_people:
+        width = terminal_width(all_columns=given.output is Output.wide)
+        print("\n".join(_lines(found, settings.plugin_directory, width)))
     else:
-        print_object(asdict(found), output)
+        print_object(asdict(found), given.output)
 
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import typer
-
-from dra_driver.cli.options import ClusterKubeconfig, Context, DriverName, usual_kubeconfig
-from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, usual_kubeconfig
+from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import Column, hanging, printable, table
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
+from dra_driver.model.shapes import Choice
 from dra_driver.model.units import counted
+from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
@@ -39,40 +40,40 @@ _COUNTS = (
 )
 
 
-def cluster(
-    by: Annotated[By, typer.Option("--by", help="What a row is.")] = "node",
-    namespace: Annotated[
-        str | None, typer.Option("-n", "--namespace", help="Only what this namespace uses and waits for.")
-    ] = None,
-    output: OutputOption = Output.table,
-    kubeconfig: ClusterKubeconfig = None,
-    context: Context = None,
-    driver_name: DriverName = None,
-) -> None:
-    """Show the GPUs of the whole cluster and who uses them.
+FLAGS = (
+    Flag("by", "What a row is.", Choice(get_args(By)), env=(), default="node"),
+    Flag("namespace", "Only what this namespace uses and waits for.", spelled=("-n", "--namespace"), env=()),
+    OUTPUT,
+    CLUSTER_KUBECONFIG,
+    CONTEXT,
+    *of_run("driver_name"),
+)
 
-    From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked (MIG
-    devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks. Needs the
-    right to list resourceslices, resourceclaims, deviceclasses and pods.
+
+def cluster(given: Namespace) -> None:
+    """From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked
+    (MIG devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks.
+    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods.
     """
     from dra_driver.diagnostics.cluster_lists import read_cluster
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
-    from dra_driver.settings import DEFAULT_DRIVER_NAME
 
     configure_logs("critical", "console")
+    by, namespace, output = given.by, given.namespace, given.output
     if namespace is not None and not is_dns_label(namespace):
         raise InvalidConfigError(
             f"no namespace can be called {namespace!r}: a name has lower-case letters, digits and -, at most 63 of them"
         )
-    driver = driver_name or DEFAULT_DRIVER_NAME
-    endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
+    driver = given.driver_name or DEFAULT_DRIVER_NAME
+    endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     lists = read_cluster(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
     _Shown(driver, lists, by, namespace).print(output)
 
 
 def _tell(what: str) -> None:
-    typer.echo(f"gpu-dra-driver: {what}", err=True)
+    sys.stdout.flush()  # in this order also where both go into one pipe
+    print(f"gpu-dra-driver: {what}", file=sys.stderr)
 
 
 def kubectl_gpus() -> None:
@@ -127,10 +128,10 @@ class _Shown:
                 text = _product_table(self._products, width)
             case _:
                 text = _user_table(self._users, self._by, width)
-        typer.echo(text, nl=False)
+        print(text, end="")
         for line in self._pending_lines():
             indent = " " * (len(line) - len(line.lstrip()))
-            typer.echo(hanging(indent, line, width))
+            print(hanging(indent, line, width))
         for lacking in self._lacking:
             _tell(f"who waits is not known: {lacking}")
         for text in self._unreadable[:_MOST_UNREADABLE]:

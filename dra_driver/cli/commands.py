@@ -1,124 +1,135 @@
-"""The commands for people, as one typer application. A command's module is imported when it is called or listed."""
+"""The commands of `gpu-dra-driver`. The module of one is imported when it is called."""
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import os
-import re
+import sys
 from collections.abc import Sequence
-
-import typer
+from typing import Final
 
 from dra_driver import __version__
-from dra_driver.cli.main import run_daemon
+from dra_driver.cli.flags import Command, Parser, near, read
 from dra_driver.errors import DraDriverError, InvalidConfigError
+from dra_driver.model.shapes import Choice
+from dra_driver.settings import Flag
 
-app = typer.Typer(
-    name="gpu-dra-driver",
-    help="Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-_FOR_PEOPLE = (
-    "inspect",
-    "cluster",
-    "device-classes",
-    "doctor",
-    "claims",
-    "debts",
-    "detach",
-    "top",
-    "validate",
-)
-_OWN_WORDS = (
-    (r"Input should be (greater|less) than or equal to", r"expected a number \1 than or equal to"),
-    ("Input should be a valid number, .*? as a number", "expected a number"),
-    ("Input should be a valid integer, .*? as an integer", "expected a whole number"),
-)
-"""For what typer says in pydantic's."""
-_DAEMON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+DAEMONS = ("run", "mps-host")
+"""Commands that stay."""
+_PROGRAM = "gpu-dra-driver"
+_EXIT_USAGE = 2
 
 
-@app.command("run", context_settings=_DAEMON)
-def run(context: typer.Context) -> None:
-    """Publish this node's GPUs and prepare them for pods.
-
-    Until SIGTERM.
+def _completion(given: argparse.Namespace) -> None:
+    """bash: `source <(gpu-dra-driver completion bash)`. zsh: write it to a file `_gpu-dra-driver` in a directory of
+    `$fpath`. fish: `gpu-dra-driver completion fish | source`.
     """
-    run_daemon("run", context.args)
+    import shtab
+
+    parser = _parser(ROOT, _PROGRAM, is_whole=True)
+    _complete_values(parser, shtab.FILE)
+    print(shtab.complete(parser, given.shell))
 
 
-@app.command("mps-host", context_settings=_DAEMON)
-def mps_host(context: typer.Context) -> None:
-    """Start and watch the MPS daemons of this node.
+def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
+    """What may stand for the values of all flags: words, or files."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                _complete_values(child, files)
+        elif action.metavar == "FILE":
+            action.complete = files  # type: ignore[attr-defined]
+        elif isinstance(action.metavar, str) and "|" in action.metavar:
+            action.choices = action.metavar.split("|")
 
-    One nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
-    """
-    run_daemon("mps-host", context.args)
 
-
-@app.command("demo", hidden=True)
-def demo() -> None:
-    """Moved to `make demo`."""
+def _demo(given: argparse.Namespace) -> None:
     raise InvalidConfigError(
         "the demo is not part of the installed package any more; run `make demo` in a clone of the repository"
     )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gpu-dra-driver {__version__}")
-        raise typer.Exit
+_SUMMARIES = {
+    "run": "Publish this node's GPUs and prepare them for pods.",
+    "mps-host": "Start and watch the MPS daemons of this node.",
+    "inspect": "Print the slices that `run` would publish here.",
+    "cluster": "Show the GPUs of the whole cluster and who uses them.",
+    "device-classes": "Print a DeviceClass for each MIG profile.",
+    "doctor": "Check what the driver needs, and say what to do.",
+    "claims": "Print the claims that are prepared on this node.",
+    "debts": "Print what ended claims still owe to this node.",
+    "detach": "Have the driver let go of NVML for some minutes.",
+    "top": "Show this node live: GPUs, claims, health.",
+    "validate": "Check manifests and configuration files.",
+}
+ROOT: Final = Command(
+    "Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods.",
+    commands={
+        **{name: Command(text, module=name.replace("-", "_")) for name, text in _SUMMARIES.items()},
+        "simulate": Command(
+            "Make simulated machines, and break and heal them.",
+            "For tests, and for clusters without GPUs.",
+            module="simulate",
+        ),
+        "completion": Command(
+            "Print what completes commands and flags in a shell.",
+            _completion.__doc__ or "",
+            (Flag("shell", "The shell.", Choice(("bash", "zsh", "fish")), metavar="SHELL", count="1"),),
+            _completion,
+        ),
+    },
+)
+_HIDDEN: Final = {"demo": Command("Moved to `make demo`.", act=_demo)}
 
 
-@app.callback()
-def root(
-    version: bool = typer.Option(
-        False, "--version", help="Print the version and exit.", callback=_show_version, is_eager=True
-    ),
-) -> None:
-    """Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods."""
+def _parser(command: Command, prog: str, *, is_whole: bool = False) -> Parser:
+    parser = command.parser(prog, is_whole=is_whole)
+    if command is ROOT:
+        version = f"{_PROGRAM} {__version__}"
+        parser.flags.add_argument(
+            "--version", action="version", version=version, help="Print the version and exit."
+        )
+    return parser
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Carry one command out; its exit code. Raises InvalidConfigError for what was mistyped."""
-    from typer._click.exceptions import ClickException, NoArgsIsHelpError
-
+    """Carry one command out; its exit code. Raises: InvalidConfigError for what was mistyped, and as the command."""
+    if arguments and arguments[0] in DAEMONS:
+        return _carried_out(arguments)
     try:
-        return commands_for(arguments)(list(arguments), prog_name=app.info.name, standalone_mode=False) or 0
-    except NoArgsIsHelpError as error:
-        error.show()
-        return error.exit_code
-    except ClickException as error:
-        context = getattr(error, "ctx", None)
-        command = app.info.name if context is None else context.command_path
-        said = error.format_message().removeprefix("Error: ").rstrip(".").replace("Value error, ", "")
-        for theirs, own in _OWN_WORDS:
-            said = re.sub(theirs, own, said)
-        raise InvalidConfigError(f"{said} (see {command} -h)") from error
+        try:
+            return _carried_out(arguments)
+        finally:
+            sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:
             raise DraDriverError(f"{error.filename} cannot be used: {error.strerror}") from error
         # What is left in the buffer would fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):
+            return 1
         raise DraDriverError(f"standard output cannot be used: {error.strerror or error}") from error
 
 
-def commands_for(arguments: Sequence[str]) -> typer.Typer:
-    """The application with all that these arguments can reach."""
-    known = ("run", "mps-host", "demo", "simulate", *_FOR_PEOPLE)
-    # A name that is not known is answered with those that are.
-    wanted = arguments[0] if arguments and arguments[0] in known else None
-    there = {command.name for command in app.registered_commands}
-    for name in _FOR_PEOPLE:
-        if wanted in (None, name) and name not in there:
-            function = name.replace("-", "_")
-            module = importlib.import_module(f"dra_driver.cli.{function}")
-            app.command(name)(getattr(module, function))
-    if wanted in (None, "simulate") and not app.registered_groups:
-        from dra_driver.cli import simulate
-
-        app.add_typer(simulate.app, name="simulate")
-    return app
+def _carried_out(arguments: Sequence[str]) -> int:
+    command, prog, words = ROOT, _PROGRAM, [*arguments]
+    while command.commands:
+        parser = _parser(command, prog)
+        if not words:
+            parser.print_help(sys.stderr)
+            return _EXIT_USAGE
+        word = words.pop(0)
+        if word.startswith("-"):
+            parser.parse_args([word])
+        known = {**command.commands, **(_HIDDEN if command is ROOT else {})}
+        if word not in known:
+            parser.error(f"there is no command {word}{near(word, known)}")
+        command, prog = known[word].loaded(), f"{prog} {word}"
+    given = read(_parser(command, prog), command.flags, words)
+    faults = tuple(given.faults.values())
+    if faults and not hasattr(given, "config"):  # with a configuration `resolve` tells them all
+        raise InvalidConfigError("; ".join(faults), faults=faults)
+    if arguments[0] in DAEMONS:
+        # structlog imports rich for coloured tracebacks, which a daemon never draws: 7 MiB and 45 ms.
+        sys.modules["rich"] = None  # type: ignore[assignment]
+    return command.act(given) or 0

@@ -3,32 +3,14 @@ to do."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import typer
-
-from dra_driver.cli.options import (
-    CdiHookPath,
-    CdiRoot,
-    Config,
-    ContainerDriverRoot,
-    DriverName,
-    DynamicMig,
-    HostDevices,
-    HostRoot,
-    ImexChannel,
-    Kubeconfig,
-    KubeletPluginsDirectory,
-    KubeletRegistrarDirectory,
-    NodeName,
-    NvidiaDriverRoot,
-    Simulate,
-    SimulatorDir,
-)
-from dra_driver.cli.output import Color, ColorOption, Output, OutputOption, print_object
+from dra_driver.cli.flags import of_run
+from dra_driver.cli.output import COLOR, OUTPUT, Output, print_object
 from dra_driver.cli.scratch import this_machine
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
@@ -37,46 +19,32 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.doctor.checks import Outcome
 
 
-_COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "bright_red", "SKIP": "bright_black"}
+FLAGS = (
+    OUTPUT,
+    COLOR,
+    *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
+    *of_run("host_root", "nvidia_cdi_hook_path", "kubelet_registrar_directory_path"),
+    *of_run("kubelet_plugins_directory_path", "kubeconfig", "simulate", "simulator_dir", "dynamic_mig"),
+    *of_run("imex_channel", "host_devices"),
+)
+_COLORS = {"OK": "\x1b[32m", "WARN": "\x1b[33m", "FAIL": "\x1b[91m", "SKIP": "\x1b[90m"}
+_PLAIN = "\x1b[0m"
 
 
-def doctor(
-    output: OutputOption = Output.table,
-    color: ColorOption = Color.auto,
-    node_name: NodeName = None,
-    driver_name: DriverName = None,
-    config: Config = None,
-    cdi_root: CdiRoot = None,
-    nvidia_driver_root: NvidiaDriverRoot = None,
-    container_driver_root: ContainerDriverRoot = None,
-    host_root: HostRoot = None,
-    nvidia_cdi_hook_path: CdiHookPath = None,
-    kubelet_registrar_directory_path: KubeletRegistrarDirectory = None,
-    kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
-    kubeconfig: Kubeconfig = None,
-    simulate: Simulate = None,
-    simulator_dir: SimulatorDir = None,
-    dynamic_mig: DynamicMig = None,
-    imex_channel: ImexChannel = None,
-    host_devices: HostDevices = None,
-) -> None:
-    """Check what the driver needs, and say what to do.
-
-    Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl
-    exec`), where it has the settings of the driver, or on the node with the options of `run`. Exit code 0: all in order
+def doctor(given: Namespace) -> int:
+    """Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl
+    exec`), where it has the settings of the driver, or on the node with the flags of `run`. Exit code 0: all in order
     or only warnings, 1: something fails.
     """
-    given = dict(locals())
     from dra_driver.app.offline import doctor_checks
     from dra_driver.diagnostics.doctor.checks import run_checks
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
-    outcomes = run_checks(doctor_checks(resolve(given, config, {"node_name": this_machine()})))
-    _print(outcomes, output, is_coloured=color.is_on())
-    if any(outcome.finding.status == "FAIL" for outcome in outcomes):
-        raise typer.Exit(1)
+    outcomes = run_checks(doctor_checks(resolve(vars(given), given.config, {"node_name": this_machine()})))
+    _print(outcomes, given.output, is_coloured=given.color.is_on())
+    return int(any(outcome.finding.status == "FAIL" for outcome in outcomes))
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) -> None:
@@ -96,8 +64,8 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) ->
         status = f"{finding.status:<4}"
         line = hanging(f"{status}  {outcome.check:<{names}}  ", finding.seen, width)
         if is_coloured:
-            line = typer.style(status, fg=_COLORS[finding.status]) + line[len(status) :]
-        typer.echo(line, color=is_coloured)
+            line = f"{_COLORS[finding.status]}{status}{_PLAIN}{line[len(status) :]}"
+        print(line)
         if finding.remedy is not None:
-            typer.echo(hanging(f"      {'':<{names}}  -> ", finding.remedy, width))
-    typer.echo("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
+            print(hanging(f"      {'':<{names}}  -> ", finding.remedy, width))
+    print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))

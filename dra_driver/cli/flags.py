@@ -1,165 +1,97 @@
-"""Flags as data, and how the two daemons read theirs.
-
-`run` and `mps-host` stay for the life of a node, so they read their flags with the standard library: typer would stay
-in their memory with pydantic, which it needs (12 MiB, and a quarter of the time of a start). The commands for people
-make typer's options of the same flags, in `options`.
-"""
+"""Commands as data: the argparse parser of their flags, and the values of what was typed or is in the environment."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import importlib
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.shapes import Choice, Scalar
+from dra_driver.settings import FLAGS, Flag
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("0", "false", "f", "no", "n", "off")
-_EXPECTED: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+_WIDEST = 110
+_HELP_COLUMN = 34
 
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag. `name` is that of the setting; the spelling and the environment variable follow from it if none are
-    given. `least` and `most` bound a number. `default` is the value if nothing is given."""
-
-    name: str
-    help: str = ""
-    kind: type[str] | type[int] | type[float] | type[bool] | type[Path] = str
-    spelled: tuple[str, ...] = ()
-    env: tuple[str, ...] | None = None
-    metavar: str | None = None
-    hidden: bool = False
-    least: float | None = None
-    most: float | None = None
-    default: Any = None
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """As on the command line."""
-        return self.spelled or (f"--{self.name.replace('_', '-')}",)
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The environment variables that are asked in turn. An empty one counts as not set."""
-        return (self.name.upper(),) if self.env is None else self.env
-
-    def value(self, text: str, source: str) -> Any:
-        """The value that a text stands for. Raises: InvalidConfigError that names the `source`."""
-        try:
-            found = self._parsed(text)
-        except ValueError:
-            raise InvalidConfigError(f"{source}: {text!r} is not {_EXPECTED[self.kind]}") from None
-        if self.least is not None and not found >= self.least:
-            raise InvalidConfigError(f"{source}: {text} is below {self.least:g}")
-        if self.most is not None and not found <= self.most:
-            raise InvalidConfigError(f"{source}: {text} is above {self.most:g}")
-        return found
-
-    def _parsed(self, text: str) -> Any:
-        if self.kind is not bool:
-            return self.kind(text)
-        if text.strip().lower() not in _TRUE + _FALSE:
-            raise ValueError
-        return text.strip().lower() in _TRUE
-
-
-DRIVER_NAME = Flag("driver_name", "DRA driver name. [default: gpu.nvidia.com]")
-NODE_NAME = Flag("node_name", "Name of this node; also the pool's name.")
-NVIDIA_DRIVER_ROOT = Flag(
-    "nvidia_driver_root",
-    "Driver root on the host. [default: /]",
-    spelled=("--nvidia-driver-root", "--host_driver-root"),
-    env=("NVIDIA_DRIVER_ROOT", "HOST_DRIVER_ROOT"),
+SIMULATE_SEVERAL = replace(
+    FLAGS["simulate"],
+    help="A simulated machine instead of this one; repeat it for several machines.",
+    is_repeated=True,
 )
-CONTAINER_DRIVER_ROOT = Flag(
-    "container_driver_root",
-    "Driver root as this process sees it, if that directory exists. [default: /driver-root]",
-    env=("DRIVER_ROOT_CTR_PATH",),
-)
-CONFIG = Flag("config", "YAML file with settings; flags and environment win.", Path, env=("CONFIG_FILE",))
-SIMULATE = Flag(
-    "simulate",
-    "Run on a simulated machine: a name from `gpu-dra-driver simulate list`, or a YAML file.",
-    metavar="MACHINE",
-)
-SIMULATOR_DIR = Flag("simulator_dir", "Where the simulated machine keeps its state.", Path)
-DYNAMIC_MIG = Flag(
-    "dynamic_mig", "Make MIG devices on demand, on every GPU that is capable of it. [default: off]", bool
-)
-IMEX_CHANNEL = Flag(
-    "imex_channel",
-    "The IMEX channel for claims on GPUs in a multi-node NVLink fabric: a number, all or off. [default: off]",
-)
-HOST_DEVICES = Flag(
-    "host_devices",
-    "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
-    "between them. [default: none]",
-)
-CDI_ROOT = Flag("cdi_root", "Directory for CDI specs. [default: /etc/cdi]")
-KUBELET_REGISTRAR_DIRECTORY = Flag(
-    "kubelet_registrar_directory_path",
-    "The kubelet's plugin registry. [default: /var/lib/kubelet/plugins_registry]",
-)
-KUBELET_PLUGINS_DIRECTORY = Flag(
-    "kubelet_plugins_directory_path",
-    "The kubelet's plugin data directory. [default: /var/lib/kubelet/plugins]",
-)
-KUBECONFIG = Flag("kubeconfig", "[default: in-cluster]")
-HOST_ROOT = Flag(
-    "host_root",
-    "The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
-)
-CDI_HOOK_PATH = Flag(
-    "nvidia_cdi_hook_path",
-    "nvidia-cdi-hook on the host. [default: looked for on the host, in our own directory, in the driver root]",
+CONTEXT = Flag("context", "Context of the kubeconfig.", env=())
+CLUSTER_KUBECONFIG = Flag(
+    "kubeconfig", env=(), shown="that of KUBECONFIG, ~/.kube/config, in a pod its service account"
 )
 
 
-def parse(
-    command: Callable[..., None],
-    flags: Sequence[Flag],
-    arguments: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-) -> dict[str, Any]:
-    """The value of each flag by its name, for a daemon's `command`, whose docstring explains it in --help.
-
-    A flag wins over its environment variable. Raises: InvalidConfigError, and SystemExit for --help.
-    """
-    parser = _Parser(
-        prog=f"gpu-dra-driver {command.__name__.replace('_', '-')}",
-        usage="%(prog)s [FLAGS]",
-        description=inspect.getdoc(command),
-        formatter_class=_HelpText,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for flag in flags:
-        _add(parser, flag)
-    found, unknown = parser.parse_known_args(_joined(flags, arguments))
-    if unknown:
-        parser.error(_unknown(unknown[0], [spelled for flag in flags for spelled in flag.spellings]))
-    given = vars(found)
-    return {flag.name: _resolved(flag, given, environ) for flag in flags}
+def of_run(*names: str) -> tuple[Flag, ...]:
+    """The flags of `run` that another command takes too."""
+    return tuple(FLAGS[name] for name in names)
 
 
-def _unknown(argument: str, known: Sequence[str]) -> str:
-    import difflib
+def switch(name: str, help_text: str, *spelled: str) -> Flag:
+    """A flag that is given or not."""
+    return Flag(name, help_text, Scalar(bool), spelled, env=(), default=False)
 
-    near = difflib.get_close_matches(argument.partition("=")[0], known, 1)
-    return f"there is no flag {argument}" + (f" (did you mean {near[0]}?)" if near else "")
+
+def usual_kubeconfig() -> str | None:
+    """Where kubectl looks; None in a pod."""
+    if named := os.environ.get("KUBECONFIG", "").strip(os.pathsep):
+        return named
+    usual = Path("~/.kube/config").expanduser()
+    return str(usual) if usual.exists() else None
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse's, with one sentence for what it cannot understand, and help as wide as the terminal."""
+
+    def __init__(self, prog: str, about: str, usage: str, **more: Any) -> None:
+        super().__init__(
+            prog,
+            f"%(prog)s {usage}",
+            about,
+            formatter_class=_HelpText,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+            **more,
+        )
+        self.arguments = self.add_argument_group("Arguments")
+        self.flags = self.add_argument_group("Flags")
+        self.flags.add_argument("-h", "--help", action="help", help="Show this message and exit.")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises: InvalidConfigError."""
+        raise InvalidConfigError(f"{message}; `{self.prog} --help` says more")
 
 
 class _HelpText(argparse.HelpFormatter):
-    """Begins as the help of the other commands does, and keeps paragraphs."""
+    """Keeps paragraphs, and lists commands without their names in braces."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        super().__init__(prog, max_help_position=_HELP_COLUMN, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = super()._fill_text
         return "\n\n".join(filled(part, width, indent) for part in text.split("\n\n"))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {action.metavar}"
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        return "".join(map(super()._format_action, action._get_subactions()))
 
     def add_usage(
         self,
@@ -171,41 +103,210 @@ class _HelpText(argparse.HelpFormatter):
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InvalidConfigError(f"{message}; `{self.prog} --help` lists all flags")
+@dataclass(frozen=True)
+class Command:
+    """One command, or a group of `commands` by their names. `about` is what its help says beside the summary.
+
+    `act` carries it out with the values of its flags and returns the exit code, None for 0. With a `module` of `cli`
+    all but the summary is there: FLAGS, a function of the module's name with its docstring, COMMANDS.
+    """
+
+    summary: str
+    about: str = ""
+    flags: Sequence[Flag] = ()
+    act: Callable[[argparse.Namespace], int | None] = lambda given: None
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    module: str = ""
+
+    def loaded(self) -> Command:
+        """With what its module says."""
+        if not self.module:
+            return self
+        module = importlib.import_module(f"dra_driver.cli.{self.module}")
+        act = getattr(module, self.module, self.act)
+        flags, commands = getattr(module, "FLAGS", ()), getattr(module, "COMMANDS", {})
+        return Command(self.summary, self.about or act.__doc__ or "", flags, act, commands)
+
+    def parser(self, prog: str, *, is_whole: bool = False) -> Parser:
+        """For its help and what was typed, and if it is whole for all commands below it."""
+        parser = Parser(prog, *self._texts())
+        self._declare(parser, is_whole)
+        return parser
+
+    def _texts(self) -> tuple[str, str]:
+        forms = {"1": "{}", "?": "[{}]", "*": "[{}...]", "+": "{}..."}
+        arguments = [forms[flag.count].format(_called(flag)) for flag in self.flags if flag.count]
+        usage = ["[FLAGS]", *arguments, *(["COMMAND ..."] if self.commands else [])]
+        return f"{self.summary}\n\n{self.about}".strip(), " ".join(usage)
+
+    def _declare(self, parser: Parser, is_whole: bool) -> None:
+        for flag in self.flags:
+            _add(parser, flag)
+        if not self.commands:
+            return
+        within = parser.add_subparsers(title="Commands", prog=parser.prog)
+        for name, command in self.commands.items():
+            below = command.loaded() if is_whole else command
+            about, usage = below._texts()
+            child = within.add_parser(name, help=command.summary, about=about, usage=usage)
+            if is_whole:
+                below._declare(child, is_whole)
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
-    names = " ".join(flag.variables)
-    text = f"{flag.help} [env: {names}]".strip().replace("%", "%%") if names else flag.help
-    shown = argparse.SUPPRESS if flag.hidden else text
-    if flag.kind is bool:
-        parser.add_argument(
-            *flag.spellings, dest=flag.name, help=shown, action=argparse.BooleanOptionalAction
-        )
+def _add(parser: Parser, flag: Flag) -> None:
+    text = argparse.SUPPRESS if flag.hidden else _help(flag).replace("%", "%%")
+    form: dict[str, Any] = {"metavar": _called(flag) if flag.count else _kind(flag)}
+    if flag.count:
+        form |= {"nargs": flag.count, "default": None} if flag.count != "1" else {}
+    elif flag.is_repeated:
+        form["action"] = "append"
+    elif _is_switch(flag):
+        form = {"action": argparse.BooleanOptionalAction if flag.default is None else "store_true"}
+    if flag.count:
+        parser.arguments.add_argument(flag.name, help=text, **form)
     else:
-        kind = "TEXT" if flag.kind in (str, Path) else "NUMBER"
-        parser.add_argument(*flag.spellings, dest=flag.name, help=shown, metavar=flag.metavar or kind)
+        parser.flags.add_argument(*flag.spellings, dest=flag.name, help=text, **form)
 
 
-def _resolved(flag: Flag, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-    if flag.name in given:
-        value = given[flag.name]
-        return value if flag.kind is bool else flag.value(value, flag.spellings[0])
-    for name in flag.variables:
-        text = environ.get(name, "")
-        if text.strip() if flag.kind is bool else text:
-            return flag.value(text, f"the environment variable {name}")
-    return flag.default
+def _help(flag: Flag) -> str:
+    """What it is, its range, its default and its environment variables."""
+    parts = [flag.help]
+    if isinstance(flag.shape, Scalar) and flag.shape.type in (int, float):
+        bounds = [(flag.shape.least, "from"), (flag.shape.most, "to")]
+        parts.append(" ".join(f"{word} {bound}" for bound, word in bounds if bound is not None))
+    shown = flag.shown
+    if shown is None and flag.default not in (None, False):
+        shown = f"{flag.default:g}" if isinstance(flag.default, float) else str(flag.default)
+    parts.append("" if shown is None else f"default: {shown}")
+    parts.append(f"env: {' '.join(flag.variables)}" if flag.variables and not flag.count else "")
+    return " ".join([parts[0], *(f"[{part}]" for part in parts[1:] if part)]).strip()
 
 
-def _joined(flags: Sequence[Flag], arguments: Sequence[str]) -> list[str]:
-    """A flag takes the next word as its value, whatever that begins with; argparse would take `-x` for a flag."""
-    wanting = {spelled for flag in flags if flag.kind is not bool for spelled in flag.spellings}
-    joined: list[str] = []
-    waiting = list(arguments[:-1] if arguments and arguments[-1] == "--" else arguments)
+def _called(flag: Flag) -> str:
+    return flag.metavar or flag.name.upper()
+
+
+def _kind(flag: Flag) -> str:
+    """What stands for the value in the help."""
+    if flag.metavar is not None:
+        return flag.metavar
+    if isinstance(flag.shape, Choice):
+        return "|".join(flag.shape.words)
+    return "NUMBER" if isinstance(flag.shape, Scalar) and flag.shape.type in (int, float) else "TEXT"
+
+
+def _is_switch(flag: Flag) -> bool:
+    return isinstance(flag.shape, Scalar) and flag.shape.type is bool
+
+
+def read(
+    parser: Parser, flags: Sequence[Flag], arguments: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """The value of each flag by its name; `faults` are what is wrong with flags and variables, by the flag.
+
+    A flag wins over its environment variable. Raises: InvalidConfigError for what argparse refuses, SystemExit for
+    --help.
+    """
+    faults: dict[str, str] = {}
+    found = vars(parser.parse_args(_in_order(flags, arguments, faults, parser.prog)))
+    given = argparse.Namespace(faults=faults)
+    for flag in flags:
+        setattr(given, flag.name, _value(flag, found, environ, faults))
+    return given
+
+
+def _value(flag: Flag, found: Mapping[str, Any], environ: Mapping[str, str], faults: dict[str, str]) -> Any:
+    source = _called(flag) if flag.count else flag.spellings[-1]
+    raw = found.get(flag.name)
+    if raw is None:
+        for name in flag.variables if flag.count is None else ():
+            text = environ.get(name, "")
+            if text.strip() if _is_switch(flag) else text:
+                source, raw = f"the environment variable {name}", text.split() if flag.is_repeated else text
+                break
+    if isinstance(raw, list) or flag.count in ("*", "+"):
+        return raw or []
+    value = flag.default
+    if raw is not None:
+        typed = _typed(flag, raw)
+        fault = flag.fault(typed)
+        if fault is None:
+            value = typed
+        else:
+            faults[flag.name] = f"{source} {raw!r}: {fault}"
+    return value if flag.to is None or value is None else flag.to(value)
+
+
+def _typed(flag: Flag, text: Any) -> Any:
+    """A number or a switch if the text is one; else the text, and what checks it says what is wrong."""
+    kind = flag.shape.type if isinstance(flag.shape, Scalar) else str
+    if kind is bool and isinstance(text, str):
+        word = text.strip().lower()
+        return word in _TRUE if word in _TRUE + _FALSE else text
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def _in_order(
+    flags: Sequence[Flag], arguments: Sequence[str], faults: dict[str, str], prog: str
+) -> list[str]:
+    """Flags with their values, then what is not a flag. A flag takes the next word as its value, whatever that begins
+    with; argparse would take `-x` for a flag."""
+    valued, switches = _spellings(flags)
+    options: list[str] = []
+    others: list[str] = []
+    waiting = [*arguments]
     while waiting:
         word = waiting.pop(0)
-        joined.append(f"{word}={waiting.pop(0)}" if word in wanting and waiting else word)
-    return joined
+        if word == "--":
+            others += waiting
+            break
+        name, equals, _ = word.partition("=")
+        if word == "-" or not word.startswith("-"):
+            others.append(word)
+        elif word in valued and not waiting:
+            faults[word] = f"{word}: a value is missing"
+        elif word in valued:
+            options.append(f"{word}={waiting.pop(0)}")
+        elif word in switches or name in valued:
+            options.append(word)
+        elif name in switches and equals:
+            faults[word] = f"{name} takes no value"
+        elif word[:2] in valued:
+            options.append(f"{word[:2]}={word[2:]}")
+        elif word[:2] in switches:
+            options.append(word[:2])
+            waiting.insert(0, f"-{word[2:]}")
+        else:
+            meant = near(name, [*valued, *switches]) or f"; `{prog} --help` says more"
+            faults[word] = f"there is no flag {name}{meant}"
+    if others and not any(flag.count for flag in flags):
+        if not faults:  # else it may be the value of a flag that does not exist
+            faults[others[0]] = f"there is no argument {others[0]}"
+        return options
+    return [*options, "--", *others] if others else options
+
+
+def _spellings(flags: Sequence[Flag]) -> tuple[set[str], set[str]]:
+    """Of flags with a value, and of the others."""
+    valued: set[str] = set()
+    switches = {"-h", "--help"}
+    for flag in flags:
+        if flag.count:
+            continue
+        if not _is_switch(flag):
+            valued |= {*flag.spellings}
+            continue
+        switches |= {*flag.spellings}
+        switches |= {f"--no-{word[2:]}" for word in flag.spellings} if flag.default is None else set()
+    return valued, switches
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """Which of those may be meant, in brackets; empty if none."""
+    import difflib
+
+    found = difflib.get_close_matches(word, [*known], 1)
+    return f" (did you mean {found[0]}?)" if found else ""

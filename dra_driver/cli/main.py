@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
@@ -13,20 +12,14 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as shells have it."""
 
-DAEMONS = ("run", "mps-host")
-"""Commands that stay; they read their flags themselves, so that they never load typer."""
-
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
     _open_what_is_closed()
     try:
-        if len(sys.argv) > 1 and sys.argv[1] in DAEMONS:
-            run_daemon(sys.argv[1], sys.argv[2:])
-        else:
-            from dra_driver.cli.commands import call
+        from dra_driver.cli.commands import call
 
-            sys.exit(call(sys.argv[1:]))
+        sys.exit(call(sys.argv[1:]))
     except InvalidConfigError as error:
         print(f"gpu-dra-driver: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -55,14 +48,6 @@ def _open_what_is_closed() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
-
-
-def run_daemon(name: str, arguments: list[str]) -> None:
-    """One of DAEMONS, until it is told to stop."""
-    # structlog imports rich for coloured tracebacks, which a daemon never draws: 7 MiB and 45 ms.
-    sys.modules["rich"] = None  # type: ignore[assignment]
-    function = name.replace("-", "_")
-    getattr(importlib.import_module(f"dra_driver.cli.{function}"), function)(arguments)
 
 
 if __name__ == "__main__":

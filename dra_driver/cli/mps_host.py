@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dra_driver.cli.flags import (
-    CONTAINER_DRIVER_ROOT,
-    DRIVER_NAME,
-    NVIDIA_DRIVER_ROOT,
-    SIMULATE,
-    SIMULATOR_DIR,
-    Flag,
-    parse,
-)
+from dra_driver.cli.flags import of_run
+from dra_driver.model.shapes import Scalar
+from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
+from dra_driver.settings import FLAGS as SETTINGS
 
 if TYPE_CHECKING:
     from dra_driver.app.posix_signals import SignalWatch
@@ -28,60 +24,52 @@ if TYPE_CHECKING:
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import MpsLayout
 
-_DRIVER_NAME = "gpu.nvidia.com"
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
 _SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
 
 
 FLAGS = (
-    DRIVER_NAME,
-    Flag(
-        "kubelet_plugins_directory_path",
-        f"The kubelet's plugin data directory; the same as of `run`. [default: {_PLUGINS}]",
+    *of_run("driver_name"),
+    replace(
+        SETTINGS["kubelet_plugins_directory_path"],
+        help="The kubelet's plugin data directory; the same as of `run`.",
         default=_PLUGINS,
     ),
-    NVIDIA_DRIVER_ROOT,
-    CONTAINER_DRIVER_ROOT,
+    *of_run("nvidia_driver_root", "container_driver_root"),
     Flag(
         "allow_plain_shm",
         "Do without a tmpfs a daemon where mounting is not permitted. For tests; CUDA clients need one.",
-        bool,
-        default=False,
+        Scalar(bool),
     ),
     Flag(
         "start_timeout",
-        "Seconds in which a control daemon must answer. [default: 10]",
-        float,
+        "Seconds in which a control daemon must answer.",
+        Scalar(float, least=0.1, most=600),
         env=("MPS_START_TIMEOUT",),
-        least=0.1,
-        most=600,
         default=10.0,
     ),
     Flag(
         "probe_interval",
-        "Seconds between two looks at servers and clients. [default: 10]",
-        float,
+        "Seconds between two looks at servers and clients.",
+        Scalar(float, least=0.1),
         env=("MPS_PROBE_INTERVAL",),
-        least=0.1,
         default=10.0,
     ),
-    SIMULATE,
-    SIMULATOR_DIR,
-    Flag("log_level", "debug, info, warning or error. [default: info]", default="info"),
-    Flag("log_format", "json or console. [default: json]", default="json"),
+    *of_run("simulate", "simulator_dir"),
+    replace(SETTINGS["log_level"], default="info"),
+    replace(SETTINGS["log_format"], default="json"),
 )
 
 
-def mps_host(arguments: Sequence[str]) -> None:
-    """Start and supervise one nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
+def mps_host(given: Namespace) -> None:
+    """One nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
 
     `run` asks for daemons over PLUGINS/DRIVER/mps/host.sock, which only root can open. Daemons are started in
     sessions of their own: they run on when this process ends, and its successor takes them over. In a
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
-    given = parse(mps_host, FLAGS, arguments)
     from dra_driver.app.posix_signals import watch_signals
     from dra_driver.host.capability_nodes import CapabilityNodes
     from dra_driver.host.device_nodes import Mknod
@@ -93,31 +81,25 @@ def mps_host(arguments: Sequence[str]) -> None:
     from dra_driver.mps.daemon_conversation import Timings
     from dra_driver.mps.layout import mps_layout
 
-    logs = configure_logs(given["log_level"], given["log_format"])
+    logs = configure_logs(given.log_level, given.log_format)
     logs.take_crashes()
     watch = watch_signals(logs)
     os.umask(0o022)
-    plugins = Path(given["kubelet_plugins_directory_path"])
-    layout = mps_layout(plugins.absolute() / (given["driver_name"] or _DRIVER_NAME))
-    if given["simulate"] is None:
-        root = _driver_root(given["nvidia_driver_root"], given["container_driver_root"])
+    plugins = Path(given.kubelet_plugins_directory_path)
+    layout = mps_layout(plugins.absolute() / (given.driver_name or DEFAULT_DRIVER_NAME))
+    if given.simulate is None:
+        root = _driver_root(given.nvidia_driver_root, given.container_driver_root)
         # CUDA in this container opens the nodes of this container's /dev, wherever the driver is installed.
         nodes = CapabilityNodes(MigCaps(), "/", Mknod())
         boot = Sysfs()
     else:
-        root, maker = _simulated_root(given["simulate"], given["simulator_dir"])
+        root, maker = _simulated_root(given.simulate, given.simulator_dir)
         nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, maker)
         boot = Sysfs(proc=f"{root}/proc")
     programs = installed_programs(root, layout.libraries, 0o755)
-    _serve(
-        layout,
-        programs,
-        nodes,
-        Detachments(layout.root.parent, boot.boot_id() or "unknown"),
-        Timings(start=given["start_timeout"], probe=given["probe_interval"]),
-        watch,
-        allow_plain_shm=given["allow_plain_shm"],
-    )
+    detachments = Detachments(layout.root.parent, boot.boot_id() or "unknown")
+    timings = Timings(start=given.start_timeout, probe=given.probe_interval)
+    _serve(layout, programs, nodes, detachments, timings, watch, allow_plain_shm=bool(given.allow_plain_shm))
 
 
 def _serve(
@@ -176,9 +158,9 @@ def _driver_root(host: str | None, inside: str | None) -> str:
     return root if Path(root).is_dir() and not Path(container).is_dir() else container
 
 
-def _simulated_root(name: str, directory: Path | None) -> tuple[str, DeviceNodeMaker]:
+def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMaker]:
     """The host root of the machine, and who makes its nodes; made by whoever comes first, this process or `run`."""
     from dra_driver.simulator import create_machine, device_node_reader
 
-    machine = create_machine(name, directory or Path(_SIMULATOR_DIR))
+    machine = create_machine(name, Path(directory or _SIMULATOR_DIR))
     return str(machine.host_root), device_node_reader(machine)

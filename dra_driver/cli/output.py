@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from dra_driver.model.shapes import Choice
+from dra_driver.settings import Flag
 
 
 class Output(StrEnum):
@@ -39,28 +40,41 @@ class Color(StrEnum):
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
-ColorOption = Annotated[
-    Color, typer.Option("--color", help="Colour the text. With auto: on a terminal, unless NO_COLOR is set.")
-]
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print.")]
+COLOR = Flag(
+    "color",
+    "Colour the text. With auto: on a terminal, unless NO_COLOR is set.",
+    Choice(tuple(Color)),
+    env=(),
+    default="auto",
+    to=Color,
+)
+OUTPUT = Flag(
+    "output",
+    "How to print.",
+    Choice(tuple(Output)),
+    ("-o", "--output"),
+    env=(),
+    default="table",
+    to=Output,
+)
 
 
 def print_object(content: Any, output: Output) -> None:
     """One object as JSON or YAML; tuples become lists. What is for people is each command's own."""
     if output is Output.json:
-        typer.echo(json.dumps(content, indent=2))
+        print(json.dumps(content, indent=2))
     else:
         import yaml
 
         # Through JSON, because YAML would write a value that occurs twice as an anchor and an alias.
-        typer.echo(yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False), nl=False)
+        print(yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False), end="")
 
 
 def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
     """Kubernetes objects: a List in JSON, or several YAML documents."""
     if output is Output.json:
-        typer.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
+        print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         import yaml
 
-        typer.echo(yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False), nl=False)
+        print(yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False), end="")

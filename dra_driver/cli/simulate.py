@@ -2,391 +2,230 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from dra_driver.cli.flags import Command, switch
+from dra_driver.model.shapes import Scalar
+from dra_driver.settings import Flag
 
-app = typer.Typer(
-    help="Make simulated machines, and break and heal them.\n\nFor tests, and for clusters without GPUs.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-mig_app = typer.Typer(help="MIG mode and MIG devices of a simulated GPU.", no_args_is_help=True)
-app.add_typer(mig_app, name="mig")
-
-Directory = Annotated[
-    Path,
-    typer.Option("--simulator-dir", envvar="SIMULATOR_DIR", help="Directory of the simulated machine."),
-]
-GpuArgument = Annotated[
-    str, typer.Argument(metavar="GPU", help="Device name, index, UUID or PCI bus ID of the GPU.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Also while programs have NVML open.")]
 _LONGEST_S = 365 * 86400.0
-DEFAULT_DIRECTORY = Path("/var/lib/gpu-dra-simulator")
+_DROPPED = ("uuid", "minor", "model")
+"""Columns that go where the terminal is narrow, the first one first."""
+
+_DIRECTORY = Flag(
+    "directory",
+    "Directory of the simulated machine.",
+    spelled=("--simulator-dir",),
+    env=("SIMULATOR_DIR",),
+    default="/var/lib/gpu-dra-simulator",
+    to=Path,
+)
+_GPU = Flag("gpu", "Device name, index, UUID or PCI bus ID of the GPU.", count="1")
+_FORCE = switch("force", "Also while programs have NVML open.")
 
 
-def _table(rows: list[dict[str, str]], *, drop: Sequence[str] = (), cut: Sequence[str] = ()) -> None:
-    """A column for each key. Where the terminal is narrow, those of `drop` go, the first one first, and those of `cut`
-    are shortened."""
+def _argument(name: str, help_text: str, metavar: str | None = None, count: str = "1") -> Flag:
+    return Flag(name, help_text, metavar=metavar, count=count)
+
+
+def _number(name: str, help_text: str, metavar: str | None = None) -> Flag:
+    return Flag(name, help_text, Scalar(int), metavar=metavar, count="1")
+
+
+def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
+    return Flag(name, help_text, Scalar(kind, least=more.pop("least", None)), env=(), **more)
+
+
+def _calls(function: str, **fixed: Any) -> Callable[[Namespace], None]:
+    """What prints the lines or the table that a function of `simulator.commands` returns; it takes the values of the
+    command's flags by their names."""
+
+    def act(given: Namespace) -> None:
+        from dra_driver.simulator import commands
+
+        values = {name: value for name, value in vars(given).items() if name != "faults"}
+        found = getattr(commands, function)(**values, **fixed)
+        for part in found if isinstance(found, tuple) else (found,):
+            if isinstance(part, str):
+                print(part)
+            else:
+                _print_table(part)
+
+    return act
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
     from dra_driver.cli.tables import terminal_width
     from dra_driver.diagnostics.rules.tables import Column, table
 
     if rows:
-        order = {key: len(drop) - index for index, key in enumerate(drop)}
+        drops = {key: len(_DROPPED) - index for index, key in enumerate(_DROPPED)}
         columns = [
-            Column(key.upper(), drop=order.get(key, 0), cut=12 if key in cut else 0) for key in rows[0]
+            Column(key.upper(), drop=drops.get(key, 0), cut=12 if key == "description" else 0)
+            for key in rows[0]
         ]
-        typer.echo(table(columns, [list(row.values()) for row in rows], terminal_width()), nl=False)
+        print(table(columns, [list(row.values()) for row in rows], terminal_width()), end="")
 
 
-@app.command("list")
-def list_machines() -> None:
-    """List the machines that can be simulated."""
-    from dra_driver.simulator import commands
-
-    _table(commands.list_machines(), cut=["description"])
-
-
-@app.command()
-def create(
-    machine: Annotated[str, typer.Argument(help="A name from `simulate list`, or a path to a YAML file.")],
-    directory: Directory = DEFAULT_DIRECTORY,
-    cdi_hook: Annotated[
-        bool, typer.Option(help="Put an nvidia-cdi-hook into the driver's programs.")
-    ] = False,
-    device_nodes: Annotated[str, typer.Option(help="auto, real (needs root) or described.")] = "auto",
-) -> None:
-    """Create a machine.
-
-    One of the same name that is there is kept as it is.
-    """
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.create_machine(machine, directory, cdi_hook=cdi_hook, device_nodes=device_nodes))
-
-
-@app.command()
-def show(directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Show the machine and its GPUs."""
-    from dra_driver.simulator import commands
-
-    title, rows = commands.show(directory)
-    typer.echo(title)
-    _table(rows, drop=["uuid", "minor", "model"])
-
-
-@app.command()
-def lose(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.lose(directory, gpu))
-
-
-@app.command()
-def restore(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Bring a lost GPU back."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.restore(directory, gpu))
-
-
-@app.command()
-def xid(
-    gpu: GpuArgument,
-    number: Annotated[int, typer.Argument(metavar="XID", help="Number of the Xid error, such as 48.")],
-    gpu_instance: Annotated[
-        int | None, typer.Option("--gi", help="Only this GPU instance is affected.")
-    ] = None,
-    compute_instance: Annotated[int | None, typer.Option("--ci", help="Only this compute instance.")] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Raise an Xid error on a GPU."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.xid(directory, gpu, number, gpu_instance, compute_instance))
-
-
-@app.command()
-def fault(
-    function: Annotated[
-        str, typer.Argument(help="NVML function, such as nvmlDeviceGetUUID; * matches anything.")
-    ],
-    error: Annotated[
-        str | None, typer.Option(help="What it answers: a number or a name such as gpu-is-lost.")
-    ] = None,
-    delay: Annotated[float, typer.Option(help="Seconds by which the answer is late.")] = 0.0,
-    count: Annotated[int | None, typer.Option(help="Only this many calls; default: until cleared.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Only calls about this GPU: device name, index, UUID or PCI bus ID.")
-    ] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Make calls of an NVML function fail, or slow."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.fault(directory, function, code=error, delay_s=delay, count=count, gpu=gpu))
-
-
-@app.command("clear-faults")
-def clear_faults(directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Remove all injected faults."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.clear_faults(directory))
-
-
-@app.command()
-def client(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the program, such as dcgm.")],
-    seconds: Annotated[
-        float | None, typer.Option("--for", min=0, help="Seconds after which it ends. [default: never]")
-    ] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Be a program that keeps NVML open, until Ctrl-C.
-
-    As a monitoring agent does. While it runs, the driver cannot be unloaded, no GPU be reset, and no MIG mode be
-    switched.
-    """
+def _be_a_client(given: Namespace) -> None:
     import signal
 
     from dra_driver.simulator import commands
 
     stopped = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopped)
-    with ExitStack() as session:
-        typer.echo(session.enter_context(commands.client(directory, name)))
-        signal.sigtimedwait(stopped, _LONGEST_S if seconds is None else seconds)
+    with commands.client(given.directory, given.name) as said:
+        print(said, flush=True)
+        signal.sigtimedwait(stopped, _LONGEST_S if given.seconds is None else given.seconds)
 
 
-@app.command("unload-driver")
-def unload_driver(force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Unload the NVIDIA driver.
-
-    Its /proc files go, calls answer DRIVER_NOT_LOADED.
-    """
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.unload_driver(directory, force=force))
+def _command(summary: str, act: Callable[[Namespace], None], *flags: Flag, about: str = "") -> Command:
+    return Command(summary, about, (*flags, _DIRECTORY), act)
 
 
-@app.command("load-driver")
-def load_driver(
-    version: Annotated[str | None, typer.Argument(help="A driver version; default: the one it had.")] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Load the NVIDIA driver, or another version of it."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.load_driver(directory, version))
-
-
-@app.command()
-def reboot(directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Reboot the machine.
-
-    It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.
-    """
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.reboot(directory))
-
-
-@app.command()
-def imex(
-    state: Annotated[
-        str, typer.Argument(help="ready, initializing, hung, killed (the socket stays) or stopped.")
-    ],
-    channels: Annotated[
-        int | None, typer.Option(min=0, help="How many IMEX channels the driver has; 0: it knows none.")
-    ] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Say what nvidia-imex of a machine in a fabric does."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.imex(directory, state, channels))
-
-
-@app.command("confidential")
-def confidential(
-    mode: Annotated[str, typer.Argument(help="off, on, devtools or ppcie.")],
-    ready: Annotated[
-        bool, typer.Option("--ready/--not-ready", help="Whether the GPUs accept work; a reboot ends that.")
-    ] = False,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Set confidential computing and its ready state."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.confidential_compute(directory, mode, ready=ready))
-
-
-@app.command("host-devices")
-def host_devices(
-    kinds: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KIND]...", help="Of gds, mofed and gdrcopy; none: take all away."),
-    ] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Give the machine nodes for storage, RDMA, GDRCopy."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.host_devices(directory, kinds or []))
-
-
-@app.command("add-gpu")
-def add_gpu(
-    model: Annotated[str, typer.Argument(help="GPU model, such as h100-sxm or l40s.")],
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Plug a GPU in.
-
-    NVML sees it after it is initialised anew.
-    """
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.add_gpu(directory, model))
-
-
-@app.command("remove-gpu")
-def remove_gpu(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Pull a GPU out."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.remove_gpu(directory, gpu))
-
-
-@app.command()
-def hold(
-    gpu: GpuArgument,
-    pid: Annotated[int, typer.Option(help="Process id.")] = 4242,
-    name: Annotated[str, typer.Option(help="Process name.")] = "python3",
-    gpu_instance: Annotated[int | None, typer.Option("--gi", help="It uses only this GPU instance.")] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Let a process use a GPU.
-
-    Then MIG changes are refused with IN_USE.
-    """
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.hold(directory, gpu, pid, name, gpu_instance))
-
-
-@app.command()
-def release(
-    gpu: GpuArgument,
-    pid: Annotated[int | None, typer.Option(help="Only this process; default: all.")] = None,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """End the processes that use a GPU."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.release(directory, gpu, pid))
-
-
-@app.command()
-def reset(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Reset a GPU.
-
-    Pending repairs are done, volatile error counters start anew.
-    """
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.reset(directory, gpu, force=force))
-
-
-@app.command()
-def ecc(
-    gpu: GpuArgument,
-    corrected: Annotated[int, typer.Option(help="Errors that were corrected.")] = 0,
-    uncorrected: Annotated[int, typer.Option(help="Errors that were not.")] = 0,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Set a GPU's volatile ECC counters."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.ecc(directory, gpu, corrected, uncorrected))
-
-
-@app.command()
-def remap(
-    gpu: GpuArgument,
-    pending: Annotated[bool, typer.Option(help="Rows wait for a reset to be remapped.")] = False,
-    failed: Annotated[bool, typer.Option(help="A row could not be remapped.")] = False,
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Set the state of a GPU's row remapping."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.remap(directory, gpu, pending=pending, failed=failed))
-
-
-@app.command("recovery-action")
-def recovery_action(
-    gpu: GpuArgument,
-    action: Annotated[
-        int, typer.Argument(help="0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset.")
-    ],
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Let a GPU ask for a recovery action (Xid 154)."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.recovery_action(directory, gpu, action))
-
-
-@mig_app.command("enable")
-def mig_enable(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Switch MIG mode on."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.mig_mode(directory, gpu, True, force=force))
-
-
-@mig_app.command("disable")
-def mig_disable(gpu: GpuArgument, force: Force = False, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Switch MIG mode off."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.mig_mode(directory, gpu, False, force=force))
-
-
-@mig_app.command("create")
-def mig_create(
-    gpu: GpuArgument,
-    profile: Annotated[str, typer.Argument(help="MIG profile, such as 1g.10gb.")],
-    start: Annotated[int, typer.Argument(help="First memory slice.")],
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Create a MIG device at a placement."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.mig_create(directory, gpu, profile, start))
-
-
-@mig_app.command("destroy")
-def mig_destroy(
-    gpu: GpuArgument,
-    gpu_instance: Annotated[int, typer.Argument(metavar="GI", help="Id of the GPU instance.")],
-    directory: Directory = DEFAULT_DIRECTORY,
-) -> None:
-    """Destroy a GPU instance with everything in it."""
-    from dra_driver.simulator import commands
-
-    typer.echo(commands.mig_destroy(directory, gpu, gpu_instance))
-
-
-@mig_app.command("profiles")
-def mig_profiles(gpu: GpuArgument, directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """List the MIG profiles of a GPU with their placements."""
-    from dra_driver.simulator import commands
-
-    _table(commands.mig_profiles(directory, gpu))
+_MIG = {
+    "enable": _command("Switch MIG mode on.", _calls("mig_mode", on=True), _GPU, _FORCE),
+    "disable": _command("Switch MIG mode off.", _calls("mig_mode", on=False), _GPU, _FORCE),
+    "create": _command(
+        "Create a MIG device at a placement.",
+        _calls("mig_create"),
+        _GPU,
+        _argument("profile", "MIG profile, such as 1g.10gb."),
+        _number("start", "First memory slice."),
+    ),
+    "destroy": _command(
+        "Destroy a GPU instance with everything in it.",
+        _calls("mig_destroy"),
+        _GPU,
+        _number("gpu_instance", "Id of the GPU instance.", "GI"),
+    ),
+    "profiles": _command(
+        "List the MIG profiles of a GPU with their placements.", _calls("mig_profiles"), _GPU
+    ),
+}
+COMMANDS = {
+    "list": Command("List the machines that can be simulated.", act=_calls("list_machines")),
+    "create": _command(
+        "Create a machine.",
+        _calls("create_machine"),
+        _argument("name", "A name from `simulate list`, or a path to a YAML file.", "MACHINE"),
+        _option("cdi_hook", "Put an nvidia-cdi-hook into the driver's programs.", bool, shown="no"),
+        _option("device_nodes", "auto, real (needs root) or described.", default="auto"),
+        about="One of the same name that is there is kept as it is.",
+    ),
+    "show": _command("Show the machine and its GPUs.", _calls("show")),
+    "lose": _command("Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.", _calls("lose"), _GPU),
+    "restore": _command("Bring a lost GPU back.", _calls("restore"), _GPU),
+    "xid": _command(
+        "Raise an Xid error on a GPU.",
+        _calls("xid"),
+        _GPU,
+        _number("number", "Number of the Xid error, such as 48.", "XID"),
+        _option("gpu_instance", "Only this GPU instance is affected.", int, spelled=("--gi",)),
+        _option("compute_instance", "Only this compute instance.", int, spelled=("--ci",)),
+    ),
+    "fault": _command(
+        "Make calls of an NVML function fail, or slow.",
+        _calls("fault"),
+        _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything."),
+        _option("code", "What it answers: a number or a name such as gpu-is-lost.", spelled=("--error",)),
+        _option("delay_s", "Seconds by which the answer is late.", float, spelled=("--delay",), default=0.0),
+        _option("count", "Only this many calls.", int, shown="until cleared"),
+        _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
+    ),
+    "clear-faults": _command("Remove all injected faults.", _calls("clear_faults")),
+    "client": _command(
+        "Be a program that keeps NVML open, until Ctrl-C.",
+        _be_a_client,
+        _argument("name", "Name of the program, such as dcgm."),
+        _option("seconds", "Seconds after which it ends.", float, least=0, spelled=("--for",), shown="never"),
+        about="As a monitoring agent does. While it runs, the driver cannot be unloaded, no GPU be reset, and no MIG "
+        "mode be switched.",
+    ),
+    "unload-driver": _command(
+        "Unload the NVIDIA driver.",
+        _calls("unload_driver"),
+        _FORCE,
+        about="Its /proc files go, calls answer DRIVER_NOT_LOADED.",
+    ),
+    "load-driver": _command(
+        "Load the NVIDIA driver, or another version of it.",
+        _calls("load_driver"),
+        Flag("version", "A driver version.", count="?", shown="the one it had"),
+    ),
+    "reboot": _command(
+        "Reboot the machine.",
+        _calls("reboot"),
+        about="It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
+    ),
+    "imex": _command(
+        "Say what nvidia-imex of a machine in a fabric does.",
+        _calls("imex"),
+        _argument("state", "ready, initializing, hung, killed (the socket stays) or stopped."),
+        _option("channels", "How many IMEX channels the driver has; 0: it knows none.", int, least=0),
+    ),
+    "confidential": _command(
+        "Set confidential computing and its ready state.",
+        _calls("confidential_compute"),
+        _argument("mode", "off, on, devtools or ppcie."),
+        switch("ready", "The GPUs accept work, until a reboot."),
+    ),
+    "host-devices": _command(
+        "Give the machine nodes for storage, RDMA, GDRCopy.",
+        _calls("host_devices"),
+        _argument("kinds", "Of gds, mofed and gdrcopy; none: take all away.", "KIND", "*"),
+    ),
+    "add-gpu": _command(
+        "Plug a GPU in.",
+        _calls("add_gpu"),
+        _argument("model", "GPU model, such as h100-sxm or l40s."),
+        about="NVML sees it after it is initialised anew.",
+    ),
+    "remove-gpu": _command("Pull a GPU out.", _calls("remove_gpu"), _GPU),
+    "hold": _command(
+        "Let a process use a GPU.",
+        _calls("hold"),
+        _GPU,
+        _option("pid", "Process id.", int, default=4242),
+        _option("name", "Process name.", default="python3"),
+        _option("gpu_instance", "It uses only this GPU instance.", int, spelled=("--gi",)),
+        about="Then MIG changes are refused with IN_USE.",
+    ),
+    "release": _command(
+        "End the processes that use a GPU.",
+        _calls("release"),
+        _GPU,
+        _option("pid", "Only this process.", int, shown="all"),
+    ),
+    "reset": _command(
+        "Reset a GPU.",
+        _calls("reset"),
+        _GPU,
+        _FORCE,
+        about="Pending repairs are done, volatile error counters start anew.",
+    ),
+    "ecc": _command(
+        "Set a GPU's volatile ECC counters.",
+        _calls("ecc"),
+        _GPU,
+        _option("corrected", "Errors that were corrected.", int, default=0),
+        _option("uncorrected", "Errors that were not.", int, default=0),
+    ),
+    "remap": _command(
+        "Set the state of a GPU's row remapping.",
+        _calls("remap"),
+        _GPU,
+        _option("pending", "Rows wait for a reset to be remapped.", bool, shown="no"),
+        _option("failed", "A row could not be remapped.", bool, shown="no"),
+    ),
+    "recovery-action": _command(
+        "Let a GPU ask for a recovery action (Xid 154).",
+        _calls("recovery_action"),
+        _GPU,
+        _number("action", "0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."),
+    ),
+    "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_MIG),
+}

@@ -9,30 +9,20 @@ import shutil
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, get_args
 
-import typer
-
-from dra_driver.cli.options import (
-    CdiRoot,
-    Config,
-    ContainerDriverRoot,
-    DriverName,
-    DynamicMig,
-    KubeletPluginsDirectory,
-    NodeName,
-    NvidiaDriverRoot,
-    Simulate,
-    SimulatorDir,
-)
-from dra_driver.cli.output import Color, ColorOption, Output, print_object
+from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.output import COLOR, OUTPUT, Color, Output, print_object
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.top_screen import Order
+from dra_driver.model.shapes import Choice, Scalar
+from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.top_screen import Line, NodeView, Style
@@ -65,44 +55,36 @@ _PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
 _ENDS = {"g": 0, "\x1b[H": 0, "\x1b[1~": 0, "G": _LAST, "\x1b[F": _LAST, "\x1b[4~": _LAST}
 
 
-def top(
-    interval: Annotated[
-        float, typer.Option("--interval", min=0.2, max=86400, help="Seconds between two looks.")
-    ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end, also on a terminal.")] = False,
-    output: Annotated[
-        Output, typer.Option("-o", "--output", help="How to print; wide, json and yaml print one look.")
-    ] = Output.table,
-    sort: Annotated[Order, typer.Option("--sort", help="Which GPUs come first.")] = "index",
-    color: ColorOption = Color.auto,
-    node_name: NodeName = None,
-    driver_name: DriverName = None,
-    config: Config = None,
-    cdi_root: CdiRoot = None,
-    nvidia_driver_root: NvidiaDriverRoot = None,
-    container_driver_root: ContainerDriverRoot = None,
-    kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
-    simulate: Simulate = None,
-    simulator_dir: SimulatorDir = None,
-    dynamic_mig: DynamicMig = None,
-) -> None:
-    """Show this node live: GPUs, claims, health.
+FLAGS = (
+    Flag("interval", "Seconds between two looks.", Scalar(float, least=0.2, most=86400), env=(), default=2.0),
+    switch("once", "Print one look and end, also on a terminal."),
+    replace(OUTPUT, help="How to print; wide, json and yaml print one look."),
+    Flag("sort", "Which GPUs come first.", Choice(get_args(Order)), env=(), default="index"),
+    COLOR,
+    *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
+    *of_run("kubelet_plugins_directory_path", "simulate", "simulator_dir", "dynamic_mig"),
+)
 
-    Also NVLink domains, MIG instances and MPS daemons. Changes nothing. On a terminal it is drawn again at each
+
+def top(given: Namespace) -> None:
+    """Also NVLink domains, MIG instances and MPS daemons. Changes nothing. On a terminal it is drawn again at each
     interval, until q or Ctrl-C; into a pipe it is printed once. Works without API server and without a running
     driver; without NVML it shows what the driver wrote down, and why NVML says nothing. Run it in the driver's pod
-    (`kubectl exec`), or on the node with the options of `run`.
+    (`kubectl exec`), or on the node with the flags of `run`.
     """
-    given = dict(locals())
     from dra_driver.app.offline import node_snapshot
     from dra_driver.logs import configure_logs
 
     configure_logs("critical", "console")
-    with scratch_settings("top", given, config) as settings, closing(node_snapshot(settings)) as snapshot:
-        if once or output is not Output.table or not _is_screen():
+    output, sort, color = given.output, given.sort, given.color
+    with (
+        scratch_settings("top", vars(given), given.config) as settings,
+        closing(node_snapshot(settings)) as snapshot,
+    ):
+        if given.once or output is not Output.table or not _is_screen():
             _print(snapshot.view(_WAIT_ONCE_S), output, sort, color)
         else:
-            _run_live(snapshot, interval, sort, is_coloured=color.is_on())
+            _run_live(snapshot, given.interval, sort, is_coloured=color.is_on())
 
 
 def _print(view: NodeView, output: Output, order: Order, color: Color) -> None:
@@ -113,7 +95,7 @@ def _print(view: NodeView, output: Output, order: Order, color: Color) -> None:
 
     width = terminal_width(all_columns=output is Output.wide) or _WIDE
     for line in node_lines(view, width, order):
-        typer.echo(drawn(line, is_coloured=color.is_on()), color=True)
+        print(drawn(line, is_coloured=color.is_on()))
 
 
 def _is_screen() -> bool:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dra_driver.cli.options import (
-    ClusterKubeconfig,
-    Config,
-    ConsumableShares,
-    ContainerDriverRoot,
-    Context,
-    DriverName,
-    DynamicMig,
-    KubeletPluginsDirectory,
-    NvidiaDriverRoot,
-    SimulateSeveral,
-    SimulatorDir,
+from dra_driver.cli.flags import (
+    CLUSTER_KUBECONFIG,
+    CONTEXT,
+    SIMULATE_SEVERAL,
+    of_run,
+    switch,
     usual_kubeconfig,
 )
-from dra_driver.cli.output import Output, OutputOption, print_object
+from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.model.units import counted
+from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
@@ -40,61 +34,54 @@ EXIT_NOT_ASKED = 3
 _INDENT = " " * 9
 
 
-def validate(
-    files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="YAML files or directories; - is standard input.")
-    ],
-    simulate: SimulateSeveral = None,
-    server: Annotated[
-        bool, typer.Option("--server", help="Ask the API server too, by a dry run of each document.")
-    ] = False,
-    kubeconfig: ClusterKubeconfig = None,
-    context: Context = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option("-n", "--namespace", help="Of documents that name none. [default: that of the context]"),
-    ] = None,
-    output: OutputOption = Output.table,
-    driver_name: DriverName = None,
-    nvidia_driver_root: NvidiaDriverRoot = None,
-    container_driver_root: ContainerDriverRoot = None,
-    simulator_dir: SimulatorDir = None,
-    kubelet_plugins_directory_path: KubeletPluginsDirectory = None,
-    config: Config = None,
-    consumable_shares: ConsumableShares = None,
-    dynamic_mig: DynamicMig = None,
-) -> None:
-    """Check manifests and configuration files.
+FLAGS = (
+    Flag("files", "YAML files or directories; - is standard input.", metavar="FILE", count="+"),
+    SIMULATE_SEVERAL,
+    switch("server", "Ask the API server too, by a dry run of each document."),
+    CLUSTER_KUBECONFIG,
+    CONTEXT,
+    Flag(
+        "namespace",
+        "Of documents that name none.",
+        spelled=("-n", "--namespace"),
+        env=(),
+        shown="that of the context",
+    ),
+    OUTPUT,
+    *of_run("driver_name", "nvidia_driver_root", "container_driver_root", "simulator_dir"),
+    *of_run("kubelet_plugins_directory_path", "config", "consumable_shares", "dynamic_mig"),
+)
 
-    ResourceClaims, their templates, DeviceClasses, what makes pods, and the driver's own configuration. Claims are
+
+def validate(given: Namespace) -> int:
+    """ResourceClaims, their templates, DeviceClasses, what makes pods, and the driver's own configuration. Claims are
     tried on empty machines, those of a pod also at one time: on simulated ones, or this node with the configuration
     given by --config or among the files. Exit code 0: all fine, 1: faults, 2: wrong usage, 3: no fault known, but the
     API server could not be asked about all of it.
     """
-    given = dict(locals())
     from dra_driver.errors import InvalidConfigError
     from dra_driver.logs import configure_logs
     from dra_driver.validation.documents import read_documents
     from dra_driver.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
 
     configure_logs("critical", "console")
-    documents = list(read_documents(files))
+    documents = list(read_documents(given.files))
     if not documents:
-        raise InvalidConfigError(f"there are no documents in {', '.join(files)}")
-    if not server and (kubeconfig or context):
+        raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
+    if not given.server and (given.kubeconfig or given.context):
         raise InvalidConfigError(
             "--kubeconfig and --context are for --server; give that too, or leave them out"
         )
-    machines, driver, faults, sentence = _machines(documents, given, config, simulate)
-    findings = None
-    if server:
-        findings, namespace = _findings(documents, kubeconfig, context, namespace)
+    machines, driver, faults, sentence = _machines(documents, vars(given), given.config, given.simulate)
+    findings, namespace = None, given.namespace
+    if given.server:
+        findings, namespace = _findings(documents, given.kubeconfig, given.context, namespace)
     reports = check_documents(documents, driver, machines, faults, findings, namespace or DEFAULT_NAMESPACE)
-    _print(reports, sentence, findings, output)
+    _print(reports, sentence, findings, given.output)
     if any(report.faults for report in reports):
-        raise typer.Exit(1)
-    if findings is not None and (findings.problem or _outcomes(reports, "not asked")):
-        raise typer.Exit(EXIT_NOT_ASKED)
+        return 1
+    is_open = findings is not None and (findings.problem or _outcomes(reports, "not asked"))
+    return EXIT_NOT_ASKED if is_open else 0
 
 
 def _machines(
@@ -156,16 +143,16 @@ def _print(
     verdicts = max(5, *(len(report.verdict) for report in reports))
     for report in reports:
         head = f"{report.verdict:<{verdicts}}  {report.place:<{places}}  "
-        typer.echo(hanging(head, report.name, columns))
+        print(hanging(head, report.name, columns))
         for label, texts in (("fault: ", report.faults), ("hint: ", report.hints), ("", report.notes)):
             for text in texts:
-                typer.echo(hanging(_INDENT + label, text, columns))
+                print(hanging(_INDENT + label, text, columns))
     number = len(reports)
     open_ones = sum(1 for report in reports if report.verdict == "not judged")
     unjudged = f", {open_ones} not judged" if open_ones else ""
     summary = [f"{counted(number, 'document')}, {bad} with faults{unjudged}; {machines}"]
     summary += [_server_line(reports, findings)] if findings is not None else []
-    typer.echo("\n" + "\n".join(hanging("", line, columns) for line in summary))
+    print("\n" + "\n".join(hanging("", line, columns) for line in summary))
 
 
 def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:

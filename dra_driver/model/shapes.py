@@ -1,11 +1,15 @@
-"""A description of objects as data, and the faults of an object against it, each with the path of its field."""
+"""What a document may hold, as data, and everything in which a document differs from that, each with its path.
+
+The parameters of claims (`api.schema`), the configuration file (`config_file`), flags, manifests and objects of the API
+are described so.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 Test = Callable[[Any], str | None]
 """What is wrong with a value, as the end of a sentence; None if nothing."""
@@ -23,26 +27,60 @@ class FieldFault:
 
 
 @dataclass(frozen=True, slots=True)
+class Words:
+    """How the faults of one kind of document read. Without `unknown`, an unknown field is told with what may be meant,
+    and with `null_is_absent` only if it has a value; `names_found`: what there is, is told too."""
+
+    must: str = "must be"
+    text: str = "a string"
+    whole: str = "a number"
+    object: str = "an object"
+    word: str = "{}"
+    index: str = "[{}]"
+    unknown: str | None = None
+    null_is_absent: bool = False
+    names_found: bool = True
+
+
+MANIFEST: Final = Words()
+
+
+@dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value of one type; `test` looks at what it says."""
+    """A value of one type, of any type if that is `object`. `least` and `most` bound a number or the length of a
+    string; `says` is what it must be, in place of these; `test` looks at what it says."""
 
     type: type
     test: Test | None = None
+    least: float | None = None
+    most: float | None = None
+    says: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several words. YAML reads a bare `off` as false, which is taken for the word."""
+
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ListField:
-    """A list of at most `most` items, None for any number."""
+    """A list of `least` to `most` items, None for any number. `test` looks at a list whose items are right."""
 
     items: Shape
     most: int | None = 32
+    least: int = 0
+    test: Test | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MapField:
-    """Any keys, and values of one shape."""
+    """Values of one shape by any keys, or by those that `is_key` takes; `says` is what wrong ones, `{}`, are not."""
 
     values: Shape
+    is_key: Callable[[Any], bool] | None = None
+    says: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +91,38 @@ class Anything:
 @dataclass(frozen=True, slots=True)
 class Object:
     """Fields by name. `mistakes` are fields that people write here, with what they should write. Of an object that is
-    `open` other fields are not looked at."""
+    `open` other fields are not looked at. `also` looks at the fields without faults together: name and fault of each
+    that does not fit the others."""
 
     fields: Mapping[str, Shape]
     required: tuple[str, ...] = ()
     mistakes: Mapping[str, str] = field(default_factory=dict)
     open: bool = False
+    also: Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]] | None = None
 
 
-Shape = Scalar | ListField | MapField | Anything | Object
-
-_TYPE_NAMES = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}
+Shape = Scalar | Choice | ListField | MapField | Anything | Object
 
 
 def fitting(shape: Shape) -> Callable[[Any], bool]:
     """Whether a value has no faults; many times as fast as to look for them."""
     match shape:
-        case Scalar(kind, test):
+        case Scalar(kind, test, None, None) if kind in (str, int, bool, dict):
             return lambda value: type(value) is kind and (test is None or test(value) is None)
-        case ListField(items, most):
+        case ListField(items, most, 0, None):
             each = fitting(items)
             return lambda value: (
                 type(value) is list and (most is None or len(value) <= most) and all(map(each, value))
             )
-        case MapField(values):
+        case MapField(values, None):
             one = fitting(values)
             return lambda value: type(value) is dict and all(map(one, value.values()))
-        case Object():
+        case Object(also=None):
             return _fitting_object(shape)
-        case _:
+        case Anything():
             return lambda _: True
+        case _:
+            return lambda value: not faults(value, shape, "")
 
 
 def _fitting_object(shape: Object) -> Callable[[Any], bool]:
@@ -100,72 +140,136 @@ def _fitting_object(shape: Object) -> Callable[[Any], bool]:
     return fits
 
 
-def faults(value: Any, shape: Shape, path: str) -> list[FieldFault]:
-    """Everything in which a value differs from its description. `null` counts as not given."""
+def faults(value: Any, shape: Shape, path: str, words: Words = MANIFEST) -> list[FieldFault]:
+    """Everything in which a value differs from its description. A field that is `null` counts as not given."""
     match shape:
         case Scalar():
-            return _scalar_faults(value, shape, path)
-        case ListField(items, most):
-            if not isinstance(value, list):
-                return [FieldFault(path, f"must be a list, not {_kind(value)}")]
-            found = (
-                []
-                if most is None or len(value) <= most
-                else [FieldFault(path, f"has {len(value)} items, at most {most} are allowed")]
-            )
-            return found + [
-                fault
-                for number, item in enumerate(value)
-                for fault in faults(item, items, f"{path}[{number}]")
-            ]
-        case MapField(values):
-            if not isinstance(value, dict):
-                return [FieldFault(path, f"must be an object, not {_kind(value)}")]
-            return [fault for key, item in value.items() for fault in faults(item, values, f"{path}.{key}")]
+            return _scalar_faults(value, shape, path, words)
+        case Choice():
+            return _choice_faults(value, shape, path, words)
+        case ListField():
+            return _list_faults(value, shape, path, words)
+        case MapField():
+            return _map_faults(value, shape, path, words)
         case Object():
-            return _object_faults(value, shape, path)
+            return _object_faults(value, shape, path, words)
         case _:
             return []
 
 
-def _scalar_faults(value: Any, shape: Scalar, path: str) -> list[FieldFault]:
-    if not isinstance(value, shape.type) or (isinstance(value, bool) and shape.type is not bool):
-        quote = "; quote it" if shape.type is str and isinstance(value, (int, float)) else ""
-        return [FieldFault(path, f"must be {_TYPE_NAMES[shape.type]}, not {_kind(value)}{quote}")]
-    wrong = shape.test(value) if shape.test is not None else None
-    return [] if wrong is None else [FieldFault(path, wrong)]
+def _wrong(value: Any, expected: str, path: str, words: Words) -> FieldFault:
+    return FieldFault(path, f"{words.must} {expected}{f', not {_kind(value)}' if words.names_found else ''}")
 
 
-def _object_faults(value: Any, shape: Object, path: str) -> list[FieldFault]:
+def _scalar_faults(value: Any, shape: Scalar, path: str, words: Words) -> list[FieldFault]:
+    if not _has_type(value, shape.type):
+        names = {
+            str: words.text,
+            int: words.whole,
+            float: "a number",
+            bool: "true or false",
+            dict: words.object,
+        }
+        fault = _wrong(value, shape.says or names[shape.type], path, words)
+        is_bare = words.names_found and shape.type is str and isinstance(value, (int, float))
+        return [FieldFault(path, f"{fault.text}; quote it") if is_bare else fault]
+    size, what = (len(value), "a length of ") if shape.type is str else (value, "")
+    limit = None
+    if shape.least is not None and size < shape.least:
+        limit = f"{what}{shape.least} or more"
+    elif shape.most is not None and size > shape.most:
+        limit = f"{what}{shape.most} or less"
+    if limit is not None:
+        return [FieldFault(path, f"{words.must} {shape.says or limit}")]
+    text = shape.test(value) if shape.test is not None else None
+    return [] if text is None else [FieldFault(path, text)]
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    if kind is not float:
+        return isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
+    try:
+        return _has_type(value, int) or (isinstance(value, float) and math.isfinite(value))
+    except OverflowError:
+        return False
+
+
+def _choice_faults(value: Any, shape: Choice, path: str, words: Words) -> list[FieldFault]:
+    if (isinstance(value, str) and value in shape.words) or (value is False and "off" in shape.words):
+        return []
+    return [FieldFault(path, f"{words.must} {either([words.word.format(word) for word in shape.words])}")]
+
+
+def either(words: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _list_faults(value: Any, shape: ListField, path: str, words: Words) -> list[FieldFault]:
+    if not isinstance(value, list):
+        return [_wrong(value, "a list", path, words)]
+    found = []
+    if shape.most is not None and len(value) > shape.most:
+        found.append(FieldFault(path, f"has {len(value)} items, at most {shape.most} are allowed"))
+    if len(value) < shape.least:
+        found.append(FieldFault(path, f"{words.must} {shape.least} or more entries"))
+    for number, item in enumerate(value):
+        found += faults(item, shape.items, path + words.index.format(number), words)
+    text = shape.test(value) if shape.test is not None and not found else None
+    return found if text is None else [FieldFault(path, text)]
+
+
+def _map_faults(value: Any, shape: MapField, path: str, words: Words) -> list[FieldFault]:
     if not isinstance(value, dict):
-        return [FieldFault(path, f"must be an object, not {_kind(value)}")]
+        return [_wrong(value, words.object, path, words)]
+    wrong = [key for key in value if shape.is_key is not None and not shape.is_key(key)]
+    found = [FieldFault(path, shape.says.format(", ".join(map(repr, wrong))))] if wrong else []
+    for key, item in value.items():
+        found += [] if key in wrong else faults(item, shape.values, f"{path}.{key}", words)
+    return found
+
+
+def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[FieldFault]:
+    if not isinstance(value, dict):
+        return [_wrong(value, words.object, path, words)]
     found: list[FieldFault] = []
+    unknown: list[FieldFault] = []
     meanings: list[str] = []
+    right: dict[str, Any] = {}
     for name, item in value.items():
-        if shape.open and name not in shape.fields:
-            continue
-        here = f"{path}.{name}" if path else str(name)
-        known = shape.fields.get(name)
-        if known is not None:
-            found += [] if item is None else faults(item, known, here)
+        if name in shape.fields:
+            wrong = [] if item is None else faults(item, shape.fields[name], _below(path, name), words)
+            found += wrong
+            right |= {} if wrong else {name: item}
         elif name in shape.mistakes:
-            found.append(FieldFault(here, shape.mistakes[name]))
-        else:
-            meant = _meant(str(name), shape)
+            found.append(FieldFault(_below(path, name), shape.mistakes[name]))
+        elif not shape.open and not (words.null_is_absent and item is None):
+            meant = _meant(str(name), shape) if words.unknown is None else None
             meanings += [] if meant is None else [meant]
             known_fields = ", ".join(sorted(shape.fields))
             remedy = f"did you mean {meant}?" if meant is not None else f"there are {known_fields}"
-            found.append(FieldFault(here, f"unknown field; {remedy}"))
-    named = {fault.path for fault in found} | {f"{path}.{meant}" if path else meant for meant in meanings}
+            text = words.unknown or f"unknown field; {remedy}"
+            unknown.append(FieldFault(_below(path, name), text))
+    found += unknown
+    named = {fault.path for fault in found} | {_below(path, meant) for meant in meanings}
     for name in shape.required:
-        here = f"{path}.{name}" if path else name
-        if value.get(name) is None and here not in named:
-            found.append(FieldFault(here, "is required"))
+        if value.get(name) is None and _below(path, name) not in named:
+            found.append(FieldFault(_below(path, name), "is required"))
+    told = {fault.path for fault in found}
+    for name, text in () if shape.also is None else shape.also(right):
+        found += [] if _below(path, name) in told else [FieldFault(_below(path, name), text)]
     return found
+
+
+def _below(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def _meant(name: str, shape: Object) -> str | None:
     """The field that a misspelt one is most like."""
+    import difflib
+
     by_lower = {known.lower(): known for known in shape.fields}
     near = difflib.get_close_matches(name.lower(), by_lower, 1)
     return by_lower[near[0]] if near else None

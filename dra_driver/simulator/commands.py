@@ -19,8 +19,10 @@ def list_machines() -> Rows:
     return [{"machine": name, "description": text} for name, text in catalogue.machine_summaries()]
 
 
-def create_machine(name: str, directory: Path, *, cdi_hook: bool = False, device_nodes: str = "auto") -> str:
-    machine = create(name, directory, cdi_hook=cdi_hook or None, device_nodes=device_nodes)
+def create_machine(
+    name: str, directory: Path, *, cdi_hook: bool | None = None, device_nodes: str = "auto"
+) -> str:
+    machine = create(name, directory, cdi_hook=cdi_hook, device_nodes=device_nodes)
     gpus = len(machine.current().present)
     return f"{machine.name}: {gpus} GPUs, driver {machine.driver_version}, host root {machine.host_root}"
 
@@ -170,9 +172,9 @@ def ecc(directory: Path, gpu: str, corrected: int, uncorrected: int) -> str:
     return f"{machine.called(gpu)} counts {corrected} corrected and {uncorrected} uncorrected ECC errors"
 
 
-def remap(directory: Path, gpu: str, *, pending: bool, failed: bool) -> str:
+def remap(directory: Path, gpu: str, *, pending: bool | None, failed: bool | None) -> str:
     machine = open_existing(directory)
-    machine.set_remapped_rows(gpu, pending=int(pending), failed=int(failed))
+    machine.set_remapped_rows(gpu, pending=int(bool(pending)), failed=int(bool(failed)))
     said = ", ".join(
         f"{what} {'yes' if on else 'no'}" for what, on in (("pending", pending), ("failed", failed))
     )

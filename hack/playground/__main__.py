@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import typer
-
 from dra_driver.cli.main import EXIT_FAILED, EXIT_USAGE
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from playground.demo import demo
 from playground.run import run
 
-app = typer.Typer(
-    help="A GPU node of stand-ins: API server, scheduler and kubelet around the real daemon.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command()(demo)
-app.command()(run)
+
+def main(arguments: list[str]) -> None:
+    """Raises: DraDriverError."""
+    parser = argparse.ArgumentParser(
+        "playground",
+        description="A GPU node of stand-ins: API server, scheduler and kubelet around the real daemon.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for act in (demo, run):
+        command = commands.add_parser(act.__name__, description=act.__doc__, help=act.__doc__)
+        command.set_defaults(act=act)
+        command.add_argument(
+            "--simulate",
+            metavar="MACHINE",
+            default="dgx-h100",
+            help="A name from `gpu-dra-driver simulate list`.",
+        )
+    commands.choices["demo"].add_argument(
+        "--keep", metavar="DIR", type=Path, help="Work in this new directory, and keep what is left in it."
+    )
+    commands.choices["run"].add_argument(
+        "--config", metavar="FILE", type=Path, help="Settings of the driver, as for `run`."
+    )
+    commands.choices["run"].add_argument(
+        "--log-level",
+        default="error",
+        help="What of the driver's log to show: debug, info, warning or error.",
+    )
+    given = vars(parser.parse_args(arguments))
+    given.pop("act")(given.pop("simulate"), **given)
 
 
 if __name__ == "__main__":
     try:
-        app()
+        main(sys.argv[1:])
     except DraDriverError as error:
-        typer.echo(f"playground: {error}", err=True)
+        print(f"playground: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE if isinstance(error, InvalidConfigError) else EXIT_FAILED)

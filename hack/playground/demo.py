@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.cli.tables import device_table, terminal_width
@@ -25,17 +23,7 @@ _LONG = 3
 """What nvidia-smi calls a long time slice."""
 
 
-def demo(
-    machine: Annotated[
-        str, typer.Option("--simulate", metavar="MACHINE", help="A name from `gpu-dra-driver simulate list`.")
-    ] = "dgx-h100",
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep", metavar="DIR", help="Work in this new directory, and keep what is left in it."
-        ),
-    ] = None,
-) -> None:
+def demo(machine: str, keep: Path | None) -> None:
     """Show a GPU node at work, without GPU, cluster or root: devices, claims, CDI specs, a refusal, clean-up."""
     configure_logs("critical", "console")
     with ExitStack() as stack:
@@ -93,10 +81,8 @@ class _Demo:
         _wait("the slices to be published", lambda: bool(self._node.devices()))
         published = time.monotonic() - started
         self._scene(f"The node publishes its devices ({self._node.settings.simulate})")
-        typer.echo(device_table(self._node.devices(), terminal_width()), nl=False)
-        typer.echo(
-            f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s"
-        )
+        print(device_table(self._node.devices(), terminal_width()), end="")
+        print(f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s")
 
     def _prepare_gpus(self) -> None:
         domains = self._published("gpu", "nvlinkDomain")
@@ -139,7 +125,7 @@ class _Demo:
         self._claim_and_prepare("notebooks", {"devices": {"requests": [request], "config": [config]}})
         [uuid] = self._uuids_of("notebooks")
         _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU has no long time slices")
-        typer.echo("    the GPU has long time slices now")
+        print("    the GPU has long time slices now")
 
     def _uuids_of(self, claim: str) -> set[str]:
         results = self._claims()[claim]["status"]["allocation"]["devices"]["results"]
@@ -165,20 +151,18 @@ class _Demo:
         for name in sorted(self._claims()):
             outcome = self._call("unprepare", name)
             _expect(outcome is None, f"unprepare of {name} failed: {outcome}")
-            typer.echo(f"  unprepared {_NAMESPACE}/{name}")
+            print(f"  unprepared {_NAMESPACE}/{name}")
         self._driver.stop()
         left = [*self._node.cdi.glob("*"), *(self._node.plugin_dir / "claims").glob("[!.]*")]
         for directory in (self._node.registry, self._node.plugin_dir):
             left += directory.rglob("*.sock")
         _expect(not left, f"something is left: {left}")
-        typer.echo("  CDI specs: 0   claim records: 0   sockets after the driver's stop: 0")
-        typer.echo(
-            "\nThat was the real daemon; only hardware, API server, scheduler and kubelet were stand-ins."
-        )
+        print("  CDI specs: 0   claim records: 0   sockets after the driver's stop: 0")
+        print("\nThat was the real daemon; only hardware, API server, scheduler and kubelet were stand-ins.")
 
     def _scene(self, title: str) -> None:
         self._scenes += 1
-        typer.echo(f"\n{self._scenes}. {title}\n")
+        print(f"\n{self._scenes}. {title}\n")
 
     def _published(self, kind: str, attribute: str) -> list[str]:
         """What the published devices of a kind have as this attribute, where they have it."""
@@ -214,9 +198,9 @@ class _Demo:
         duration_ms = (time.monotonic() - started) * 1000
         if isinstance(outcome, Failed):
             _expect(False, outcome.error)
-        typer.echo(f"  prepared {_NAMESPACE}/{name} in {duration_ms:.0f} ms:")
+        print(f"  prepared {_NAMESPACE}/{name} in {duration_ms:.0f} ms:")
         for device in outcome.devices:
-            typer.echo(f"    {device.device}  ->  {', '.join(device.cdi_ids)}")
+            print(f"    {device.device}  ->  {', '.join(device.cdi_ids)}")
 
     def _show_spec(self, name: str) -> None:
         """The part of the CDI spec that is particular to the claim, and how much is common."""
@@ -224,7 +208,7 @@ class _Demo:
         file = next(self._node.cdi.glob(f"*{uid}*"))
         spec = json.loads(file.read_text())
         common = spec["containerEdits"]
-        typer.echo(f"  CDI spec {file.name} (cdiVersion {spec['cdiVersion']}):")
+        print(f"  CDI spec {file.name} (cdiVersion {spec['cdiVersion']}):")
         nodes = ", ".join(node["path"] for node in common["deviceNodes"])
         _tell("    every container: ", f"{nodes}; {len(common['mounts'])} driver files; {common['env'][0]}")
         for device in spec["devices"]:
@@ -233,7 +217,7 @@ class _Demo:
 
 
 def _tell(prefix: str, text: str) -> None:
-    typer.echo(hanging(prefix, text, terminal_width()))
+    print(hanging(prefix, text, terminal_width()))
 
 
 def _expect(holds: bool, otherwise: str) -> None:

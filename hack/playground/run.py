@@ -7,9 +7,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from dra_driver.app.posix_signals import SignalWatch
 from dra_driver.cli.scratch import scratch_directory
@@ -22,17 +20,7 @@ from playground.pods import PodLoop
 _WAIT_S = 20.0
 
 
-def run(
-    machine: Annotated[
-        str, typer.Option("--simulate", metavar="MACHINE", help="A name from `gpu-dra-driver simulate list`.")
-    ] = "dgx-h100",
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings of the driver, as for `run`.")
-    ] = None,
-    log_level: Annotated[
-        str, typer.Option(help="What of the driver's log to show: debug, info, warning or error.")
-    ] = "error",
-) -> None:
+def run(machine: str, config: Path | None, log_level: str) -> None:
     """Run the real daemon on a simulated machine, with an API server, a scheduler and a kubelet, until Ctrl-C."""
     ended = threading.Event()
     SignalWatch().on(ended.set, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

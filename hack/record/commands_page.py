@@ -41,7 +41,8 @@ devices on demand, and one whose memory went bad under a claim. Times, UIDs of c
 made up.
 
 In the driver's pod the commands need no options, because they have the driver's settings; elsewhere give them those of
-`run`. None of them changes anything.
+`run`. None of them changes anything. `gpu-dra-driver completion bash` (`zsh`, `fish`) prints what completes commands
+and flags in a shell.
 """
 _RECORDED = (
     ("top", 100),

@@ -9,16 +9,16 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pynvml
 import pytest
-import typer
 
-from dra_driver.cli.commands import app, commands_for
-from dra_driver.cli.main import DAEMONS, run_daemon
+from dra_driver.cli.commands import ROOT as ALL
+from dra_driver.cli.commands import call
+from dra_driver.cli.flags import Command
 from dra_driver.logs import configure_logs
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +33,6 @@ _MANIFESTS = ("device-classes",)
 """They print YAML, which is never folded."""
 _DRAWN = ("top",)
 """Bars are as wide as there is room."""
-
-_COMMAND = typer.main.get_command(commands_for([]))
 
 Prints = Callable[..., list[str]]
 
@@ -66,12 +64,10 @@ def prints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prints]:
         monkeypatch.delenv("NO_COLOR", raising=False)
         for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns or 80), **environment}.items():
             monkeypatch.setenv(name, value)
-        try:
-            _COMMAND.main(arguments, prog_name=app.info.name, standalone_mode=False)
-        except typer.Exit:
-            pass
-        finally:
-            monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+        monkeypatch.setitem(sys.modules, "rich", sys.modules.get("rich"))
+        with suppress(SystemExit):
+            call(arguments)
+        monkeypatch.setattr(sys, "stdout", sys.__stdout__)
         return output.getvalue().splitlines()
 
     yield run
@@ -130,15 +126,14 @@ def _words(lines: list[str]) -> set[str]:
     }
 
 
-def _paths(command: Any, path: list[str]) -> Iterator[list[str]]:
+def _paths(command: Command, path: list[str]) -> Iterator[list[str]]:
     """The words that lead to the command and to each below it."""
     yield path
-    for name, child in getattr(command, "commands", {}).items():
-        if not child.hidden and name not in DAEMONS:
-            yield from _paths(child, [*path, name])
+    for name, child in command.loaded().commands.items():
+        yield from _paths(child, [*path, name])
 
 
-HELPS = [*_paths(_COMMAND, [])]
+HELPS = [*_paths(ALL, [])]
 
 
 @pytest.mark.parametrize("path", HELPS, ids=" ".join)
@@ -149,18 +144,3 @@ def test_help_fits_each_terminal(path: list[str], prints: Prints) -> None:
         assert max(map(len, shown)) <= columns
         assert not [line for line in shown[1:] if line.endswith("...") or _ESCAPE in line]
     assert prints([*path, "-h"], None) == prints([*path, "-h"], 80)
-
-
-@pytest.mark.parametrize("daemon", DAEMONS)
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_help_of_a_daemon_fits_each_terminal(
-    daemon: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setitem(sys.modules, "rich", sys.modules.get("rich"))
-    with pytest.raises(SystemExit) as ended:
-        run_daemon(daemon, ["-h"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) > 5
-    assert max(map(len, shown)) <= columns

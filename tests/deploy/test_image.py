@@ -85,7 +85,6 @@ def needed(python: str, machine: str) -> dict[str, set[str]]:
 def test_every_import_of_the_driver_is_declared() -> None:
     owners = packages_distributions()
     declared = {canonicalize_name(entry.name) for entry in DECLARED}
-    allowed = declared | {canonicalize_name("pydantic-core")}  # half of pydantic, of which it has one version
     for file in (ROOT / "dra_driver").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
@@ -96,7 +95,7 @@ def test_every_import_of_the_driver_is_declared() -> None:
                 continue
             for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"dra_driver"}:
                 found = {canonicalize_name(owner) for owner in owners.get(top, ())}
-                assert found & allowed or top == "nvidia_mps_daemon", (
+                assert found & declared or top == "nvidia_mps_daemon", (
                     f"{file}: {top} of {found} is not declared"
                 )
 

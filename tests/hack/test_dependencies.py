@@ -13,18 +13,18 @@ _LINES = [
     "Collecting idna==3.20 (from -r requirements.txt (line 1))",
     "  Downloading idna-3.20-py3-none-any.whl (70 kB)",
     "Requirement already satisfied: rich==15.0.0 in ./.venv (from -r requirements.txt (line 9))",
-    "Collecting typer==0.29.2 (from -r requirements.txt (line 12))",
-    "Installing collected packages: idna, typer",
-    "Successfully installed idna-3.20 typer-0.29.2",
+    "Collecting yarl==1.25.1 (from -r requirements.txt (line 12))",
+    "Installing collected packages: idna, yarl",
+    "Successfully installed idna-3.20 yarl-1.25.1",
 ]
 
 
 @pytest.mark.parametrize(
     ("total", "every", "told"),
     [
-        (3, 1, ["1 of 3: idna", "2 of 3: rich", "3 of 3: typer", "unpacking"]),
+        (3, 1, ["1 of 3: idna", "2 of 3: rich", "3 of 3: yarl", "unpacking"]),
         (3, 2, ["2 of 3: rich", "unpacking"]),
-        (0, 1, ["idna", "rich", "typer", "unpacking"]),
+        (0, 1, ["idna", "rich", "yarl", "unpacking"]),
     ],
 )
 def test_progress_is_a_line_a_package(total: int, every: int, told: list[str]) -> None:

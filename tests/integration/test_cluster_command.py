@@ -181,7 +181,7 @@ def test_a_cluster_without_the_driver(make_node) -> None:
 def test_mistakes_are_one_sentence(tmp_path) -> None:
     for arguments, said in (
         (["--kubeconfig", str(tmp_path / "none")], str(tmp_path / "none")),
-        (["--by", "rack"], "'rack' is not one of"),
+        (["--by", "rack"], "--by 'rack': expected node, product, "),
     ):
         done = call("cluster", *arguments)
         assert (done.returncode, done.stdout) == (2, "")

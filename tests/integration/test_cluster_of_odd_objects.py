@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dra_driver.cli.cluster import cluster
+from dra_driver.cli.commands import call
 from dra_driver.cli.output import Output
 from dra_driver.diagnostics.rules import readable
 from dra_driver.errors import DraDriverError
@@ -84,7 +84,7 @@ class OddServer:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             try:
-                cluster(by=by, output=output, kubeconfig=str(self.kubeconfig))
+                call(["cluster", "--by", by, "-o", output, "--kubeconfig", str(self.kubeconfig)])
             except DraDriverError as error:
                 err.write(f"gpu-dra-driver: {error}\n")
         return out.getvalue(), err.getvalue()

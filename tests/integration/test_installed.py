@@ -114,9 +114,7 @@ def test_development_tools_are_out_of_reach() -> None:
         "kubernetes",
         "cel_expr_python",
         "structlog",
-        "pydantic",
-        "typer",
-        "rich",
+        "shtab",
         "yaml",
     }
 

@@ -207,26 +207,45 @@ def test_config_file_reports_every_fault_with_its_path(tmp_path: Path) -> None:
         assert word in done.stderr
 
 
-def test_the_daemon_keeps_nothing_of_what_read_its_flags_and_file(
+def test_run_tells_every_fault_of_flags_environment_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("logLevel: loud\nhealth: {ignoredXids: [0]}\nsharing: [{mode: memory}]\n")
+    flags = (
+        "--cdi-root",
+        "x",
+        "--imex-channel=some",
+        "--http-endpoint=here",
+        "--consumable-shares=4",
+        "--no-such",
+    )
+    done = call("run", *flags, "--config", str(file), HEALTHCHECK_PORT="99999", KUBE_API_QPS="fast")
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    for said in (
+        f"configuration file {file}: logLevel: expected 'debug', 'info', 'warning' or 'error'",
+        "health.ignoredXids.0: expected 1 or more",
+        "--cdi-root 'x': expected an absolute path",
+        "--imex-channel 'some': expected off, all or a channel's number from 0 to 1048575",
+        "--http-endpoint 'here': 'here' is not an address",
+        "there is no flag --no-such",
+        "the environment variable HEALTHCHECK_PORT '99999': expected 65535 or less",
+        "the environment variable KUBE_API_QPS 'fast': expected a number",
+        "--consumable-shares and the section sharing of",
+        "the node's name is missing",
+    ):
+        assert said in line
+
+
+def test_the_daemon_of_a_pod_imports_no_reader_of_kubeconfigs(
     make_node: Callable[..., Node], spawn, tmp_path: Path
 ) -> None:
-    """The memory of each node is what an operator of 5,000 pays for."""
     node = make_node()
-    file = tmp_path / "config.yaml"
-    file.write_text("logLevel: warning\nhealth: {ignoredXids: [13]}\n")
     (tmp_path / "kubernetes.py").write_text("open(f'{__file__}.imported', 'w').close()")
-    process = spawn(node, CONFIG_FILE=str(file), PYTHONPATH=str(tmp_path))
+    spawn(node, PYTHONPATH=str(tmp_path))
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
-    parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
-    opaque = {"opaque": {"driver": DRIVER, "parameters": parameters}}
-    request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
-    ref = node.claim("with-parameters", {"requests": [request], "config": [opaque]})
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
-    libraries = Path(f"/proc/{process.pid}/maps").read_text()
-    assert "cygrpc" in libraries
-    assert "pydantic" not in libraries
-    assert not (tmp_path / "kubernetes.py.imported").exists(), "a pod has no kubeconfig"
+    assert isinstance(node.prepare(ref := node.claim("plain"))[ref.uid], Prepared)
+    assert not (tmp_path / "kubernetes.py.imported").exists()
 
 
 def test_inspect_without_a_driver_says_what_is_missing(tmp_path: Path) -> None:
@@ -311,7 +330,6 @@ def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["gpu-dra-driver", *arguments])
-    monkeypatch.setattr(main_module, "run_daemon", interrupted)
     monkeypatch.setattr(commands, "call", interrupted)
     with pytest.raises(SystemExit) as caught:
         main_module.main()
