@@ -31,7 +31,7 @@ _PRELOADED = (
     "dra_driver.claims.specs_without_record",
     "dra_driver.cli.commands",
     *(f"dra_driver.cli.{name}" for name in _COMMANDS),
-    "dra_driver.diagnostics.cluster_watch",
+    "dra_driver.diagnostics.cluster_lists",
     "dra_driver.diagnostics.doctor.checks",
     "dra_driver.diagnostics.prepared_claims",
     "dra_driver.diagnostics.snapshot",

@@ -19,7 +19,8 @@ import structlog
 from dra_driver.app.posix_signals import show_stacks
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.credentials import FileToken
+from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from dra_driver.logs import configure_logs
 from tests.fakes.logevents import LEVELS, LogCall, log_calls
 
@@ -286,16 +287,9 @@ def unwilling() -> Iterator[str]:
     server.server_close()
 
 
-def kubeconfig(directory: Path, server: str, token: str) -> Path:
-    path = directory / "kubeconfig"
-    document = {
-        "clusters": [{"name": "c", "cluster": {"server": server}}],
-        "users": [{"name": "u", "user": {"token": token}}],
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-        "current-context": "x",
-    }
-    path.write_text(json.dumps(document))
-    return path
+def client_of(directory: Path, server: str, token: str) -> ApiClient:
+    (directory / "token").write_text(token)
+    return ApiClient(Endpoint(server, "test", token=FileToken(directory / "token")))
 
 
 def test_token_is_in_no_event_whatever_the_api_server_does(
@@ -304,7 +298,7 @@ def test_token_is_in_no_event_whatever_the_api_server_does(
     configure_logs("debug", "json")
     for server in (unwilling, "http://127.0.0.1:1"):
         for code in (200, 401, 403, 500):
-            client = ApiClient(load_endpoint(kubeconfig(tmp_path, server, SECRET)))
+            client = client_of(tmp_path, server, SECRET)
             try:
                 client.request("GET", f"/{code}", action="look")
             except DraDriverError:
@@ -317,7 +311,7 @@ def test_token_is_in_no_event_whatever_the_api_server_does(
 
 def test_token_that_no_header_can_carry_is_not_shown(tmp_path: Path) -> None:
     """This error also goes to the kubelet and into events, past the log."""
-    client = ApiClient(load_endpoint(kubeconfig(tmp_path, "http://127.0.0.1:1", f"{SECRET}\n{SECRET}")))
+    client = client_of(tmp_path, "http://127.0.0.1:1", f"{SECRET}\n{SECRET}")
     with pytest.raises(DraDriverError, match="has characters that no token has; renew it") as caught:
         client.request("GET", "/", action="look")
     assert SECRET not in str(caught.value)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
+from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.tables import terminal_width
-from dra_driver.diagnostics.packed_slices import UnpackedPools, uncollected
 from dra_driver.diagnostics.rules.tables import Column, hanging, printable, table
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.shapes import Choice, Scalar
+from dra_driver.model.shapes import Choice
 from dra_driver.model.units import counted
 from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
 
@@ -32,11 +29,6 @@ By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
 _TIMEOUT_S = 60.0
 _MOST_REASONS = 3
 _MOST_UNREADABLE = 5
-_POLL_S = 30.0
-"""Lists of a large cluster are work for its API server, which others need too."""
-_REST = 4
-"""So many times as long as a look took, at least, before the next one."""
-_HOME_AND_CLEAR = "\x1b[H\x1b[J"
 _COUNTS = (
     Column("GPUS"),
     Column("FREE"),
@@ -52,14 +44,6 @@ FLAGS = (
     Flag("by", "What a row is.", Choice(get_args(By)), env=(), default="node"),
     Flag("namespace", "Only what this namespace uses and waits for.", spelled=("-n", "--namespace"), env=()),
     OUTPUT,
-    switch("watch", "Show it anew when something changes, until Ctrl-C.", "-w", "--watch"),
-    Flag(
-        "interval",
-        "With --watch: seconds between two looks, at least.",
-        Scalar(float, least=1, most=86400),
-        env=(),
-        default=5.0,
-    ),
     CLUSTER_KUBECONFIG,
     CONTEXT,
     *of_run("driver_name"),
@@ -69,11 +53,9 @@ FLAGS = (
 def cluster(given: Namespace) -> None:
     """From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked
     (MIG devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks.
-    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods, and for --watch to watch them; what
-    may not be watched is listed again every half minute.
+    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods.
     """
-    from dra_driver.diagnostics.cluster_lists import ClusterReader
-    from dra_driver.diagnostics.cluster_watch import ClusterWatch
+    from dra_driver.diagnostics.cluster_lists import read_cluster
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
 
@@ -85,21 +67,8 @@ def cluster(given: Namespace) -> None:
         )
     driver = given.driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
-    reader = ClusterReader(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
-    if not given.watch:
-        _Shown(driver, reader.read(), by, namespace).print(output)
-        return
-    poll_s = max(given.interval, _POLL_S)
-    with suppress(KeyboardInterrupt), ClusterWatch(reader, _tell, poll_s=poll_s) as watching:
-        while True:
-            lists = watching.next()
-            began = time.monotonic()
-            shown = _Shown(driver, lists, by, namespace)
-            if output.is_for_people and sys.stdout.isatty():
-                print(_HOME_AND_CLEAR, end="")
-            shown.print(output)
-            sys.stdout.flush()
-            time.sleep(max(given.interval, _REST * (time.monotonic() - began)))
+    lists = read_cluster(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
+    _Shown(driver, lists, by, namespace).print(output)
 
 
 def _tell(what: str) -> None:
@@ -118,7 +87,6 @@ def kubectl_gpus() -> None:
 class _Shown:
     """One look, counted."""
 
-    @uncollected()
     def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
         from dra_driver.diagnostics.rules import cluster_view, waiting_pods
         from dra_driver.validation.pending_claims import pending_claims
@@ -126,7 +94,7 @@ class _Shown:
 
         members, problems = cluster_view.pools_of(driver, lists.slices)
         holders = cluster_view.holders_of(driver, lists.claims)
-        devices = cluster_view.devices_of(UnpackedPools(members, holders), holders)
+        devices = cluster_view.devices_of(members, holders)
         self._by = by
         self._lacking = lists.lacking
         self._unreadable = lists.unreadable
@@ -137,7 +105,7 @@ class _Shown:
             rows = cluster_view.by_user(devices, by, lists.workloads)
             self._users = [row for row in rows if namespace in (None, row.namespace)]
         local = {pool: found for pool, found in members.items() if cluster_view.node_of(found)}
-        whole = UnpackedPools({pool: found for pool, found in local.items() if pool not in problems})
+        whole = {pool: found for pool, found in local.items() if pool not in problems}
         self._shared_pools = len(members) - len(local)
         wanted = [*lists.claims, *extended_claims(lists.waiting, lists.classes)]
         self._pending = pending_claims(driver, wanted, whole, lists.classes, namespace)

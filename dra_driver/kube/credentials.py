@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from dra_driver.errors import ApiUnavailableError, InvalidConfigError
+from dra_driver.errors import InvalidConfigError
 
 Fingerprint = tuple[int, int, int]
 
@@ -27,8 +28,8 @@ class TokenSource(Protocol):
         """`Bearer …`, or None for a connection that needs no token."""
         ...
 
-    def refresh(self) -> bool:
-        """Told after a 401: reads its source again; True if another token is now in use."""
+    def refresh(self, used: str | None) -> bool:
+        """Told after a 401 for what `header` gave: reads its source again; True if other credentials are in use now."""
         ...
 
 
@@ -39,22 +40,7 @@ class NoToken:
         """None."""
         return None
 
-    def refresh(self) -> bool:
-        """Nothing to read again."""
-        return False
-
-
-class StaticToken:
-    """A token written into the kubeconfig."""
-
-    def __init__(self, token: str) -> None:
-        self._header = f"Bearer {token}"
-
-    def header(self) -> str | None:
-        """The token as it was given."""
-        return self._header
-
-    def refresh(self) -> bool:
+    def refresh(self, used: str | None) -> bool:
         """Nothing to read again."""
         return False
 
@@ -91,42 +77,15 @@ class FileToken:
                 pass  # in the middle of a rotation: the old token is valid for a while yet
             return f"Bearer {self._token}"
 
-    def refresh(self) -> bool:
+    def refresh(self, used: str | None) -> bool:
         """Read the file whatever its fingerprint says; True if the token differs."""
         with self._lock:
-            before = self._token
-            try:
+            with suppress(OSError, UnicodeDecodeError):
                 self._read()
-            except (OSError, UnicodeDecodeError):
-                return False
-            return self._token != before
+            return f"Bearer {self._token}" != used
 
     def _read(self) -> None:
         seen = fingerprint(self._path)  # before the content: a change in between is seen next time
         token = self._path.read_text(encoding="utf-8").strip()
         if token:
             self._token, self._seen = token, seen
-
-
-class LibraryToken:
-    """Exec plugins and auth providers, through the Kubernetes client library, which keeps up with them.
-
-    `configuration` is a `kubernetes.client.Configuration`; its hook renews an expired token.
-    """
-
-    def __init__(self, configuration: Any) -> None:
-        self._configuration = configuration
-        self._lock = threading.Lock()
-
-    def header(self) -> str | None:
-        """The current token. Raises: ApiUnavailableError if the plugin fails to renew it."""
-        with self._lock:
-            try:
-                token = self._configuration.get_api_key_with_prefix("BearerToken")
-            except Exception as error:  # plugins are foreign programs: any failure means no token now
-                raise ApiUnavailableError(f"the kubeconfig's credential plugin failed: {error}") from error
-            return str(token) if token else None
-
-    def refresh(self) -> bool:
-        """The library renews by expiry alone; the plugin cannot be asked earlier."""
-        return False

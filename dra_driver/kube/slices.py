@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import is_not_found
-from dra_driver.kube.convert import GROUP, from_version
+from dra_driver.kube.convert import GROUP
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.kube.watch_stream import WatchStream
-
-EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 _PLURAL = "resourceslices"
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 _WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so that not all nodes return at once
 _IDLE_S = 150.0  # bookmarks come about once a minute: after two missing ones the server is taken for dead
-
-
-@dataclass(frozen=True, slots=True)
-class SliceEvent:
-    """One watch event; a BOOKMARK's object has nothing but a resource version."""
-
-    type: EventType
-    object: dict[str, Any]
-
-    @property
-    def resource_version(self) -> str:
-        """Where to resume after this event."""
-        return str((self.object.get("metadata") or {}).get("resourceVersion") or "")
 
 
 class SliceClient:
@@ -56,25 +38,16 @@ class SliceClient:
         return items, str((answer.get("metadata") or {}).get("resourceVersion") or "")
 
     def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """The stored slice; compare it with `dropped.dropped_fields`."""
+        """The stored slice, which may lack fields of `obj`."""
         metadata = obj["metadata"]
         action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
         return self._api.call("POST", _PLURAL, body=_typed(obj), action=action)
 
-    def update(self, obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Replace the slice of that name; a stale resourceVersion is refused with 409.
-
-        The returned object is the stored one, or with `dry_run` the one that would be stored.
-        """
+    def update(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """Replace the slice of that name, and return the stored one; a stale resourceVersion is refused with 409."""
         name = obj["metadata"]["name"]
-        return self._api.call(
-            "PUT",
-            _PLURAL,
-            name=name,
-            query={"dryRun": "All"} if dry_run else None,
-            body=_typed(obj),
-            action=f"{'try an update of' if dry_run else 'update'} resource slice {name}",
-        )
+        action = f"update resource slice {name}"
+        return self._api.call("PUT", _PLURAL, name=name, body=_typed(obj), action=action)
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
         """Delete exactly that object; that it is gone already is success. A changed one is a 409."""
@@ -89,7 +62,11 @@ class SliceClient:
                 raise
 
     def open_watch(self, resource_version: str) -> WatchStream:
-        """A raw stream of events after `resource_version`, for callers that close it themselves."""
+        """A raw stream of events after `resource_version`; the caller closes it.
+
+        Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read also
+        ApiUnavailableError for a connection that broke or 150 s of silence, after which the server is dead.
+        """
         # Not a matter of security: spreads load.
         seconds = _jitter.uniform(*_WATCH_S)
         query = self._selector | {
@@ -100,32 +77,6 @@ class SliceClient:
         }
         action = f"watch resource slices of {self._whose}"
         return self._api.watch(_PLURAL, query=query, action=action, idle_timeout_s=self._idle_timeout_s)
-
-    def watch(self, resource_version: str, stop: threading.Event) -> Iterator[SliceEvent]:
-        """Events after `resource_version` until the server ends the watch or `stop` is set (0.2 s).
-
-        Raises: WatchExpiredError (list again), ApiUnavailableError (connection broke, or silence for
-        150 s: the server is dead), ApiRejectedError.
-        """
-        stream = self.open_watch(resource_version)
-        stream.close_on(stop)
-        try:
-            for raw in stream:
-                if stop.is_set():
-                    return
-                event = slice_event(raw)
-                if event is not None:
-                    yield event
-        finally:
-            stream.close()
-
-
-def slice_event(raw: dict[str, Any]) -> SliceEvent | None:
-    """A raw watch event in v1 shape; None for a type that this driver does not know."""
-    kind, obj = raw.get("type"), raw.get("object")
-    if kind not in get_args(EventType) or not isinstance(obj, dict):
-        return None
-    return SliceEvent(cast(EventType, kind), from_version(obj))
 
 
 def _typed(obj: dict[str, Any]) -> dict[str, Any]:

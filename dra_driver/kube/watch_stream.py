@@ -14,7 +14,6 @@ from dra_driver.errors import ApiUnavailableError
 from dra_driver.kube.api_errors import api_errors, decoded_json, failure, one_line
 
 _READ_BYTES = 65536
-_STOP_POLL_S = 0.2
 
 
 class WatchStream:
@@ -28,16 +27,6 @@ class WatchStream:
         self._response = response
         self._action = action
         self._closed = threading.Event()
-
-    def close_on(self, stop: threading.Event) -> None:
-        """Close once `stop` is set, within 0.2 s. Callers that can call `close()` need no such thread."""
-
-        def wait() -> None:
-            while not self._closed.is_set():
-                if stop.wait(_STOP_POLL_S):
-                    self.close()
-
-        threading.Thread(target=wait, name="watch-stopper", daemon=True).start()
 
     def close(self) -> None:
         """Wake the reader, if there is one, and make it end."""

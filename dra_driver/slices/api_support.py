@@ -1,19 +1,21 @@
-"""What this cluster's API server can take of the slices, and what is published where it cannot.
+"""What this cluster's API server takes of the slices and keeps of them, and what is published where that is not all.
+
+Servers drop fields without a word if a feature gate is off, and older ones refuse what newer ones take. So the server
+is asked with dry runs: before anything is published, after it refused a slice, and each hour while it lacks something.
+What it answers to writes is compared too, since several servers may differ.
 
 Partitions: a MIG device that is made on demand is only safe to offer with counters. A server that drops them would let
-the scheduler give the same part of a GPU out many times. So the server is asked before the first such device is
-published.
+the scheduler give the same part of a GPU out many times.
 
-Taints: older servers take fewer of them, and refuse the whole slice for one without an effect. A server whose feature
-gate is off drops all of them, so a device that must not be given out can only be withdrawn there.
+Taints: where they are dropped, a device that must not be given out can only be withdrawn.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -28,24 +30,79 @@ from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules import kubernetes_releases
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, dropped_fields
+from dra_driver.slices.rules.dropped_fields import (
+    PARTITIONS_GATE,
+    SHARES_GATE,
+    TAINTS_GATE,
+    Drop,
+    dropped_fields,
+)
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 
 _log = structlog.get_logger(__name__)
 
+JsonObject = dict[str, Any]
+
 _ASK_AGAIN_S = 3600.0
 _INVALID = 422
+_DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
+"""Gates whose fields are left out of the slices where they are off."""
 _REMEDY = (
     f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on unless it is switched off, or 1.35"
     " with it switched on, in API server and scheduler"
 )
-_COUNTERS: dict[str, Any] = {"memory": {"value": "1Gi"}}
-_SET: dict[str, Any] = {"name": "probe", "counters": _COUNTERS}
-_DEVICE: dict[str, Any] = {
+_COUNTERS: JsonObject = {"memory": {"value": "1Gi"}}
+_SET: JsonObject = {"name": "probe", "counters": _COUNTERS}
+_COUNTED: JsonObject = {
     "name": "probe",
     "consumesCounters": [{"counterSet": "probe", "counters": _COUNTERS}],
 }
-_TAINTED: dict[str, Any] = {"name": "probe", "taints": [{"key": "probe", "effect": "NoSchedule"}]}
+_SHARED: JsonObject = {
+    "name": "probe",
+    "allowMultipleAllocations": True,
+    "capacity": {"memory": {"value": "1Gi", "requestPolicy": {"default": "1Gi", "validValues": ["1Gi"]}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What an API server takes and keeps. It drops the fields of devices whose feature gates are `missing`.
+    `no_partitions` says why it cannot count partitions, as a sentence with the remedy; None if it can, or was not
+    asked."""
+
+    missing: frozenset[str] = frozenset()
+    taints: TaintLimits = NEWEST_TAINTS
+    no_partitions: str | None = None
+
+
+def ask_support(api: ResourceApi, owner: Owner, known: Support, *, partitions: bool) -> Support:
+    """What the API server says to dry runs. It remains what is `known` of taints and shares if it refuses to be asked.
+
+    Raises: ApiUnavailableError; with `partitions` ApiRejectedError if it refuses to be asked (permissions, admission).
+    """
+    missing, limits = _device_fields(api, owner) or (known.missing, known.taints)
+    return Support(missing, limits, partitions_problem(api, owner) if partitions else None)
+
+
+def _device_fields(api: ResourceApi, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
+    """The feature gates that are missing, and what is taken of taints; None if the server refuses to be asked."""
+    for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
+        effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
+        taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
+        try:
+            lost = _lost_in_trial(
+                api,
+                owner,
+                (SliceContent(devices=(_SHARED | {"taints": taints},)),),
+                "ask the API server for taints and shares of devices",
+            )
+        except ApiRejectedError as error:
+            if error.status != _INVALID:
+                _log.debug("dry_run_refused", reason=str(error))
+                return None
+        else:
+            return _DISPENSABLE & {gate for _, gate in lost}, limits
+    return None
 
 
 def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
@@ -56,44 +113,31 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
     off, it takes the slices and drops the fields.
     Raises: ApiUnavailableError; ApiRejectedError if it refuses to be asked (permissions, admission).
     """
-    contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_DEVICE,)))
+    contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
     try:
         lost = _lost_in_trial(api, owner, contents, "ask the API server for partitionable devices")
     except ApiRejectedError as error:
         if error.status != _INVALID:
             raise
         return f"the API server refuses counters in a slice of their own ({error}); {_REMEDY}"
-    if lost:
-        why = f"the API server drops {', '.join(lost)} of a slice: its feature gate {PARTITIONS_GATE} is off"
-        return f"{why}; {_REMEDY}"
-    return None
+    return _drops_counters(lost) if lost else None
 
 
-def keeps_taints(api: ResourceApi, owner: Owner) -> bool | None:
-    """Whether the API server stores the taints of devices. It is asked to create a slice with one, as a dry run.
-
-    None if it refuses to be asked (permissions, admission).
-    Raises: ApiUnavailableError.
-    """
-    try:
-        return not _lost_in_trial(
-            api, owner, (SliceContent(devices=(_TAINTED,)),), "ask the API server for taints of devices"
-        )
-    except ApiRejectedError as error:
-        _log.debug("taints_not_asked", reason=str(error))
-        return None
+def _drops_counters(lost: Iterable[Drop]) -> str:
+    paths = ", ".join(path for path, _ in lost)
+    return f"the API server drops {paths} of a slice: its feature gate {PARTITIONS_GATE} is off; {_REMEDY}"
 
 
 def _lost_in_trial(
     api: ResourceApi, owner: Owner, contents: tuple[SliceContent, ...], action: str
-) -> list[str]:
+) -> tuple[Drop, ...]:
     """The fields that the API server would drop of the first such slices, each asked about until one loses some."""
     for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
         stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
-        lost = [path for path, _ in dropped_fields(sent, stored)]
+        lost = dropped_fields(sent, stored)
         if lost:
             return lost
-    return []
+    return ()
 
 
 def sharing_caution(client: ApiClient) -> str | None:
@@ -112,30 +156,19 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     return any(sharing.rule_for(device) for device in inventory.devices() if has_counters(device.gpu))
 
 
-def taint_limits(client: ApiClient) -> TaintLimits | None:
-    """What the server takes of taints, by its release; None if it does not tell that.
+class ApiSupport:
+    """Remembers what the server takes and keeps, from what it was asked and from its answers to writes.
 
-    Raises: ApiUnavailableError if it does not answer.
-    """
-    try:
-        return kubernetes_releases.taint_limits(server_version(client))
-    except ApiRejectedError:
-        return None
+    `ask` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is found
+    not to count partitions. `caution` answers what is wrong with counters for these devices on a server that keeps
+    them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
 
-
-class PartitionSupport:
-    """Remembers whether the server can count partitions.
-
-    `ask` answers why it cannot, None if it can; `tell` gets that reason each time that support is found missing anew.
-    `caution` answers what is wrong with counters for these devices on a server that keeps them, if anything. It is
-    asked each time that support is found anew, and `warn` gets what it says.
-
-    For the publisher's thread; any thread may read `problem`.
+    For the publisher's thread; any thread may read `problem` and `drops_taints`.
     """
 
     def __init__(
         self,
-        ask: Callable[[], str | None],
+        ask: Callable[[Support, bool], Support],
         tell: Callable[[str], None],
         *,
         caution: Callable[[Inventory], str | None],
@@ -147,122 +180,104 @@ class PartitionSupport:
         self._caution = caution
         self._warn = warn
         self._clock = clock
-        self._lock = threading.Lock()
-        self._is_needed = False
-        self._supported: bool | None = None
-        self._problem: str | None = None
-        self._asked_at = 0.0
+        self._known = Support()
+        self._asked_at = -math.inf
+        self._is_asked = False
+        self._counts: bool | None = None  # None: it was not asked
+        self._matters = False  # whether MIG devices could be made on demand
+        self._stored_otherwise: dict[
+            str, tuple[JsonObject, JsonObject]
+        ] = {}  # specs sent and stored, by name
 
     @property
     def problem(self) -> str | None:
         """Why MIG devices on demand are not offered; None where they are, or where none could be."""
-        return self._problem if self._is_needed else None
+        return self._known.no_partitions if self._matters else None
+
+    @property
+    def drops_taints(self) -> bool:
+        """Whether the server is known to drop taints."""
+        return TAINTS_GATE in self._known.missing
 
     @property
     def ask_at(self) -> float:
         """When the server should be asked again, as the clock tells it; infinity if there is no need."""
-        with self._lock:
-            waits = self._is_needed and self._supported is False
-            return self._asked_at + _ASK_AGAIN_S if waits else math.inf
+        is_lacking = self._known.missing or self.problem is not None
+        return self._asked_at + _ASK_AGAIN_S if is_lacking else math.inf
 
-    def usable(self, inventory: Inventory) -> Inventory:
-        """The inventory as this server can take it.
+    def of(self, inventory: Inventory) -> Support:
+        """What the server takes and keeps of such devices.
 
         Raises: as `ask`, if the server does not answer; nothing must be published then.
         """
-        with self._lock:
-            self._is_needed = any(
-                gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
-            )
-            if not self._is_needed:
-                return inventory
-            overdue = not self._supported and self._clock() - self._asked_at >= _ASK_AGAIN_S
-            if self._supported is None or overdue:
-                self._ask(inventory)
-            return inventory if self._supported else inventory.without_partitions()
+        self._matters = any(
+            gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
+        )
+        is_new = self._matters and self._counts is None
+        if is_new or not self._is_asked or self._clock() >= self.ask_at:
+            before = self._known
+            self._known = self._ask_server(before, self._matters)
+            self._asked_at, self._is_asked = self._clock(), True
+            if before.missing - self._known.missing:
+                _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
+            if self._matters:
+                self._learn_partitions(inventory)
+            else:
+                self._counts = None
+        return self._known
 
-    def fields_dropped(self) -> None:
-        """The server dropped counters from a slice although it promised to keep them: ask it again."""
-        with self._lock:
-            self._supported = None
+    def refused(self, error: Exception) -> None:
+        """The server refused a slice. If as invalid, it may have been downgraded, or one of several may be older: it is
+        asked again, and if it does not say what it takes, it gets what every server takes."""
+        if isinstance(error, ApiRejectedError) and error.status == _INVALID:
+            self._is_asked, self._known = False, replace(self._known, taints=OLDEST_TAINTS)
 
-    def _ask(self, inventory: Inventory) -> None:
-        problem = self._ask_server()
-        concern = self._caution(inventory) if problem is None else None
-        self._asked_at = self._clock()
-        was_missing = self._supported is False
-        self._supported, self._problem = problem is None, problem
-        if problem is None:
-            _log.info("partitions_supported")
-            if concern is not None:
-                _log.warning("scheduler_outdated", reason=concern)
-                self._warn(concern)
-        elif not was_missing:
+    def stored(self, sent: JsonObject, stored: JsonObject) -> tuple[Drop, ...]:
+        """Compare the answer to a write with what was sent: what the server dropped or changed.
+
+        What a gate explains is not sent again until the server, asked the next time, says that it keeps it. All else is
+        sent again only if the slice is not any more what the server made of it.
+        """
+        name = stored["metadata"]["name"]
+        dropped = dropped_fields(sent, stored)
+        gates = {gate for _, gate in dropped}
+        self._stored_otherwise.pop(name, None)
+        if gates - _DISPENSABLE - {PARTITIONS_GATE}:
+            self._stored_otherwise[name] = (sent["spec"], stored["spec"])
+        if gates & (_DISPENSABLE | {PARTITIONS_GATE}):
+            self._asked_at = self._clock()
+            self._known = replace(self._known, missing=self._known.missing | (gates & _DISPENSABLE))
+        if PARTITIONS_GATE in gates:
+            self._known = replace(self._known, no_partitions=_drops_counters(dropped))
+            self._learn_partitions(None)
+        return dropped
+
+    def as_sent(self, existing: Iterable[JsonObject]) -> list[JsonObject]:
+        """All slices, but as it was sent what the server stored otherwise, while it is still there so. Slices that are
+        not among them are forgotten."""
+        present = {entry["metadata"]["name"]: entry for entry in existing}
+        self._stored_otherwise = {
+            name: (sent, stored)
+            for name, (sent, stored) in self._stored_otherwise.items()
+            if name in present and present[name]["spec"] == stored
+        }
+        return [
+            {**entry, "spec": self._stored_otherwise[name][0]} if name in self._stored_otherwise else entry
+            for name, entry in present.items()
+        ]
+
+    def _learn_partitions(self, inventory: Inventory | None) -> None:
+        """Tell what is new of partitions."""
+        problem = self._known.no_partitions
+        counts, self._counts = self._counts, problem is None
+        if counts == self._counts:
+            return
+        if problem is not None:
             _log.warning("partitions_not_supported", reason=problem)
             self._tell(problem)
-
-
-class TaintSupport:
-    """Remembers what the server does with taints. For the publisher's thread; any thread may read `dropped`.
-
-    `limits` is called once, and again while the server does not answer and after it refused a slice as invalid: it may
-    have been downgraded, or one of several servers may be older. `keeps` is called when it first matters, and each hour
-    while the answer was no.
-    """
-
-    def __init__(
-        self,
-        limits: Callable[[], TaintLimits | None],
-        keeps: Callable[[], bool | None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ask_limits = limits
-        self._ask_keeps = keeps
-        self._clock = clock
-        self._limits: TaintLimits | None = None
-        self._was_refused = False
-        self._keeps: bool | None = None
-        self._asked_at = 0.0
-        self._matters = False
-
-    @property
-    def dropped(self) -> bool:
-        """Whether the server is known to drop taints."""
-        return self._keeps is False
-
-    @property
-    def ask_at(self) -> float:
-        """When the server should be asked again, as the clock tells it; infinity if there is no need."""
-        return self._asked_at + _ASK_AGAIN_S if self._matters and self.dropped else math.inf
-
-    def limits(self) -> TaintLimits:
-        """What may be sent. A server that does not tell its release is taken for a new one until it refuses a slice.
-        Raises: ApiUnavailableError."""
-        if self._limits is None:
-            unknown = OLDEST_TAINTS if self._was_refused else NEWEST_TAINTS
-            self._limits = self._ask_limits() or unknown
-        return self._limits
-
-    def drops(self, *, matters: bool) -> bool:
-        """Whether devices are not kept from pods by their taints; `matters` says whether there are such taints now.
-        Raises: ApiUnavailableError."""
-        self._matters = matters
-        if not matters:
-            return self.dropped
-        overdue = not self._keeps and self._clock() - self._asked_at >= _ASK_AGAIN_S
-        if self._keeps is None or overdue:
-            answer = self._ask_keeps()
-            # A server that does not tell is taken for one that keeps them, until it drops some.
-            self._keeps = answer if answer is not None else self._keeps is not False
-            self._asked_at = self._clock()
-        return self.dropped
-
-    def fields_dropped(self) -> None:
-        """The server dropped taints of a slice."""
-        self._keeps, self._asked_at = False, self._clock()
-
-    def publish_failed(self, error: Exception) -> None:
-        """Slices could not be written."""
-        if isinstance(error, ApiRejectedError) and error.status == _INVALID:
-            self._limits, self._was_refused = None, True
+            return
+        _log.info("partitions_supported")
+        concern = None if inventory is None else self._caution(inventory)
+        if concern is not None:
+            _log.warning("scheduler_outdated", reason=concern)
+            self._warn(concern)

@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,12 +21,11 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.sharing import SharingPolicy
-from dra_driver.slices.api_support import PartitionSupport, TaintSupport
+from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import RefusedSlices
-from dra_driver.slices.remembered_drops import RememberedDrops
 from dra_driver.slices.rules.build import Pool, Taints, build_pool, none_withheld
 from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes, slice_index
-from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, TAINTS_GATE
+from dra_driver.slices.rules.dropped_fields import TAINTS_GATE, Drop, fields_of, without_fields
 from dra_driver.slices.rules.kubernetes_releases import TaintLimits
 from dra_driver.slices.rules.pacing import WritePacing
 
@@ -78,9 +76,9 @@ class Publisher:
     """Brings the node's slices in line with the inventory, again and again.
 
     Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
-    `partitions` reduces the inventory to what the server can take. `taints` answers how devices are tainted at the
-    moment; its argument is what the server takes of taints. `withheld` answers which devices are left out of the
-    slices; its argument says whether the server drops taints.
+    `support` says what the server takes and keeps. `taints` answers how devices are tainted at the moment; its argument
+    is what the server takes of taints. `withheld` answers which devices are left out of the slices; its argument says
+    whether the server drops taints.
     """
 
     def __init__(
@@ -91,8 +89,7 @@ class Publisher:
         sharing: SharingPolicy,
         *,
         may_publish: Callable[[], bool],
-        partitions: PartitionSupport,
-        tainting: TaintSupport,
+        support: ApiSupport,
         taints: Callable[[TaintLimits], Taints],
         withheld: Callable[[bool], Callable[[OfferedDevice], bool]] = lambda _dropped: none_withheld,
         observer: PublishObserver,
@@ -101,11 +98,9 @@ class Publisher:
         self._slices = slices
         self._owner_source = owner
         self._owner: Owner | None = None
-        self._memory = RememberedDrops(slices.dry_run, self._fields_dropped)
         self._sharing = sharing
         self._may_publish = may_publish
-        self._partitions = partitions
-        self._tainting = tainting
+        self._support = support
         self._taints = taints
         self._withheld = withheld
         self._observer = observer
@@ -118,7 +113,8 @@ class Publisher:
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
         """Names of the devices that were left out when the pool was last built."""
-        self._known_gates: frozenset[str] = frozenset()
+        self._known_drops: set[Drop] = set()
+        self._known_gates: set[str] = set()
         self._refused: dict[str, _Refusal] = {}  # by UID
         self._refused_slices = RefusedSlices()
         self._pacing = WritePacing()
@@ -172,14 +168,14 @@ class Publisher:
 
     def _pause_after(self, error: DraDriverError) -> None:
         self._problem = str(error)
-        self._report_failure(error)
+        self._observer.publish_failed(error)
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(asked)
         _log.warning("publish_retried", reason=str(error), retry_in_s=round(delay, 2))
         self._worker.pause(delay)  # within the round, so that no change of a device or a slice ends the wait
 
     def _crashed(self, error: Exception) -> float:
-        self._report_failure(error)
+        self._observer.publish_failed(error)
         self._problem = "publishing failed unexpectedly; see the log"
         self._worker.pause(self._backoff.step())
         return 0.0
@@ -194,18 +190,11 @@ class Publisher:
             return
         known = self._owner
         owner = known or self._owner_source()
-        offered = self._partitions.usable(inventory)
-        taints = self._taints(self._tainting.limits())
-        withheld = self._withheld(self._are_taints_dropped(offered, taints))
-        wanted = build_pool(offered, owner.node_name, self._sharing, taints, withheld)
-        self._report_faults(wanted)
+        wanted = self._wanted(inventory, owner)
         pool = self._refused_slices.publishable(wanted)
-        self._memory.ask_again(self._slices.snapshot())
         changes = self._changes(pool, owner)
         if changes and self._pacing.lately(time.monotonic()):
             self._worker.pause(_QUIET_AFTER_WRITE_S)
-            changes = self._changes(pool, owner)
-        if self._memory.ask_before(changes.updates, self._slices.snapshot()):
             changes = self._changes(pool, owner)
         if changes.creates and known is not None:
             # Slices vanish with the Node object that owns them, and its successor has another UID.
@@ -221,13 +210,19 @@ class Publisher:
         if not self._standing_by:
             self._settle()
 
-    def _are_taints_dropped(self, offered: Inventory, taints: Taints) -> bool:
-        """Asked before a tainted device is published, so that no pod gets it in between."""
-        was_dropped = self._tainting.dropped
-        is_dropped = self._tainting.drops(matters=any(taints(device) for device in offered.devices()))
-        if is_dropped and not was_dropped:
-            self._tell_dropped({TAINTS_GATE})
-        return is_dropped
+    def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
+        """The pool as the API server can take and keep it."""
+        support = self._support.of(inventory)
+        offered = inventory if support.no_partitions is None else inventory.without_partitions()
+        taints = self._taints(support.taints)
+        withheld = self._withheld(TAINTS_GATE in support.missing)
+        pool = build_pool(offered, owner.node_name, self._sharing, taints, withheld)
+        self._report_faults(pool)
+        lost = {gate for gate in support.missing if without_fields(pool, {gate}) != pool}
+        if TAINTS_GATE in support.missing and any(taints(device) for device in offered.devices()):
+            lost.add(TAINTS_GATE)  # also where the devices are withheld for that
+        self._report_drops("all", fields_of(lost - self._known_gates))
+        return without_fields(pool, support.missing)
 
     def _leads(self) -> bool:
         ours = self._may_publish()
@@ -262,19 +257,15 @@ class Publisher:
         self._again_at(self._refused_slices.due)
         for refusal in self._refused.values():
             self._again_at(refusal.due)
-        self._again_at(self._memory.ask_at)
-        self._again_at(self._partitions.ask_at)
-        self._again_at(self._tainting.ask_at)
+        self._again_at(self._support.ask_at)
         self._behind_since = None
         if self._refused_slices.problem is None:
             self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """What is to be written now; deletions that were refused come back when they are due."""
-        existing = self._slices.snapshot()
-        changes = slice_changes(
-            pool, self._memory.as_sent(existing), owner, self._refused, self._refused_slices.indexes
-        )
+        existing = self._support.as_sent(self._slices.current())
+        changes = slice_changes(pool, existing, owner, self._refused, self._refused_slices.indexes)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._refused = {uid: refusal for uid, refusal in self._refused.items() if uid in obsolete}
         now = time.monotonic()
@@ -338,12 +329,16 @@ class Publisher:
             stored = write(entry)
         except DraDriverError as error:
             name = entry["metadata"].get("name")
-            known = next((one for one in self._slices.snapshot() if one["metadata"]["name"] == name), None)
+            known = next((one for one in self._slices.current() if one["metadata"]["name"] == name), None)
             if not self._refused_slices.refused(index, meant, sent, known, error):
                 raise
-            self._report_failure(error)
+            self._support.refused(error)
+            self._observer.publish_failed(error)
             return False
-        self._memory.stored(entry, stored)
+        dropped = self._support.stored(entry, stored)
+        if dropped:
+            self._report_drops(stored["metadata"]["name"], dropped)
+            self.mark_dirty()  # it may be built otherwise now
         self._refused_slices.written(index, meant, sent)
         return True
 
@@ -357,7 +352,7 @@ class Publisher:
             try:
                 self._slices.delete(name, uid, metadata["resourceVersion"])
             except DraDriverError as error:
-                self._report_failure(error)
+                self._observer.publish_failed(error)
                 known = self._refused.get(uid)
                 delay = min(known.delay_s * 2, _BACKOFF_MOST_S) if known else _BACKOFF_FIRST_S
                 asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
@@ -371,25 +366,22 @@ class Publisher:
                 _log.info("slice_deleted", slice=name)
         return deleted
 
-    def _fields_dropped(self, gates: AbstractSet[str]) -> None:
-        """The API server did not store fields that these feature gates guard."""
-        self._tell_dropped(gates)
-        if PARTITIONS_GATE in gates:
-            self._partitions.fields_dropped()
-            self.mark_dirty()
-        if TAINTS_GATE in gates and not self._tainting.dropped:
-            self._tainting.fields_dropped()
-            self.mark_dirty()
-
-    def _tell_dropped(self, gates: AbstractSet[str]) -> None:
-        new = gates - self._known_gates
-        if new:
-            self._known_gates |= new
-            self._observer.fields_dropped(", ".join(sorted(new)))
-
-    def _report_failure(self, error: Exception) -> None:
-        self._tainting.publish_failed(error)
-        self._observer.publish_failed(error)
+    def _report_drops(self, name: str, dropped: Iterable[Drop]) -> None:
+        """Report what the API server does not store of a slice, each loss and each feature gate once."""
+        new = set(dropped) - self._known_drops
+        if not new:
+            return
+        _log.warning(
+            "slice_fields_dropped",
+            slice=name,
+            fields=sorted(f"{path} ({gate})" for path, gate in new),
+            remedy="enable the named feature gates in the API server, or do without these fields",
+        )
+        gates = {gate for _, gate in new} - self._known_gates
+        self._known_drops |= new
+        self._known_gates |= gates
+        if gates:
+            self._observer.fields_dropped(", ".join(sorted(gates)))
 
     def _report_faults(self, pool: Pool) -> None:
         """Report the devices that are left out or otherwise than asked for, each time that they are others."""

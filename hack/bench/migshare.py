@@ -18,7 +18,6 @@ from measurements import NODE, cdi_root, wait_for
 from playground.kubelet import KubeletSettings
 from playground.node import DRIVER, PlaygroundNode
 
-from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import platform_of
 from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -81,10 +80,9 @@ def own_shares(root: Path, count: int) -> list[float]:
     node = PlaygroundNode(
         root, name=NODE, kubelet=KubeletSettings(poll_s=0.002), cdi=cdi_root(root), device_nodes="auto"
     )
-    settings = replace(node.settings, dynamic_mig=True)
-    platform = platform_of(settings)
+    platform = platform_of(node.settings)
     library = TimedLibrary(platform.load_nvml())
-    driver = Driver(settings, replace(platform, load_nvml=lambda: library))
+    driver = node.make_driver(replace(platform, load_nvml=lambda: library), dynamic_mig=True)
     driver.start()
     try:
         node.kubelet.wait_registered(DRIVER)

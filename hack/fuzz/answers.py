@@ -12,8 +12,7 @@ from dra_driver import logs
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_claim_now
-from dra_driver.kube.endpoint import kubeconfig_endpoint
-from dra_driver.kube.slices import slice_event
+from dra_driver.kube.slice_cache import version_after
 from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.model.claim import ClaimRef
 from dra_driver.validation.documents import read_documents
@@ -39,7 +38,6 @@ def parsers(scratch: Path) -> dict[str, Parser]:
         "api-refusal": api_refusal,
         "api-claim": api_claim,
         "api-watch": api_watch,
-        "kubeconfig": kubeconfig(directory),
         "documents": documents(directory),
         "selector": selector,
         "log-text": log_text,
@@ -81,20 +79,7 @@ def api_watch(content: bytes) -> None:
     stream = WatchStream(mock.Mock(stream=lambda _size: iter(pieces)), "watch")
     with suppress(ApiUnavailableError, ApiRejectedError):
         for event in stream:
-            slice_event(event)
-
-
-def kubeconfig(directory: Path) -> Parser:
-    def parse(content: bytes) -> None:
-        """A kubeconfig without plugins, which are programs of their owner."""
-        if b"exec" in content or b"auth-provider" in content:
-            return
-        path = directory / "kubeconfig"
-        path.write_bytes(content)
-        with suppress(InvalidConfigError):
-            kubeconfig_endpoint(path)
-
-    return parse
+            version_after("1", event)
 
 
 def documents(directory: Path) -> Parser:

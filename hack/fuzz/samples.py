@@ -158,11 +158,6 @@ def _seeds() -> dict[str, tuple[bytes | str | Json | list[Any], ...]]:
             '{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "8"}}}\n'
             '{"type": "ERROR", "object": {"code": 410, "message": "too old"}}\n',
         ),
-        "kubeconfig": (
-            "current-context: x\ncontexts: [{name: x, context: {cluster: c, user: u}}]\n"
-            "clusters: [{name: c, cluster: {server: 'http://a:1', certificate-authority-data: eA==}}]\n"
-            "users: [{name: u, user: {token: t}}]\n",
-        ),
         "documents": (
             "kind: List\nitems: [{kind: Pod, metadata: {name: x, namespace: y}}, 3]\n---\na: &a {b: [1]}\nc: *a\n",
         ),

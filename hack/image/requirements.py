@@ -1,8 +1,8 @@
 """Print what the image needs of pyproject.toml's dependencies, for `make lock`.
 
-The client library `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs whose
-credentials come from a plugin; a pod has a token of its own. CEL (`cel-expr-python`) is for `validate` and `cluster`,
-which people run elsewhere; in the image they judge the selectors of the driver's own classes.
+The package `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs; a pod has a
+service account. CEL (`cel-expr-python`) is for `validate` and `cluster`, which people run elsewhere; in the image they
+judge the selectors of our own classes.
 """
 
 from __future__ import annotations

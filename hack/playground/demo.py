@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dra_driver.app.daemon import Driver
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.cli.tables import device_table, terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
@@ -44,7 +43,7 @@ class _Demo:
         self._node = stack.enter_context(PlaygroundNode(root, machine, name="demo-node"))
         self._scenes = 0
         self._partition_one_gpu()
-        self._driver = Driver(self._node.settings)
+        self._driver = self._node.make_driver()
         stack.callback(self._driver.stop)
 
     def play(self) -> None:

@@ -1,16 +1,22 @@
 """A node below one directory: a simulated machine, and around it the playground's API server, scheduler and kubelet.
 
-The daemon is the real one. It runs in this process, `Driver(node.settings)`, or in one of its own, `start_daemon`.
+The daemon is the real one. It runs in this process, `make_driver`, or in one of its own, `start_daemon`. Either reaches
+the API server as in a pod; commands have a kubeconfig.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
+from unittest import mock
 
+from dra_driver.app.daemon import Driver
+from dra_driver.app.platforms import Platform
 from dra_driver.settings import Settings
 from dra_driver.simulator import create_machine
 from dra_driver.validation.rules.standard_classes import standard_classes
@@ -106,11 +112,25 @@ class PlaygroundNode:
             for option, value in self.options.items()
         }
 
+    def service_account(self) -> dict[str, str]:
+        """The environment variables by which a daemon without a kubeconfig reaches the API server, as in a pod."""
+        return self.server.write_service_account(self.root / "serviceaccount")
+
+    def make_driver(self, platform: Platform | None = None, **changes: Any) -> Driver:
+        """A daemon for this process, with these settings changed."""
+        with mock.patch.dict(os.environ, self.service_account()):
+            return Driver(replace(self.settings, kubeconfig=None, **changes), platform)
+
     def start_daemon(self, *arguments: str, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         """`gpu-dra-driver run` for this node with further `arguments`; its output goes to `log`, if there is one."""
         program = Path(sys.executable).parent / "gpu-dra-driver"
+        flags = self.flags(name for name in self.options if name != "--kubeconfig")
+        variables = {name: value for name, value in os.environ.items() if name != "KUBECONFIG"}
         return subprocess.Popen(
-            [program, "run", *self.flags(), *_UNLIMITED, *arguments], stdout=log, stderr=log
+            [program, "run", *flags, *_UNLIMITED, *arguments],
+            env=variables | self.service_account(),
+            stdout=log,
+            stderr=log,
         )
 
     def devices(self) -> list[JsonObject]:

@@ -6,10 +6,9 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dra_driver.app.daemon import Driver
 from dra_driver.app.posix_signals import SignalWatch
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.logs import configure_logs
@@ -28,11 +27,11 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
     configure_logs(log_level, "console")
     with scratch_directory("playground") as scratch, ExitStack() as stack:
         node = stack.enter_context(PlaygroundNode(Path(scratch), machine, name="playground-node"))
-        settings = replace(node.settings, mps_host="child", log_level=log_level, log_format="console")
+        changes: dict[str, Any] = {"mps_host": "child", "log_level": log_level, "log_format": "console"}
         if config is not None:
             node.options["--config"] = str(config.resolve())
-            settings = replace(settings, **read_config_file(config))
-        driver = Driver(settings)
+            changes |= read_config_file(config)
+        driver = node.make_driver(**changes)
         stack.callback(driver.stop)
         driver.start()
         node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)

@@ -26,7 +26,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings
-from dra_driver.slices.api_support import PartitionSupport, TaintSupport
+from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import untainted
 from dra_driver.slices.rules.diff import Owner
@@ -88,10 +88,7 @@ class NodePublisher:
             lambda: Owner(DRIVER, name, node_uid(self._client, name)),
             NO_SHARING,
             may_publish=lambda: True,
-            partitions=PartitionSupport(
-                lambda: None, _log.warning, caution=lambda _: None, warn=_log.warning
-            ),
-            tainting=TaintSupport(lambda: None, lambda: True),
+            support=ApiSupport(lambda *_: Support(), _log.warning, caution=lambda _: None, warn=_log.warning),
             taints=lambda _: untainted,
             observer=_Failures(),
         )

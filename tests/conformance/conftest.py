@@ -132,7 +132,7 @@ def spawn() -> Iterator[Callable[..., Process]]:
             "CDI_ROOT": settings.cdi_root,
             "KUBELET_REGISTRAR_DIRECTORY_PATH": settings.kubelet_registrar_directory_path,
             "KUBELET_PLUGINS_DIRECTORY_PATH": settings.kubelet_plugins_directory_path,
-            "KUBECONFIG": str(settings.kubeconfig),
+            **node.service_account(),
             "SIMULATE": str(settings.simulate),
             "SIMULATOR_DIR": str(settings.simulator_dir),
             "LOG_LEVEL": "warning",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from dra_driver.diagnostics.packed_slices import UnpackedPools, packed
+from dra_driver.diagnostics.cluster_lists import _Shared
 from dra_driver.diagnostics.rules.cluster_view import (
     Count,
     by_node,
@@ -133,32 +134,24 @@ def test_counts(slices: list[Json], claims: list[Json], expected: Count) -> None
     assert expected.gpus == expected.free + expected.allocated + expected.blocked + expected.tainted
 
 
-def test_packed_slices_are_the_same_slices() -> None:
+def test_equal_parts_of_slices_are_kept_once_and_nothing_changes() -> None:
+    """Nodes of one kind differ in little; MIG devices on demand are many."""
     slices = [
-        entry("n", gpu("a"), total=2),
-        entry("n", sharedCounters=COUNTERS, total=2),
-        entry("m", gpu("b")),
+        entry(
+            node, gpu(node, slices="7"), *(mig(node, number) for number in range(3)), sharedCounters=COUNTERS
+        )
+        for node in ("n", "m")
     ]
-    for number, one in enumerate(slices):
-        one["metadata"] = {"name": f"slice-{number}"}
-    members, problems = pools_of(DRIVER, map(packed, slices))
-    assert problems == {}
-    assert dict(UnpackedPools(members)) == {"n": slices[:2], "m": slices[2:]}
-    assert len(UnpackedPools(members)) == 2
-
-
-def test_mig_devices_on_demand_are_unpacked_where_one_is_held() -> None:
-    cut = [gpu("a", slices="7"), mig("a", 0), mig("a", 1), mig("a", 2, is_made=True)]
-    slices = [entry(node, *cut, sharedCounters=COUNTERS) for node in ("n", "m")]
     for one in slices:
         one["metadata"] = {"name": one["spec"]["nodeName"]}
-    members, _ = pools_of(DRIVER, map(packed, slices))
-    found = UnpackedPools(members, [("n", "a-mig-0"), ("m", "a"), ("m", "a-mig-2")])
-    names = {pool: [one["name"] for one in has[0]["spec"]["devices"]] for pool, has in found.items()}
-    assert names == {"n": [one["name"] for one in cut], "m": ["a", "a-mig-2"]}
-    claims = [claim("c", ("n", "a-mig-0")), claim("d", ("m", "a-mig-2"))]
-    holders = holders_of(DRIVER, claims)
-    assert devices_of(UnpackedPools(members, holders), holders) == devices_of(UnpackedPools(members), holders)
+    shared = _Shared()
+    kept = [shared(copy.deepcopy(one)) for one in slices]
+    assert kept == slices
+    [first, second] = [one["spec"]["devices"] for one in kept]
+    for here, there in zip(first, second, strict=True):
+        assert here["attributes"]["type"] is there["attributes"]["type"]
+        [one], [other] = here["consumesCounters"], there["consumesCounters"]
+        assert one["counters"] is other["counters"]
 
 
 def test_nodes_and_products() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,61 +89,27 @@ def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
             for one in cluster.pod("burst-8")["status"].get("conditions", [])
         ),
     )
-    shown = subprocess.run(view(), env=with_kubeconfig(cluster), capture_output=True, text=True, check=True)
-    [_, row, _, *waiting] = shown.stdout.splitlines()
+    [_, row, _, *waiting] = shown(cluster).splitlines()
     assert row.split()[:6] == [cluster.node, "8", "0", "8", "0", "0"]
     assert re.match(r"claim default/burst-8-gpu-\w+ has no devices:", waiting[0])
     assert "(0 of 8 matching devices are free on" in waiting[1]
     assert waiting[2] == "  pod burst-8 waits for it"
     assert waiting[3].startswith("  the scheduler says: 0/1 nodes are available: ")
     freed = cluster.seen_by("burst-0")
-    with watched(cluster) as looks:
-        assert [pod["name"] for pod in next(looks)["pending"][0]["pods"]] == ["burst-8"]
-        cluster.kubectl("delete", "pod", "burst-0")
-        cluster.wait_running("burst-8")
-        assert next(look for look in looks if not look["pending"])["rows"][0]["count"]["allocated"] == 8
+    [pending] = json.loads(shown(cluster, "-o", "json"))["pending"]
+    assert [pod["name"] for pod in pending["pods"]] == ["burst-8"]
+    cluster.kubectl("delete", "pod", "burst-0")
+    cluster.wait_running("burst-8")
+    look = json.loads(shown(cluster, "-o", "json"))
+    assert (look["pending"], look["rows"][0]["count"]["allocated"]) == ([], 8)
     assert cluster.seen_by("burst-8") == freed
 
 
-def view(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "dra_driver.cli.main", "cluster", *arguments]
-
-
-def with_kubeconfig(cluster: Cluster) -> dict[str, str]:
-    return {**os.environ, "KUBECONFIG": str(cluster.local.kubeconfig())}
-
-
-@contextmanager
-def watched(cluster: Cluster) -> Iterator[Iterator[dict[str, Any]]]:
-    """What `cluster --watch` prints, look for look, until Ctrl-C."""
-    command = view("--watch", "--interval", "1", "-o", "json")
-    process = subprocess.Popen(
-        command,
-        env=with_kubeconfig(cluster),
-        stdout=subprocess.PIPE,
-        text=True,
-        # As from a shell: what runs in the background of one has SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
-    assert process.stdout is not None
-    lines = process.stdout
-
-    def looks() -> Iterator[dict[str, Any]]:
-        text = ""
-        for line in lines:
-            text += line
-            if line == "}\n":
-                yield json.loads(text)
-                text = ""
-
-    with process:
-        try:
-            yield looks()
-            process.send_signal(signal.SIGINT)
-            lines.read()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
+def shown(cluster: Cluster, *arguments: str) -> str:
+    """What the command `cluster` prints."""
+    command = [sys.executable, "-m", "dra_driver.cli.main", "cluster", *arguments]
+    environment = {**os.environ, "KUBECONFIG": str(cluster.local.kubeconfig())}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.core

@@ -10,7 +10,7 @@ from typing import Any
 from dra_driver.errors import ApiRejectedError
 from dra_driver.model.json_copy import copy_json
 from dra_driver.model.sharing import NO_SHARING
-from dra_driver.slices.api_support import PartitionSupport, TaintSupport
+from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import untainted
 
@@ -45,15 +45,18 @@ def publisher_of(
     inventory: Callable[[], Any], slices: Any, owner: Callable[[], Any], **more: Any
 ) -> Publisher:
     """A publisher that always leads, on a server that takes everything; `more` replaces parts of that."""
-    partitions = PartitionSupport(lambda: None, _ignore, caution=lambda _: None, warn=_ignore)
     parts: dict[str, Any] = {
         "may_publish": lambda: True,
-        "partitions": partitions,
-        "tainting": TaintSupport(lambda: None, lambda: True),
+        "support": support_of(lambda *_: Support()),
         "taints": lambda limits: untainted,
         "observer": Heard(),
     }
     return Publisher(inventory, slices, owner, NO_SHARING, **parts | more)
+
+
+def support_of(ask: Callable[[Support, bool], Support]) -> ApiSupport:
+    """What the server that answers `ask` takes and keeps; nobody hears of it."""
+    return ApiSupport(ask, _ignore, caution=lambda _: None, warn=_ignore)
 
 
 def _ignore(_text: str) -> None: ...
@@ -79,7 +82,7 @@ class FakeSlices:
 
     # --- as the publisher sees it ----------------------------------------------------------------
 
-    def snapshot(self) -> list[JsonObject]:
+    def current(self) -> list[JsonObject]:
         with self._lock:
             return copy_json([self._objects[name] for name in sorted(self._objects)])
 
@@ -103,10 +106,6 @@ class FakeSlices:
         with self._lock:
             self._objects.pop(name, None)
 
-    def dry_run(self, obj: JsonObject) -> JsonObject:
-        """What an update would store; the store is the same for both."""
-        return self.store(copy_json(obj))
-
     # --- as others see it ------------------------------------------------------------------------
 
     def wipe(self) -> None:
@@ -116,7 +115,7 @@ class FakeSlices:
 
     def spoil(self, **spec: Any) -> None:
         """Somebody else writes the first slice."""
-        entry = self.snapshot()[0]
+        entry = self.current()[0]
         entry["spec"].update(spec)
         self._put(entry)
         self.on_change()

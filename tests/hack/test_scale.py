@@ -21,4 +21,4 @@ def test_scale_measures_a_few_nodes_and_a_restart_writes_nothing() -> None:
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
     assert rows["first publication"][2] == "4", "a write a node"
     assert rows["restart of all"][2] == "0"
-    assert rows["at rest"][1:3] == ["0", "0"]
+    assert rows["at rest again"][1:3] == ["0", "0"]

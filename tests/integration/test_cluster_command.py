@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import forked_commands
 import pytest
 
-from dra_driver.diagnostics.cluster_lists import ClusterReader
-from dra_driver.diagnostics.cluster_watch import ClusterWatch
-from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.endpoint import load_endpoint
 from tests.cli.test_tables import on_terminal
 from tests.integration.conftest import NODE, Node, eventually
 from tests.integration.test_process import call
@@ -67,17 +57,6 @@ def test_taints_stay_on_a_narrow_terminal(at_work: list[str], node: Node) -> Non
     assert row.split()[1:6] == ["8", "6", "2", "0", "0"]
     assert titles.split()[-1] == "TAINTS"
     assert "gpu-lost:" in row
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [("inf", "a number"), ("nan", "a number"), ("1e12", "86400 or less"), ("0.5", "1 or more")],
-)
-def test_an_interval_that_nobody_waits_for_is_refused(seconds: str, expected: str) -> None:
-    done = call("cluster", "--watch", "--interval", seconds)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"--interval '{seconds}': expected {expected}\n" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "-a", "a" * 64, "a\x1b[2J"])
@@ -190,114 +169,6 @@ def test_as_a_plugin_of_kubectl(at_work: list[str]) -> None:
     program = Path(sys.executable).parent / "kubectl-gpus"
     done = subprocess.run([program, *at_work[1:]], capture_output=True, text=True, check=True)
     assert done.stdout == call(*at_work).stdout
-
-
-class _Watching:
-    """`cluster --watch` as a process."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [*arguments, "--watch", "--interval", "1"]
-        (stdout, its_stdout), (stderr, its_stderr) = os.pipe(), os.pipe()
-        with Path(os.devnull).open() as nothing:
-            self.process = forked_commands.start(
-                command, nothing.fileno(), its_stdout, its_stderr, env=os.environ
-            )
-        os.close(its_stdout)
-        os.close(its_stderr)
-        self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
-
-    def shows(self, *cells: str) -> None:
-        """Read until a row of node-a begins with these."""
-        for line in self.stdout:
-            if line.split()[: 1 + len(cells)] == [NODE, *cells]:
-                return
-        raise AssertionError(self.stderr.read())
-
-    def end(self) -> None:
-        """Ctrl-C."""
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(20) == 0
-        rest = self.stderr.read()
-        assert "Traceback" not in rest, rest
-
-
-@pytest.fixture
-def watching(at_work: list[str]) -> Iterator[_Watching]:
-    made = _Watching(*at_work)
-    yield made
-    made.process.kill()
-    made.process.wait(20)
-    made.stdout.close()
-    made.stderr.close()
-
-
-def lists_of(node: Node, plural: str) -> int:
-    asked = [one for one in node.server.requests if one.method == "GET" and one.path.endswith(plural)]
-    return sum("watch" not in one.query and "limit" in one.query for one in asked)
-
-
-def test_watching_lists_once_and_shows_what_changes(watching: _Watching, node: Node) -> None:
-    watching.shows("8", "6", "2")
-    names = [device["name"] for device in node.devices()]
-    node.allocated_by_hand("more", names[4])
-    watching.shows("8", "5", "3")
-    node.server.faults.cut_watches()  # they go on from where they were
-    node.allocated_by_hand("again", names[5])
-    watching.shows("8", "4", "4")
-    assert [lists_of(node, plural) for plural in ("resourceslices", "resourceclaims", "pods")] == [1, 1, 1]
-    watching.end()
-    assert watching.stderr.read() == ""
-
-
-def test_watching_lists_again_what_the_server_has_forgotten(watching: _Watching, node: Node) -> None:
-    watching.shows("8", "6", "2")
-    names = [device["name"] for device in node.devices()]
-    node.server.store.forget()
-    node.server.faults.fail(1, 410, reason="Expired", path="/resourceclaims")
-    node.server.faults.cut_watches()
-    node.allocated_by_hand("more", names[4])
-    watching.shows("8", "5", "3")
-    assert lists_of(node, "resourceclaims") == 2
-    watching.end()
-
-
-def test_watching_goes_on_while_the_server_is_away(watching: _Watching, node: Node) -> None:
-    watching.shows("8", "6", "2")
-    node.server.faults.fail(1, 503, path="/deviceclasses")
-    node.server.faults.cut_watches()
-    assert "looking again" in watching.stderr.readline()
-    names = [device["name"] for device in node.devices()]
-    node.allocated_by_hand("more", names[4])
-    watching.shows("8", "5", "3")
-    watching.end()
-
-
-def test_who_may_list_but_not_watch_sees_the_lists(
-    at_work: list[str], node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = ClusterReader(load_endpoint(at_work[-1]), "gpu.nvidia.com", timeout_s=10, with_owners=False)
-    refused = ApiRejectedError("watch resourceclaims: forbidden", status=403)
-    told: list[str] = []
-    [claims] = [listed for listed in reader.needed if listed.name == "resourceclaims"]
-
-    def watch(_version: str) -> Any:
-        raise refused
-
-    monkeypatch.setattr(claims, "watch", watch)
-    with ClusterWatch(reader, told.append, poll_s=0.05) as watching:
-        assert len(watching.next().claims) == 2
-        node.allocated_by_hand("more", node.devices()[5]["name"])
-        while len(watching.next().claims) != 3:
-            pass
-    assert told == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cluster-watch")]
-
-
-def test_watching_ends_where_a_right_to_list_is_missing(at_work: list[str], node: Node) -> None:
-    node.server.faults.fail(1, 403, reason="Forbidden", path="/resourceclaims")
-    done = call(*at_work, "--watch")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "may not list resourceclaims" in done.stderr
 
 
 def test_a_cluster_without_the_driver(make_node) -> None:

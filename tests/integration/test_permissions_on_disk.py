@@ -29,7 +29,7 @@ def start(node: Node, *without: str) -> subprocess.Popen[bytes]:
         "CDI_ROOT": node.settings.cdi_root,
         "KUBELET_REGISTRAR_DIRECTORY_PATH": node.settings.kubelet_registrar_directory_path,
         "KUBELET_PLUGINS_DIRECTORY_PATH": node.settings.kubelet_plugins_directory_path,
-        "KUBECONFIG": str(node.settings.kubeconfig),
+        **node.service_account(),
         "SIMULATE": "dgx-h100",
         "SIMULATOR_DIR": str(node.settings.simulator_dir),
         "DYNAMIC_MIG": "true",

@@ -37,7 +37,8 @@ def spawn(make_node: Callable[..., Node]):
 
     def start(node: Node, **env: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dra_driver.cli.main", "run"]
-        variables = environment(**(node.environment() | {"LOG_LEVEL": "warning"} | env))
+        in_pod = node.service_account() | {"KUBECONFIG": ""}
+        variables = environment(**(node.environment() | in_pod | {"LOG_LEVEL": "warning"} | env))
         processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
         return processes[-1]
 
@@ -233,6 +234,18 @@ def test_run_tells_every_fault_of_flags_environment_and_file(tmp_path: Path) -> 
         "the node's name is missing",
     ):
         assert said in line
+
+
+def test_the_daemon_of_a_pod_imports_no_reader_of_kubeconfigs(
+    make_node: Callable[..., Node], spawn, tmp_path: Path
+) -> None:
+    node = make_node()
+    (tmp_path / "kubernetes.py").write_text("open(f'{__file__}.imported', 'w').close()")
+    spawn(node, PYTHONPATH=str(tmp_path))
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(8)
+    assert isinstance(node.prepare(ref := node.claim("plain"))[ref.uid], Prepared)
+    assert not (tmp_path / "kubernetes.py.imported").exists()
 
 
 def test_inspect_without_a_driver_says_what_is_missing(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices import publisher as publisher_module
+from dra_driver.slices.api_support import ask_support
 from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.rules.diff import Owner
 from tests.fakes.samples import DRIVER, NODE, h100, inventory
-from tests.fakes.slices import publisher_of
+from tests.fakes.slices import publisher_of, support_of
 from tests.integration.conftest import eventually
 
 
@@ -32,12 +33,18 @@ class Instance:
     def __init__(self, root: Path, client: ApiClient, name: str, content: Inventory) -> None:
         self.names = [device.name for device in content.devices()]
         self.turn = InstanceLeadership(root / "publishers", name)
-        self._cache = SliceCache(SliceClient(ResourceApi(client), DRIVER, NODE), self._slices_changed)
+        api = ResourceApi(client)
+        self._cache = SliceCache(SliceClient(api, DRIVER, NODE), self._slices_changed)
+
+        def owner() -> Owner:
+            return Owner(DRIVER, NODE, node_uid(client, NODE))
+
         self.publisher = publisher_of(
             lambda: content,
             self._cache,
-            lambda: Owner(DRIVER, NODE, node_uid(client, NODE)),
+            owner,
             may_publish=self.turn.is_ours,
+            support=support_of(lambda known, counts: ask_support(api, owner(), known, partitions=counts)),
         )
         self._cache.start()
         self.publisher.start()

@@ -7,7 +7,6 @@ DRA_TEST_KUBECONFIG set, against that real cluster (`pytest -m cluster tests/kub
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,11 +91,3 @@ def connect(tmp_path: Path) -> Iterator[Callable[..., ApiClient]]:
     yield make
     for client in clients:
         client.close()
-
-
-@pytest.fixture
-def stop() -> Iterator[threading.Event]:
-    """A stop event that is set at the end, so that no watch outlives its test."""
-    event = threading.Event()
-    yield event
-    event.set()

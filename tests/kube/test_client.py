@@ -19,6 +19,7 @@ from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError, WatchExpiredError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found
+from dra_driver.kube.credentials import FileToken
 from dra_driver.kube.endpoint import Endpoint
 
 NODES = "/api/v1/nodes"
@@ -350,25 +351,18 @@ def test_token_file_is_read_again_when_it_is_replaced(tmp_path):
         client.close()
 
 
-def test_request_is_repeated_when_another_thread_read_the_new_token_first(connect):
+def test_request_is_repeated_when_another_thread_read_the_new_token_first(tmp_path):
     """Both were sent with the old token, and only one of them finds the file changed."""
+    path = tmp_path / "token"
+    path.write_text("old")
+    token = FileToken(path)
 
-    class Rotated:
-        def __init__(self):
-            self.tokens = ["old", "new"]
+    def another_thread(_method, _status):
+        path.write_text("newer")
+        assert token.header() == "Bearer newer"
 
-        def header(self):
-            return f"Bearer {self.tokens[0]}"
-
-        def refresh(self):
-            return False
-
-    with PlaygroundApiServer(tokens={"new": Identity("driver")}) as server:
-        source = Rotated()
-        url = connect(server).endpoint.server
-        client = ApiClient(
-            Endpoint(url, "test", token=source), observe=lambda _method, _status: source.tokens.reverse()
-        )
+    with PlaygroundApiServer(tokens={"newer": Identity("driver")}) as server:
+        client = ApiClient(Endpoint(server.url, "test", token=token), observe=another_thread)
         assert client.request("GET", NODES, action="list nodes")["items"] == []
         assert [request.status for request in server.requests] == [401, 200]
         client.close()

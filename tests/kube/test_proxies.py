@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playground.apiserver import Identity, PlaygroundApiServer
+from playground.apiserver import Identity, PlaygroundApiServer, self_signed
 from urllib3.exceptions import ProxyError
 
 from dra_driver.errors import ApiUnavailableError, InvalidConfigError
@@ -122,22 +121,9 @@ def test_a_proxy_that_cannot_be_used_is_told_at_start(tmp_path: Path, text: str,
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("tls")
-    cert, key = directory / "tls.crt", directory / "tls.key"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
-    command += ["-days", "2", "-subj", "/CN=api", "-keyout", str(key), "-out", str(cert)]
-    command += ["-addext", f"subjectAltName=IP:127.0.0.1,IP:{SERVICE_IP},DNS:api.test"]
-    subprocess.run(command, check=True, capture_output=True)
-    return cert, key
+    return self_signed(
+        tmp_path_factory.mktemp("tls") / "tls", names=f"IP:127.0.0.1,IP:{SERVICE_IP},DNS:api.test"
+    )
 
 
 @pytest.fixture
@@ -164,9 +150,9 @@ def kubeconfig(directory: Path, cluster: dict, user: dict | None = None) -> Path
     return path
 
 
-def listed(path: Path | None, environ: dict[str, str] | None = None, **options: Path) -> int:
+def listed(path: Path | None, environ: dict[str, str] | None = None) -> int:
     """How many nodes the API server lists."""
-    client = ApiClient(load_endpoint(path, environ=environ or {}, **options), timeout_s=5)
+    client = ApiClient(load_endpoint(path, environ=environ or {}), timeout_s=5)
     try:
         return len(client.request("GET", NODES, action="list nodes")["items"])
     finally:
@@ -201,6 +187,15 @@ def test_the_proxy_of_the_environment_and_no_proxy(
     assert len(proxy.asked) == 1, "loopback is never behind a proxy"
 
 
+def test_networks_of_no_proxy_count_for_kubeconfigs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that reads them knows no networks there."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "10.0.0.0/8")
+    assert load_endpoint(kubeconfig(tmp_path, {"server": "https://10.0.0.1"})).proxy is None
+
+
 def test_a_proxy_with_tls_is_verified_by_the_authorities_of_the_system(
     tmp_path: Path,
     certificate: tuple[Path, Path],
@@ -224,15 +219,13 @@ def test_a_proxy_with_tls_is_verified_by_the_authorities_of_the_system(
 
 
 def test_the_address_in_the_cluster_goes_the_way_that_the_environment_says(
-    tmp_path: Path, certificate: tuple[Path, Path], proxy: ConnectProxy
+    tmp_path: Path, server: PlaygroundApiServer, proxy: ConnectProxy
 ) -> None:
-    (tmp_path / "ca.crt").write_bytes(certificate[0].read_bytes())
-    (tmp_path / "token").write_text("t")
-    pod = {"KUBERNETES_SERVICE_HOST": SERVICE_IP, "KUBERNETES_SERVICE_PORT": "443"}
-    assert listed(None, pod | {"HTTPS_PROXY": behind(proxy)}, service_account_dir=tmp_path) == 0
+    account = server.write_service_account(tmp_path, token="t")
+    pod = account | {"KUBERNETES_SERVICE_HOST": SERVICE_IP, "KUBERNETES_SERVICE_PORT": "443"}
+    assert listed(None, pod | {"HTTPS_PROXY": behind(proxy)}) == 0
     assert proxy.asked == [f"{SERVICE_IP}:443"]
-    past = load_endpoint(None, environ=pod | {"HTTPS_PROXY": behind(proxy), "NO_PROXY": "10.96.0.0/12"},
-                         service_account_dir=tmp_path)  # fmt: skip
+    past = load_endpoint(environ=pod | {"HTTPS_PROXY": behind(proxy), "NO_PROXY": "10.96.0.0/12"})
     assert past.proxy is None
 
 

@@ -28,7 +28,6 @@ FOUND = {
     "api-refusal": [b"503 " + b"9" * 400, b'429 \n{"details": {"retryAfterSeconds": 1' + b"0" * 400 + b"}}",
                     b'503 \n{"details": [1]}', b"500 \n" + b"[" * 5000],
     "api-watch": [b'""\n', b'{"type":"ERROR","object":[1]}\n', b'{"type":"ERROR","object":{"code":[]}}\n'],
-    "kubeconfig": [b"clusters: " + b"[" * 1000, b"clusters: 2024-13-45"],
     "api-claim": [b'{"a":' * 2000],
     "log-text": [b" " * 60_000 + b"x", b"a." * 30_000, b"eyJ-" * 15_000],
     "documents": [b"\0", b"a: &x0 [1]\n" + b"".join(b"b%d: &x%d [%s]\n" % (n, n, b", ".join([b"*x%d" % (n - 1)] * 9))

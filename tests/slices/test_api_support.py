@@ -1,4 +1,4 @@
-"""When the API server is asked what it can take of the slices, and what is said of the answer."""
+"""When the API server is asked what it takes and keeps of the slices, and what is said of the answer."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
-from dra_driver.slices.api_support import PartitionSupport, TaintSupport, keeps_taints
+from dra_driver.slices.api_support import ApiSupport, Support, ask_support
 from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.dropped_fields import SHARES_GATE, TAINTS_GATE
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 from tests.fakes.samples import ONE_G, h100, inventory
 
 PLAIN = inventory(h100(0))
 CUT = inventory(replace(h100(0), partitioning=Partitioning((), ((ONE_G, Placement(0, 1)),))))
 HOUR = 3600.0
+OWNER = Owner("gpu.nvidia.com", "n1", "u" * 36)
+ALL, UNCOUNTED, UNTAINTED = Support(), Support(no_partitions="gate off"), Support(frozenset({TAINTS_GATE}))
+INVALID = ApiRejectedError("unsupported effect", status=422)
 
 
 class Bench:
     def __init__(self) -> None:
         self.now = 100.0
-        self.answers: list[str | Exception | None] = []
+        self.answers: list[Support | Exception] = []
+        self.asked: list[tuple[Support, bool]] = []
         self.concern: str | None = None
         self.told: list[str] = []
         self.warned: list[str] = []
-        self.support = PartitionSupport(
+        self.support = ApiSupport(
             self._ask,
             self.told.append,
             caution=lambda found: self.concern,
@@ -38,7 +43,8 @@ class Bench:
             clock=lambda: self.now,
         )
 
-    def _ask(self) -> str | None:
+    def _ask(self, known: Support, partitions: bool) -> Support:
+        self.asked.append((known, partitions))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -50,149 +56,176 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_server_that_counts_is_asked_once(bench: Bench) -> None:
-    bench.answers = [None]
+@pytest.mark.parametrize("found", [PLAIN, CUT], ids=["plain", "cut"])
+def test_a_server_that_keeps_everything_is_asked_once(bench: Bench, found: object) -> None:
+    bench.answers = [ALL]
     for _ in range(2):
-        assert bench.support.usable(CUT) is CUT
+        assert bench.support.of(found) == ALL
         bench.now += 2 * HOUR
+    assert bench.asked == [(ALL, found is CUT)]
     assert (bench.support.ask_at, bench.support.problem, bench.told) == (math.inf, None, [])
 
 
-def test_server_that_cannot_count_is_asked_again_every_hour(bench: Bench) -> None:
+@pytest.mark.parametrize("lacks", [UNCOUNTED, UNTAINTED], ids=["partitions", "taints"])
+def test_a_server_that_lacks_something_is_asked_again_every_hour(bench: Bench, lacks: Support) -> None:
     assert bench.support.ask_at == math.inf
-    bench.answers = ["gate off"] * 2 + [None]
+    bench.answers = [lacks, lacks, ALL]
     for _ in range(2):
-        assert bench.support.usable(CUT) == CUT.without_partitions()
+        assert bench.support.of(CUT) == lacks
         assert bench.support.ask_at == bench.now + HOUR
         bench.now += HOUR - 1
-        bench.support.usable(CUT)
+        bench.support.of(CUT)
         bench.now += 1
-    assert bench.support.usable(CUT) is CUT
-    assert (bench.support.ask_at, bench.support.problem, bench.told) == (math.inf, None, ["gate off"])
+    assert bench.support.drops_taints is (lacks is UNTAINTED)
+    assert bench.support.of(CUT) == ALL
+    assert (bench.support.ask_at, bench.support.problem, bench.support.drops_taints) == (
+        math.inf,
+        None,
+        False,
+    )
+    assert bench.told == (["gate off"] if lacks is UNCOUNTED else [])
+
+
+def test_partitions_are_asked_for_when_there_could_be_some(bench: Bench) -> None:
+    bench.answers = [ALL, UNCOUNTED]
+    assert bench.support.of(PLAIN) == ALL
+    assert bench.support.of(CUT) == UNCOUNTED
+    assert [partitions for _, partitions in bench.asked] == [False, True]
 
 
 def test_nobody_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:
     """A moment in the past would keep the publisher awake."""
-    bench.answers = ["gate off"]
-    bench.support.usable(CUT)
-    assert bench.support.usable(PLAIN) is PLAIN
+    bench.answers = [UNCOUNTED]
+    bench.support.of(CUT)
+    bench.support.of(PLAIN)
     assert (bench.support.ask_at, bench.support.problem) == (math.inf, None)
-    bench.support.usable(CUT)
+    bench.support.of(CUT)
     assert (bench.support.ask_at, bench.support.problem) == (100.0 + HOUR, "gate off")
 
 
-def test_server_that_drops_counters_or_is_away_is_asked_at_once(bench: Bench) -> None:
-    bench.answers = [None, ApiUnavailableError("down"), "gate off"]
-    bench.support.usable(CUT)
-    bench.support.fields_dropped()
+def test_what_was_not_asked_for_in_between_is_asked_for_again(bench: Bench) -> None:
+    bench.answers = [UNCOUNTED, UNTAINTED, UNCOUNTED]
+    bench.support.of(CUT)
+    bench.support.refused(INVALID)
+    bench.support.of(PLAIN)
+    assert bench.support.of(CUT) == UNCOUNTED
+
+
+def test_a_server_that_is_away_is_asked_at_once(bench: Bench) -> None:
+    bench.answers = [ApiUnavailableError("down"), UNCOUNTED]
     with pytest.raises(ApiUnavailableError):
-        bench.support.usable(CUT)
+        bench.support.of(CUT)
     assert bench.support.ask_at == math.inf
-    assert bench.support.usable(CUT) == CUT.without_partitions()
+    assert bench.support.of(CUT) == UNCOUNTED
 
 
 def test_concern_is_told_once_where_counters_are_used(bench: Bench, logs: list) -> None:
     bench.concern = "an old scheduler"
-    bench.answers = ["gate off", None]
-    bench.support.usable(CUT)
+    bench.answers = [UNCOUNTED, ALL]
+    bench.support.of(CUT)
     assert bench.warned == []
     bench.now += HOUR
     for _ in range(2):
-        bench.support.usable(CUT)
+        bench.support.of(CUT)
     assert bench.warned == ["an old scheduler"]
     assert [line["reason"] for line in logs if line["event"] == "scheduler_outdated"] == bench.warned
 
 
-def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does() -> None:
-    answers = [NEWEST_TAINTS, OLDEST_TAINTS]
-    taints = TaintSupport(lambda: answers.pop(0), lambda: True)
-    assert taints.limits() == NEWEST_TAINTS
+def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does(bench: Bench) -> None:
+    older = Support(taints=OLDEST_TAINTS)
+    bench.answers = [ALL, older]
+    bench.support.of(PLAIN)
     for error in (
         ApiUnavailableError("away"),
         ApiRejectedError("forbidden", status=403),
         ValueError("surprise"),
     ):
-        taints.publish_failed(error)
-        assert taints.limits() == NEWEST_TAINTS
-    taints.publish_failed(ApiRejectedError("unsupported effect", status=422))
-    assert taints.limits() == OLDEST_TAINTS
-    assert taints.limits() == OLDEST_TAINTS
+        bench.support.refused(error)
+        assert bench.support.of(PLAIN) == ALL
+    bench.support.refused(INVALID)
+    for _ in range(2):
+        assert bench.support.of(PLAIN) == older
+    assert bench.asked[1:] == [(older, False)], "if the server says nothing, it gets what every server takes"
 
 
-def test_no_answer_is_no_answer() -> None:
-    asked: list[bool] = []
-
-    def ask() -> TaintLimits:
-        asked.append(True)
-        if len(asked) == 1:
-            raise ApiUnavailableError("away")
-        return OLDEST_TAINTS
-
-    taints = TaintSupport(ask, lambda: True)
-    with pytest.raises(ApiUnavailableError):
-        taints.limits()
-    assert taints.limits() == OLDEST_TAINTS
+def slice_of(name: str = "s", **device: object) -> dict:
+    return {"metadata": {"name": name}, "spec": {"devices": [{"name": "gpu-0", **device}]}}
 
 
-def test_a_server_that_does_not_tell_its_release_is_taken_for_new_until_it_refuses() -> None:
-    taints = TaintSupport(lambda: None, lambda: True)
-    assert taints.limits() == NEWEST_TAINTS
-    taints.publish_failed(ApiRejectedError("too many taints", status=422))
-    assert taints.limits() == OLDEST_TAINTS
+TAINTED = slice_of(taints=[{"key": "x", "effect": "NoSchedule"}])
+COUNTED = slice_of(consumesCounters=[{"counterSet": "gpu-0", "counters": {}}])
 
 
-def test_whether_taints_are_kept_is_asked_when_it_matters_and_hourly_while_they_are_not() -> None:
-    now = [0.0]
-    answers = [False, False, True]
-    asked: list[float] = []
-
-    def keeps() -> bool:
-        asked.append(now[0])
-        return answers.pop(0)
-
-    taints = TaintSupport(lambda: None, keeps, clock=lambda: now[0])
-    assert not taints.drops(matters=False)
-    assert (asked, taints.ask_at) == ([], math.inf)
-    assert taints.drops(matters=True)
-    assert taints.drops(matters=True)
-    assert (asked, taints.ask_at) == ([0.0], HOUR)
-    assert taints.drops(matters=False), "it is known, and needs no asking"
-    assert taints.ask_at == math.inf
-    for now[0] in (HOUR, HOUR + 1):
-        assert taints.drops(matters=True)
-    now[0] = 2 * HOUR
-    assert not taints.drops(matters=True)
-    assert asked == [0.0, HOUR, 2 * HOUR]
-    now[0] = 9 * HOUR
-    assert not taints.drops(matters=True)
-    assert len(asked) == 3, "a server that keeps them shows in its answers if it stops"
-    taints.fields_dropped()
-    assert taints.drops(matters=True)
+def test_what_a_gate_explains_of_an_answer_is_believed_for_an_hour(bench: Bench) -> None:
+    """Another server than the one that was asked."""
+    bench.answers = [ALL, ALL]
+    bench.support.of(CUT)
+    bench.now += 50.0
+    assert bench.support.stored(TAINTED, slice_of()) == (("spec.devices[0].taints", TAINTS_GATE),)
+    assert bench.support.as_sent([slice_of()]) == [slice_of()], "it is built without taints from now on"
+    assert (bench.support.of(CUT), bench.support.ask_at) == (UNTAINTED, bench.now + HOUR)
+    bench.support.stored(COUNTED, slice_of())
+    problem = bench.support.of(CUT).no_partitions or ""
+    assert problem.startswith(
+        "the API server drops spec.devices[0].consumesCounters of a slice: its feature gate"
+    )
+    assert bench.told == [bench.support.problem] == [problem]
+    bench.now += HOUR
+    assert bench.support.of(CUT) == ALL
 
 
-@pytest.mark.parametrize(("minor", "gate", "kept"), [(34, {}, False), (35, {}, False), (36, {}, True),
-                                                     (34, {"DRADeviceTaints": True}, True)])  # fmt: skip
+def test_other_changes_of_the_server_are_taken_for_what_was_sent_while_they_are_there(bench: Bench) -> None:
+    bench.answers = [ALL]
+    bench.support.of(PLAIN)
+    sent, stored = (
+        slice_of(capacity={"memory": {"value": "1Gi"}}),
+        slice_of(attributes={"by": {"string": "a webhook"}}),
+    )
+    other = slice_of("other")
+    assert [gate for _, gate in bench.support.stored(sent, stored)] == ["unknown", "unknown"]
+    assert bench.support.as_sent([stored, other]) == [sent, other]
+    assert bench.support.of(PLAIN) == ALL
+    changed = slice_of(attributes={})
+    assert bench.support.as_sent([changed]) == [changed]
+    assert bench.support.as_sent([stored]) == [stored], "it is forgotten"
+    bench.support.stored(sent, stored)
+    bench.support.stored(sent, sent)
+    assert bench.support.as_sent([stored]) == [stored], "the last answer counts"
+
+
+def test_devices_are_what_the_server_says_only_if_it_can_be_asked(connect: Callable[..., ApiClient]) -> None:
+    known = Support(frozenset({TAINTS_GATE}), OLDEST_TAINTS)
+    with PlaygroundApiServer() as server:
+        api = ResourceApi(connect(server))
+        api.discover()
+        server.faults.fail(1, 400, reason="BadRequest", method="POST")
+        assert ask_support(api, OWNER, known, partitions=False) == known
+        assert ask_support(api, OWNER, known, partitions=False) == ALL
+
+
+NONE = frozenset({TAINTS_GATE, SHARES_GATE})
+
+
+@pytest.mark.parametrize(
+    ("minor", "gates", "missing", "limits"),
+    [
+        (34, {}, NONE, NEWEST_TAINTS),
+        (35, {}, NONE, NEWEST_TAINTS),
+        (36, {}, frozenset(), NEWEST_TAINTS),
+        (36, {SHARES_GATE: False}, {SHARES_GATE}, NEWEST_TAINTS),
+        (34, {TAINTS_GATE: True}, {SHARES_GATE}, OLDEST_TAINTS),
+        (34, {TAINTS_GATE: True, SHARES_GATE: True}, frozenset(), OLDEST_TAINTS),
+    ],
+)
 def test_servers_are_asked_without_a_write(
-    connect: Callable[..., ApiClient], minor: int, gate: dict[str, bool], kept: bool
-) -> None:
-    with PlaygroundApiServer(minor=minor, gates=gate) as server:
-        assert keeps_taints(ResourceApi(connect(server)), Owner("gpu.nvidia.com", "n1", "u" * 36)) is kept
-        assert server.objects("resourceslices") == []
-
-
-def test_a_server_that_does_not_tell_is_believed_until_it_drops_taints() -> None:
-    """As where a webhook refuses dry runs."""
-    now = [0.0]
-    taints = TaintSupport(lambda: None, lambda: None, clock=lambda: now[0])
-    assert not taints.drops(matters=True)
-    taints.fields_dropped()
-    for now[0] in (0.0, HOUR + 1, 3 * HOUR):
-        assert taints.drops(matters=True), "it is not offered again to see what happens"
-
-
-def test_a_server_that_refuses_to_be_asked_does_not_tell(
     connect: Callable[..., ApiClient],
+    minor: int,
+    gates: dict[str, bool],
+    missing: frozenset[str],
+    limits: TaintLimits,
 ) -> None:
-    with PlaygroundApiServer(minor=34) as server:
-        server.faults.fail(1, 403, reason="Forbidden", method="POST")
-        assert keeps_taints(ResourceApi(connect(server)), Owner("gpu.nvidia.com", "n1", "u" * 36)) is None
+    """The limits of taints that are dropped do not matter."""
+    with PlaygroundApiServer(minor=minor, gates=gates) as server:
+        api = ResourceApi(connect(server))
+        assert ask_support(api, OWNER, ALL, partitions=False) == Support(frozenset(missing), limits)
+        assert server.objects("resourceslices") == []

@@ -33,11 +33,6 @@ def device(**fields):
         ),
         (spec(sharedCounters=[{"name": "s"}]), spec(), (("spec.sharedCounters", "DRAPartitionableDevices"),)),
         (
-            spec(perDeviceNodeSelection=True),
-            spec(),
-            (("spec.perDeviceNodeSelection", "DRAPartitionableDevices"),),
-        ),
-        (
             device(allowMultipleAllocations=True),
             device(),
             (("spec.devices[0].allowMultipleAllocations", "DRAConsumableCapacity"),),
@@ -48,17 +43,9 @@ def device(**fields):
             (("spec.devices[0].capacity.memory.requestPolicy", "DRAConsumableCapacity"),),
         ),
         (
-            device(bindingConditions=["a"], bindsToNode=True),
-            device(bindsToNode=False),
-            (
-                ("spec.devices[0].bindingConditions", "DRADeviceBindingConditions"),
-                ("spec.devices[0].bindsToNode", "DRADeviceBindingConditions"),
-            ),
-        ),
-        (
-            device(attributes={"a.example.com/links": {"ints": [1]}}),
+            device(attributes={"a.example.com/links": {"int": 1}}),
             device(attributes={"a.example.com/links": {}}),
-            (("spec.devices[0].attributes[a.example.com/links].ints", "DRAListTypeAttributes"),),
+            (("spec.devices[0].attributes[a.example.com/links].int", "unknown"),),
         ),
         (
             device(attributes={"x": {"string": "a"}}),

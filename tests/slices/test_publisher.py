@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +11,17 @@ import pytest
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, StateError
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.slices import api_support, refusals
 from dra_driver.slices import publisher as module
-from dra_driver.slices import refusals
-from dra_driver.slices import remembered_drops as drop_memory
+from dra_driver.slices.api_support import Support
 from dra_driver.slices.rules import pacing
-from dra_driver.slices.rules.build import Pool, SliceContent
+from dra_driver.slices.rules.build import Pool, SliceContent, Taints, untainted
 from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.dropped_fields import SHARES_GATE, TAINTS_GATE
 from dra_driver.slices.rules.pacing import WritePacing
 from dra_driver.slices.rules.stand_ins import with_stand_ins
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
-from tests.fakes.slices import FakeSlices, Heard, publisher_of
+from tests.fakes.slices import FakeSlices, Heard, publisher_of, support_of
 from tests.slices.test_build import cut
 
 
@@ -40,14 +39,12 @@ class Waits(threading.Event):
 
 
 class GuardedSlices(FakeSlices):
-    """Some slices cannot be deleted; `dry_run` answers without storing."""
+    """Some slices cannot be deleted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.guarded: set[str] = set()
         self.refusals = 0
-        self.dry_runs: list[dict] = []
-        self.dry_run_error: Exception | None = None
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
         if name in self.guarded:
@@ -55,20 +52,17 @@ class GuardedSlices(FakeSlices):
             raise ApiRejectedError(f"delete resource slice {name}: a webhook said no (HTTP 403)", status=403)
         super().delete(name, uid, resource_version)
 
-    def dry_run(self, obj: dict) -> dict:
-        self.dry_runs.append(copy.deepcopy(obj))
-        if self.dry_run_error is not None:
-            raise self.dry_run_error
-        return self.store(copy.deepcopy(obj))
-
 
 class Bench:
     """A publisher with its surroundings."""
 
-    def __init__(self, slices: GuardedSlices | None = None) -> None:
+    def __init__(self, slices: GuardedSlices | None = None, lacks: Support = Support()) -> None:  # noqa: B008  frozen
         self.slices = slices or GuardedSlices()
         self.our_turn = True
         self.inventory: Inventory | None = MIXED
+        self.lacks: Support | Exception = lacks
+        self.questions = 0
+        self.taints: Taints = untainted
         self.node_uid = "node-uid"
         self.owner_reads = 0
         self.heard = Heard()
@@ -78,6 +72,8 @@ class Bench:
             self._owner,
             may_publish=lambda: self.our_turn,
             observer=self.heard,
+            support=support_of(self._asked),
+            taints=lambda _: self.taints,
         )
         self.slices.on_change = self.publisher.mark_dirty
 
@@ -85,13 +81,19 @@ class Bench:
         self.owner_reads += 1
         return Owner(DRIVER, NODE, self.node_uid)
 
+    def _asked(self, known: Support, partitions: bool) -> Support:
+        self.questions += 1
+        if isinstance(self.lacks, Exception):
+            raise self.lacks
+        return self.lacks
+
     def start(self) -> Bench:
         self.publisher.start()
         return self
 
     def published(self) -> list[str]:
         return [
-            device["name"] for entry in self.slices.snapshot() for device in entry["spec"].get("devices", [])
+            device["name"] for entry in self.slices.current() for device in entry["spec"].get("devices", [])
         ]
 
 
@@ -169,7 +171,7 @@ def test_withdrawn_devices_leave_an_empty_pool(running: Bench) -> None:
     running.inventory = Inventory()
     running.publisher.mark_dirty()
     eventually(lambda: running.published() == [])
-    assert len(running.slices.snapshot()) == 1
+    assert len(running.slices.current()) == 1
 
 
 @pytest.mark.parametrize(
@@ -179,21 +181,21 @@ def test_withdrawn_devices_leave_an_empty_pool(running: Bench) -> None:
         lambda slices: slices.spoil(devices=[]),
         lambda slices: slices.spoil(devices=[{"name": "intruder", "attributes": {}}]),
         lambda slices: slices.spoil(pool={"name": "another", "generation": 9, "resourceSliceCount": 1}),
-        lambda slices: slices.plant("zz-stray", slices.snapshot()[0]),
+        lambda slices: slices.plant("zz-stray", slices.current()[0]),
     ],
     ids=["deleted", "emptied", "replaced", "moved", "stray"],
 )
 def test_slices_are_put_right_within_a_second(running: Bench, harm: Callable[[FakeSlices], None]) -> None:
-    before = running.slices.snapshot()[0]["spec"]["devices"]
+    before = running.slices.current()[0]["spec"]["devices"]
     harm(running.slices)
-    eventually(lambda: [entry["spec"].get("devices") for entry in running.slices.snapshot()] == [before])
+    eventually(lambda: [entry["spec"].get("devices") for entry in running.slices.current()] == [before])
 
 
 def test_owner_is_read_again_when_the_slices_went_with_their_node(running: Bench) -> None:
     running.node_uid = "node-uid-2"
     running.slices.wipe()
     eventually(lambda: running.published() == NAMES)
-    (entry,) = running.slices.snapshot()
+    (entry,) = running.slices.current()
     assert [reference["uid"] for reference in entry["metadata"]["ownerReferences"]] == ["node-uid-2"]
     assert settled(running) == 2
 
@@ -233,7 +235,7 @@ def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
         eventually(lambda: bench.published() == NAMES)
     bench.slices.on_change()
     settled(bench)
-    assert len(bench.publisher._memory._accepted) == 1
+    assert len(bench.publisher._support._stored_otherwise) == 1
 
 
 def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> None:
@@ -521,18 +523,18 @@ def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
     eventually(lambda: bench.published() == [GPU_0])
     bench.slices.guarded.clear()
     eventually(lambda: bench.publisher.problem is None)
-    assert len(bench.slices.snapshot()) == 1
+    assert len(bench.slices.current()) == 1
     assert len([line for line in logs if line["event"] == "slice_not_deleted"]) == 1
 
 
 def test_slice_that_cannot_be_deleted_is_left_behind_in_an_older_generation(running: Bench) -> None:
     """Of the same generation it would be taken for a part of the pool, which would then be invalid."""
-    double = running.slices.snapshot()[0]
+    double = running.slices.current()[0]
     running.slices.guarded.add("00000-zz")
     running.slices.plant("00000-zz", double)
     eventually(lambda: running.slices.refusals >= 2)
     generations = {
-        entry["metadata"]["name"]: entry["spec"]["pool"]["generation"] for entry in running.slices.snapshot()
+        entry["metadata"]["name"]: entry["spec"]["pool"]["generation"] for entry in running.slices.current()
     }
     assert generations == {"00000-zz": 1, double["metadata"]["name"]: 2}
     assert settled(running) == 2
@@ -582,7 +584,7 @@ class Refusing(GuardedSlices):
         """Generation and number of devices of each slice."""
         return [
             (entry["spec"]["pool"]["generation"], len(entry["spec"].get("devices", [])))
-            for entry in self.snapshot()
+            for entry in self.current()
         ]
 
 
@@ -620,7 +622,10 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_tried_again(refusing: B
     assert refusing.publisher.wait_published(20)
 
 
-def test_devices_are_not_published_without_the_counters_that_they_consume(refusing: Bench) -> None:
+def test_devices_are_not_published_without_the_counters_that_they_consume(
+    refusing: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "_MOST_S", 5.0)  # longer than a round takes on a busy machine
     slices: Any = refusing.slices
     seen: list[list[tuple[int, int]]] = []
     refusing.inventory = inventory(*(cut(number) for number in range(9)))
@@ -628,12 +633,12 @@ def test_devices_are_not_published_without_the_counters_that_they_consume(refusi
     refusing.start()
     eventually(lambda: len(slices.by_index()) > 2)
     before, tries = slices.by_index(), len(slices.refused)
-    while len(slices.refused) < tries + 8:
+    while len(slices.refused) < tries + 4:
         refusing.publisher.mark_dirty()
         seen.append([*slices.by_index()])
         assert not [
             device
-            for entry in slices.snapshot()
+            for entry in slices.current()
             for device in entry["spec"].get("devices", [])
             if device.get("consumesCounters")
         ]
@@ -662,9 +667,9 @@ def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Ben
     eventually(lambda: len(slices.refused) >= 3)
     generations = {generation for generation, _ in slices.by_index()}
     assert generations == {2}, "the pool is whole"
-    middle = slices.snapshot()[1]["spec"]["devices"]
+    middle = slices.current()[1]["spec"]["devices"]
     assert {device["attributes"]["productName"]["string"] for device in middle} != {"new"}
-    names = [name for entry in slices.snapshot() for name in (d["name"] for d in entry["spec"]["devices"])]
+    names = [name for entry in slices.current() for name in (d["name"] for d in entry["spec"]["devices"])]
     assert len(names) == len(set(names))
     slices.faulty = lambda entry: False
     eventually(lambda: refusing.publisher.problem is None)
@@ -708,97 +713,139 @@ def test_devices_go_with_the_counters_that_are_refused() -> None:
     )
 
 
-# --- a server that drops fields, over a restart --------------------------------------------------
+# --- a server that lacks something ----------------------------------------------------------------
+
+
+def without_taints(obj: dict) -> dict:
+    for device in obj["spec"].get("devices", []):
+        device.pop("taints", None)
+    return obj
+
+
+def broken(_device: object) -> list[dict]:
+    return [{"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}]
 
 
 @pytest.fixture
 def dropping(bench: Bench) -> Bench:
-    """Published on a server that drops capacities, and stopped."""
-    bench.slices.store = without_capacity
+    """Published on a server that drops taints, without knowing of it before, and stopped."""
+    bench.slices.store = without_taints
+    bench.taints = broken
     bench.start()
     assert bench.publisher.wait_published(20)
+    settled(bench)
     bench.publisher.stop()
-    assert bench.slices.dry_runs == []
-    return Bench(bench.slices)
+    following = Bench(bench.slices, Support(frozenset({TAINTS_GATE})))
+    following.taints = broken
+    return following
 
 
-def test_restart_writes_nothing_on_a_server_that_drops_fields(dropping: Bench, logs: list) -> None:
-    before = dropping.slices.snapshot()
+def test_what_a_server_lacks_is_not_sent_again_and_told_once(dropping: Bench, logs: list) -> None:
+    """Neither by the instance that learns it from an answer, nor by one that asks."""
+    before = dropping.slices.current()
+    assert len(dropping.slices.writes) == 1
     dropping.start()
     assert dropping.publisher.wait_published(20)
-    assert settled(dropping) == 1
     dropping.slices.on_change()
     assert settled(dropping) == 1
-    assert len(dropping.slices.dry_runs) == 1, "asked once"
-    assert dropping.slices.snapshot() == before
-    assert [line["event"] for line in logs].count("slice_fields_dropped") == 2, "once an instance"
+    assert dropping.slices.current() == before
+    assert dropping.questions == 1
+    assert dropping.heard.told == [TAINTS_GATE]
+    told = [line["fields"] for line in logs if line["event"] == "slice_fields_dropped"]
+    assert told == [
+        [f"spec.devices[{index}].taints ({TAINTS_GATE})" for index in range(4)],
+        [f"spec.devices[].taints ({TAINTS_GATE})"],
+    ], "once an instance"
     dropping.publisher.stop()
+
+
+def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
+    """Nothing else wakes the publisher: the fake tells it of no write of its own."""
+    bench.slices.store = without_taints
+    bench.taints = broken
+    bench.publisher._withheld = lambda dropped: lambda device: dropped
+    bench.start()
+    eventually(lambda: bench.slices.writes and bench.published() == [])
+    assert bench.publisher.withheld == tuple(NAMES)
+
+
+def test_what_is_not_needed_of_what_a_server_lacks_is_not_told(bench: Bench) -> None:
+    bench.lacks = Support(frozenset({TAINTS_GATE, SHARES_GATE}))
+    bench.start()
+    assert bench.publisher.wait_published(20)
+    assert bench.heard.told == []
+
+
+def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) -> None:
+    """The scheduler then gives each device to one claim; that it may be shared is still said."""
+    bench.lacks = Support(frozenset({SHARES_GATE}))
+    bench.publisher._sharing = share_all(SharingRule("shares", 4))
+    bench.start()
+    assert bench.publisher.wait_published(20)
+    [entry] = bench.slices.current()
+    for device in entry["spec"]["devices"]:
+        assert "allowMultipleAllocations" not in device
+        assert {tuple(amount) for amount in device["capacity"].values()} == {("value",)}
+        assert device["attributes"]["shareable"] == {"bool": True}
+    assert bench.heard.told == [SHARES_GATE]
 
 
 def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
     dropping.slices.store = lambda obj: obj
+    dropping.lacks = Support()
     dropping.start()
     assert dropping.publisher.wait_published(20)
     assert [verb for verb, _ in dropping.slices.writes] == ["create", "update"]
-    eventually(
-        lambda: all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
-    )
-    dropping.publisher.stop()
-
-
-def test_real_difference_is_written_without_asking(dropping: Bench) -> None:
-    dropping.slices.spoil(devices=[])
-    dropping.start()
-    assert dropping.publisher.wait_published(20)
-    dropping.slices.spoil(devices=[{"name": "intruder", "attributes": {}}])
-    eventually(lambda: dropping.published() == NAMES)
-    assert settled(dropping) == 3
-    dropping.publisher.stop()
-
-
-@pytest.mark.parametrize("status", [400, 409])
-def test_server_that_cannot_be_asked_is_written_to(dropping: Bench, status: int) -> None:
-    dropping.slices.dry_run_error = ApiRejectedError("a webhook has side effects", status=status)
-    dropping.start()
-    if status == 409:  # the slice changed meanwhile: look again
-        eventually(lambda: dropping.publisher.problem == "a webhook has side effects")
-        dropping.slices.dry_run_error = None
-    assert dropping.publisher.wait_published(20)
-    assert settled(dropping) == (2 if status == 400 else 1)
+    assert all("taints" in device for device in dropping.slices.current()[0]["spec"]["devices"])
     dropping.publisher.stop()
 
 
 def test_gate_that_is_enabled_later_is_noticed(dropping: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drop_memory, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(api_support, "_ASK_AGAIN_S", 0.05)
     dropping.start()
     assert dropping.publisher.wait_published(20)
-    eventually(lambda: len(dropping.slices.dry_runs) >= 4)
+    eventually(lambda: dropping.questions >= 4)
     assert len(dropping.slices.writes) == 1
-    dropping.slices.dry_run_error = ApiUnavailableError("down")
-    asked = len(dropping.slices.dry_runs)
-    eventually(lambda: len(dropping.slices.dry_runs) >= asked + 2)
-    assert dropping.publisher.problem is None
-    dropping.slices.dry_run_error = None
     dropping.slices.store = lambda obj: obj
+    dropping.lacks = Support()
     eventually(lambda: len(dropping.slices.writes) == 2)
-    eventually(
-        lambda: all("capacity" in device for device in dropping.slices.snapshot()[0]["spec"]["devices"])
-    )
-    asked = len(dropping.slices.dry_runs)
+    eventually(lambda: all("taints" in device for device in dropping.slices.current()[0]["spec"]["devices"]))
+    settled(dropping)
+    asked = dropping.questions
     time.sleep(0.15)
-    assert len(dropping.slices.dry_runs) == asked, "nothing is left to ask about"
+    assert dropping.questions == asked, "nothing is left to ask about"
     dropping.publisher.stop()
 
 
-def test_publisher_sleeps_when_there_is_nothing_to_do(dropping: Bench) -> None:
-    dropping.start()
-    assert dropping.publisher.wait_published(20)
-    settled(dropping)
-    looks, real = [], dropping.publisher._publish_once
-    dropping.publisher._publish_once = lambda: looks.append(real())
+def test_nothing_is_published_before_the_server_said_what_it_takes(bench: Bench) -> None:
+    bench.lacks = ApiUnavailableError("down")
+    bench.publisher._worker._stopping = Waits()
+    bench.start()
+    eventually(lambda: bench.publisher.problem == "down")
+    assert bench.slices.writes == []
+    bench.lacks = Support()
+    assert bench.publisher.wait_published(20)
+
+
+def test_server_is_asked_again_when_it_refuses_a_slice(refusing: Bench) -> None:
+    slices: Any = refusing.slices
+    slices.faulty = lambda entry: any(
+        len(device.get("taints", ())) for device in entry["spec"].get("devices", ())
+    )
+    refusing.taints = broken
+    refusing.start()
+    eventually(lambda: slices.refused)
+    refusing.lacks = Support(frozenset({TAINTS_GATE}))
+    eventually(lambda: [count for _, count in slices.by_index()] == [64, 64, 2])
+    eventually(lambda: refusing.publisher.problem is None)
+
+
+def test_publisher_sleeps_when_there_is_nothing_to_do(running: Bench) -> None:
+    settled(running)
+    looks, real = [], running.publisher._publish_once
+    running.publisher._publish_once = lambda: looks.append(real())
     time.sleep(0.2)
     assert looks == []
-    dropping.publisher.stop()
 
 
 def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) -> None:
@@ -827,23 +874,3 @@ def test_no_lag_is_told_where_nothing_had_to_be_written_or_another_instance_publ
     assert bench.publisher.wait_published(20)
     assert settled(bench) == len(bench.heard.lags) == 1
     assert bench.heard.lags[0] < 50
-
-
-def test_what_the_server_can_take_is_looked_at_again_when_it_is_due(bench: Bench) -> None:
-    """Nothing else wakes the publisher: the fake tells it of no write."""
-    bench.slices.on_change = lambda: None
-    asked: list[Inventory] = []
-
-    class Partitions:
-        def usable(self, found: Inventory) -> Inventory:
-            asked.append(found)
-            return found if len(asked) == 3 else Inventory()
-
-        @property
-        def ask_at(self) -> float:
-            return math.inf if len(asked) == 3 else time.monotonic() + 0.01
-
-    bench.publisher._partitions = Partitions()
-    bench.start()
-    eventually(lambda: bench.published() == NAMES)
-    assert len(asked) == 3

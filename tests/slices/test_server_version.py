@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.slices.api_support import sharing_caution, taint_limits
-from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
+from dra_driver.slices.api_support import sharing_caution
 
 
 class Server:
@@ -37,23 +36,3 @@ def test_older_releases_are_warned_of(version: str) -> None:
 )  # fmt: skip
 def test_nothing_is_said_of_newer_and_unknown_ones(answer: object) -> None:
     assert sharing_caution(Server(answer)) is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "limits"),
-    [
-        ("v1.32.9", OLDEST_TAINTS),
-        ("v1.34.4-gke.1", OLDEST_TAINTS),
-        ("v1.35.0", NEWEST_TAINTS),
-        ("v1.36.3", NEWEST_TAINTS),
-        ("custom", None),
-        (ApiRejectedError("forbidden", status=403), None),
-    ],
-)
-def test_what_is_taken_of_taints_depends_on_the_release(answer: object, limits: TaintLimits | None) -> None:
-    assert taint_limits(Server(answer)) == limits
-
-
-def test_a_server_that_does_not_answer_is_asked_again() -> None:
-    with pytest.raises(ApiUnavailableError):
-        taint_limits(Server(ApiUnavailableError("down")))

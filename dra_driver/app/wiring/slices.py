@@ -16,15 +16,7 @@ from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.settings import Settings
-from dra_driver.slices.api_support import (
-    PartitionSupport,
-    TaintSupport,
-    keeps_taints,
-    partitions_problem,
-    shares_counters,
-    sharing_caution,
-    taint_limits,
-)
+from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
 from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import none_withheld
@@ -32,7 +24,7 @@ from dra_driver.slices.rules.diff import Owner
 
 
 class PublishingParts:
-    """Slice cache, publisher, and whether the API server supports partitions."""
+    """Slice cache, publisher, and what the API server keeps of slices."""
 
     def __init__(
         self,
@@ -56,8 +48,8 @@ class PublishingParts:
         def caution(found: Inventory) -> str | None:
             return sharing_caution(client) if shares_counters(found, settings.sharing) else None
 
-        self.support = PartitionSupport(
-            lambda: partitions_problem(api, owner()),
+        self.support = ApiSupport(
+            lambda known, partitions: ask_support(api, owner(), known, partitions=partitions),
             partitions_missing,
             caution=caution,
             warn=scheduler_outdated,
@@ -67,7 +59,6 @@ class PublishingParts:
         self._records = records
         self._owing = owing
         self._withdraws = False
-        self._tainting = TaintSupport(lambda: taint_limits(client), lambda: keeps_taints(api, owner()))
         self._leadership = leadership
         self._cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
         self.publisher = Publisher(
@@ -76,8 +67,7 @@ class PublishingParts:
             owner,
             settings.sharing,
             may_publish=leadership.is_ours,
-            partitions=self.support,
-            tainting=self._tainting,
+            support=self.support,
             taints=health.taints,
             withheld=self._withheld,
             observer=news,
@@ -91,7 +81,7 @@ class PublishingParts:
 
     def slice_count(self) -> int:
         """Slices of ours that the API server has."""
-        return len(self._cache.snapshot())
+        return self._cache.count
 
     def withdrawn_count(self) -> int:
         """Devices that are left out of the slices now."""
@@ -106,7 +96,7 @@ class PublishingParts:
         """What to set so that new pods stay away from devices with this reason; None if they do."""
         if self._health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
-        if self._settings.unhealthy_devices == "taint" and self._tainting.dropped:
+        if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:
             return "health.unhealthyDevices to auto"
         return None
 

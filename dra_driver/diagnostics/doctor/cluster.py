@@ -20,10 +20,9 @@ from dra_driver.kube.convert import GROUP, VERSIONS
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.units import counted
-from dra_driver.slices.api_support import partitions_problem
-from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.diff import Owner, slice_changes
-from dra_driver.slices.rules.dropped_fields import dropped_fields
+from dra_driver.slices.api_support import Support, ask_support
+from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
 
 JsonObject = dict[str, Any]
 
@@ -33,13 +32,7 @@ _OLDEST_MINOR = 32
 _SKEW_S = 5.0
 _MUCH_SKEW_S = 60.0
 _NUMBER = re.compile(r"\d+")
-_PARTITIONS, _SHARES = "DRAPartitionableDevices", "DRAConsumableCapacity"
-_TAINTS, _EXTENDED = "DRADeviceTaints", "DRAExtendedResource"
-_PROBE: JsonObject = {
-    "name": "probe",
-    "allowMultipleAllocations": True,
-    "taints": [{"key": "gpu.nvidia.com/probe", "effect": "NoSchedule"}],
-}
+_EXTENDED_GATE = "DRAExtendedResource"
 _APPLY = "`kubectl apply -k daemonset` as an administrator"
 
 
@@ -317,35 +310,28 @@ class ClusterChecks:
         client = self.client.get()
         api = ResourceApi(client)
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
-        problem = partitions_problem(api, owner)
-        off = self._dropped(api, owner)
-        off |= set() if problem is None else {_PARTITIONS}
+        support = ask_support(api, owner, Support(), partitions=True)
+        problem = support.no_partitions
+        off = set(support.missing) | (set() if problem is None else {PARTITIONS_GATE})
         if self._has_extended_resources(api) is False:
-            off.add(_EXTENDED)
+            off.add(_EXTENDED_GATE)
         if problem is not None and self.dynamic_mig:
             why, _, remedy = problem.rpartition("; ")
             return fail(f"--dynamic-mig does nothing: {why}", remedy)
-        if _SHARES in off and self.sharing:
+        if SHARES_GATE in off and self.sharing:
             return fail(
-                f"{_SHARES} is off: no device is shared by claims, as the configuration wants",
-                f"Kubernetes 1.36, or --feature-gates={_SHARES}=true for API server, scheduler and kubelet",
+                f"{SHARES_GATE} is off: no device is shared by claims, as the configuration wants",
+                f"Kubernetes 1.36, or --feature-gates={SHARES_GATE}=true for API server, scheduler and kubelet",
             )
-        if _TAINTS in off:
+        if TAINTS_GATE in off:
             return warn(
-                f"{_TAINTS} is off: pods are put on GPUs that are broken",
-                f"Kubernetes 1.36, or --feature-gates={_TAINTS}=true for API server, scheduler and controller manager",
+                f"{TAINTS_GATE} is off: pods are put on GPUs that are broken",
+                f"Kubernetes 1.36, or --feature-gates={TAINTS_GATE}=true for API server, scheduler and controller "
+                "manager",
             )
         if off:
             return ok(f"off, and not needed as the driver is configured: {', '.join(sorted(off))}")
         return ok("partitions, shares and taints are kept")
-
-    def _dropped(self, api: ResourceApi, owner: Owner) -> set[str]:
-        """The gates of what a slice with everything else loses."""
-        (sent,) = slice_changes(Pool(self.node, (SliceContent((_PROBE,)),)), (), owner).creates
-        stored = api.call(
-            "POST", "resourceslices", query={"dryRun": "All"}, body=sent, action="ask for the feature gates"
-        )
-        return {gate for _, gate in dropped_fields(sent, stored)}
 
     def _has_extended_resources(self, api: ResourceApi) -> bool | None:
         """None where these credentials may not make classes, as the driver itself."""

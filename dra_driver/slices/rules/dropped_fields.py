@@ -2,78 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any, Final
 
 from dra_driver.model.units import same_quantity
+from dra_driver.slices.rules.build import Pool
 
 UNKNOWN_GATE: Final = "unknown"
 PARTITIONS_GATE: Final = "DRAPartitionableDevices"
 TAINTS_GATE: Final = "DRADeviceTaints"
+SHARES_GATE: Final = "DRAConsumableCapacity"
 
-_COMPARED = (
-    "devices",
-    "sharedCounters",
-    "perDeviceNodeSelection",
-    "partitionTypeAttribute",
-    "skipNodeOperations",
-)
+Drop = tuple[str, str]
+"""The path of a field that the server lacks or has changed, and the feature gate or "unknown"."""
+
+_COMPARED = ("devices", "sharedCounters")
 _GATES: Final[Mapping[str, str]] = {
     "taints": TAINTS_GATE,
-    "perDeviceNodeSelection": PARTITIONS_GATE,
     "sharedCounters": PARTITIONS_GATE,
     "consumesCounters": PARTITIONS_GATE,
-    "nodeName": PARTITIONS_GATE,
-    "nodeSelector": PARTITIONS_GATE,
-    "allNodes": PARTITIONS_GATE,
-    "bindsToNode": "DRADeviceBindingConditions",
-    "bindingConditions": "DRADeviceBindingConditions",
-    "bindingFailureConditions": "DRADeviceBindingConditions",
-    "allowMultipleAllocations": "DRAConsumableCapacity",
-    "requestPolicy": "DRAConsumableCapacity",
-    "ints": "DRAListTypeAttributes",
-    "bools": "DRAListTypeAttributes",
-    "strings": "DRAListTypeAttributes",
-    "versions": "DRAListTypeAttributes",
-    "nodeAllocatableResources": "DRANodeAllocatableResources",
-    "compatibilityGroups": "DRADeviceCompatibilityGroups",
-    "partitionTypeAttribute": "DRAPartitionableDevicesType",
-    "skipNodeOperations": "DRAOptionalNodeOperations",
+    "allowMultipleAllocations": SHARES_GATE,
+    "requestPolicy": SHARES_GATE,
 }
+"""Of the fields that this driver writes."""
 _QUANTITY_PARENTS = frozenset({"capacity", "counters"})
 
 
-class _Loss(NamedTuple):
-    path: str
-    gate: str
-    missing: bool  # not stored at all, as opposed to stored with another value
-
-
-def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """(path, feature gate or "unknown") of everything in `sent` that `returned` lacks or has changed.
+def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
+    """Everything in `sent` that `returned` lacks or has changed.
 
     Both are v1 ResourceSlices. Ignored: fields that only the server sets, so a taint's `timeAdded`, unless
     both sides name different seconds; and how a quantity is written. Empty means all was stored.
     """
-    return tuple((loss.path, loss.gate) for loss in _losses(sent, returned))
-
-
-def could_be_dropped(wanted: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether the two differ, and only in that `stored` lacks something: a server that drops fields explains
-    that, and so does one that has never been sent them."""
-    losses = _losses(wanted, stored)
-    return bool(losses) and all(loss.missing for loss in losses)
-
-
-def _losses(sent: dict[str, Any], returned: dict[str, Any]) -> list[_Loss]:
-    found: list[_Loss] = []
+    found: list[Drop] = []
     sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
     for key in _COMPARED:
         _compare(sent_spec.get(key), returned_spec.get(key), f"spec.{key}", (key,), found)
-    return found
+    return tuple(found)
 
 
-def _compare(sent: Any, got: Any, path: str, names: tuple[str, ...], found: list[_Loss]) -> None:
+def fields_of(gates: Set[str]) -> list[Drop]:
+    """The fields of devices that these gates guard."""
+    return [(f"spec.devices[].{name}", gate) for name, gate in _GATES.items() if gate in gates]
+
+
+def without_fields(pool: Pool, gates: Set[str]) -> Pool:
+    """The pool without what these feature gates guard in devices and their capacities."""
+    if not gates:
+        return pool
+    slices = (
+        replace(content, devices=tuple(_device_without(device, gates) for device in content.devices))
+        for content in pool.slices
+    )
+    return replace(pool, slices=tuple(slices))
+
+
+def _device_without(device: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
+    kept = _without(device, gates)
+    if "capacity" in kept:
+        kept["capacity"] = {name: _without(entry, gates) for name, entry in kept["capacity"].items()}
+    return kept
+
+
+def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if _GATES.get(name) not in gates}
+
+
+def _compare(sent: Any, got: Any, path: str, names: tuple[str, ...], found: list[Drop]) -> None:
     """Walk what was sent; `names` are the field names on the way, without list indices."""
     if _empty(sent) and _empty(got):
         return
@@ -85,7 +81,7 @@ def _compare(sent: Any, got: Any, path: str, names: tuple[str, ...], found: list
         for index, (left, right) in enumerate(zip(sent, got, strict=True)):
             _compare(left, right, f"{path}[{index}]", names, found)
     elif not (sent == got or (_is_quantity(names) and same_quantity(sent, got))):
-        found.append(_Loss(path, _gate(names), _empty(got)))
+        found.append((path, _gate(names)))
 
 
 def _child(path: str, key: str) -> str:

@@ -11,7 +11,6 @@ Version = tuple[int, int, int]
 
 # Kubernetes 1.36.2 is the first release that counts them; no release of 1.35 does.
 _COUNTS_SHARES: Version = (1, 36, 2)
-_MANY_TAINTS: Version = (1, 35, 0)
 _MAX_TAINTS_BEFORE = 4
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 
@@ -32,16 +31,8 @@ class TaintLimits:
 
 
 NEWEST_TAINTS = TaintLimits()
+"""Of Kubernetes 1.35 and newer. All other limits of a slice are those of the tightest release."""
 OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
-
-
-def taint_limits(release: str) -> TaintLimits | None:
-    """Of all limits of a slice that the driver uses, only those of taints depend on the release: the others are as
-    tight as the tightest. None for a release that cannot be read."""
-    version = parse_version(release)
-    if version is None:
-        return None
-    return NEWEST_TAINTS if version >= _MANY_TAINTS else OLDEST_TAINTS
 
 
 def sharing_caution(release: str) -> str | None:

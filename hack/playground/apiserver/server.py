@@ -9,6 +9,7 @@ import random
 import socket
 import socketserver
 import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from dra_driver.errors import InvalidConfigError
+from dra_driver.kube.endpoint import SERVICE_ACCOUNT_VARIABLE
 from dra_driver.model.json_copy import copy_json
 from playground.apiserver.faults import Faults
 from playground.apiserver.gates import default_gates
@@ -26,10 +29,11 @@ from playground.apiserver.resources import BY_PLURAL, RESOURCE_VERSIONS, Resourc
 from playground.apiserver.rest import Identity, Rest
 from playground.apiserver.store import Store
 
-__all__ = ["PlaygroundApiServer", "Identity", "RecordedRequest"]
+__all__ = ["PlaygroundApiServer", "Identity", "RecordedRequest", "self_signed"]
 
 _random = random.SystemRandom()  # tests that seed the common one would all choose the same port
 _LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
+_TLS_HANDSHAKE = b"\x16"
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
@@ -49,7 +53,7 @@ class PlaygroundApiServer:
 
     Objects survive `stop()` and a later `start()`, which takes the same port again. `tokens` None lets
     everybody in. `minor` is that of the release of Kubernetes, from 34 on; `gates` override its defaults.
-    `tls` is (certificate file, key file).
+    `tls` is (certificate file, key file); once there is one, the port answers plain HTTP and TLS alike.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class PlaygroundApiServer:
         self.operations = Operations(self.store, self.gates, minor)
         self.rest = Rest(self.operations)
         self._port = port
+        self._scheme = "https" if tls else "http"
         self._tls = tls
         self._stopping = threading.Event()
         self._http: _Http | None = None
@@ -96,7 +101,7 @@ class PlaygroundApiServer:
     @property
     def url(self) -> str:
         """The URL for `server:` of a kubeconfig."""
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
+        return f"{self._scheme}://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """Listen and serve. Raises: OSError if the port is taken."""
@@ -183,6 +188,49 @@ class PlaygroundApiServer:
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         path.chmod(0o600)
 
+    def write_service_account(self, directory: Path, *, token: str = "of-the-pod") -> dict[str, str]:
+        """What the kubelet mounts into a pod, and the environment variables by which a daemon finds it and this server,
+        which must have been started. Raises: InvalidConfigError without the program openssl."""
+        directory.mkdir(exist_ok=True)
+        if self._tls is None:
+            self._tls = self_signed(directory / "server")
+            if self._http is not None:
+                self._http.tls = _tls_context(self._tls)
+        content = {"ca.crt": self._tls[0].read_text(), "namespace": "default", "token": token}
+        for name, text in content.items():
+            (directory / name).write_text(text)
+        return {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+            "KUBERNETES_SERVICE_PORT": str(self._port),
+            SERVICE_ACCOUNT_VARIABLE: str(directory),
+        }
+
+
+def self_signed(stem: Path, *, names: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """A certificate for these names, which is its own CA, and its key: new files `stem`.crt and .key.
+
+    Raises: InvalidConfigError without the program openssl.
+    """
+    cert, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-days", "30", "-subj", f"/CN={stem.name}", "-addext", f"subjectAltName={names}"]
+    try:
+        subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    except FileNotFoundError as error:
+        raise InvalidConfigError(
+            "the program openssl, which makes certificates, is missing; install it"
+        ) from error
+    return cert, key
+
 
 class _Http(ThreadingHTTPServer):
     """Knows its open connections, so that a stop breaks them as a dying server does."""
@@ -222,7 +270,7 @@ class _Http(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Wrap in TLS on the connection's own thread: a slow handshake delays nobody else."""
-        if self.tls is None:
+        if self.tls is None or request.recv(1, socket.MSG_PEEK) != _TLS_HANDSHAKE:
             super().finish_request(request, client_address)
             return
         with contextlib.suppress(ssl.SSLError), self.tls.wrap_socket(request, server_side=True) as wrapped:
