@@ -346,7 +346,6 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.driver_name,
         Path(settings.kubelet_registrar_directory_path),
         Path(settings.kubelet_plugins_directory_path),
-        host,
         settings.mps_host == "external",
         Path(settings.cdi_root),
     )
