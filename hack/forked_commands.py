@@ -33,7 +33,6 @@ _PRELOADED = (
     *(f"dra_driver.cli.{name}" for name in _COMMANDS),
     "dra_driver.diagnostics.cluster_lists",
     "dra_driver.diagnostics.doctor.checks",
-    "dra_driver.diagnostics.prepared_claims",
     "dra_driver.diagnostics.snapshot",
     "dra_driver.inventory.discovery",
     "dra_driver.logs",

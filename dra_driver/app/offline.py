@@ -88,15 +88,13 @@ def _kept_taints(
 ) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
     """The taints that devices have, and which ones are withdrawn, by what the driver keeps on disk; and what of that
     could not be read. The API server is not asked whether it keeps taints."""
-    from dra_driver.diagnostics.snapshot import HEALTH_FILE, read_kept_health
     from dra_driver.diagnostics.state_on_disk import read_state
     from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, is_withdrawn
     from dra_driver.journal.rules.debts import withholding
     from dra_driver.slices.rules.build import none_withheld
 
-    kept, faults = read_kept_health(settings.plugin_directory / HEALTH_FILE, boot_id)
     state = read_state(settings.plugin_directory, boot_id)
-    states = {entry.target: entry for entry in kept}
+    states = {entry.target: entry for entry in state.health}
     instances = instances_by_device(state.owned)
     policy = TaintPolicy(dict(settings.taint_effects))
 
@@ -111,7 +109,7 @@ def _kept_taints(
         return is_withdrawn(device, taints(device), is_held=device.name in held, is_shared=is_shared)
 
     withdraws = settings.unhealthy_devices == "withdraw"
-    return taints, withdrawn if withdraws else none_withheld, [*faults, *state.faults]
+    return taints, withdrawn if withdraws else none_withheld, [*state.notes, *state.faults]
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
@@ -133,16 +131,15 @@ def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list
     NVML stays open until `session` is closed: opening it anew after its last client takes seconds.
     Raises: NvmlUnavailableError.
     """
-    from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps, waiting_for_mig_mode
+    from dra_driver.diagnostics.rules.mig_holders import gpu_maps, waiting_for_mig_mode
     from dra_driver.diagnostics.state_on_disk import read_state
 
     platform = _platform(settings)
     reader = _open_nvml(platform, session, lambda gpu: gpu.mig_enabled or _is_on_demand(settings, gpu))
     inventory = reader.read_inventory()
     notes = [*_unread(inventory), *waiting_for_mig_mode(inventory, lambda gpu: _is_on_demand(settings, gpu))]
-    state = read_state(settings.plugin_directory)
-    known = KnownState(state.records, state.owned, _boot_id(platform), is_known=not state.faults)
-    maps = gpu_maps(inventory, known, lambda gpu: _is_on_demand(settings, gpu))
+    state = read_state(settings.plugin_directory, _boot_id(platform))
+    maps = gpu_maps(inventory, state, lambda gpu: _is_on_demand(settings, gpu))
     return maps, notes + (list(state.faults) if maps else [])
 
 
@@ -174,18 +171,14 @@ def _node_snapshot(settings: Settings, platform: Platform) -> NodeSnapshot:
 
 def prepared_claims(settings: Settings) -> NodeClaims:
     """What is prepared on this node, from its files alone."""
-    from dra_driver.diagnostics.prepared_claims import read_prepared_claims
+    from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 
     # A simulated machine has its own boot ID. It is read here directly, because making the platform would repair the
     # machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
-    return read_prepared_claims(
-        settings.plugin_directory,
-        Path(settings.cdi_root),
-        settings.driver_name,
-        Sysfs(proc=proc).boot_id(),
-        datetime.now(UTC),
-    )
+    directory, cdi_root = settings.plugin_directory, Path(settings.cdi_root)
+    state = read_state(directory, Sysfs(proc=proc).boot_id())
+    return read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
 
 
 def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequence[str]]:
@@ -269,19 +262,19 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
 
 def _chosen_gpus(settings: Settings, names: Sequence[str]) -> frozenset[str]:
     """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed. Raises: InvalidConfigError."""
-    from dra_driver.diagnostics.snapshot import HEALTH_FILE, read_kept_health
     from dra_driver.diagnostics.state_on_disk import read_state
     from dra_driver.inventory.rules.gpu_names import named_gpus
     from dra_driver.model.ids import gpu_device_names
 
     known: dict[str, str] = {}
-    for record in read_state(settings.plugin_directory).records:
+    state = read_state(settings.plugin_directory)
+    for record in state.records:
         known |= {held.device: held.gpu_uuid for held in record.devices}
         known |= {uuid: uuid for uuid in record.gpu_uuids}
-    for state in read_kept_health(settings.plugin_directory / HEALTH_FILE, None)[0]:
-        known[state.target.gpu_uuid] = state.target.gpu_uuid
-        if state.pci_bus_id is not None:
-            known[state.pci_bus_id] = state.target.gpu_uuid
+    for entry in state.health:
+        known[entry.target.gpu_uuid] = entry.target.gpu_uuid
+        if entry.pci_bus_id is not None:
+            known[entry.pci_bus_id] = entry.target.gpu_uuid
     platform = _platform(settings)
     sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
     for bus_id, uuid in sysfs.gpus_of_the_nvidia_driver().items():
@@ -347,7 +340,6 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.driver_name,
         Path(settings.kubelet_registrar_directory_path),
         Path(settings.kubelet_plugins_directory_path),
-        host,
         settings.mps_host == "external",
         Path(settings.cdi_root),
     )

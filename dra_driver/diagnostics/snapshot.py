@@ -13,20 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dra_driver.concurrency.bounded_call import BoundedCall
-from dra_driver.diagnostics.prepared_claims import read_prepared_claims
-from dra_driver.diagnostics.rules.mig_holders import KnownState
 from dra_driver.diagnostics.rules.top_data import NodeFacts, NodeHealth, NvmlFacts, node_health, node_view
 from dra_driver.diagnostics.rules.top_screen import NodeView
-from dra_driver.diagnostics.state_on_disk import read_state
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
-from dra_driver.files.atomic import read_plain
-from dra_driver.health.rules.state import observe
-from dra_driver.health.store import decode
+from dra_driver.diagnostics.state_on_disk import read_claims, read_state
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.host.processes import pod_uid
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
-from dra_driver.model.health import HealthState, PolledHealth, Reset
+from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.mps.client import MpsClient
@@ -38,9 +33,7 @@ from dra_driver.nvml.partitions import PartitionReader
 from dra_driver.nvml.processes import read_gpu_processes
 from dra_driver.nvml.reader import NvmlReader
 
-HEALTH_FILE = "health.json"
 _MPS_WAIT_S = 1.0
-_REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +90,8 @@ class NodeSnapshot:
         may_ask, mps_problem = self._may_ask_mps_host()
         if may_ask:
             self._daemons.ask()
-        claims = read_prepared_claims(
-            paths.plugin_directory, paths.cdi_root, paths.driver, paths.boot_id, now
-        )
-        state = read_state(paths.plugin_directory)
-        health, notes = read_kept_health(paths.plugin_directory / HEALTH_FILE, paths.boot_id)
+        state = read_state(paths.plugin_directory, paths.boot_id)
+        claims = read_claims(state, paths.plugin_directory, paths.cdi_root, paths.driver, now)
         nvml, nvml_problem = self._facts.answer(wait_s)
         daemons: Sequence[MpsDaemonStatus] | None = None
         if may_ask:
@@ -112,20 +102,15 @@ class NodeSnapshot:
             now,
             nvml or NvmlFacts(),
             claims,
-            KnownState(state.records, state.owned, paths.boot_id, is_known=not state.faults),
-            health,
+            state,
             daemons or (),
-            [*filter(None, (nvml_problem, mps_problem)), *notes],
+            [*filter(None, (nvml_problem, mps_problem))],
         )
         return node_view(found, self._on_demand)
 
     def health(self, nvml: NvmlFacts | None) -> NodeHealth:
         """What `view` shows of the health of the GPUs; `nvml` is None where NVML does not answer."""
-        paths = self._paths
-        state = read_state(paths.plugin_directory)
-        health, notes = read_kept_health(paths.plugin_directory / HEALTH_FILE, paths.boot_id)
-        known = KnownState(state.records, state.owned, paths.boot_id, is_known=not state.faults)
-        return node_health(nvml, known, health, self._clock(), notes)
+        return node_health(nvml, read_state(self._paths.plugin_directory, self._paths.boot_id), self._clock())
 
     def _may_ask_mps_host(self) -> tuple[bool, str | None]:
         """Whether to ask the MPS host, and why not where there is one."""
@@ -190,20 +175,3 @@ class NodeSnapshot:
         except DraDriverError:
             return gpu
         return replace(gpu, partitioning=table)
-
-
-def read_kept_health(path: Path, boot_id: str | None) -> tuple[Sequence[HealthState], list[str]]:
-    """What the driver wrote down, and what is wrong with that. The file is left as it is."""
-    try:
-        kept = decode(read_plain(path))
-    except FileNotFoundError:
-        return (), []
-    except OSError as error:
-        return (), [f"cannot read the kept health {path}: {error.strerror or error}; {_REMEDY}"]
-    except StateError as error:
-        return (), [f"the kept health {path} cannot be read: {error}; {_REMEDY}"]
-    if boot_id is None or kept.boot_id == boot_id:
-        return kept.states, []
-    note = "the kept health is from before the last boot, and nobody has watched the GPUs since; start gpu-dra-driver"
-    states = (state for state in kept.states if not state.target.is_instance)
-    return tuple(observe(state, Reset(), 0) for state in states), [note]

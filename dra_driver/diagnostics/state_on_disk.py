@@ -1,40 +1,39 @@
-"""The driver's records and ledger, read by another process: nothing is created, renamed or locked."""
+"""What the plugin wrote down on a node, read by another process: nothing is created, renamed or locked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
-from dra_driver.errors import StateError
-from dra_driver.files.atomic import QUARANTINE, state_error
+from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, contradictions, owed, prepared_claims
+from dra_driver.errors import DraDriverError, StateError
+from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
+from dra_driver.health.rules.state import observe
+from dra_driver.health.store import decode
 from dra_driver.journal.debts import Debts
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.debts import Debt
+from dra_driver.journal.step_codec import encode_step
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.rules.ownership import instances_to_withhold
+from dra_driver.model.health import HealthState, Reset
 from dra_driver.model.mig import GpuInstance, OwnedInstance
-from dra_driver.model.record import ClaimRecord
 
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class StateOnDisk:
-    """What lies below a driver's plugin directory, and a sentence for each part that could not be read."""
-
-    records: tuple[ClaimRecord, ...]
-    owned: tuple[OwnedInstance, ...]
-    debts: tuple[Debt, ...]
-    faults: tuple[str, ...]
+HEALTH_FILE = "health.json"
+_REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged file"
 
 
-def read_state(plugin_directory: Path, boot_id: str | None = None) -> StateOnDisk:
-    """All that can be read; a directory that is not there holds nothing. With `boot_id` None every debt counts as one
-    of this boot."""
+def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
+    """All that can be read; a directory that is not there holds nothing. With `boot_id` None all debts and all kept
+    health count as of this boot."""
     faults: list[str] = []
     claims, mig, owed = (plugin_directory / name for name in ("claims", "mig", "debts"))
     records = RecordStore(
@@ -51,9 +50,52 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> StateOnDis
     )
     of_claims, owned = _read(records.all, claims, faults), _read(ledger.all, mig, faults)
     of_debts = _read(lambda: {debt.name: debt for debt in debts.outstanding()}, owed, faults)
-    return StateOnDisk(
-        tuple(of_claims.values()), tuple(owned.values()), tuple(of_debts.values()), tuple(faults)
+    health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
+    return NodeState(
+        tuple(of_claims.values()),
+        tuple(owned.values()),
+        tuple(of_debts.values()),
+        tuple(health),
+        boot_id,
+        tuple(faults),
+        notes,
     )
+
+
+def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
+    """What the driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
+    try:
+        kept = decode(read_plain(path))
+    except FileNotFoundError:
+        return (), ()
+    except OSError as error:
+        return (), (f"cannot read the kept health {path}: {error.strerror or error}; {_REMEDY}",)
+    except StateError as error:
+        return (), (f"the kept health {path} cannot be read: {error}; {_REMEDY}",)
+    if boot_id is None or kept.boot_id == boot_id:
+        return kept.states, ()
+    note = "the kept health is from before the last boot, and nobody has watched the GPUs since; start gpu-dra-driver"
+    states = (state for state in kept.states if not state.target.is_instance)
+    return (observe(state, Reset(), 0) for state in states), (note,)
+
+
+def read_claims(
+    state: NodeState, plugin_directory: Path, cdi_root: Path, driver: str, now: datetime
+) -> NodeClaims:
+    """What is prepared on this node, by its state, the CDI specs, and the files that were set aside."""
+    specs: Mapping[str, Sequence[str]] | None = None
+    problems = [*state.faults]
+    try:
+        specs = CdiDirectory(cdi_root, driver).list()
+    except (DraDriverError, OSError) as error:
+        problems.append(str(error))
+    claims = prepared_claims(state, specs, lambda step: str(encode_step(step)["kind"]), now)
+    problems += [
+        f"{file} was set aside, because it is not a readable file of the driver; look at it, then remove it"
+        for file in set_aside_files(plugin_directory, cdi_root, driver)
+    ]
+    problems += contradictions(state, specs, claims)
+    return NodeClaims(claims, tuple(problems), tuple(map(owed, state.debts)))
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:

@@ -15,8 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -125,15 +123,6 @@ class ApiClient:
                     self._warned(warning_text(header))
             decoded = decoded_json(response.data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
-
-    def server_time(self) -> datetime | None:
-        """The API server's clock, to the second; None where its answer carries no date. Raises: as `request`."""
-        action = "ask the API server for the time"
-        with api_errors(action, self.endpoint):
-            response = self._send(_Request("GET", self._url("/version", None), self._until(None)))
-            check_status(action, response)
-            header = response.headers.get("Date")
-            return parsedate_to_datetime(header) if header else None
 
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float

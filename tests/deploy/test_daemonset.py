@@ -12,7 +12,6 @@ import pytest
 import yaml
 from cel_expr_python import cel
 
-from dra_driver.diagnostics.doctor.cluster import UPGRADE_LABEL
 from dra_driver.kubelet.liveness import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
@@ -275,7 +274,10 @@ def test_nodes_are_chosen_by_the_label_that_the_driver_manager_flips(tmp_path: P
     manifests = with_components(tmp_path, "mps", "driver-root-operator", "driver-upgrades")
     for name in ("gpu-dra-driver", "gpu-dra-driver-mps"):
         pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
-        assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", UPGRADE_LABEL: "true"}
+        assert pod["nodeSelector"] == {
+            "kubernetes.io/os": "linux",
+            "nvidia.com/gpu.deploy.dra-driver": "true",
+        }
 
 
 def test_no_other_component_chooses_nodes_by_a_label(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +17,6 @@ import pytest
 import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
-from dra_driver.diagnostics.doctor import kubelet as kubelet_checks
 from dra_driver.diagnostics.doctor.checks import Check, Outcome, Shared, folded, run_checks
 from dra_driver.diagnostics.doctor.cluster import ClusterChecks, needed_permissions
 from dra_driver.diagnostics.doctor.driver import DriverChecks
@@ -28,10 +25,11 @@ from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
 from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.diagnostics.rules.top_screen import SeenGpu
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
+from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
@@ -207,7 +205,6 @@ def test_a_machine_in_order(host: Host) -> None:
         "device nodes": "OK",
         "MIG mode": "OK",
         "GPU agents": "SKIP",
-        "MIG capabilities": "SKIP",
         "nvidia-cdi-hook": "WARN",
         "persistence": "OK",
         "GPU memory": "OK",
@@ -262,8 +259,6 @@ def test_imex_in_order(tray: Host) -> None:
         return look()
 
     says(asked(), "OK", "nvidia-imex is ready, claims get channel 0 of 2048 ->")
-    hidden = Hiding(device_node_reader(tray.node.machine), gone=("channel0",))
-    says(asked(nodes=hidden), "OK", "channel0 is only in containers, which is enough")
     first, *others = tray.inventory.gpus
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
     says(asked(inventory=one_outside), "WARN", f"in no fabric (yet): {first.pci_bus_id}", "grep -A4 Fabric")
@@ -455,24 +450,7 @@ def test_mig_mode_without_devices(host: Host) -> None:
         "--dynamic-mig",
     )
     says(replace(checks, dynamic_mig=True).mig_mode(), "OK", "1 of 8 GPUs")
-    for look in (checks.mig_mode, checks.mig_capabilities):
-        assert look().status in ("WARN", "SKIP")
     says(host.checks(NvmlUnavailableError("x")).mig_mode(), "SKIP", "without NVML")
-
-
-def test_mig_capabilities(tmp_path: Path) -> None:
-    node = SimulatedNode("a30-mig-static", tmp_path / "m")
-    try:
-        checks = Host(node, node.read()).checks()
-        says(checks.mig_capabilities(), "OK", "MIG devices with their capabilities")
-        (tmp_path / "proc").mkdir()
-        (tmp_path / "proc/devices").write_text("Character devices:\n195 nvidia\n")
-        bare = replace(checks, paths=replace(node.paths, proc=str(tmp_path / "proc")))
-        says(bare.mig_capabilities(), "FAIL", "lists no nvidia-caps", "modprobe")
-        (tmp_path / "proc/devices").write_text("Character devices:\n195 nvidia\n234 nvidia-caps\n")
-        says(bare.mig_capabilities(), "FAIL", "the driver has no MIG capability", "nvidia-smi mig -lgi")
-    finally:
-        node.close()
 
 
 def test_the_hook_that_was_asked_for(host: Host, tmp_path: Path) -> None:
@@ -587,7 +565,7 @@ def kubelet() -> Iterator[KubeletChecks]:
         root = Path(directory)
         (root / "reg").mkdir()
         (root / "plugins" / DRIVER).mkdir(parents=True)
-        yield KubeletChecks(DRIVER, root / "reg", root / "plugins", None)
+        yield KubeletChecks(DRIVER, root / "reg", root / "plugins")
 
 
 def listen(stack: ExitStack, path: Path) -> None:
@@ -662,32 +640,6 @@ def test_another_driver_of_the_same_name(kubelet: KubeletChecks) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("free_mib", "inodes", "status", "part"),
-    [
-        (2000, 10**6, "OK", "2000 MiB free"),
-        (300, 10**6, "WARN", "300 MiB free"),
-        (10, 10**6, "FAIL", "10 MiB free"),
-        (2000, 500, "WARN", "500 inodes free"),
-        (2000, 5, "FAIL", "5 inodes free"),
-    ],
-)
-def test_room_on_the_disk(
-    kubelet: KubeletChecks,
-    monkeypatch: pytest.MonkeyPatch,
-    free_mib: int,
-    inodes: int,
-    status: str,
-    part: str,
-) -> None:
-    usage = shutil._ntuple_diskusage(10**12, 0, free_mib << 20)  # type: ignore[attr-defined]
-    monkeypatch.setattr(kubelet_checks.shutil, "disk_usage", lambda _path: usage)
-    real = os.statvfs(kubelet.plugins)
-    fake = os.statvfs_result((*real[:5], 10**7, inodes, inodes, *real[8:]))
-    monkeypatch.setattr(kubelet_checks.os, "statvfs", lambda _path: fake)
-    says(kubelet.space(), status, part)
-
-
 def test_records(kubelet: KubeletChecks) -> None:
     says(kubelet.records(), "OK", "0 prepared claims")
     store = RecordStore(kubelet.state / "claims")
@@ -717,30 +669,6 @@ def test_records(kubelet: KubeletChecks) -> None:
     assert broken.read_text() == "x"
 
 
-def test_the_device_plugin_on_the_same_node(kubelet: KubeletChecks) -> None:
-    says(kubelet.device_plugin(), "SKIP", "is not visible from here")
-    directory = kubelet.plugins.parent / "device-plugins"
-    directory.mkdir()
-    with ExitStack() as stack:
-        listen(stack, directory / "kubelet.sock")
-        says(kubelet.device_plugin(), "OK")
-        listen(stack, directory / "nvidia-gpu.sock")
-        says(
-            kubelet.device_plugin(),
-            "FAIL",
-            "nvidia-gpu.sock",
-            "both give out the same GPUs",
-            "kubectl label node",
-        )
-    says(kubelet.device_plugin(), "OK")
-    elsewhere = kubelet.plugins.parent / "host/var/lib/kubelet/device-plugins"
-    elsewhere.mkdir(parents=True)
-    with ExitStack() as stack:
-        listen(stack, elsewhere / "nvidia-gpu.sock")
-        seen_from_a_pod = replace(kubelet, host=str(kubelet.plugins.parent / "host"))
-        says(seen_from_a_pod.device_plugin(), "FAIL", "nvidia-gpu.sock")
-
-
 def test_the_mps_host(kubelet: KubeletChecks) -> None:
     says(kubelet.mps_host(), "OK", "no MPS host")
     says(replace(kubelet, mps_external=False).mps_host(), "SKIP", "itself")
@@ -760,7 +688,6 @@ class Answers:
         self.answers: dict[str, Any] = {"/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}}
         self.denied: set[str] = set()
         self.asked: list[dict[str, Any]] = []
-        self.time: datetime | None = datetime.now(UTC)
 
     def request(
         self, _method: str, path: str, *, action: str, body: Any = None, **_more: Any
@@ -776,9 +703,6 @@ class Answers:
         if answer is None:
             raise ApiRejectedError(f"{action}: not found (HTTP 404)", status=404)
         return answer
-
-    def server_time(self) -> datetime | None:
-        return self.time
 
     endpoint = type("Endpoint", (), {"server": "https://api:6443"})
 
@@ -797,33 +721,31 @@ FORBIDDEN = ApiRejectedError("forbidden", status=403)
 SERVED = {"versions": [{"groupVersion": "resource.k8s.io/v1", "version": "v1"}]}
 
 
-def test_the_api_server(cluster: ClusterChecks, answers: Answers) -> None:
-    says(cluster.api_server(), "OK", "Kubernetes v1.36.0 at https://api:6443")
-    answers.answers["/version"] = {"major": "1", "minor": "31+", "gitVersion": "v1.31.2"}
-    says(cluster.api_server(), "FAIL", "v1.31.2", "at least 1.32")
-    says(replace(cluster, configured=False).api_server(), "WARN", "--kubeconfig")
-
-
 @pytest.mark.parametrize(
     ("versions", "status", "parts"),
     [
-        (("v1", "v1beta1"), "OK", ("v1, v1beta1; v1 is used",)),
+        (("v1", "v1beta1"), "OK", ("Kubernetes v1.36.0 at https://api:6443, resource.k8s.io/v1 is used",)),
         (("v1beta1",), "OK", ("v1beta1 is used",)),
-        (("v1alpha3",), "FAIL", ("as v1alpha3 only", "--runtime-config=resource.k8s.io/v1beta1=true")),
-        (None, "FAIL", ("is not served", "DynamicResourceAllocation")),
+        (("v1alpha3",), "FAIL", ("(served: v1alpha3;", "--runtime-config for that group")),
+        (None, "FAIL", ("(served: none;", "DynamicResourceAllocation")),
     ],
 )
-def test_the_resource_api(
+def test_the_api_server(
     cluster: ClusterChecks,
     answers: Answers,
     versions: tuple[str, ...] | None,
     status: str,
     parts: tuple[str, ...],
 ) -> None:
-    if versions is not None:
-        group = {"versions": [{"version": version} for version in versions]}
-        answers.answers["/apis/resource.k8s.io"] = group
-    says(cluster.resource_api(), status, *parts)
+    missing = PathNotFoundError("the server could not find the requested resource (HTTP 404)", status=404)
+    group = {"versions": [{"version": version} for version in versions or ()]}
+    answers.answers["/apis/resource.k8s.io"] = missing if versions is None else group
+    [outcome] = run_checks([Check("API server", cluster.api_server)])
+    says(outcome.finding, status, *parts)
+
+
+def test_an_api_server_that_is_not_asked(cluster: ClusterChecks) -> None:
+    says(replace(cluster, configured=False).api_server(), "WARN", "--kubeconfig")
 
 
 def test_permissions(cluster: ClusterChecks, answers: Answers) -> None:
@@ -870,54 +792,13 @@ def node_with(**status: Any) -> dict[str, Any]:
 def test_the_node_and_what_a_device_plugin_offers_there(cluster: ClusterChecks, answers: Answers) -> None:
     path = f"/api/v1/nodes/{NODE}"
     says(cluster.node_object(), "FAIL", f"there is no node '{NODE}'", "kubectl get nodes", "--node-name")
-    says(cluster.allocatable(), "SKIP", "there is no node")
     answers.answers[path] = node_with(nodeInfo={"kubeletVersion": "v1.36.1"}, allocatable={"cpu": "8"})
     says(cluster.node_object(), "OK", "node node-a (v1.36.1)")
-    says(cluster.allocatable(), "OK")
-    answers.answers[path] = node_with(
-        conditions=[{"type": "Ready", "status": "False"}],
-        allocatable={"nvidia.com/gpu": "8", "nvidia.com/mig-x": "0"},
-    )
+    ill = {"conditions": [{"type": "Ready", "status": "False"}]}
+    answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
     says(cluster.node_object(), "WARN", "is not ready", "kubectl describe node")
-    says(cluster.allocatable(), "FAIL", "nvidia.com/gpu 8", f"kubectl label node {NODE}")
-
-
-@pytest.mark.parametrize(
-    ("skew_s", "status", "part"),
-    [
-        (0, "OK", "agrees"),
-        (-20, "WARN", "20 s behind"),
-        (20, "WARN", "20 s ahead of"),
-        (600, "FAIL", "timedatectl"),
-    ],
-)
-def test_the_clock(cluster: ClusterChecks, answers: Answers, skew_s: int, status: str, part: str) -> None:
-    assert answers.time is not None
-    moment = answers.time + timedelta(seconds=skew_s)
-    says(replace(cluster, now=lambda: moment).clock(), status, part)
-    answers.time = None
-    says(cluster.clock(), "SKIP", "the API server sends no time")
-
-
-@pytest.mark.parametrize(
-    ("config", "status", "parts"),
-    [
-        ({}, "OK", ()),
-        (
-            {"featureGates": {"DynamicResourceAllocation": False}},
-            "FAIL",
-            ("off in the kubelet", "restart kubelet"),
-        ),
-        (FORBIDDEN, "SKIP", ("may not ask",)),
-        (ApiUnavailableError("the kubelet is not reachable"), "SKIP", ("the kubelet is not reachable",)),
-    ],
-)
-def test_the_kubelets_gates(
-    cluster: ClusterChecks, answers: Answers, config: Any, status: str, parts: tuple[str, ...]
-) -> None:
-    answer = config if isinstance(config, Exception) else {"kubeletconfig": config}
-    answers.answers[f"/api/v1/nodes/{NODE}/proxy/configz"] = answer
-    says(cluster.kubelet_gates(), status, *parts)
+    answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/gpu": "8", "nvidia.com/mig-x": "0"})
+    says(cluster.node_object(), "FAIL", "nvidia.com/gpu 8", f"kubectl label node {NODE}")
 
 
 @pytest.fixture
@@ -933,50 +814,9 @@ def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> Cluste
     return ClusterChecks(Shared(lambda: client), DRIVER, NODE, **more)
 
 
-@pytest.mark.parametrize(
-    ("labels", "status", "parts"),
-    [
-        ({"a": "true", "b": "true"}, "OK", ("2 nodes with devices have",)),
-        ({"a": "true", "b": None}, "WARN", ("without the label", ": b", "kubectl label node NODE")),
-        ({"a": "true", "b": "false"}, "WARN", (": b",)),
-        ({"a": None, "b": None}, "SKIP", ("no node has the label", "before you apply", "a, b")),
-        ({"a": "true", "b": "paused-for-driver-upgrade"}, "WARN", ("being upgraded", ": b")),
-    ],
-)
-def test_nodes_that_an_upgrade_of_the_nvidia_driver_would_miss(
-    cluster: ClusterChecks,
-    answers: Answers,
-    labels: dict[str, str | None],
-    status: str,
-    parts: tuple[str, ...],
-) -> None:
-    """A node without devices does not count."""
-    slices = [
-        {"spec": {"nodeName": name, "devices": [{"name": "gpu-1"}] if name != "empty" else []}}
-        for name in (*labels, "empty")
-    ]
-    answers.answers["/apis/resource.k8s.io"] = SERVED
-    answers.answers["/apis/resource.k8s.io/v1/resourceslices"] = {"items": slices}
-    key = "nvidia.com/gpu.deploy.dra-driver"
-    nodes = [
-        {"metadata": {"name": name, "labels": {key: value} if value else {}}}
-        for name, value in labels.items()
-    ]
-    answers.answers["/api/v1/nodes"] = {"items": [*nodes, {"metadata": {"name": "empty"}}]}
-    says(cluster.driver_upgrades(), status, *parts)
-
-
-def test_who_may_not_list_nodes_is_not_told_of_upgrades(cluster: ClusterChecks, answers: Answers) -> None:
-    answers.answers["/apis/resource.k8s.io"] = SERVED
-    answers.answers["/apis/resource.k8s.io/v1/resourceslices"] = {"items": []}
-    answers.answers["/api/v1/nodes"] = FORBIDDEN
-    assert cluster.driver_upgrades().status == "SKIP"
-
-
 def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None:
     checks = against(server, tmp_path)
-    says(checks.resource_api(), "OK", "v1 is used")
-    says(checks.clock(), "OK")
+    says(checks.api_server(), "OK", "resource.k8s.io/v1 is used")
     says(checks.device_classes(), "WARN", "missing: gpu.nvidia.com, mig.nvidia.com", "device-classes.yaml")
     for name in ("gpu.nvidia.com", "mig.nvidia.com"):
         for renamed in (f"timeslice.{name}", f"team-a-{name}-x"):
@@ -1041,21 +881,6 @@ def test_feature_gates(
         assert server.objects("deviceclasses") == []
 
 
-def test_extended_resources_that_are_dropped(
-    server: PlaygroundApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = server.operations.create
-
-    def dropping(resource: Any, namespace: str | None, obj: Any, **more: Any) -> Any:
-        obj.get("spec", {}).pop("extendedResourceName", None)
-        return create(resource, namespace, obj, **more)
-
-    monkeypatch.setattr(server.operations, "create", dropping)
-    says(against(server, tmp_path).feature_gates(), "OK", "not needed", "DRAExtendedResource")
-    server.faults.fail(1, 403, reason="Forbidden", path="deviceclasses")
-    says(against(server, tmp_path).feature_gates(), "OK", "are kept")
-
-
 def test_an_api_server_that_is_away_is_one_failure(server: PlaygroundApiServer, tmp_path: Path) -> None:
     checks = against(server, tmp_path)
     server.stop()
@@ -1063,10 +888,10 @@ def test_an_api_server_that_is_away_is_one_failure(server: PlaygroundApiServer, 
     says(found.pop("API server"), "FAIL", "cannot connect to the API server")
     assert {finding.status for finding in found.values()} == {"SKIP"}
     (line,) = folded([Outcome(name, finding) for name, finding in found.items()])
-    assert line.check == "12 checks"
+    assert line.check == "7 checks"
     says(
         line.finding,
         "SKIP",
-        "the API server cannot be asked: resource API, permissions, node, ",
-        ", feature gates, ",
+        "the API server cannot be asked: permissions, node, ",
+        ", feature gates",
     )

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps, room_beside
+from dra_driver.diagnostics.rules.mig_holders import gpu_maps, room_beside
 from dra_driver.diagnostics.rules.mig_map import WIDTH, DrawnInstance, GpuMap, draw_gpu, draw_gpus
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
@@ -171,7 +172,7 @@ def owned(profile: str, start: int, **changes: Any) -> OwnedInstance:
 
 
 def map_of(gpu: Gpu, *records: ClaimRecord, on_demand: bool = True, **known: Any) -> GpuMap:
-    state = KnownState(records, boot_id=BOOT, **known)
+    state = NodeState(records, boot_id=BOOT, **known)
     (entry,) = gpu_maps(inventory(gpu, h100(1)), state, lambda found: on_demand and found.uuid == gpu.uuid)
     return entry
 
@@ -252,11 +253,11 @@ def test_whole_gpu_leaves_no_room() -> None:
 
 
 def test_records_that_cannot_be_read_make_nobody_a_stranger() -> None:
-    entry = map_of(existing((7, "1g.10gb", 0)), is_known=False)
+    entry = map_of(existing((7, "1g.10gb", 0)), faults=("a record cannot be read",))
     assert owners(entry)[0].startswith("unknown")
 
 
 def test_only_gpus_that_are_cut_are_drawn() -> None:
     plain = inventory(h100(0), existing(mode=False))
-    assert gpu_maps(plain, KnownState(), lambda gpu: False) == []
-    assert len(gpu_maps(plain, KnownState(), lambda gpu: True)) == 1
+    assert gpu_maps(plain, NodeState(), lambda gpu: False) == []
+    assert len(gpu_maps(plain, NodeState(), lambda gpu: True)) == 1

@@ -1,11 +1,9 @@
-"""The cluster as the driver needs it: API versions, permissions, the node, classes, feature gates."""
+"""The cluster as the driver needs it: its API, permissions, the node, admission, classes, slices, feature gates."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from dra_driver.diagnostics.doctor.admission import AdmissionProof
@@ -15,8 +13,8 @@ from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient, path_segment
-from dra_driver.kube.cluster import node_uid
-from dra_driver.kube.convert import GROUP, VERSIONS
+from dra_driver.kube.cluster import node_uid, server_version
+from dra_driver.kube.convert import GROUP
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.units import counted
@@ -26,13 +24,6 @@ from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE,
 
 JsonObject = dict[str, Any]
 
-UPGRADE_LABEL = "nvidia.com/gpu.deploy.dra-driver"
-"""The driver manager of NVIDIA's GPU operator gives it another value while it upgrades the NVIDIA driver."""
-_OLDEST_MINOR = 32
-_SKEW_S = 5.0
-_MUCH_SKEW_S = 60.0
-_NUMBER = re.compile(r"\d+")
-_EXTENDED_GATE = "DRAExtendedResource"
 _APPLY = "`kubectl apply -k daemonset` as an administrator"
 
 
@@ -80,42 +71,18 @@ class ClusterChecks:
     dynamic_mig: bool = False
     sharing: bool = False
     configured: bool = True
-    now: Callable[[], datetime] = lambda: datetime.now(UTC)
     claims: Callable[[], Sequence[ClaimRef]] = tuple
 
     def api_server(self) -> Finding:
-        """Does it answer, and is it new enough?"""
+        """Does it answer, and does it serve the API?"""
         if not self.configured:
             return warn(
                 "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
             )
-        version = self.client.get().request("GET", "/version", action="ask for the API server's version")
-        number = _NUMBER.match(str(version.get("minor", "")))
-        shown = str(version.get("gitVersion") or "unknown")
-        if number is not None and str(version.get("major")) == "1" and int(number[0]) < _OLDEST_MINOR:
-            return fail(f"Kubernetes {shown}", f"upgrade to 1.34, at least 1.{_OLDEST_MINOR}")
-        return ok(f"Kubernetes {shown} at {self.client.get().endpoint.server}")
-
-    def resource_api(self) -> Finding:
-        """Which versions of resource.k8s.io are served?"""
-        return self._asked(self._resource_api)
-
-    def _resource_api(self) -> Finding:
-        remedy = (
-            "Kubernetes 1.34 serves it; before that: feature gate DynamicResourceAllocation in all components and "
-            f"--runtime-config={GROUP}/v1beta1=true"
-        )
-        try:
-            group = self._get(f"/apis/{GROUP}", f"ask for the versions of {GROUP}")
-        except ApiRejectedError as error:
-            if error.status != 404:
-                raise
-            return fail(f"{GROUP} is not served", remedy)
-        served = [str(entry.get("version")) for entry in group.get("versions") or ()]
-        usable = [version for version in VERSIONS if version in served]
-        if not usable:
-            return fail(f"{GROUP} is served as {', '.join(served)} only", remedy)
-        return ok(f"{GROUP}: {', '.join(served)}; {usable[0]} is used")
+        client = self.client.get()
+        version = ResourceApi(client).discover()
+        release = server_version(client) or "unknown"
+        return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP}/{version} is used")
 
     def permissions(self) -> Finding:
         """Is the driver allowed what it needs?"""
@@ -162,63 +129,40 @@ class ClusterChecks:
         return ok(f"all {len(needed)} that the driver needs")
 
     def node_object(self) -> Finding:
-        """Is there a node of this name?"""
+        """Is there a node of this name, and does nobody else offer its GPUs?"""
         return self._asked(self._node_object)
 
     def _node_object(self) -> Finding:
-        node = self._node()
-        if node is None:
+        try:
+            node = self._get(f"/api/v1/nodes/{path_segment(self.node)}", f"get node {self.node}")
+        except ApiRejectedError as error:
+            if error.status != 404:
+                raise
             return fail(
                 f"there is no node {self.node!r}",
                 "`kubectl get nodes`; set --node-name or NODE_NAME to its name",
             )
-        conditions = (node.get("status") or {}).get("conditions") or ()
-        ready = next((c.get("status") for c in conditions if c.get("type") == "Ready"), None)
-        info = (node.get("status") or {}).get("nodeInfo") or {}
-        versions = ", ".join(
-            str(info[key]) for key in ("kubeletVersion", "containerRuntimeVersion") if info.get(key)
-        )
-        if ready not in (None, "True"):
-            return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
-        return ok(f"node {self.node}{f' ({versions})' if versions else ''}")
-
-    def allocatable(self) -> Finding:
-        """Does the node offer GPUs the old way as well?"""
-        return self._asked(self._allocatable)
-
-    def _allocatable(self) -> Finding:
-        node = self._node()
-        if node is None:
-            return skip(f"there is no node {self.node!r}")
-        resources = (node.get("status") or {}).get("allocatable") or {}
+        status = node.get("status") or {}
         old = [
             f"{name} {amount}"
-            for name, amount in resources.items()
+            for name, amount in (status.get("allocatable") or {}).items()
             if str(name).startswith(("nvidia.com/gpu", "nvidia.com/mig-")) and str(amount) != "0"
         ]
         if old:
             return fail(
-                f"a device plugin offers the same GPUs: {', '.join(old)}",
+                f"a device plugin offers the same GPUs of node {self.node}: {', '.join(old)}",
                 f"`kubectl label node {self.node} nvidia.com/gpu.deploy.device-plugin=false --overwrite`, or delete "
                 "its DaemonSet; pods may then ask for them through a DeviceClass with extendedResourceName",
             )
-        return ok("no GPUs of a device plugin")
-
-    def clock(self) -> Finding:
-        """Does the node's clock agree with the API server's? Tokens and certificates depend on it."""
-        return self._asked(self._clock)
-
-    def _clock(self) -> Finding:
-        theirs = self.client.get().server_time()
-        if theirs is None:
-            return skip("the API server sends no time")
-        skew = (self.now() - theirs).total_seconds()
-        text = f"this node is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the API server"
-        if abs(skew) > _MUCH_SKEW_S:
-            return fail(text, "`timedatectl status` on the node; start chrony or systemd-timesyncd")
-        if abs(skew) > _SKEW_S:
-            return warn(text, "`timedatectl status` on the node; start chrony or systemd-timesyncd")
-        return ok("agrees with the API server's")
+        info = status.get("nodeInfo") or {}
+        versions = ", ".join(
+            str(info[key]) for key in ("kubeletVersion", "containerRuntimeVersion") if info.get(key)
+        )
+        conditions = status.get("conditions") or ()
+        ready = next((c.get("status") for c in conditions if c.get("type") == "Ready"), None)
+        if ready not in (None, "True"):
+            return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
+        return ok(f"node {self.node}{f' ({versions})' if versions else ''}")
 
     def admission_policy(self) -> Finding:
         """Is a node kept from publishing devices of another?"""
@@ -230,35 +174,6 @@ class ClusterChecks:
 
     def _proof(self) -> AdmissionProof:
         return AdmissionProof(self.client.get(), self.driver, self.node, self.claims)
-
-    def driver_upgrades(self) -> Finding:
-        """Which nodes would components/driver-upgrades take the driver from?"""
-        return self._asked(self._driver_upgrades)
-
-    def _driver_upgrades(self) -> Finding:
-        query = {"fieldSelector": f"spec.driver={self.driver}"}
-        items = self._resource("GET", "resourceslices", query=query).get("items") or []
-        served = {str(item["spec"].get("nodeName")) for item in items if item["spec"].get("devices")}
-        labels = {
-            str(node["metadata"]["name"]): (node["metadata"].get("labels") or {}).get(UPGRADE_LABEL)
-            for node in self._get("/api/v1/nodes", "list the nodes").get("items") or ()
-        }
-        paused = sorted(name for name in labels if labels[name] not in (None, "", "true", "false"))
-        if paused:
-            return warn(
-                f"the NVIDIA driver is being upgraded, so the driver's pods are away: {named(paused)}",
-                f"if that lasts, see the driver manager's log; `kubectl get nodes -L {UPGRADE_LABEL}`",
-            )
-        left = sorted(name for name in served if labels.get(name) != "true")
-        if not left:
-            have = counted(len(served), "node with devices has", "nodes with devices have")
-            return ok(f"{have} the label {UPGRADE_LABEL}=true")
-        remedy = (
-            f"`kubectl label node NODE {UPGRADE_LABEL}=true`, before you apply components/driver-upgrades"
-        )
-        if len(left) < len(served):
-            return warn(f"nodes with devices without the label {UPGRADE_LABEL}=true: {named(left)}", remedy)
-        return skip(f"no node has the label {UPGRADE_LABEL}; {remedy}: {named(left)}")
 
     def device_classes(self) -> Finding:
         """Are there classes by which pods ask for devices?"""
@@ -313,8 +228,6 @@ class ClusterChecks:
         support = ask_support(api, owner, Support(), partitions=True)
         problem = support.no_partitions
         off = set(support.missing) | (set() if problem is None else {PARTITIONS_GATE})
-        if self._has_extended_resources(api) is False:
-            off.add(_EXTENDED_GATE)
         if problem is not None and self.dynamic_mig:
             why, _, remedy = problem.rpartition("; ")
             return fail(f"--dynamic-mig does nothing: {why}", remedy)
@@ -333,64 +246,17 @@ class ClusterChecks:
             return ok(f"off, and not needed as the driver is configured: {', '.join(sorted(off))}")
         return ok("partitions, shares and taints are kept")
 
-    def _has_extended_resources(self, api: ResourceApi) -> bool | None:
-        """None where these credentials may not make classes, as the driver itself."""
-        wanted = "nvidia.com/probe"
-        body = {
-            "apiVersion": f"{GROUP}/v1",
-            "kind": "DeviceClass",
-            "metadata": {"name": "gpu-dra-driver-probe"},
-            "spec": {"extendedResourceName": wanted},
-        }
-        try:
-            stored = api.call(
-                "POST",
-                "deviceclasses",
-                query={"dryRun": "All"},
-                body=body,
-                action="ask for extended resources",
-            )
-        except ApiRejectedError:
-            return None
-        return (stored.get("spec") or {}).get("extendedResourceName") == wanted
-
-    def kubelet_gates(self) -> Finding:
-        """Is dynamic resource allocation switched off in the kubelet?"""
-        return self._asked(self._kubelet_gates)
-
-    def _kubelet_gates(self) -> Finding:
-        path = f"/api/v1/nodes/{path_segment(self.node)}/proxy/configz"
-        try:
-            config = self._get(path, "ask for the kubelet's configuration")
-        except ApiUnavailableError as error:
-            # The server answers for a kubelet that it cannot reach; this raises if the server itself is away.
-            self.client.get().server_time()
-            return skip(str(error))
-        gates = (config.get("kubeletconfig") or {}).get("featureGates") or {}
-        off = [name for name in ("DynamicResourceAllocation",) if gates.get(name) is False]
-        if off:
-            return fail(
-                f"off in the kubelet: {', '.join(off)}",
-                "set it to true in featureGates of the kubelet's configuration file, then `systemctl restart kubelet`",
-            )
-        return ok("none that matters is off")
-
     def all(self) -> list[Check]:
         """By name."""
         return [
             Check("API server", self.api_server),
-            Check("resource API", self.resource_api),
             Check("permissions", self.permissions),
             Check("node", self.node_object),
-            Check("allocatable", self.allocatable),
-            Check("clock", self.clock),
             Check("admission policy", self.admission_policy),
             Check("claim policy", self.claim_policy),
-            Check("driver upgrades", self.driver_upgrades),
             Check("DeviceClasses", self.device_classes),
             Check("slices", self.slices),
             Check("feature gates", self.feature_gates),
-            Check("kubelet's gates", self.kubelet_gates),
         ]
 
     def _asked(self, ask: Callable[[], Finding]) -> Finding:
@@ -416,14 +282,6 @@ class ClusterChecks:
 
     def _resource(self, method: str, plural: str, query: Mapping[str, str] | None = None) -> JsonObject:
         return ResourceApi(self.client.get()).call(method, plural, action=f"list {plural}", query=query)
-
-    def _node(self) -> JsonObject | None:
-        try:
-            return self._get(f"/api/v1/nodes/{path_segment(self.node)}", f"get node {self.node}")
-        except ApiRejectedError as error:
-            if error.status == 404:
-                return None
-            raise
 
 
 def _is_renamed(name: str, other: str) -> bool:

@@ -24,9 +24,8 @@ from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.host_devices import HostDeviceFinder
-from dra_driver.host.imex import CHANNELS, ImexChannelNodes, ImexDaemon
+from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
-from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.companions import (
@@ -213,27 +212,6 @@ class DriverChecks:
             )
         return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and {len(minors)} GPUs")
 
-    def mig_capabilities(self) -> Finding:
-        """Can containers be let into the MIG devices that exist?"""
-        inventory = self.inventory.or_none()
-        if inventory is None:
-            return skip("not known without NVML")
-        migs = [(gpu, mig) for gpu in inventory.gpus for mig in gpu.mig_devices]
-        if not migs and not self.dynamic_mig:
-            return skip("no MIG devices")
-        caps = MigCaps(self.paths.proc)
-        if "nvidia-caps" not in caps.majors():
-            return fail(
-                f"the kernel lists no nvidia-caps in {self.paths.proc}/devices",
-                "`modprobe -r nvidia && modprobe nvidia` on the node; a driver before 450 has no MIG",
-            )
-        for gpu, mig in migs:
-            try:
-                caps.nodes(gpu.minor or 0, mig.gpu_instance_id, mig.compute_instance_id)
-            except RetryableError as error:
-                return fail(str(error), "`nvidia-smi mig -lgi` on the node; make the MIG device anew")
-        return ok(f"{len(migs)} MIG devices with their capabilities")
-
     def mig_mode(self) -> Finding:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
         inventory = self.inventory.or_none()
@@ -317,14 +295,7 @@ class DriverChecks:
                 f"nvidia-imex is ready, but these GPUs are in no fabric (yet): {named(outside)}",
                 "`nvidia-smi -q | grep -A4 Fabric` on the node",
             )
-        first = 0 if wanted == "all" else wanted
-        node = f"{CHANNELS}/channel{first}"
-        told = (
-            ""
-            if DevRoot(self.paths, self.nodes).node(node)
-            else f"; {node} is only in containers, which is enough"
-        )
-        return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}{told}")
+        return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}")
 
     def host_devices(self) -> Finding:
         """Is there what every claim is to get beside its GPUs?"""
@@ -398,7 +369,6 @@ class DriverChecks:
             Check("device nodes", self._if_needed(self.device_nodes)),
             Check("MIG mode", self._if_needed(self.mig_mode)),
             Check("GPU agents", self._if_needed(self.gpu_agents)),
-            Check("MIG capabilities", self._if_needed(self.mig_capabilities)),
             *([Check("IMEX", self._if_needed(self.imex))] if self.companions.imex is not None else []),
             *(
                 [Check("host devices", self._if_needed(self.host_devices))]

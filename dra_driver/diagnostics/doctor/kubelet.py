@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,6 @@ from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 from dra_driver.sharing.rules.mps_notes import notes_of
 
-_FULL_BYTES = 64 * 1024 * 1024
-_LITTLE_BYTES = 512 * 1024 * 1024
-_FEW_FILES = 1000
 _ASK_S = 1.0
 _RECONNECT_S = 0.2
 
@@ -35,7 +31,6 @@ class KubeletChecks:
     driver: str
     registry: Path
     plugins: Path
-    host: str | None
     mps_external: bool = True
     cdi: Path | None = None
 
@@ -106,25 +101,6 @@ class KubeletChecks:
         update = " (a rolling update is under way)" if len(alive) == 2 else ""
         return ok(f"{named([name for name, _ in alive])} answers{update}")
 
-    def space(self) -> Finding:
-        """Is there space for records and specs?"""
-        place = next(path for path in (self.state, *self.state.parents) if path.exists())
-        usage = shutil.disk_usage(place)
-        files = os.statvfs(place)
-        free = f"{usage.free // (1024 * 1024)} MiB free at {place}"
-        remedy = f"`df -h {place}`, `df -i {place}`: free some space; images and logs are the usual cause"
-        if usage.free < _FULL_BYTES or (files.f_files and files.f_favail < _FEW_FILES // 10):
-            return fail(
-                free if usage.free < _FULL_BYTES else f"{counted(files.f_favail, 'inode')} free at {place}",
-                remedy,
-            )
-        if usage.free < _LITTLE_BYTES or (files.f_files and files.f_favail < _FEW_FILES):
-            return warn(
-                free if usage.free < _LITTLE_BYTES else f"{counted(files.f_favail, 'inode')} free at {place}",
-                remedy,
-            )
-        return ok(free)
-
     def records(self) -> Finding:
         """Can the driver's records be read?"""
         state = read_state(self.state)
@@ -158,23 +134,6 @@ class KubeletChecks:
             return warn(owed + more, f"{remedy}; `gpu-dra-driver debts` lists all")
         return ok("ended claims owe nothing")
 
-    def device_plugin(self) -> Finding:
-        """Does NVIDIA's device plugin give out the same GPUs a second time?"""
-        places = [self.plugins.parent / "device-plugins"]
-        if self.host is not None:
-            places.append(Path(f"{self.host.rstrip('/')}/var/lib/kubelet/device-plugins"))
-        there = [place for place in places if place.is_dir()]
-        if not there:
-            return skip(f"{places[0]} is not visible from here; the node's allocatable resources tell too")
-        found = [path for place in there for path in sorted(place.glob("*.sock")) if "nvidia" in path.name]
-        alive = [path for path in found if listening(path)]
-        if alive:
-            return fail(
-                f"NVIDIA's device plugin runs here ({alive[0]}): both give out the same GPUs",
-                "`kubectl label node NODE nvidia.com/gpu.deploy.device-plugin=false`, or delete its DaemonSet",
-            )
-        return ok("NVIDIA's device plugin does not run here")
-
     def mps_host(self) -> Finding:
         """Does the MPS host answer? Claims with MPS wait for it."""
         if not self.mps_external:
@@ -192,17 +151,15 @@ class KubeletChecks:
         notes = [text for status in daemons for _, text in notes_of(status)]
         if notes:
             return warn("; ".join(notes), "docs/sharing.md: MPS")
-        return ok(f"the MPS host answers; MPS daemons: {len(daemons)}")
+        return ok(f"the MPS host answers; it has {counted(len(daemons), 'daemon')}")
 
     def all(self) -> list[Check]:
         """By name."""
         return [
             Check("kubelet directories", self.directories),
             Check("registration", self.sockets),
-            Check("disk space", self.space),
             Check("records", self.records),
             Check("debts", self.debts),
-            Check("device plugin", self.device_plugin),
             Check("MPS host", self.mps_host),
         ]
 

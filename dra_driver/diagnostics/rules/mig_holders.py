@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from dra_driver.diagnostics.rules.mig_map import DrawnInstance, GpuMap
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
@@ -29,20 +29,7 @@ _OURS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KnownState:
-    """What the driver of this node remembers. `is_known` is false where that could not be read.
-
-    `boot_id` is the boot that runs now: an entry of the ledger from another one means nothing any more.
-    """
-
-    records: Sequence[ClaimRecord] = ()
-    owned: Sequence[OwnedInstance] = ()
-    boot_id: str | None = None
-    is_known: bool = True
-
-
-def gpu_maps(inventory: Inventory, known: KnownState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
+def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
     """A drawing's content for each GPU that is in MIG mode or whose MIG devices are made on demand.
 
     `inventory` is NVML's own: `partitioning` on every GPU that has profiles, with all GPU instances in
@@ -89,7 +76,7 @@ def _memory_slices(profiles: Iterable[PlacedProfile]) -> int:
     return max((place.start + place.size for row in profiles for place in row.placements), default=0)
 
 
-def _map_of(name: str, gpu: Gpu, table: Partitioning, known: KnownState, on_demand: bool) -> GpuMap:
+def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_demand: bool) -> GpuMap:
     profiles = {placed.profile.profile_id: placed.profile for placed in table.profiles}
     holders = _holders(gpu, known.records)
     there = [
@@ -123,7 +110,7 @@ def _existing(
     instance: GpuInstance,
     profile: MigProfile | None,
     holders: Mapping[str, Sequence[str]],
-    known: KnownState,
+    known: NodeState,
     on_demand: bool,
 ) -> DrawnInstance:
     devices = [mig for mig in gpu.mig_devices if mig.gpu_instance_id == instance.gpu_instance_id]
@@ -141,9 +128,9 @@ def _existing(
 
 
 def _without_claim(
-    gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: KnownState, on_demand: bool
+    gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: NodeState, on_demand: bool
 ) -> str:
-    if not known.is_known:
+    if known.faults:
         return "unknown, since the driver's records could not be read"
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.journal.rules.debts import Debt, DebtKind
 from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
@@ -68,25 +69,15 @@ class NodeClaims:
     debts: tuple[ClaimDebt, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FilesOfClaims:
-    """What lies on the node's disk for claims.
-
-    `specs` are the devices in each claim's CDI spec by claim UID, None where the directory could not be read. `boot_id`
-    is that of the boot that runs now, None where it is not known.
-    """
-
-    records: Sequence[ClaimRecord]
-    owned: Sequence[OwnedInstance]
-    specs: Mapping[str, Sequence[str]] | None
-    boot_id: str | None
+Specs = Mapping[str, Sequence[str]] | None
+"""The devices in each claim's CDI spec by claim UID; None where the directory could not be read."""
 
 
 def prepared_claims(
-    files: FilesOfClaims, kind_of: Callable[[Step], str], now: datetime
+    state: NodeState, specs: Specs, kind_of: Callable[[Step], str], now: datetime
 ) -> tuple[PreparedClaim, ...]:
     """A claim for each record, the oldest first. `kind_of` names a step as records do."""
-    ledger = {entry.device: entry for entry in files.owned}
+    ledger = {entry.device: entry for entry in state.owned}
     claims = (
         PreparedClaim(
             record.ref.namespace,
@@ -95,13 +86,13 @@ def prepared_claims(
             record.phase,
             record.prepared_at,
             _age_s(record.prepared_at, now),
-            _boot(record, files.boot_id),
-            "unknown" if files.specs is None else "present" if record.ref.uid in files.specs else "missing",
+            _boot(record, state.boot_id),
+            "unknown" if specs is None else "present" if record.ref.uid in specs else "missing",
             tuple(_device(held, ledger.get(held.device)) for held in record.devices),
             tuple(kind_of(step) for step in reversed(record.steps)),
             record.claim.pods,
         )
-        for record in files.records
+        for record in state.records
     )
     return tuple(sorted(claims, key=lambda claim: (claim.prepared_at or "~", claim.namespace, claim.name)))
 
@@ -112,11 +103,10 @@ def owed(debt: Debt) -> ClaimDebt:
     return ClaimDebt(ref.namespace, ref.name, ref.uid, debt.kinds, debt.since, debt.text)
 
 
-def contradictions(files: FilesOfClaims, claims: Iterable[PreparedClaim]) -> Iterator[str]:
+def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClaim]) -> Iterator[str]:
     """A sentence for each thing on disk that does not go with the others."""
-    claims = tuple(claims)
     known = {claim.uid for claim in claims}
-    for uid, names in sorted((files.specs or {}).items()):
+    for uid, names in sorted((specs or {}).items()):
         if uid not in known:
             yield f"the CDI spec of claim UID {uid} has no record: {', '.join(names) or 'unreadable'}"
     for claim in claims:
@@ -126,8 +116,8 @@ def contradictions(files: FilesOfClaims, claims: Iterable[PreparedClaim]) -> Ite
                 "anew until the driver prepares it again"
             )
     held = {device.device for claim in claims for device in claim.devices}
-    for entry in files.owned:
-        if entry.device not in held and entry.boot_id == files.boot_id:
+    for entry in state.owned:
+        if entry.device not in held and entry.boot_id == state.boot_id:
             yield (
                 f"MIG device {entry.device} ({entry.phase}) is in the ledger and no claim holds it; the driver "
                 "removes it"

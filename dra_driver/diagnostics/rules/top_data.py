@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from dra_driver.diagnostics.rules.mig_holders import KnownState, gpu_maps
+from dra_driver.diagnostics.rules.mig_holders import gpu_maps
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, PreparedClaim
 from dra_driver.diagnostics.rules.top_screen import (
     Holding,
@@ -33,7 +34,6 @@ from dra_driver.model.ids import gpu_device_names, mig_device_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.record import ClaimRecord
 
 _NO_ANSWER = "the GPU does not answer NVML"
 
@@ -80,16 +80,14 @@ _Findings = Mapping[str, Mapping[tuple[str, str], tuple[Severity, str]]]
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """All that was found. `health` is what the driver wrote down, `state` its records and its ledger. `problems` are
-    sentences on what could not be read."""
+    """All that was found. `problems` are sentences on what could not be asked."""
 
     node: str
     driver: str
     now: datetime
     nvml: NvmlFacts
     claims: NodeClaims
-    state: KnownState
-    health: Sequence[HealthState]
+    state: NodeState
     daemons: Sequence[MpsDaemonStatus]
     problems: Sequence[str]
 
@@ -98,7 +96,7 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
     """The view. `on_demand` tells the GPUs whose MIG devices are made on demand."""
     inventory = found.nvml.inventory
     ids = _instance_ids(inventory, found.state.owned)
-    names, places, reasons = _named_reasons(found.nvml, found.state, found.health, ids, found.now)
+    names, places, reasons = _named_reasons(found.nvml, found.state, ids, found.now)
     cuda = inventory.versions.cuda
     debts = (debt.text for debt in found.claims.debts)
     unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
@@ -121,59 +119,48 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
             for device in status.spec.devices
         ),
         processes=tuple(_processes(found.nvml, found.claims, names)),
-        notes=tuple(dict.fromkeys([*found.problems, *debts, *found.claims.problems, *unread])),
+        notes=tuple(
+            dict.fromkeys([*found.problems, *found.state.notes, *debts, *found.claims.problems, *unread])
+        ),
     )
 
 
-def node_health(
-    nvml: NvmlFacts | None,
-    state: KnownState,
-    kept: Sequence[HealthState],
-    now: datetime,
-    problems: Sequence[str],
-) -> NodeHealth:
+def node_health(nvml: NvmlFacts | None, state: NodeState, now: datetime) -> NodeHealth:
     """As in `node_view`; `nvml` is None where NVML does not answer."""
     facts = nvml or NvmlFacts()
     ids = _instance_ids(facts.inventory, state.owned)
-    names, places, reasons = _named_reasons(facts, state, kept, ids, now)
+    names, places, reasons = _named_reasons(facts, state, ids, now)
     return NodeHealth(
         tuple(_gpus(facts, names, places, reasons)),
         tuple(reason.shown for reason in reasons),
-        tuple(problems),
+        state.notes,
         nvml is not None,
     )
 
 
 def _named_reasons(
-    facts: NvmlFacts,
-    state: KnownState,
-    kept: Sequence[HealthState],
-    ids: Mapping[str, tuple[str, int, int]],
-    now: datetime,
+    facts: NvmlFacts, state: NodeState, ids: Mapping[str, tuple[str, int, int]], now: datetime
 ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[_ShownReason]]:
     """Device names and PCI bus IDs by UUID, and all reasons. A GPU whose UUID is not known goes by its PCI bus ID."""
     inventory = facts.inventory
     shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
-    places = {entry.target.gpu_uuid: entry.pci_bus_id for entry in kept if not entry.target.is_instance}
+    places = {
+        entry.target.gpu_uuid: entry.pci_bus_id for entry in state.health if not entry.target.is_instance
+    }
     known = {place: uuid for uuid, place in places.items() if uuid not in shown}
     hidden = {uuid or known.get(place) or place: place for place, uuid in facts.hidden.items()}
     places = {**places, **hidden, **shown}
-    names = _names(inventory, state.records, kept, hidden)
+    names = _names(inventory, state, hidden)
     facts = replace(facts, lost=facts.lost | hidden.keys())
-    reasons = _reasons(kept, facts, names, _mig_devices(ids), int(now.timestamp()))
+    reasons = _reasons(state.health, facts, names, _mig_devices(ids), int(now.timestamp()))
     return names, {uuid: place for uuid, place in places.items() if place is not None}, list(reasons)
 
 
-def _names(
-    inventory: Inventory,
-    records: Iterable[ClaimRecord],
-    states: Iterable[HealthState],
-    hidden: Mapping[str, str],
-) -> Mapping[str, str]:
+def _names(inventory: Inventory, state: NodeState, hidden: Mapping[str, str]) -> Mapping[str, str]:
     """Device names by UUID: GPUs that NVML shows in PCI order, then those that only files know."""
     shown = [gpu.uuid for gpu in inventory.gpus]
-    known = {state.target.gpu_uuid for state in states}
-    known |= {uuid for record in records for uuid in record.gpu_uuids if uuid}
+    known = {entry.target.gpu_uuid for entry in state.health}
+    known |= {uuid for record in state.records for uuid in record.gpu_uuids if uuid}
     known |= {uuid for uuid, place in hidden.items() if uuid != place}
     unnamed = {place: place for uuid, place in hidden.items() if uuid == place}
     return {**gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))])), **unnamed}
@@ -347,7 +334,7 @@ def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mappi
 
 
 def _instances(
-    inventory: Inventory, known: KnownState, on_demand: Callable[[Gpu], bool]
+    inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]
 ) -> Iterator[SeenInstance]:
     for drawn in gpu_maps(inventory, known, on_demand):
         for instance in sorted(drawn.instances, key=lambda entry: entry.placement):
