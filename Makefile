@@ -91,10 +91,10 @@ bench: $(STAMP) ## Measure the budgets of docs/architecture.md and print them as
 	@$(BIN)/python hack/bench $(ARGS)
 
 soak: $(STAMP) ## A week of churn in five minutes on a simulated node, and what is left of it
-	@$(BIN)/python hack/soak/soak.py $(ARGS)
+	@$(BIN)/python hack/bench soak $(ARGS)
 
 scale: $(STAMP) ## What the publishers of 1,000 nodes cost the API server; ARGS="--kubeconfig FILE" for a real one
-	@$(BIN)/python hack/scale/scale.py $(ARGS)
+	@$(BIN)/python hack/bench scale $(ARGS)
 
 audit: $(STAMP) ## Check the locked dependencies and write an SBOM; ARGS=--online asks the index as well
 	@$(BIN)/python hack/audit.py $(ARGS)

@@ -15,7 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from measurements import Node, cpu_of_prepares, single_prepares, wait_for
+from measurements import cpu_of_prepares, single_prepares
+from node import Node
+from processes import wait_for
 
 _HERE = Path(__file__).resolve().parent
 
@@ -88,7 +90,7 @@ def shares(cycles: int) -> tuple[dict[str, float], float]:
         with node:
             time.sleep(2.0)
             single_prepares(node, cycles)
-            os.kill(node.process.pid, signal.SIGPROF)
+            os.kill(node.daemon, signal.SIGPROF)
             wait_for(target.exists)
         found: dict[str, float] = defaultdict(float)
         stats: dict[_Function, tuple[int, int, float, float, _Callers]]

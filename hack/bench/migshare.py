@@ -6,7 +6,6 @@ The daemon runs in this process, so that the time of every NVML call can be subt
 from __future__ import annotations
 
 import functools
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measurements import NODE, cdi_root, wait_for
-from playground.kubelet import KubeletSettings
-from playground.node import DRIVER, PlaygroundNode
+from node import MeasuredNode
+from playground.node import DRIVER
+from processes import wait_for
 
 from dra_driver.app.platforms import platform_of
 from dra_driver.logs import configure_logs
-from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.simulator.hostroot import render
 
 _PROFILE = "1g.10gb"
@@ -77,59 +75,32 @@ def own_shares(root: Path, count: int) -> list[float]:
     """Milliseconds of each Prepare of a MIG device that has to be made, without NVML's part."""
     configure_logs("warning", "json")
     leave_programs_alone()
-    node = PlaygroundNode(
-        root, name=NODE, kubelet=KubeletSettings(poll_s=0.002), cdi=cdi_root(root), device_nodes="auto"
-    )
+    node = MeasuredNode(root)
     platform = platform_of(node.settings)
     library = TimedLibrary(platform.load_nvml())
     driver = node.make_driver(replace(platform, load_nvml=lambda: library), dynamic_mig=True)
     driver.start()
     try:
         node.kubelet.wait_registered(DRIVER)
-        names: list[str] = []
-
-        def published() -> bool:
-            names[:] = _devices(node)
-            return bool(names)
-
-        wait_for(published)
+        name = wait_for(lambda: _first_device(node))
         time.sleep(2.0)  # the driver's files are not of this second
-        return [_one(node, names[0], library) for _ in range(count)]
+        return [_one(node, name, library) for _ in range(count)]
     finally:
         driver.stop()
         node.stop()
-        shutil.rmtree(node.cdi)
 
 
-def _devices(node: PlaygroundNode) -> list[str]:
-    return [
-        device["name"]
-        for device in node.devices()
-        if device["attributes"].get("profile") == {"string": _PROFILE}
-    ]
+def _first_device(node: MeasuredNode) -> str | None:
+    profile = {"string": _PROFILE}
+    return next((one["name"] for one in node.devices() if one["attributes"].get("profile") == profile), None)
 
 
-def _one(node: PlaygroundNode, device: str, library: TimedLibrary) -> float:
-    name = f"mig-{time.monotonic_ns()}"
-    result = {"request": "mig", "driver": DRIVER, "pool": NODE, "device": device}
-    stored = node.server.add(
-        "resourceclaims",
-        {
-            "metadata": {"name": name, "namespace": "default"},
-            "spec": {
-                "devices": {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
-            },
-            "status": {"allocation": {"devices": {"results": [result]}}},
-        },
-        group="resource.k8s.io",
-    )
-    ref = ClaimRef("default", name, stored["metadata"]["uid"])
+def _one(node: MeasuredNode, device: str, library: TimedLibrary) -> float:
+    ref = node.add_claim(device, of="mig")
     library.reset()
-    started = time.monotonic()
-    outcome = node.kubelet.prepare(DRIVER, [ref])[ref.uid]
-    duration = time.monotonic() - started
-    if not isinstance(outcome, Prepared) or library.creator is None:
-        raise AssertionError(outcome)
-    own = duration - library.seconds()
-    node.kubelet.unprepare(DRIVER, [ref])
-    return own * 1000
+    duration_ms = node.prepare(ref)
+    if library.creator is None:
+        raise AssertionError(f"the Prepare of {device} made no MIG device")
+    own_ms = duration_ms - library.seconds() * 1000
+    node.unprepare(ref)
+    return own_ms

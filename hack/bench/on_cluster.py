@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measurements import ticks_cpu_s
-from measurements import wait_for as wait_for_s
+from processes import threads_cpu_s, ticks_cpu_s
+from processes import wait_for as wait_for_s
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import ApiClient
@@ -197,20 +197,6 @@ def daemon() -> int:
     return driver_processes()[0]
 
 
-def memory_mib(pid: int, what: str) -> float:
-    """`Rss` or `Pss` of a process."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return next(int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith(f"{what}:"))
-
-
-def cpu_s(pid: int) -> float:
-    """Processor seconds of a process, to the nanosecond: all its threads."""
-    return (
-        sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
-        / 1e9
-    )
-
-
 def _age_s(pid: int) -> float:
     """Seconds since the process was started."""
     started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -345,6 +331,6 @@ def idle_percent(duration_s: float) -> float:
     """Percent of a core that the daemon uses while nothing happens."""
     pid = daemon()
     time.sleep(12)  # workers of the last calls end, and the alert after the last change
-    before = cpu_s(pid)
+    before = threads_cpu_s(pid)
     time.sleep(duration_s)
-    return (cpu_s(pid) - before) / duration_s * 100
+    return (threads_cpu_s(pid) - before) / duration_s * 100

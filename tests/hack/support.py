@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-import yaml
-from gpucheck.view import View, opened, simulated_machine
+from gpucheck.machine import View, opened
 
 from dra_driver.model.gpu import Gpu
+from dra_driver.settings import Settings
 from dra_driver.simulator import open_machine
 from dra_driver.simulator.topology import nvlink_count
 
@@ -18,14 +18,8 @@ from dra_driver.simulator.topology import nvlink_count
 @contextmanager
 def looking_at(name: str, directory: Path) -> Iterator[View]:
     """The simulated machine, kept in `directory`/machine."""
-    with opened(simulated_machine(name, directory / "machine")) as view:
+    with opened(Settings("gpu-check", simulate=name, simulator_dir=str(directory / "machine"))) as view:
         yield view
-
-
-def machine_file(directory: Path, document: dict) -> str:
-    path = directory / "custom.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return str(path)
 
 
 def script(path: Path, cases: dict[str, str]) -> str:
@@ -73,7 +67,7 @@ def _row(gpu: Gpu, view: View) -> str:
     mode = "[N/A]" if not gpu.mig_capable else "Enabled" if gpu.mig_enabled else "Disabled"
     bus = f"0000{gpu.pci_bus_id}".upper()
     version = view.inventory.versions.driver
-    return f"{gpu.uuid}, {gpu.index}, {gpu.product_name}, {bus}, {memory}, {version}, {mode}, {major}.{minor}, 1\n"
+    return f"{gpu.uuid}, {gpu.product_name}, {bus}, {memory}, {version}, {mode}, {major}.{minor}\n"
 
 
 def _xml(gpu: Gpu) -> str:
@@ -97,7 +91,7 @@ def _links(gpu: Gpu) -> str:
 
 def _topology(view: View) -> str:
     """The matrix from the simulator's own wiring, not from what discovery made of it."""
-    state = open_machine(Path(view.machine.paths.driver_root).parent).current()
+    state = open_machine(Path(view.platform.paths.driver_root).parent).current()
     gpus = view.inventory.gpus
     names = [f"GPU{gpu.index}" for gpu in gpus]
     affinity = "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"

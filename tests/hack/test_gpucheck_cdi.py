@@ -8,20 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpucheck.cdispec import CLAIM_UID, _library_fault, check_spec
-from gpucheck.findings import Section
-from gpucheck.toolkit import check_toolkit, compare_specs
-from gpucheck.view import Options, View
+from gpucheck.machine import Report, View
+from gpucheck.spec import CLAIM_UID, check_spec, check_toolkit, compare_specs, spec_of_all
 
-from dra_driver.cdi.rules import checks as cdi_rules
 from dra_driver.simulator import create_machine
 from tests.hack.support import looking_at, script
-
-OPTIONS = Options()
-
-
-def texts(section: Section, level: str = "difference") -> list[str]:
-    return [f"{item.subject}: {item.text}" for item in section.findings if item.level == level]
 
 
 @pytest.fixture
@@ -33,34 +24,29 @@ def view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[View]:
         yield found
 
 
-def root(view: View) -> Path:
-    return Path(view.machine.paths.driver_root)
+def checked(view: View, spec: dict) -> Report:
+    report = Report()
+    check_spec(report, view, spec)
+    return report
 
 
-def test_the_spec_has_all_devices_and_is_good(view: View) -> None:
-    section, spec = check_spec(view, OPTIONS)
-    assert spec is not None
-    assert cdi_rules.faults(spec) == []
-    assert len(spec["devices"]) == 13
-    assert section.findings == []
+def without_nodes(view: View, sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = type(view.platform.nodes).read
+    monkeypatch.setattr(
+        type(view.platform.nodes), "read", lambda self, path: None if sign in path else real(self, path)
+    )
 
 
 def test_every_path_that_is_not_there_is_told(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    lib = root(view) / "usr/lib/x86_64-linux-gnu"
-    real = type(view.machine.nodes).read
-    _, spec = check_spec(view, OPTIONS)
-    monkeypatch.setattr("gpucheck.cdispec.SpecMaker.spec", lambda self, devices: spec)
-    (lib / "libnvidia-ngx.so.580.95.05").unlink()
-    (lib / "libnvoptix.so.580.95.05").unlink()
-    (lib / "libnvoptix.so.580.95.05").mkdir()
-    (root(view) / "usr/bin/nvidia-cdi-hook").unlink()
-    monkeypatch.setattr(
-        type(view.machine.nodes), "read", lambda self, path: None if "/nvidia5" in path else real(self, path)
-    )
-    section, _ = check_spec(view, OPTIONS)
-    found = "\n".join(texts(section))
-    assert "libnvidia-ngx.so.580.95.05: is not on the host" in found
-    assert "libnvoptix.so.580.95.05: is not a regular file" in found
+    root = Path(view.platform.paths.driver_root)
+    spec = spec_of_all(view)
+    assert checked(view, spec).differences == []
+    assert len(spec["devices"]) == 13
+    (root / "usr/lib/x86_64-linux-gnu/libnvidia-ngx.so.580.95.05").unlink()
+    (root / "usr/bin/nvidia-cdi-hook").unlink()
+    without_nodes(view, "/nvidia5", monkeypatch)
+    found = "\n".join(checked(view, spec).differences)
+    assert "libnvidia-ngx.so.580.95.05: is not a file or socket on the host" in found
     assert "device node /dev/nvidia5 is not on the host" in found
     assert "nvidia-cdi-hook is not a program on the host" in found
 
@@ -68,60 +54,12 @@ def test_every_path_that_is_not_there_is_told(view: View, monkeypatch: pytest.Mo
 def test_capability_nodes_may_be_missing_but_not_be_others(
     view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = type(view.machine.nodes).read
-    monkeypatch.setattr(
-        type(view.machine.nodes),
-        "read",
-        lambda self, path: None if "nvidia-caps" in path else real(self, path),
-    )
-    section, spec = check_spec(view, OPTIONS)
-    assert texts(section) == []
-    assert texts(section, "note") == [
-        "MIG: 14 capability nodes are not on the host; runtimes make them themselves"
-    ]
-    monkeypatch.undo()
-    assert spec is not None
+    spec = spec_of_all(view)
     node = next(n for n in spec["devices"][0]["containerEdits"]["deviceNodes"] if "nvidia-cap" in n["path"])
     node["minor"] += 1
-    monkeypatch.setattr("gpucheck.cdispec.SpecMaker.spec", lambda self, devices: spec)
-    section, _ = check_spec(view, OPTIONS)
-    assert len(texts(section)) == 1
-    assert "in the spec" in texts(section)[0]
-
-
-def test_a_device_that_cannot_be_prepared_is_named(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = type(view.machine.nodes).read
-    monkeypatch.setattr(
-        type(view.machine.nodes),
-        "read",
-        lambda self, path: None if path.endswith("nvidia5") else real(self, path),
-    )
-    section, spec = check_spec(view, OPTIONS)
-    assert spec is None
-    name = next(device.name for device in view.inventory.devices() if device.gpu.minor == 5)
-    assert [text.partition(":")[0] for text in texts(section)] == ["all devices", name]
-
-
-def test_a_library_that_no_container_gets_is_told(view: View) -> None:
-    elsewhere = root(view) / "usr/local/nvidia/lib64"
-    elsewhere.mkdir(parents=True)
-    (elsewhere / "libnvidia-new.so.580.95.05").write_text("new")
-    section, _ = check_spec(view, OPTIONS)
-    assert len(texts(section)) == 1
-    assert texts(section)[0].endswith("libnvidia-new.so.580.95.05 is on the host but in no container")
-
-
-def test_libraries_must_be_for_this_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    library = tmp_path / "libcuda.so.1"
-    for header, fault in (
-        (b"\x7fELF\x02".ljust(18, b"\0") + b"\x3e\0", None),
-        (b"\x7fELF\x02".ljust(18, b"\0") + b"\xb7\0", "is a library for another processor (ELF machine 183)"),
-        (b"\x7fELF\x01".ljust(18, b"\0") + b"\x03\0", "is no 64-bit library"),
-        (b"", "is no 64-bit library"),
-    ):
-        library.write_bytes(header)
-        assert _library_fault(library) == fault
+    assert [text.partition(": (")[2] for text in checked(view, spec).differences] != []
+    without_nodes(view, "nvidia-caps", monkeypatch)
+    assert checked(view, spec).differences == []
 
 
 def toolkit_spec(view: View, ours: dict) -> dict:
@@ -131,109 +69,92 @@ def toolkit_spec(view: View, ours: dict) -> dict:
     for device in theirs["devices"]:
         device["name"] = uuids[device["name"]]
     theirs["devices"].append({"name": "all", "containerEdits": {}})
-    mps = str(root(view) / "tmp/nvidia-mps")
-    theirs["containerEdits"]["mounts"].append({"hostPath": mps, "containerPath": "/tmp/nvidia-mps"})
+    mount = {"hostPath": "/tmp/nvidia-mps", "containerPath": "/tmp/nvidia-mps"}
+    theirs["containerEdits"]["mounts"].append(mount)
     return theirs
 
 
-def compared(view: View, ours: dict, theirs: dict) -> Section:
-    section = Section("nvidia-ctk")
-    compare_specs(section, view, ours, theirs)
-    return section
+def compared(view: View, ours: dict, theirs: dict) -> Report:
+    report = Report()
+    compare_specs(report, view, ours, theirs)
+    return report
+
+
+def notes(report: Report) -> list[str]:
+    return [text for level, _, text in report.findings if level == "note"]
 
 
 def test_specs_with_the_same_meaning_do_not_differ(view: View) -> None:
-    _, ours = check_spec(view, OPTIONS)
-    assert ours is not None
-    section = compared(view, ours, toolkit_spec(view, ours))
-    assert texts(section) == []
-    assert texts(section, "note") == [
-        "all containers: mount /tmp/nvidia-mps: only theirs; does not matter: MPS is set up for each claim"
+    ours = spec_of_all(view)
+    theirs = toolkit_spec(view, ours)
+    for mount in theirs["containerEdits"]["mounts"]:
+        mount["containerPath"] = mount["containerPath"].replace("/usr/lib/x86_64-linux-gnu/", "/lib64/")
+    report = compared(view, ours, theirs)
+    assert report.differences == []
+    assert notes(report) == [
+        "all containers: mount nvidia-mps is only theirs; does not matter: MPS is set up for each claim"
     ]
-    assert section.checked > 100
+    assert report.checked["nvidia-ctk"] > 100
 
 
 def test_what_only_the_toolkit_has_matters(view: View) -> None:
-    _, ours = check_spec(view, OPTIONS)
-    assert ours is not None
+    ours = spec_of_all(view)
     theirs = toolkit_spec(view, ours)
     common = theirs["containerEdits"]
-    common["mounts"].append(
-        {"hostPath": "/x/libnvidia-new.so.5", "containerPath": "/usr/lib/libnvidia-new.so.5"}
-    )
+    common["mounts"].append({"hostPath": "/x/libnew.so.5", "containerPath": "/usr/lib/libnew.so.5"})
     common["env"].append("NVIDIA_NEW=1")
     common["deviceNodes"].append({"path": "/dev/nvidia-new"})
-    common["hooks"].append({"hookName": "createContainer", "path": "/h", "args": ["h", "new-hook"]})
-    common["hooks"].append(
-        {"hookName": "createContainer", "path": "/h", "args": ["h", "chmod", "--mode", "755"]}
-    )
+    common["hooks"].append({"path": "/h", "args": ["h", "hook", "new-hook"]})
+    common["hooks"].append({"path": "/h", "args": ["h", "chmod", "--mode", "755"]})
     symlinks = next(hook for hook in common["hooks"] if "create-symlinks" in hook["args"])
     symlinks["args"] += ["--link", "libnew.so.1::/usr/lib/libnew.so"]
     theirs["devices"][-2]["containerEdits"]["deviceNodes"][0]["minor"] = 99
-    removed = theirs["devices"].pop(0)
+    theirs["devices"].pop(0)
     theirs["devices"].append({"name": "GPU-other", "containerEdits": {}})
-    found = texts(compared(view, ours, theirs))
+    found = compared(view, ours, theirs).differences
     for text in (
-        "mount /usr/lib/libnvidia-new.so.5 is only theirs; matters",
+        "mount libnew.so.5 is only theirs; matters",
         "env NVIDIA_NEW=1 is only theirs; matters",
         "node /dev/nvidia-new is only theirs; matters",
         "hook new-hook is only theirs; matters",
         "link libnew.so.1::/usr/lib/libnew.so is only theirs; matters",
     ):
-        assert f"all containers: {text}" in found
-    assert any("(195, 99) theirs" in text for text in found)
-    assert any(text.endswith(f"{removed['name']} is only ours") for text in found)
-    assert "GPU-other: this device is only theirs" in found
+        assert f"nvidia-ctk: all containers: {text}" in found
+    assert any("(195, 99) there" in text for text in found)
+    assert any(text.endswith("this device is only ours") for text in found)
+    assert "nvidia-ctk: GPU-other: this device is only theirs" in found
     assert len(found) == 8
 
 
 def test_a_node_that_only_we_give_matters_but_a_mount_does_not(view: View) -> None:
-    _, ours = check_spec(view, OPTIONS)
-    assert ours is not None
+    ours = spec_of_all(view)
     theirs = toolkit_spec(view, ours)
-    theirs["containerEdits"]["deviceNodes"] = [
-        node for node in theirs["containerEdits"]["deviceNodes"] if node["path"] != "/dev/nvidia-modeset"
+    common, device = theirs["containerEdits"], theirs["devices"][0]["containerEdits"]
+    common["deviceNodes"] = [n for n in common["deviceNodes"] if n["path"] != "/dev/nvidia-modeset"]
+    common["mounts"] = [m for m in common["mounts"] if "libnvidia-ngx" not in m["containerPath"]]
+    device["deviceNodes"] = device["deviceNodes"][:1]
+    report = compared(view, ours, theirs)
+    assert report.differences == [
+        "nvidia-ctk: all containers: node /dev/nvidia-modeset is only ours; matters"
     ]
-    theirs["containerEdits"]["mounts"] = [
-        mount for mount in theirs["containerEdits"]["mounts"] if "libnvidia-ngx" not in mount["containerPath"]
-    ]
-    theirs["devices"][0]["containerEdits"]["deviceNodes"] = theirs["devices"][0]["containerEdits"][
-        "deviceNodes"
-    ][:1]
-    section = compared(view, ours, theirs)
-    assert texts(section) == ["all containers: node /dev/nvidia-modeset is only ours; matters"]
-    assert any("libnvidia-ngx" in text for text in texts(section, "note"))
-    assert any("capability nodes" in text for text in texts(section, "note"))
-
-
-def test_a_file_may_lie_elsewhere_in_the_container(view: View) -> None:
-    _, ours = check_spec(view, OPTIONS)
-    assert ours is not None
-    theirs = toolkit_spec(view, ours)
-    for mount in theirs["containerEdits"]["mounts"]:
-        mount["containerPath"] = mount["containerPath"].replace("/usr/lib/x86_64-linux-gnu/", "/lib64/")
-    section = compared(view, ours, theirs)
-    assert texts(section) == []
-    assert any("libcuda.so.580.95.05 is at /usr/lib/x86_64" in text for text in texts(section, "note"))
+    assert any("libnvidia-ngx" in text for text in notes(report))
+    assert any("/dev/nvidia-caps/" in text for text in notes(report))
 
 
 def test_the_toolkit_is_run_when_it_is_there(view: View, tmp_path: Path) -> None:
-    _, ours = check_spec(view, OPTIONS)
-    assert ours is not None
-    answer = json.dumps(toolkit_spec(view, ours))
-    program = script(
-        tmp_path / "nvidia-ctk", {"'cdi generate --format json --device-name-strategy uuid'": answer}
-    )
-    section = check_toolkit(view, Options(nvidia_ctk=program), ours)
-    assert section.skipped == []
-    assert texts(section) == []
+    ours, report = spec_of_all(view), Report()
+    theirs = toolkit_spec(view, ours)
+    command = "'cdi generate --format json --device-name-strategy uuid'"
+    program = script(tmp_path / "nvidia-ctk", {command: json.dumps(theirs)})
+    assert check_toolkit(report, view, ours, program) == theirs
+    assert [level for level, _, _ in report.findings] == ["note"]
 
 
 @pytest.mark.parametrize("answer", ["", "[]", "no JSON"])
 def test_a_toolkit_that_does_not_answer_is_no_difference(view: View, tmp_path: Path, answer: str) -> None:
-    _, ours = check_spec(view, OPTIONS)
+    report = Report()
     program = script(tmp_path / "nvidia-ctk", {"'cdi generate'*": answer})
-    section = check_toolkit(view, Options(nvidia_ctk=program), ours)
-    assert section.findings == []
-    assert section.skipped[0].startswith("nvidia-ctk cdi generate: ")
-    assert check_toolkit(view, OPTIONS, ours).skipped == ["nvidia-ctk is not on this machine"]
+    assert check_toolkit(report, view, spec_of_all(view), program) is None
+    assert [(level, text[:24]) for level, _, text in report.findings] == [
+        ("not checked", "nvidia-ctk cdi generate:")
+    ]

@@ -1,4 +1,4 @@
-"""hack/scale measures what it says."""
+"""`hack/bench scale` measures what it says."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"hack/{script}", *arguments]
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "hack/bench", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_scale_measures_a_few_nodes_and_a_restart_writes_nothing() -> None:
-    done = run("scale/scale.py", "--nodes", "4", "--processes", "1", "--rest", "0.1")
+    done = run("scale", "--nodes", "4", "--processes", "1", "--rest", "0.1")
     assert done.returncode == 0, done.stderr
     assert "a restart of all writes nothing" in done.stdout
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}

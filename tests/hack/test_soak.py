@@ -1,4 +1,4 @@
-"""What hack/soak takes for a failure."""
+"""What `hack/bench soak` takes for a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 JUDGE = """
 import sys
-sys.path[:0] = ["hack/soak", "."]
+sys.path[:0] = ["hack/bench", "hack", "."]
 import soak
 
 class Churn:

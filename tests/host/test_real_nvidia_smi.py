@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpucheck.smi import NvidiaSmi as ForGpuCheck
+from gpucheck.smi import SmiGpu
 from nvidia_programs import Programs
 
 from dra_driver.concurrency.bounded_program import run_program
@@ -209,6 +210,6 @@ def test_gpu_check_reads_the_list_and_every_field_that_the_branch_knows(
 ) -> None:
     programs = one_gpu()()
     smi = ForGpuCheck(programs.path(SMI_PROGRAM), programs.library_path)
-    assert [(gpu.index, gpu.uuid, gpu.migs) for gpu in smi.gpus()] == [(0, UUID, [])]
+    assert smi.gpus() == [SmiGpu(0, UUID)]
     answers, unknown = smi.query()
     assert (list(answers), unknown) == ([UUID], ["compute_cap"] if nvidia.branch == "R470" else [])

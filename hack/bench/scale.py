@@ -3,10 +3,10 @@
 The real client, slice cache and publisher of the daemon run once for each node, many in a process; the rest of it
 says nothing to the API server while its node is quiet. The exit code is 1 if a restart of all of them wrote anything.
 
-    scale.py                            1,000 nodes against the playground's API server
-    scale.py --binaries DIR             against etcd and kube-apiserver from there, started for this
-    scale.py --kubeconfig FILE          against a server that runs; --pid kube-apiserver=N to measure it
-    scale.py --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
+    hack/bench scale                            1,000 nodes against the playground's API server
+    hack/bench scale --binaries DIR             against etcd and kube-apiserver from there, started for this
+    hack/bench scale --kubeconfig FILE          against a server that runs; --pid kube-apiserver=N to measure it
+    hack/bench scale --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import contextlib
 import json
 import multiprocessing
 import resource
-import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,10 +24,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import publishers
 import servers
@@ -199,10 +193,10 @@ def chosen_server(
     return servers.playground(scratch)
 
 
-def main() -> int:
+def main(options: Sequence[str]) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2, help="that the publishers share (default 2)")
@@ -212,8 +206,7 @@ def main() -> int:
     parser.add_argument("--kubeconfig", type=Path, help="of a server that runs")
     parser.add_argument("--pid", action="append", default=[], metavar="NAME=PID", help="process to measure")
     parser.add_argument("--binaries", type=Path, help="directory with etcd and kube-apiserver")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended as well
+    arguments = parser.parse_args(options)
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     content = publishers.inventory_of(arguments.machine, dynamic_mig=arguments.dynamic_mig)
@@ -230,7 +223,3 @@ def main() -> int:
         else f"\nA RESTART OF ALL WROTE {rewritten} TIMES"
     )
     return 1 if rewritten else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,18 +9,16 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from playground.apiserver.server import PlaygroundApiServer
+from processes import resident_mib, ticks_cpu_s, wait_for
 
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-
-_READY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +30,11 @@ class Server:
 
     def resident_mib(self) -> dict[str, float]:
         """Resident memory of each process."""
-        return {name: _resident_mib(pid) for name, pid in self.pids.items()}
+        return {name: resident_mib(pid) for name, pid in self.pids.items()}
 
     def cpu_s(self) -> float:
         """Processor seconds of all of them."""
-        ticks = os.sysconf("SC_CLK_TCK")
-        fields = [
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids.values()
-        ]
-        return sum((int(field[11]) + int(field[12])) / ticks for field in fields)
-
-
-def _resident_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
+        return sum(map(ticks_cpu_s, self.pids.values()))
 
 
 @contextlib.contextmanager
@@ -138,18 +127,17 @@ def _free_port() -> int:
 
 
 def _wait_ready(kubeconfig: Path) -> None:
-    deadline = time.monotonic() + _READY_S
-    while True:
+    def is_ready() -> bool:
         with contextlib.suppress(DraDriverError):
             client = ApiClient(load_endpoint(str(kubeconfig)))
             try:
                 client.request("GET", "/apis/resource.k8s.io/v1/resourceslices", action="list slices")
             finally:
                 client.close()
-            return
-        if time.monotonic() > deadline:
-            raise TimeoutError("the API server does not answer")
-        time.sleep(0.1)
+            return True
+        return False
+
+    wait_for(is_ready, every_s=0.1, what="the API server")
 
 
 def _serve(kubeconfig: Path) -> None:

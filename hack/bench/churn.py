@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from node import PARTITIONED_GPUS, SoakNode, wait_for
+from node import PARTITIONED_GPUS, SoakNode
 from playground.kubelet_client import KubeletError
 from playground.node import DRIVER
+from processes import wait_for
 
 from dra_driver.health.rules.state import DEFAULT_POLICY
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -167,7 +168,7 @@ class Churn:
             except KubeletError:
                 return False
 
-        wait_for(f"the Unprepare of {life.ref.name} ({life.kind})", done, _SETTLE_S)
+        wait_for(done, _SETTLE_S, 0.01, f"the Unprepare of {life.ref.name} ({life.kind})")
         self.counts["unprepared"] += 1
         self._delete(life.ref)
         self._alive.remove(life)
@@ -249,7 +250,7 @@ class Churn:
             return
         self._node.machine.lose_gpu(gpu)
         with contextlib.suppress(TimeoutError):  # the API server may be away
-            wait_for("the taint", lambda: self._node.is_tainted(self._node.machine.gpu(gpu).uuid), 5.0)
+            wait_for(lambda: self._node.is_tainted(self._node.machine.gpu(gpu).uuid), 5.0, 0.01)
         self._broken.append(lambda: self._node.machine.restore_gpu(gpu))
 
     def _api_outage(self) -> None:

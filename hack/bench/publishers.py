@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import structlog
+from processes import resident_mib
 
 from dra_driver.app.platforms import platform_of
 from dra_driver.inventory.discovery import discover_once
@@ -144,7 +145,7 @@ def run(orders: Connection, kubeconfig: str, names: list[str], content: Inventor
             case ["stop"]:
                 for node in nodes:
                     node.stop()
-        orders.send(Done(dict(requests), _resident_mib()))
+        orders.send(Done(dict(requests), resident_mib(os.getpid())))
         requests.clear()
     with contextlib.suppress(OSError):
         orders.close()
@@ -152,8 +153,3 @@ def run(orders: Connection, kubeconfig: str, names: list[str], content: Inventor
 
 def _silent(_logger: object, _name: str, _event: MutableMapping[str, object]) -> str:
     raise structlog.DropEvent
-
-
-def _resident_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS:"))

@@ -5,7 +5,7 @@ reloaded, GPUs fail, the API server is away and the machine boots. At the end re
 and settings of GPUs, MPS daemons and slices must be those of a fresh node; the exit code is 1 if they are not, or if
 a claim failed while nothing was broken.
 
-    python hack/soak/soak.py                 about five minutes
+    python hack/bench soak                 about five minutes
     python hack/soak/soak.py --minutes 60    longer
     python hack/soak/soak.py --seed 7        the same choices again
 """
@@ -15,18 +15,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
-import signal
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from churn import Churn
-from node import SoakNode, Wear, wait_for
+from node import SoakNode
+from processes import Wear, wait_for, wear
 
 _REST_S = 12.0
 """Worker threads of the gRPC server stay for ten seconds after their last call."""
@@ -38,7 +34,7 @@ _MOST_SHOWN = 20
 def rested(node: SoakNode, rest_s: float) -> Wear:
     """What the daemon has when it has nothing to do."""
     time.sleep(rest_s)
-    return node.wear()
+    return wear(node.daemon)
 
 
 def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
@@ -72,10 +68,10 @@ def soak(node: SoakNode, minutes: float, seed: int) -> bool:
 
 def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, object]:
     """The node's state, once it equals `like` or there was time enough for that."""
-    wait_for("all slices", node.is_complete)
+    wait_for(node.is_complete, what="all slices")
     if like is not None:
         with contextlib.suppress(TimeoutError):
-            wait_for("the node to settle", lambda: not differences(like, node.state()), _SETTLE_S)
+            wait_for(lambda: not differences(like, node.state()), _SETTLE_S, 0.01, "the node to settle")
     return node.state()
 
 
@@ -117,17 +113,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 600 else f"{text[:600]}…"
 
 
-def main() -> int:
+def main(options: Sequence[str]) -> int:
     """Soak and judge."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of an earlier run")
     parser.add_argument("--rest", type=float, default=_REST_S, help="seconds before its wear is read")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1_000_000)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended as well
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         node = SoakNode(Path(scratch))
@@ -142,7 +137,3 @@ def main() -> int:
             node.stop()
             node.stop_mps_daemons()
     return 0 if as_new else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,210 @@
+"""`make bench`: the budgets of docs/architecture.md, measured on this machine and printed as a table.
+
+The daemon runs as a process of its own on a simulated DGX H100, with the playground's API server and kubelet in
+this one. Every figure is the median of several runs; the exit code is 1 if a budget is not met.
+
+    python hack/bench             everything that takes seconds
+    python hack/bench --cycles N  as well N prepare/unprepare cycles, looking for what they leave behind
+    python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
+                                  the same pods without claims
+    python hack/bench --memory    instead what the daemon's memory is made of
+    python hack/bench --cpu       instead what the processor time of a claim goes into
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from measurements import (
+    cpu_of_prepares,
+    crowded,
+    forget_files,
+    growth_over_cycles,
+    idle,
+    parallel_prepares,
+    shares,
+    single_prepares,
+    wipes,
+)
+from migshare import own_shares
+from node import Node
+from processes import memory_mib, resident_mib
+
+_IDLE_S = 60.0
+"""Everything that is done now and then is done once in it."""
+SHARED = {"sharing": [{"mode": "shares", "shares": 50, "enforce": "mps"}]}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `budget` is an upper limit in the same unit, None where there is none."""
+
+    what: str
+    values: list[float]
+    unit: str
+    budget: float | None
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.values)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median is within the budget."""
+        return self.budget is None or self.median <= self.budget
+
+
+def measure(runs: int, cycles: int) -> list[Row]:
+    """All rows; prints a dot for each run, since the whole takes a while."""
+    started: list[tuple[float, float]] = []
+    cold_started: list[float] = []
+    memory: list[float] = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+            started.append((node.registered_s, node.published_s))
+        forget_files()
+        with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+            cold_started.append(node.registered_s)
+        print(".", end="", flush=True, file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+        time.sleep(2.0)  # a driver that was installed a second ago is looked through at each Prepare
+        alone, unprepared = single_prepares(node, 20 * runs)
+        bursts = parallel_prepares(node, 4 * runs)
+        cpu_ms = [cpu_of_prepares(node, 40) for _ in range(runs)]
+        wiped = wipes(node, runs)
+        memory = [resident_mib(node.daemon)]
+        cpu, writes = idle(node, _IDLE_S)
+        crowd, crowd_unprepared, spoiled = crowded(node, 10, 1000, 10 * runs)
+        rows = [
+            Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.9),
+            Row("the same with its files on the disk only", cold_started, "s", None),
+            Row("start -> slices published", [two for _, two in started], "s", 1.0),
+            Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
+            Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 20),
+            Row("NodeUnprepareResources, alone", unprepared, "ms", None),
+            Row("Prepare beside 1,000 claims, times beside 10", crowd, "", 1.5),
+            Row("the same with an unreadable record", spoiled, "", 1.5),
+            Row("Unprepare beside 1,000 claims, times beside 10", crowd_unprepared, "", 1.5),
+            Row("CPU of one Prepare and Unprepare", cpu_ms, "ms", 10),
+            Row("slices back after a wipe", wiped, "s", 0.2),
+            Row("resident memory, idle, 8 GPUs", memory, "MiB", 75),
+            Row("idle: CPU of one core", [cpu], "%", 0.4),
+            Row(f"idle: API writes in {_IDLE_S:.0f} s", [writes], "", 0),
+        ]
+        if cycles:
+            growth, files = growth_over_cycles(node, cycles)
+            rows.append(Row(f"memory growth over {cycles} cycles", [growth.memory_mib], "MiB", 2))
+            rows.append(Row(f"files left after {cycles} cycles", [files], "", 0))
+            rows.append(Row(f"descriptors more after {cycles} cycles", [growth.descriptors], "", 0))
+            rows.append(Row(f"threads more after {cycles} cycles", [growth.threads], "", 0))
+    cold: list[float] = []
+    warm: list[float] = []
+    for _ in range(runs):
+        with (
+            tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch,
+            Node(Path(scratch), config=SHARED) as node,
+        ):
+            first, later = shares(node, 20)
+        cold.append(first)
+        warm += later
+    rows.append(Row("first MPS Prepare (host and 300 ms daemon start)", cold, "ms", 1000))
+    rows.append(Row("Prepare of a share on a running daemon", warm, "ms", 8))
+    with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
+        made = own_shares(Path(scratch), 10 * runs)
+    rows.append(Row("Prepare that makes a MIG device, without NVML", made, "ms", 10))
+    print(file=sys.stderr)
+    return rows
+
+
+def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
+    """The rows that only a real kubelet can give."""
+    import on_cluster as real
+
+    cluster = real.prepare_cluster()
+    published = real.restarts(cluster, runs)
+    found = real.rounds(cluster, runs)
+    idle_cpu = real.idle_percent(idle_s)
+    daemon, *others = real.driver_processes()
+    replaced = [mine - theirs for mine, theirs in zip(found.replaced, found.replaced_control, strict=True)]
+    return [
+        Row("start -> slices published", published, "s", 1.0),
+        Row("one pod running", found.one, "s", None),
+        Row("  the same without a claim", found.one_control, "s", None),
+        Row("eight pods running", found.eight, "s", None),
+        Row("  the same without claims", found.eight_control, "s", None),
+        Row("kubelet's NodePrepareResources, alone", found.prepare_alone_ms, "ms", 8),
+        Row("kubelet's NodePrepareResources, mean of 8", found.prepare_burst_ms, "ms", 20),
+        Row("CPU of one Prepare and Unprepare, above rest", found.cpu_ms, "ms", 10),
+        Row("eight force-deleted and replaced", found.replaced, "s", None),
+        Row("  the same without claims", found.replaced_control, "s", None),
+        Row("  difference", replaced, "s", 2.5),
+        Row("slices back after a wipe", found.wiped, "s", 0.2),
+        Row("resident memory of the daemon", [memory_mib(daemon, "Rss")], "MiB", 75),
+        Row(
+            f"proportional memory of all {1 + len(others)} processes",
+            [sum(memory_mib(pid, "Pss") for pid in (daemon, *others))],
+            "MiB",
+            None,
+        ),
+        Row(f"idle for {idle_s:g} s: CPU of one core", [idle_cpu], "%", 0.4),
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows aligned, with a verdict each."""
+    lines = [f"{'':<48}{'median':>10}{'min':>10}{'max':>10}{'budget':>10}"]
+    for row in rows:
+        budget = "-" if row.budget is None else f"{row.budget:g}"
+        verdict = "" if row.budget is None else ("  ok" if row.is_met else "  MISSED")
+        figures = "".join(f"{value:>10.2f}" for value in (row.median, min(row.values), max(row.values)))
+        lines.append(
+            f"{f'{row.what} ({row.unit})' if row.unit else row.what:<48}{figures}{budget:>10}{verdict}"
+        )
+    return "\n".join(lines)
+
+
+def main(options: Sequence[str]) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5, help="runs of each measurement (default 5)")
+    parser.add_argument("--cycles", type=int, default=0, help="prepare/unprepare cycles to look for leaks")
+    parser.add_argument("--cluster", action="store_true", help="measure on the cluster of `make cluster`")
+    parser.add_argument(
+        "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="show what the processor time goes into")
+    parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
+    arguments = parser.parse_args(options)
+    if arguments.memory:
+        here = Path(__file__).resolve()
+        command = [sys.executable, str(here.with_name("memory.py"))]
+        environment = {**os.environ, "PYTHONPATH": str(here.parents[2])}
+        return subprocess.run(command, env=environment, check=False).returncode
+    if arguments.cpu:
+        from cpu import table as cpu_table
+
+        print(cpu_table(100 * arguments.runs))
+        return 0
+    if arguments.cluster and os.geteuid() != 0:
+        print("bench --cluster needs root: it runs a kubelet and a container runtime")
+        return 1
+    rows = (
+        measure_on_cluster(arguments.runs, arguments.idle)
+        if arguments.cluster
+        else measure(arguments.runs, arguments.cycles)
+    )
+    print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end, {arguments.runs} runs\n")
+    print(table(rows))
+    return 0 if all(row.is_met for row in rows) else 1

@@ -1,0 +1,246 @@
+"""The nodes that are measured and worn: API server, scheduler and kubelet here, the daemon as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import IO, Any
+
+from playground.kubelet import KubeletSettings
+from playground.node import DRIVER, JsonObject, PlaygroundNode
+from processes import wait_for
+
+from dra_driver.model.claim import ClaimRef, Prepared
+
+GPUS = 8
+SHARED_GPUS, PARTITIONED_GPUS = (0, 1), (4, 5, 6, 7)
+_WAIT_S = 60.0
+
+
+class DaemonNode(PlaygroundNode):
+    """Everything of one node below `root`; the daemon runs from `start` to `end` or `kill`, any number of times."""
+
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    more: tuple[str, ...] = ()
+    """Further flags of the daemon."""
+
+    def configure(self, config: JsonObject) -> None:
+        """Have the daemon start with this configuration file."""
+        (self.root / "config.yaml").write_text(json.dumps(config))
+        self.more = (*self.more, "--config", str(self.root / "config.yaml"))
+
+    @property
+    def daemon(self) -> int:
+        """Process ID of the daemon. Raises: OSError if it does not run."""
+        if self.process is None:
+            raise ProcessLookupError("the daemon does not run")
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start the daemon and wait until the kubelet has it."""
+        flags = ("--mps-host", "child", "--log-level", "warning", *self.more)
+        self.process = self.start_daemon(*flags, log=self.log)
+        self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+
+    def end(self) -> None:
+        """End the daemon as a kubelet does."""
+        self._stop(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it in whatever it is doing."""
+        self._stop(signal.SIGKILL)
+
+    def _stop(self, how: signal.Signals) -> None:
+        if self.process is not None:
+            self.process.send_signal(how)
+            self.process.wait(_WAIT_S)
+            self.process = None
+
+    def stop(self) -> None:
+        """End everything."""
+        self.end()
+        super().stop()
+
+
+def memory_directory(root: Path) -> Path:
+    """A directory in memory, as /var/run is on a node, for the CDI specs of what lies at `root`; on its disk where
+    there is none. The caller removes it."""
+    memory = Path("/dev/shm")
+    chosen = (memory if os.access(memory, os.W_OK | os.X_OK) else root) / f"{root.name}-cdi"
+    chosen.mkdir()
+    return chosen
+
+
+class MeasuredNode(PlaygroundNode):
+    """A node as it is measured: a kubelet that looks often, real device nodes where they can be made."""
+
+    def __init__(self, root: Path) -> None:
+        kubelet = KubeletSettings(poll_s=0.002)
+        super().__init__(
+            root, name="bench-node", kubelet=kubelet, cdi=memory_directory(root), device_nodes="auto"
+        )
+
+    def stop(self) -> None:
+        """End everything."""
+        super().stop()
+        shutil.rmtree(self.cdi)
+
+    def add_claim(
+        self, device: str, *, share: bool = False, looks: bool = False, of: str = "gpu"
+    ) -> ClaimRef:
+        """A claim that is allocated one device, a share of it, or a look at it with admin access."""
+        name = f"claim-{uuid.uuid4()}"
+        result: JsonObject = {"request": "gpu", "driver": DRIVER, "pool": self.name, "device": device}
+        if looks:
+            result |= {"adminAccess": True}
+        if share:
+            result |= {"shareID": str(uuid.uuid4()), "consumedCapacity": {"shares": "1"}}
+        request = {"name": "gpu", "exactly": {"deviceClassName": f"{of}.nvidia.com"}}
+        stored = self.server.add(
+            "resourceclaims",
+            {
+                "metadata": {"name": name, "namespace": "default"},
+                "spec": {"devices": {"requests": [request]}},
+                "status": {"allocation": {"devices": {"results": [result]}}},
+            },
+            group="resource.k8s.io",
+        )
+        return ClaimRef("default", name, stored["metadata"]["uid"])
+
+    def prepare(self, ref: ClaimRef) -> float:
+        """Milliseconds of one Prepare as the kubelet measures it."""
+        started = time.monotonic()
+        outcome = self.kubelet.prepare(DRIVER, [ref])[ref.uid]
+        duration = (time.monotonic() - started) * 1000
+        if not isinstance(outcome, Prepared):
+            raise AssertionError(outcome)  # noqa: TRY004
+        return duration
+
+    def unprepare(self, ref: ClaimRef) -> float:
+        """Milliseconds of one Unprepare."""
+        started = time.monotonic()
+        outcome = self.kubelet.unprepare(DRIVER, [ref])[ref.uid]
+        if outcome is not None:
+            raise RuntimeError(outcome)
+        return (time.monotonic() - started) * 1000
+
+
+class Node(MeasuredNode, DaemonNode):
+    """The daemon runs from the constructor to `stop`; `registered_s` and `published_s` count from its start."""
+
+    more = ("--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0")
+
+    def __init__(self, root: Path, config: JsonObject | None = None) -> None:
+        # The hardware is there before the driver starts.
+        super().__init__(root)
+        if config is not None:
+            self.configure(config)
+        self.published_s = 0.0
+        started = time.monotonic()
+        published = threading.Thread(target=self._note_published, args=(started,))
+        published.start()
+        self.start()
+        self.registered_s = time.monotonic() - started
+        published.join()
+
+    def _note_published(self, started: float) -> None:
+        wait_for(lambda: len(self.devices()) == GPUS)
+        self.published_s = time.monotonic() - started
+
+    def files(self) -> set[str]:
+        """Files of claims on disk."""
+        places = (self.cdi, self.plugin_dir / "claims", self.plugin_dir / "debts")
+        return {str(path) for place in places for path in place.glob("*")}
+
+
+class SoakNode(DaemonNode):
+    """A node with GPUs that are shared, GPUs that are cut and whole ones, and a look at all that it holds."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, name="soak-node")
+        self.log = (root / "driver.log").open("ab")
+        shared, partitioned = (
+            {"uuids": [self.machine.gpu(index).uuid for index in indices]}
+            for indices in (SHARED_GPUS, PARTITIONED_GPUS)
+        )
+        rule = {"selector": shared, "mode": "shares", "shares": 4, "enforce": "mps"}
+        self.configure({"sharing": [rule], "dynamicMig": {"enabled": True, "gpus": partitioned}})
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def is_tainted(self, gpu_uuid: str) -> bool:
+        """Whether some device of the GPU is published with a taint."""
+        return any(
+            device.get("taints") and device["attributes"].get("uuid") == {"string": gpu_uuid}
+            for device in self.devices()
+        )
+
+    def is_complete(self) -> bool:
+        """Whether every slice of the pool is there."""
+        pools = [entry["spec"]["pool"] for entry in self.server.objects("resourceslices")]
+        return bool(pools) and pools[0]["resourceSliceCount"] == len(pools)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that claims, crashes and faults may have left."""
+        claims, ledger, cdi = self.plugin_dir / "claims", self.plugin_dir / "mig", self.cdi
+        gpus = [self.machine.gpu(index) for index in range(8)]
+        return {
+            "records": sorted(path.name for path in claims.glob("*")),
+            "debts": sorted(path.name for path in (self.plugin_dir / "debts").glob("*.json*")),
+            "CDI files": sorted(path.name for path in cdi.glob("*")) if cdi.exists() else [],
+            "MIG ledger": sorted(path.name for path in ledger.rglob("*.json")) if ledger.exists() else [],
+            "MIG instances": [len(gpu.instances) for gpu in gpus],
+            "MIG modes": [bool(gpu.mig_mode) for gpu in gpus],
+            "time slices": [self.machine.timeslice(index) for index in range(8)],
+            "compute modes": [self.machine.compute_mode(gpu.uuid) for gpu in gpus],
+            "MPS daemons": self.mps_daemons(),
+            "slices": {
+                entry["name"]: entry
+                for one in self.server.objects("resourceslices")
+                for entry in (*one["spec"].get("devices", []), *one["spec"].get("sharedCounters", []))
+            },
+        }
+
+    def mps_daemons(self) -> list[str]:
+        """Control daemons of this node's MPS host that run."""
+        return sorted(words for _, words in self._processes() if "nvidia-cuda-mps" in words)
+
+    def _processes(self) -> list[tuple[int, str]]:
+        """Processes whose command line names this node's directory, but for this one and the daemon."""
+        own = {os.getpid(), self.daemon if self.process else 0}
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = file.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if str(self.root) in words and int(file.parent.name) not in own:
+                found.append((int(file.parent.name), words))
+        return found
+
+    def stop_mps_daemons(self) -> None:
+        """They and their mounts end with the boot. Only those of this node's own directory are touched."""
+        for pid in self._mps_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self._mps_pids(), every_s=0.01, what="the MPS daemons to end")
+        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for place in mounts:
+            if place.startswith(f"{self.root}/"):
+                subprocess.run(["umount", "-l", place], check=False)
+
+    def _mps_pids(self) -> list[int]:
+        return [pid for pid, words in self._processes() if "mps" in words]
+
+    def last_log_lines(self, count: int = 20) -> list[str]:
+        """What the daemon said last."""
+        return (self.root / "driver.log").read_text(errors="replace").splitlines()[-count:]
