@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
-from dra_driver.errors import StateError
 from dra_driver.files.atomic import (
     clear_abandoned,
     make_directory,
@@ -39,9 +37,8 @@ class CdiDirectory:
         self._path = Path(path)
         self._driver_name = driver_name
         self._durable = durable
-        # The driver's part of the last spec, after its checks, and its bytes. This part is most of a spec, and equal in
-        # # all specs.
-        self._good: tuple[Any, bytes] | None = None
+        # The part of the last spec that is equal in all specs, and its bytes: it is most of a spec.
+        self._common: tuple[Any, bytes] | None = None
         self._watch = DirectoryWatch(self._path)
         self._names: dict[str, tuple[str, tuple[str, ...]]] = {}  # UID and devices by file
         self._by_uid: dict[str, tuple[str, ...]] = {}
@@ -63,18 +60,15 @@ class CdiDirectory:
     def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
         """Write the spec into the claim's file unless it is there already; returns whether it was written.
 
-        Raises: StateError if the file cannot be written, or if runtimes would refuse the spec.
+        Raises: StateError.
         """
         file = self.file(claim_uid)
-        good = self._good
-        known = good if good is not None and good[0] == spec.get(COMMON) else None
-        content = encode(spec, None if known is None else known[1])
+        common = self._common
+        if common is None or common[0] != spec[COMMON]:
+            common = self._common = (spec[COMMON], encoded(spec[COMMON]))
+        content = encode(spec, common[1])
         if read_or_none(file) == content:
             return False
-        # An earlier claim had the same driver's part, and passed the checks.
-        check_spec(file, spec if known is None else {key: spec[key] for key in spec.keys() - {COMMON}})
-        if known is None and COMMON in spec:
-            self._good = (spec[COMMON], encoded(spec[COMMON]))
         make_directory(self._path, _DIRECTORY_MODE)
         write_atomically(file, content, mode=_FILE_MODE, durable=self._durable)
         return True
@@ -139,16 +133,6 @@ class CdiDirectory:
             file for file in changed if file.startswith(self._prefix) and file.endswith(_SUFFIXES)
         }
         return sorted(self._pending)
-
-
-def check_spec(file: Path, spec: dict[str, Any]) -> None:
-    """Raises: StateError if container runtimes would refuse the spec for `file`."""
-    wrong = faults(spec)
-    if wrong:
-        raise StateError(
-            f"container runtimes would refuse the CDI spec {file}: {'; '.join(wrong)}; "
-            "this is a fault of the driver, please report it"
-        )
 
 
 def _decoded(content: bytes | None) -> dict[str, Any] | None:

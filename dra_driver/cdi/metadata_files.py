@@ -22,7 +22,6 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.cdi.directory import check_spec
 from dra_driver.cdi.rules.metadata import (
     cdi_file,
     cdi_file_prefix,
@@ -152,7 +151,6 @@ class MetadataFiles:
         content = encode_spec(spec)
         if read_or_none(path) == content:
             return
-        check_spec(path, spec)
         make_directory(self._cdi, _DIRECTORY_MODE)
         write_atomically(path, content, mode=_FILE_MODE, durable=False)
 

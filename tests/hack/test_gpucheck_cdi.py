@@ -13,8 +13,8 @@ from gpucheck.findings import Section
 from gpucheck.toolkit import check_toolkit, compare_specs
 from gpucheck.view import Options, View
 
-from dra_driver.cdi.rules import checks as cdi_rules
 from dra_driver.simulator import create_machine
+from tests.cdi.cdi_schema import faults
 from tests.hack.support import looking_at, script
 
 OPTIONS = Options()
@@ -40,7 +40,7 @@ def root(view: View) -> Path:
 def test_the_spec_has_all_devices_and_is_good(view: View) -> None:
     section, spec = check_spec(view, OPTIONS)
     assert spec is not None
-    assert cdi_rules.faults(spec) == []
+    assert faults(spec) == []
     assert len(spec["devices"]) == 13
     assert section.findings == []
 
