@@ -29,12 +29,17 @@ it."""
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
 
 
+def is_claim_uid(text: str) -> bool:
+    """Whether the text can be part of a file name and of a CDI device name."""
+    return _UID.fullmatch(text) is not None and ".." not in text
+
+
 def checked_claim_uid(claim_uid: str) -> str:
     """The UID, if it can be part of a file name and of a CDI device name.
 
     Raises: ClaimRefusedError.
     """
-    if _UID.fullmatch(claim_uid) is None or ".." in claim_uid:
+    if not is_claim_uid(claim_uid):
         raise ClaimRefusedError(
             f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
         )
