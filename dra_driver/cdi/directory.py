@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dra_driver.cdi.rules.checks import faults
-from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
-from dra_driver.errors import StateError
+from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
 from dra_driver.files.atomic import (
     clear_abandoned,
     make_directory,
@@ -21,7 +17,6 @@ from dra_driver.files.atomic import (
     sync_removals,
     write_atomically,
 )
-from dra_driver.files.directory_watch import DirectoryWatch
 
 _SUFFIX = ".json"
 # Earlier drivers of this name wrote YAML. This one finds and removes both.
@@ -39,14 +34,8 @@ class CdiDirectory:
         self._path = Path(path)
         self._driver_name = driver_name
         self._durable = durable
-        # The driver's part of the last spec, after its checks, and its bytes. This part is most of a spec, and equal in
-        # # all specs.
-        self._good: tuple[Any, bytes] | None = None
-        self._watch = DirectoryWatch(self._path)
-        self._names: dict[str, tuple[str, tuple[str, ...]]] = {}  # UID and devices by file
-        self._by_uid: dict[str, tuple[str, ...]] = {}
-        self._pending: set[str] = set()
-        self._index_lock = threading.Lock()
+        # The part of the last spec that is equal in all specs, and its bytes: it is most of a spec.
+        self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
         """Create the directory if it is missing, and remove what killed writers left.
@@ -54,7 +43,7 @@ class CdiDirectory:
         Raises: StateError.
         """
         make_directory(self._path, _DIRECTORY_MODE)
-        clear_abandoned(self._path, f".{self._prefix}")
+        clear_abandoned(self._path, f".{_prefix(self._driver_name)}")
 
     def file(self, claim_uid: str) -> Path:
         """The claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
@@ -63,18 +52,15 @@ class CdiDirectory:
     def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
         """Write the spec into the claim's file unless it is there already; returns whether it was written.
 
-        Raises: StateError if the file cannot be written, or if runtimes would refuse the spec.
+        Raises: StateError.
         """
         file = self.file(claim_uid)
-        good = self._good
-        known = good if good is not None and good[0] == spec.get(COMMON) else None
-        content = encode(spec, None if known is None else known[1])
+        common = self._common
+        if common is None or common[0] != spec[COMMON]:
+            common = self._common = (spec[COMMON], encoded(spec[COMMON]))
+        content = encode(spec, common[1])
         if read_or_none(file) == content:
             return False
-        # An earlier claim had the same driver's part, and passed the checks.
-        check_spec(file, spec if known is None else {key: spec[key] for key in spec.keys() - {COMMON}})
-        if known is None and COMMON in spec:
-            self._good = (spec[COMMON], encoded(spec[COMMON]))
         make_directory(self._path, _DIRECTORY_MODE)
         write_atomically(file, content, mode=_FILE_MODE, durable=self._durable)
         return True
@@ -96,59 +82,35 @@ class CdiDirectory:
             sync_removals(self._path)
         return was_there
 
-    def list(self) -> dict[str, tuple[str, ...]]:
-        """The device names in each spec, by claim UID; no names for a file that is not a valid spec.
-
-        Raises: StateError.
-        """
-        with self._index_lock:
-            pending = self._to_look_at()
-            for file in pending:
-                path = self._path / file
-                content = read_or_none(path)
-                if content is not None or os.path.lexists(path):
-                    uid = path.stem.removeprefix(self._prefix)
-                    self._names[file] = (uid, _device_names(uid, content, path.suffix))
-                else:
-                    self._names.pop(file, None)
-                if content is not None or file not in self._names:  # no event tells that a disk is well again
-                    self._pending.discard(file)
-            if pending or not self._names:
-                self._by_uid = {}
-                for _, (uid, names) in sorted(self._names.items()):
-                    self._by_uid[uid] = (*self._by_uid.get(uid, ()), *names)
-            return self._by_uid.copy()
-
-    @property
-    def _prefix(self) -> str:
-        return file_stem(self._driver_name, "0").removesuffix("0")
-
-    def _to_look_at(self) -> Sequence[str]:
-        """The specs of ours that may have changed since `list` last read them. Raises: StateError."""
+    def uids(self) -> frozenset[str]:
+        """The UIDs of the claims that have a spec, whatever is in it. Raises: StateError."""
         try:
-            changed, are_all = self._watch.look()
-            if are_all:
-                self._names.clear()
+            files = os.listdir(self._path)  # noqa: PTH208  a thousand Path objects cost milliseconds
         except FileNotFoundError:
-            self._names.clear()
-            self._pending.clear()
-            return []
+            return frozenset()
         except OSError as error:
             raise state_error("list", self._path, error) from error
-        self._pending |= {
-            file for file in changed if file.startswith(self._prefix) and file.endswith(_SUFFIXES)
-        }
-        return sorted(self._pending)
+        prefix = _prefix(self._driver_name)
+        named = (file.removeprefix(prefix) for file in files if file.startswith(prefix))
+        uids = (name.removesuffix(suffix) for name in named for suffix in _SUFFIXES if name.endswith(suffix))
+        return frozenset(filter(is_claim_uid, uids))
 
-
-def check_spec(file: Path, spec: dict[str, Any]) -> None:
-    """Raises: StateError if container runtimes would refuse the spec for `file`."""
-    wrong = faults(spec)
-    if wrong:
-        raise StateError(
-            f"container runtimes would refuse the CDI spec {file}: {'; '.join(wrong)}; "
-            "this is a fault of the driver, please report it"
+    def devices(self, claim_uid: str) -> tuple[str, ...]:
+        """The device names in a claim's specs; none of a file that is not a valid spec. Raises: StateError."""
+        stem = f"{self._path}/{file_stem(self._driver_name, claim_uid)}"
+        return tuple(
+            name
+            for suffix in _SUFFIXES
+            for name in _device_names(claim_uid, read_or_none(Path(stem + suffix)), suffix)
         )
+
+    def list(self) -> dict[str, tuple[str, ...]]:
+        """The device names in each spec, by claim UID. Raises: StateError."""
+        return {uid: self.devices(uid) for uid in sorted(self.uids())}
+
+
+def _prefix(driver_name: str) -> str:
+    return file_stem(driver_name, "0").removesuffix("0")
 
 
 def _decoded(content: bytes | None) -> dict[str, Any] | None:

@@ -5,9 +5,6 @@
 
 A directory has the claim's name, and a claim may be deleted and created again under the same name. So the claim UID in
 each file decides to which claim the file belongs.
-
-Something else may be at the path of a file or directory: some runtimes make a directory where a file to mount is
-missing. It is moved away when the claim is prepared, and removed with the claim.
 """
 
 from __future__ import annotations
@@ -15,14 +12,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
-
-from dra_driver.cdi.directory import check_spec
 from dra_driver.cdi.rules.metadata import (
     cdi_file,
     cdi_file_prefix,
@@ -47,8 +40,6 @@ from dra_driver.files.atomic import (
 )
 from dra_driver.model.claim import AllocatedClaim
 
-_log = structlog.get_logger(__name__)
-
 DIRECTORY = "dra-device-metadata"
 _FILE = "metadata.json"
 _SPEC_SUFFIX = ".json"
@@ -72,9 +63,8 @@ class MetadataFiles:
             # List all of them first: removing one changes the time of the claim's directory.
             abandoned = {path: _is_abandoned(path) for path in (*_readable_entries(claim), claim)}
             for directory, is_old in abandoned.items():
-                if stat.S_ISDIR(_mode(directory)):
-                    with suppress(StateError):
-                        clear_abandoned(directory)
+                with suppress(StateError):
+                    clear_abandoned(directory)
                 if is_old:
                     with suppress(OSError):  # most are not empty
                         directory.rmdir()
@@ -96,7 +86,7 @@ class MetadataFiles:
         owned = None if content is None else owner_and_generation(content)
         generation = owned[1] if owned is not None and owned[0] == claim.ref.uid else 0
         if not generation or content != encode(generation):
-            self._make_directory(file.parent)
+            make_directory(file.parent, _DIRECTORY_MODE)
             write_atomically(file, encode(generation + 1), mode=_FILE_MODE, durable=False)
         self._write_spec(claim, request, file)
 
@@ -116,7 +106,7 @@ class MetadataFiles:
         check_names(claim)
         self._remove_specs(claim.ref.uid)
         directory = self._directory / directory_name(claim.ref)
-        for request in _entries_of_claim(directory):
+        for request in _entries(directory):
             if _owner(request) in (None, claim.ref.uid):
                 _remove_request(request)
         _remove_if_empty(directory)
@@ -133,26 +123,12 @@ class MetadataFiles:
                 _remove_request(request)
                 _remove_if_empty(request.parent)
 
-    def _make_directory(self, request: Path) -> None:
-        """Make a request's directory. Raises: StateError."""
-        for place in (request.parent, request):  # a link at this path was made by a person
-            if stat.S_ISLNK(_mode(place)):
-                _remove_stray(place)
-        try:
-            make_directory(request, _DIRECTORY_MODE)
-        except StateError:
-            places = (self._directory, request.parent, request)
-            if not any([_remove_stray(place) for place in places if not place.is_dir()]):
-                raise
-            make_directory(request, _DIRECTORY_MODE)
-
     def _write_spec(self, claim: AllocatedClaim, request: str, file: Path) -> None:
         spec = cdi_spec(self._driver_name, claim, request, str(file))
         path = self._spec(claim.ref.uid, request)
         content = encode_spec(spec)
         if read_or_none(path) == content:
             return
-        check_spec(path, spec)
         make_directory(self._cdi, _DIRECTORY_MODE)
         write_atomically(path, content, mode=_FILE_MODE, durable=False)
 
@@ -185,30 +161,15 @@ def _entries(directory: Path, prefix: str = "") -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            return []
         raise state_error("list", directory, error) from error
 
 
-def _entries_of_claim(directory: Path) -> list[Path]:
-    """As `_entries`; nothing for a link, because its target does not belong to the driver."""
-    return [] if stat.S_ISLNK(_mode(directory)) else _entries(directory)
-
-
 def _readable_entries(directory: Path) -> list[Path]:
-    """As `_entries_of_claim`; nothing if the disk fails, so that the driver can still serve other claims."""
+    """As `_entries`; nothing if the disk fails, so that the driver can still serve other claims."""
     try:
-        return _entries_of_claim(directory)
+        return _entries(directory)
     except StateError:
         return []
-
-
-def _mode(path: Path) -> int:
-    """The mode of the path itself, links not followed; 0 if it is not known."""
-    try:
-        return path.lstat().st_mode
-    except OSError:
-        return 0
 
 
 def _owner(request: Path) -> str | None:
@@ -219,45 +180,22 @@ def _owner(request: Path) -> str | None:
 
 
 def _remove_request(directory: Path) -> None:
-    """Remove a request's directory, with all that is in it, or whatever else is at its path."""
+    """Remove a request's directory, with all that is in it. Raises: StateError."""
     try:
-        if not stat.S_ISDIR(directory.lstat().st_mode):
-            _remove_stray(directory)
-            return
-        file = directory / _FILE
-        has_stray = file.exists() and not file.is_file()
         shutil.rmtree(directory)
-        if has_stray:
-            _log.warning("stray_removed", path=str(file))
     except FileNotFoundError:
         return
     except OSError as error:
         raise state_error("remove", directory, error) from error
 
 
-def _remove_stray(path: Path) -> bool:
-    """Remove whatever is at the path of a directory and is not one; whether there was anything. Raises: StateError."""
-    try:
-        path.unlink()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise state_error("remove", path, error) from error
-    _log.warning("stray_removed", path=str(path))
-    return True
-
-
 def _remove_if_empty(directory: Path) -> None:
-    """Remove the directory if it is empty, or whatever else is at its path, so that it does not come back."""
+    """Remove the directory if it is empty, so that it does not come back."""
     try:
         directory.rmdir()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
-    except NotADirectoryError:
-        _remove_stray(directory)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # the parent directory is a link to itself
-            return
         if error.errno != errno.ENOTEMPTY:
             raise state_error("remove", directory, error) from error
         sync_removals(directory)

@@ -41,7 +41,7 @@ from dra_driver.errors import (
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
 from dra_driver.journal.debts import DebtKeeper
-from dra_driver.journal.executor import Executor, refuse_newer
+from dra_driver.journal.executor import Executor
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import (
@@ -285,7 +285,6 @@ class Preparer:
     def _execute(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         self._half_done.end(attempt.ref.uid)
         if known is not None and known.devices != plan.held_devices():
-            refuse_newer(known)
             self._executor.take_back(known)
             self._settle(plan)  # of what could not be taken back
             known = None
@@ -305,7 +304,6 @@ class Preparer:
         other for ever."""
         allocated = {result.device for result in claim.results}
         if any(held.device not in allocated for held in known.devices):
-            refuse_newer(known)
             self._executor.take_back(known)
 
     def _gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:

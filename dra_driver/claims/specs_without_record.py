@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.mps_edits import uses_mps
@@ -25,7 +25,7 @@ class SpecsWithoutRecord:
         set aside."""
         if not self._records.quarantined():
             return {}
-        return {uid: devices_of(uid, self._specs.read(uid)) for uid, _ in self._without_record(records)}
+        return {uid: devices_of(uid, self._specs.read(uid)) for uid in self._without_record(records)}
 
     def lost_devices(self) -> set[str]:
         """Names of the devices that claims hold whose record was lost."""
@@ -34,18 +34,16 @@ class SpecsWithoutRecord:
 
     def mps_users(self) -> Mapping[str, frozenset[str]]:
         """Names of the devices with MPS, by the UID of each claim without a record."""
-        found = self._devices(self._records.all())
-        return {uid: devices for uid, devices in found.items() if uses_mps(self._specs.read(uid))}
+        return {
+            uid: frozenset(map(device_of_cdi_name, self._specs.devices(uid)))
+            for uid in self._without_record(self._records.all())
+            if uses_mps(self._specs.read(uid))
+        }
 
     def unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
         """UIDs of claims that have a spec, but no record, not even one that was set aside."""
         set_aside = {path.name.partition(".json")[0] for path in self._records.quarantined()}
-        return {uid for uid, _ in self._without_record(records)} - set_aside
+        return self._without_record(records) - set_aside
 
-    def _devices(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, frozenset[str]]:
-        return {
-            uid: frozenset(map(device_of_cdi_name, names)) for uid, names in self._without_record(records)
-        }
-
-    def _without_record(self, records: Mapping[str, ClaimRecord]) -> Iterator[tuple[str, Collection[str]]]:
-        return ((uid, names) for uid, names in self._specs.list().items() if uid not in records)
+    def _without_record(self, records: Mapping[str, ClaimRecord]) -> frozenset[str]:
+        return self._specs.uids() - records.keys()

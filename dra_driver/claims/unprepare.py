@@ -14,7 +14,6 @@ from dra_driver.claims.outcomes import Observer, failed
 from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
-from dra_driver.files.formats import NewerFormatError
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
 from dra_driver.journal.debts import UNDO_S
 from dra_driver.journal.executor import Executor
@@ -100,23 +99,27 @@ class Unpreparer:
             raise RetryableError(
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
             )
-        try:
-            record = self._records.get(ref.uid)
-        except NewerFormatError as error:
-            # Its record and its CDI spec stay and keep its devices; the newer release takes them back as stale.
-            _log.warning("claim_left_to_newer_release", claim_uid=ref.uid, reason=str(error))
-            guard.note_unprepared(call.began_ns)
-            return None
+        record = self._records.get(ref.uid)
         self._half_done.end(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
         if record is None:
-            self._executor.forget(ref.uid)
+            self._forget(ref)
         else:
             self._executor.take_back(
                 record, lambda gpus: self._gpu_locks.hold(gpus, min(call.left(), UNDO_S), call.has_left)
             )
         guard.note_unprepared(call.began_ns)
         return record
+
+    def _forget(self, ref: ClaimRef) -> None:
+        """End a claim that has no record, or none that this release can read."""
+        self._executor.forget(ref.uid)
+        if self._records.delete(ref.uid):
+            _log.warning(
+                "newer_record_removed",
+                claim_uid=ref.uid,
+                remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
+            )
 
     def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
         self._under_way.note_unprepared(ref.uid)

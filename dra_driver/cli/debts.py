@@ -20,7 +20,7 @@ FLAGS = (
 
 def debts(given: Namespace) -> int:
     """A debt is what could not be undone when the claim ended. The driver pays by itself as soon as it can. `--pay`
-    tries at once, also while no driver runs: an older release does not know debts, so pay before you go back to one.
+    tries at once, also while no driver runs.
     Exit code 0: nothing is owed, 1: something is left.
     """
     from dra_driver.app.offline import node_debts

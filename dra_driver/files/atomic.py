@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import os
 import stat
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-import structlog
+from typing import NamedTuple
 
 from dra_driver.errors import StateError
-
-_log = structlog.get_logger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = ".unreadable"
 # With these errors no later try can read the file either. Others, such as too many open files, pass.
-UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP})
+UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 
-Stamp = tuple[int, int, int]
-NO_STAMP: Stamp = (0, 0, 0)
+
+class Stamp(NamedTuple):
+    """What differs when a file was written anew."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+NO_STAMP = Stamp(0, 0, 0)
 """The stamp of no file."""
 
 _ABANDONED_AFTER_S = 60.0
+_CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE, which the module time does not name
+_SECOND_NS = 10**9
 
 _numbers = itertools.count(time.time_ns())
 """Unique within the process; the clock keeps a later process of the same ID from an abandoned name."""
@@ -40,8 +45,9 @@ _REMEDIES = {
     errno.EPERM: "permission was denied; run as root and check the directory's mode",
     errno.ENOENT: "the directory does not exist; create it or check the mount",
     errno.EEXIST: "a file is in its place; remove it",
-    errno.EISDIR: "what is in its place is not a plain file; remove it",
-    errno.ELOOP: "a link in its place leads to itself; remove the link",
+    errno.EISDIR: "what is in its place is not a regular file; remove it",
+    errno.ELOOP: "what is in its place is not a regular file; remove it",
+    errno.ENXIO: "what is in its place is not a regular file; remove it",
     errno.ENOTDIR: "a part of the path is not a directory; remove what is in its place",
 }
 
@@ -81,12 +87,7 @@ def write_atomically(
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        try:
-            name.replace(path)
-        except IsADirectoryError:
-            if not set_directory_aside(path):
-                raise
-            name.replace(path)
+        name.replace(path)
         if durable:
             sync_directory(path.parent)
     except OSError as error:
@@ -162,44 +163,30 @@ def is_abandoned(path: Path) -> bool:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """What differs when a file was written anew: inode, size, change time."""
-    return (status.st_ino, status.st_size, status.st_ctime_ns)
+    """The stamp in a file's status."""
+    return Stamp(status.st_ino, status.st_size, status.st_ctime_ns)
 
 
-def stamp_at(path: Path, look: Callable[[], os.stat_result] | None = None) -> Stamp:
-    """The stamp of the plain file at the path, links followed.
+def stamp_at(path: Path | str) -> Stamp:
+    """The stamp of what is at the path, a link itself. Raises: OSError."""
+    return stamp_of(os.lstat(path))
 
-    Where something else lies there, such as a directory or a link to one, the stamp is that of the entry itself,
-    because others may change a link's target all the time. NO_STAMP if the disk does not answer. `look` returns the
-    status of the path. Raises: OSError, except those in UNREADABLE; FileNotFoundError also for a link to nothing.
+
+def is_settled(time_ns: int) -> bool:
+    """Whether the time of a file or directory is older than a tick of the clock that such times come from: then a
+    change from now on gives another time. Some file systems keep whole seconds."""
+    tick_ns = 0 if time_ns % _SECOND_NS else _SECOND_NS
+    return time_ns + tick_ns < time.clock_gettime_ns(_CLOCK_OF_FILES)
+
+
+def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
+    """Rename what cannot be read, so that a person can look at it; returns the new path.
+
+    None if it is not that of `stamp` any more: somebody wrote it anew or renamed it first. Raises: StateError that
+    names `what`.
     """
+    aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
     try:
-        status = look() if look is not None else path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            status = path.lstat()
-    except OSError as error:
-        if error.errno not in UNREADABLE:
-            raise
-    else:
-        return stamp_of(status)
-    try:
-        return stamp_of(path.lstat())
-    except OSError as error:
-        if error.errno not in UNREADABLE:
-            raise
-    return NO_STAMP
-
-
-def set_aside(path: Path, what: str, stamp: Stamp | None) -> Path | None:
-    """Rename an unreadable file, so that a person can look at it; returns the new path.
-
-    None if the file is no longer the one of `stamp`: somebody wrote it anew or renamed it first. Raises: StateError
-    that names `what`, also for NO_STAMP, since that may be any file.
-    """
-    aside = _name_aside(path)
-    try:
-        if stamp == NO_STAMP:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
         if stamp_at(path) != stamp:
             return None
         path.rename(aside)
@@ -210,18 +197,26 @@ def set_aside(path: Path, what: str, stamp: Stamp | None) -> Path | None:
     return aside
 
 
-def read_plain(path: Path) -> bytes:
-    """The content of a plain file.
+def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file, as `os.open`. Nothing else that is in its place is read, written, followed or waited for.
 
-    Raises: OSError; EISDIR for everything that is not a plain file, because reading a pipe would never end.
+    Raises: OSError; one of UNREADABLE for what is not a regular file.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise IsADirectoryError(errno.EISDIR, "it is not a plain file")
-    return path.read_bytes()
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EISDIR, "it is not a regular file")
+    return descriptor
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a regular file. Raises: OSError, as `open_plain`."""
+    with open(open_plain(path, os.O_RDONLY), "rb", buffering=0) as file:
+        return file.read()
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """The content of a plain file; None if there is none, or if no later try could read it. Raises: StateError."""
+    """The content of a regular file; None if there is none, or if no later try could read it. Raises: StateError."""
     try:
         return read_plain(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -233,58 +228,11 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def remove_file(path: Path) -> bool:
-    """Remove a file, or rename the directory in its place; returns whether anything was there. Raises: StateError."""
+    """Remove a file; returns whether there was one. Raises: StateError."""
     try:
         path.unlink()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if not isinstance(error, IsADirectoryError) or not set_directory_aside(path):
-            raise state_error("remove", path, error) from error
+        raise state_error("remove", path, error) from error
     return True
-
-
-def set_directory_aside(path: Path) -> bool:
-    """Rename a directory that lies in the place of a file; returns whether that was done.
-
-    A file stays: the other instance of a rolling update may have written it meanwhile.
-    """
-    aside = _name_aside(path)
-    try:
-        # With the slash nothing but a directory is renamed.
-        os.rename(f"{path}/", aside)  # noqa: PTH104
-    except OSError:
-        return False
-    _tell_aside(path, aside)
-    return True
-
-
-def set_link_aside(path: Path) -> bool:
-    """As `set_directory_aside`, for a link. A lock on the directory lets both instances look and rename in turn."""
-    aside = _name_aside(path)
-    try:
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX)
-            if not path.is_symlink():
-                return False
-            path.rename(aside)
-        finally:
-            os.close(directory)
-    except OSError:
-        return False
-    _tell_aside(path, aside)
-    return True
-
-
-def _tell_aside(path: Path, aside: Path) -> None:
-    _log.warning(
-        "stray_set_aside",
-        path=str(path),
-        kept_as=str(aside),
-        remedy="the driver did not make it, and has a file of its own there now; look at it, then remove it",
-    )
-
-
-def _name_aside(path: Path) -> Path:
-    return path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")

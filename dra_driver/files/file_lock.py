@@ -18,11 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import RetryableError
-from dra_driver.files.atomic import set_directory_aside, set_link_aside, state_error
+from dra_driver.files.atomic import open_plain, state_error
 
-_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-# Of a directory, and of a link to one, to nothing, or to itself.
-_STRAY = frozenset({errno.EISDIR, errno.ENOENT, errno.ELOOP})
 _POLL_S = 0.005
 _LOOK_S = 0.1
 """How often it is looked whether somebody still wants the lock."""
@@ -83,15 +80,7 @@ def _wait_for_thread(
 
 def _open(path: Path) -> int:
     try:
-        try:
-            return os.open(path, _OPEN_FLAGS, 0o600)
-        except OSError as error:
-            if error.errno not in _STRAY:
-                raise
-            # If neither did it, another thread or instance may have been quicker.
-            if not set_directory_aside(path):
-                set_link_aside(path)
-            return os.open(path, _OPEN_FLAGS, 0o600)
+        return open_plain(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise state_error("open the lock file", path, error) from error
 
@@ -150,7 +139,7 @@ class UseMark:
     def is_held(self) -> bool:
         """Whether anybody holds it. Raises: StateError."""
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_plain(self._path, os.O_RDWR)
         except FileNotFoundError:
             return False
         except OSError as error:

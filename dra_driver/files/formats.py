@@ -1,9 +1,5 @@
-"""The version of a file's format, and what becomes of a file that only a newer release can read.
-
-The number grows only when an older release could no longer read the file. A new field needs no new number: releases
-that do not know it keep it. So a file of a higher number is read if possible. If not, it stays in its place for the
-release that wrote it, and what it describes is refused until that release is back.
-"""
+"""The format number of a file. A file of ours has the number of its kind; any other number is refused, and a higher one
+is that of a newer release, whose file is left alone."""
 
 from __future__ import annotations
 
@@ -18,42 +14,31 @@ JsonObject = dict[str, Any]
 
 
 class NewerFormatError(StateError):
-    """A file that only a newer release can read."""
+    """The file has the format number of a newer release."""
 
 
 def parse(
-    content: bytes,
-    what: str,
-    decode: Callable[[JsonObject], T],
-    *,
-    known: int | None,
-    field: str = "version",
+    content: bytes, what: str, decode: Callable[[JsonObject], T], *, known: int, field: str = "version"
 ) -> T:
-    """What `decode` makes of the JSON object in a file, which has its format version in `field`.
+    """What `decode` makes of the JSON object in a file, whose format number in `field` has to be `known`.
 
-    `known` is the version that this release writes; None where a file of a newer one is as any that cannot be read.
-    `decode` may raise what looking into a document raises. Raises: NewerFormatError, and StateError that says what is
-    wrong with `what`.
+    `decode` may raise what looking into a document raises. Raises: NewerFormatError; StateError that says what is wrong
+    with `what`.
     """
-    version: object = None
-    cause: Exception
     try:
         document = json.loads(content)
         if not isinstance(document, dict):
             raise StateError("not a JSON object")
-        version = document.get(field)
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise StateError(f"format version {version!r} is unknown")
+        number = document.get(field)
+        if type(number) is int and number > known:
+            raise NewerFormatError(
+                f"the {what} has format version {number} of a newer release of gpu-dra-driver, and this one reads only "
+                f"version {known}; install that release again"
+            )
+        if type(number) is not int or number != known:
+            raise StateError(f"format version {number!r} is unknown")
         return decode(document)
     except KeyError as error:
-        reason, cause = f"field {error.args[0]!r} is missing", error
-    except StateError as error:
-        reason, cause = str(error), error
+        raise StateError(f"field {error.args[0]!r} is missing") from error
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        reason, cause = f"not a {what}: {error}", error
-    if known is not None and isinstance(version, int) and version > known:
-        raise NewerFormatError(
-            f"the {what} has format version {version} of a newer release of the driver, which this one cannot read "
-            f"({reason}); install that release again"
-        ) from cause
-    raise StateError(reason) from cause
+        raise StateError(f"not a {what}: {error}") from error

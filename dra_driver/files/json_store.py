@@ -17,6 +17,7 @@ from dra_driver.files.atomic import (
     UNREADABLE,
     Stamp,
     clear_abandoned,
+    is_settled,
     make_directory,
     read_plain,
     remove_file,
@@ -27,7 +28,6 @@ from dra_driver.files.atomic import (
     write_atomically,
 )
 from dra_driver.files.boots import begin_boot
-from dra_driver.files.directory_watch import DirectoryWatch
 from dra_driver.files.formats import NewerFormatError
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class UnreadableFile:
     """A file that this release cannot read, as it is told once.
 
     `name` is the file's name without its suffix. `kept_as` is where the file is now: under another name, or still in
-    its place if only a newer release can read it, if the disk does not let it go, or if the store only reads.
+    its place if it is of a newer release, if the disk does not let it go, or if the store only reads.
     """
 
     name: str
@@ -50,12 +50,12 @@ class UnreadableFile:
 
 
 class JsonStore(Generic[T]):
-    """One value a file, by the file's name without its suffix.
+    """One value a file, by the file's name without its suffix. For many threads.
 
-    The disk is the truth, since a second instance may write it; a file is parsed again only when its stamp (inode,
-    size, change time) differs. A file that cannot be read is set aside under another name and told once, or stays where
-    the disk does not let it go; it never keeps the others from being served. One that only a newer release can read
-    stays.
+    The disk is the truth, since a second instance may write it. A file is parsed again only when its stamp differs, and
+    the directory is listed again only when its own time differs. A file that cannot be read is set aside under another
+    name and told once, or stays where the disk does not let it go; it never keeps the others from being served. A file
+    of a newer release stays, has no value here, and is never written over.
     """
 
     def __init__(
@@ -77,120 +77,97 @@ class JsonStore(Generic[T]):
         self._tell = tell
         self._is_name = is_name
         self._only_reads = only_reads
-        self._cache: dict[str, tuple[Stamp, T]] = {}
-        self._left: dict[str, Stamp] = {}
-        self._lock = threading.Lock()
-        self._watch = DirectoryWatch(directory)
-        self._aside: set[str] = set()  # this and the next two are of `all`, under the lock of the index
-        self._values: dict[str, T] = {}
-        self._pending: set[str] = set()
-        self._index_lock = threading.Lock()
+        self._parsed: dict[str, tuple[Stamp, T]] = {}
+        self._unread: dict[
+            str, tuple[Stamp, str | None]
+        ] = {}  # in their place; the text says that one is newer
+        self._listed: tuple[int, int] | None = None
+        self._values: dict[str, T] = {}  # these two as of the last listing
+        self._aside: list[Path] = []
+        self._lock = threading.RLock()
 
     def path(self, name: str) -> Path:
         """Where the value lies. The caller has checked the name."""
         return self._directory / f"{name}{_SUFFIX}"
 
     def get(self, name: str) -> T | None:
-        """The value, None if there is none that can be read.
-
-        Raises: NewerFormatError if only a newer release can read it; StateError.
-        """
-        return self._seen(name, self.path(name).stat)
+        """The value, None if there is none that can be read. Raises: StateError."""
+        with self._lock:
+            try:
+                stamp = stamp_at(
+                    f"{self._directory}/{name}{_SUFFIX}"
+                )  # a thousand Path objects cost milliseconds
+            except FileNotFoundError:
+                self._forget(name)
+                return None
+            except OSError as error:
+                wrong = state_error(f"read the {self._what}", self.path(name), error)
+                if error.errno not in UNREADABLE:
+                    raise wrong from error
+                self._leave(name, NO_STAMP, str(wrong))
+                return None
+            parsed = self._parsed.get(name)
+            return parsed[1] if parsed is not None and parsed[0] == stamp else self._load(name, stamp)
 
     def all(self) -> dict[str, T]:
         """Every readable value by name. Raises: StateError if the directory cannot be listed."""
-        with self._index_lock:
-            is_new = False
-            for name in self._to_look_at():
-                value, may_pass = None, True
-                try:
-                    value = self.get(name)
-                except NewerFormatError:
-                    may_pass = False
-                if value is None:
-                    self._values.pop(name, None)
-                    with self._lock:
-                        self._cache.pop(name, None)
-                        if name in self._left and not os.path.lexists(self.path(name)):
-                            del self._left[name]
-                else:
-                    is_new |= name not in self._values
-                    self._values[name] = value
-                if not (may_pass and name in self._left):  # no event tells that a disk is well again
-                    self._pending.discard(name)
-            if is_new:
-                self._values = dict(sorted(self._values.items()))
+        with self._lock:
+            self._list()
             return self._values.copy()
-
-    def _to_look_at(self) -> set[str]:
-        """The values whose files may have changed since `all` last read them. Raises: StateError."""
-        try:
-            changed, are_all = self._watch.look()
-            if are_all:
-                self._aside.clear()
-                self._values.clear()
-                with self._lock:
-                    self._left = {
-                        name: stamp for name, stamp in self._left.items() if f"{name}{_SUFFIX}" in changed
-                    }
-        except OSError as error:
-            raise state_error(f"list the {self._what}s in", self._directory, error) from error
-        for file in changed:
-            name = file.removesuffix(_SUFFIX)
-            if f"{_SUFFIX}{QUARANTINE}" in file:
-                is_there = os.path.lexists(self._directory / file)
-                (self._aside.add if is_there else self._aside.discard)(file)
-            elif name != file and self._is_name(name):
-                self._pending.add(name)
-        return set(self._pending)
 
     def quarantined(self) -> list[Path]:
         """Files that could not be read: those that were set aside, and those that are still in their place."""
-        with self._index_lock:
-            with suppress(StateError):
-                self._to_look_at()
-            aside = [self._directory / file for file in self._aside]
         with self._lock:
-            left = [self.path(name) for name in self._left]
-        return sorted([*aside, *left])
+            with suppress(StateError):
+                self._list()
+            return sorted([*self._aside, *map(self.path, self._unread)])
 
     def save(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
-        """Replace the value's file, as `write_atomically`. Raises: StateError."""
+        """Replace the value's file, as `write_atomically`. Raises: StateError; also if `get` found there the file of a
+        newer release."""
+        with self._lock:
+            _, newer = self._unread.get(name, (NO_STAMP, None))
+            self._parsed.pop(name, None)
+        if newer is not None:
+            raise StateError(f"cannot write {self.path(name)}: {newer}")
         write_atomically(self.path(name), content, durable=durable, whole=whole)
-        self._pending.add(name)
-        # Two writes of one size within a tick of the clock may end with the same stamp.
-        self.forget(name)
 
-    def delete(self, name: str, *, durable: bool) -> None:
-        """Remove the value's file, if there is one; `durable` has it stay removed after a power cut. Raises:
-        StateError."""
-        self.forget(name)
+    def delete(self, name: str, *, durable: bool) -> bool:
+        """Remove the value's file, whatever is in it; returns whether there was one.
+
+        `durable` has it stay removed after a power cut. Raises: StateError.
+        """
         was_there = remove_file(self.path(name))
-        self._pending.add(name)  # some kernels tell of a removal a moment before it shows
         if was_there and durable:
             sync_removals(self._directory)
+        return was_there
 
-    def forget(self, name: str) -> None:
-        """Read the file anew the next time."""
-        with self._lock:
-            self._cache.pop(name, None)
-
-    def _seen(self, name: str, look: Callable[[], os.stat_result]) -> T | None:
-        """As `get`; `look` is the status of the value's file."""
-        path = self.path(name)
+    def _list(self) -> None:
+        """Have all values as they are now. Raises: StateError."""
         try:
-            stamp = stamp_at(path, look)
-        except FileNotFoundError:
-            return None
+            status = os.stat(self._directory)  # noqa: PTH116
+            listed = (status.st_ino, status.st_mtime_ns)
+            if listed == self._listed:
+                return
+            is_last = is_settled(status.st_mtime_ns)
+            files = os.listdir(self._directory)  # noqa: PTH208
         except OSError as error:
-            raise state_error(f"read the {self._what}", path, error) from error
-        with self._lock:
-            cached = self._cache.get(name)
-        if cached is not None and cached[0] == stamp != NO_STAMP:
-            return cached[1]
-        return self._load(name, path, stamp)
+            raise state_error(f"list the {self._what}s in", self._directory, error) from error
+        self._aside = [self._directory / file for file in files if f"{_SUFFIX}{QUARANTINE}" in file]
+        names = {file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)}
+        for name in (self._parsed.keys() | self._unread.keys()) - names:
+            self._forget(name)
+        found = ((name, self.get(name)) for name in sorted(filter(self._is_name, names)))
+        self._values = {name: value for name, value in found if value is not None}
+        # What is in its place and cannot be read now may be readable the next time.
+        self._listed = listed if is_last and not self._unread else None
 
-    def _load(self, name: str, path: Path, stamp: Stamp) -> T | None:
+    def _forget(self, name: str) -> None:
+        self._parsed.pop(name, None)
+        self._unread.pop(name, None)
+
+    def _load(self, name: str, stamp: Stamp) -> T | None:
+        path, is_last = self.path(name), is_settled(stamp.changed_ns)
         try:
             value = self._decode(name, read_plain(path))
         except FileNotFoundError:
@@ -200,34 +177,39 @@ class JsonStore(Generic[T]):
                 raise state_error(f"read the {self._what}", path, error) from error
             reason = error.strerror or str(error)
         except NewerFormatError as error:
-            with self._lock:
-                is_news, self._left[name] = self._left.get(name) != stamp, stamp
-            if is_news:
-                self._tell(UnreadableFile(name, path, str(error), is_newer=True))
-            raise
+            self._leave(name, stamp, str(error), is_newer=True)
+            return None
         except StateError as error:
             reason = str(error)
         else:
-            with self._lock:
-                self._cache[name] = (stamp, value)
-                self._left.pop(name, None)
+            self._forget(name)
+            if is_last:
+                self._parsed[name] = (stamp, value)
             return value
         self._set_aside(name, path, stamp, reason)
         return None
 
     def _set_aside(self, name: str, path: Path, stamp: Stamp, reason: str) -> None:
         """Keep the unreadable file for a person to look at, out of the way of the next value."""
-        aside: Path | None = path
-        with self._lock:
-            try:
-                if not self._only_reads:
-                    aside = set_aside(path, self._what, stamp)
-                    self._left.pop(name, None)
-            except StateError as error:
-                is_news, self._left[name] = self._left.get(name) != stamp, stamp
-                aside, reason = path if is_news else None, f"{reason}; {error}"
+        if self._only_reads:
+            self._leave(name, stamp, reason)
+            return
+        try:
+            aside = set_aside(path, self._what, stamp)
+        except StateError as error:
+            self._leave(name, stamp, f"{reason}; {error}")
+            return
+        self._forget(name)
         if aside is not None:
             self._tell(UnreadableFile(name, aside, reason, is_newer=False))
+
+    def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
+        """The file stays in its place; tell of it if that is news."""
+        is_news = self._unread.get(name, (None, None))[0] != stamp
+        self._forget(name)
+        self._unread[name] = (stamp, reason if is_newer else None)
+        if is_news:
+            self._tell(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
 
 
 def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:

@@ -239,8 +239,8 @@ class Monitor:
         self._forget([uuid for uuid, since in self._missing.items() if now - since >= _FORGET_AFTER_S])
 
     def _is_place_empty(self, uuid: str, gpus: Mapping[str, str | None]) -> bool:
-        """False also while the place is not known: an older release did not write it down. It is known again when the
-        GPU is back, or its state ends with a reboot."""
+        """False also while the place is not known. It is known again when the GPU is back, or its state ends with a
+        reboot."""
         place = self.state(HealthTarget(uuid)).pci_bus_id
         return place is not None and (place in gpus.values() or not self._is_on_bus(place))
 
@@ -279,7 +279,7 @@ class Monitor:
         self._registered, self._heard = wanted, wanted - unheard.keys()
         self._next_poll = 0.0
         if self._is_new_boot:
-            # An older release wrote no place down. Others are forgotten when their place is empty for a while.
+            # Of those whose place is not known; others are forgotten when their place is empty for a while.
             self._is_new_boot = False
             unknown = {
                 key.gpu_uuid

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.formats import JsonObject, parse
+from dra_driver.files.formats import JsonObject, NewerFormatError, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile
 from dra_driver.journal.step_codec import number, optional_number, optional_text, text
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
-from dra_driver.model.json_fields import unknown_fields, with_unknown_fields
 
 _log = structlog.get_logger(__name__)
 
@@ -35,8 +33,8 @@ class HealthStore:
     """One JSON file, written when its content changes. A power cut may bring the content before back, but it also ends
     the boot, and with it most of what there is to remember.
 
-    Fields of a newer release stay as long as their state or reason stays. An unreadable file is set aside even if it is
-    of a newer release: health is observed anew, and must be kept from now on.
+    An unreadable file is set aside even if it is of a newer release: health is observed anew, and must be kept from now
+    on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +48,6 @@ class HealthStore:
             is_name=lambda name: name == path.stem,
         )
         self._written: bytes | None = None
-        self._unknown: Mapping[str, Any] = {}
 
     def load(self) -> KeptHealth | None:
         """What was kept, None if nothing was. A file that cannot be read is set aside and told.
@@ -58,16 +55,12 @@ class HealthStore:
         Raises: StateError if the disk does not answer.
         """
         found = self._store.get(self._name)
-        if found is None:
-            self._written, self._unknown = None, {}
-            return None
-        self._written, kept = found
-        self._unknown = _unknown_in(self._written, kept)
+        self._written, kept = (None, None) if found is None else found
         return kept
 
     def save(self, kept: KeptHealth) -> None:
         """Write the file if it would be another. Raises: StateError."""
-        content = encode(kept, self._unknown)
+        content = encode(kept)
         if content != self._written:
             self._store.save(self._name, content, durable=False, whole=True)
             self._written = content
@@ -82,28 +75,24 @@ def _tell(found: UnreadableFile) -> None:
     )
 
 
-def encode(kept: KeptHealth, unknown: Mapping[str, Any] | None = None) -> bytes:
-    """The file's content, with the fields that only a newer release knows. States in which nothing is remembered
-    are left out."""
-    document = with_unknown_fields(_encode(kept, _ordered(kept.states)), unknown or {})
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
-
-
-def _encode(kept: KeptHealth, states: Iterable[HealthState]) -> JsonObject:
+def encode(kept: KeptHealth) -> bytes:
+    """The file's content. States in which nothing is remembered are left out."""
     document: JsonObject = {
         "version": FORMAT_VERSION,
         "bootID": kept.boot_id,
-        "states": [_encode_state(state) for state in states],
+        "states": [_encode_state(state) for state in _ordered(kept.states)],
     }
     if kept.driver_version is not None:
         document["driverVersion"] = kept.driver_version
-    return document
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode(content: bytes) -> KeptHealth:
     """The kept health in a JSON document. Raises: StateError that says what is wrong with it."""
-    # Nothing waits for a newer release to come back: health is observed anew.
-    return parse(content, "health file", _decode, known=None)
+    try:
+        return parse(content, "health file", _decode, known=FORMAT_VERSION)
+    except NewerFormatError as error:
+        raise StateError(str(error)) from error  # so that the file is set aside
 
 
 def _decode(document: JsonObject) -> KeptHealth:
@@ -112,11 +101,6 @@ def _decode(document: JsonObject) -> KeptHealth:
         optional_text(document, "driverVersion"),
         tuple(_decode_state(entry) for entry in document["states"]),
     )
-
-
-def _unknown_in(content: bytes, kept: KeptHealth) -> JsonObject:
-    """What else is in the document that `kept` was read from."""
-    return unknown_fields(json.loads(content), _encode(kept, kept.states))
 
 
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:

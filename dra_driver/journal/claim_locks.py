@@ -31,14 +31,14 @@ from typing import NamedTuple
 
 import structlog
 
-from dra_driver.files.atomic import make_directory, state_error
+from dra_driver.files.atomic import make_directory, open_plain, state_error
 from dra_driver.files.file_lock import byte_lock, hold_file
 
 _log = structlog.get_logger(__name__)
 
 _FILES = 64
 """Claims share a fixed number of lock files: a file for each claim would have to be removed at some time. Each claim
-locks its own byte, so a call that hangs delays no other claim. An older release locks the whole file."""
+locks its own byte, so a call that hangs delays no other claim."""
 _MEMORY_BYTE = 2**62
 """After the bytes of the claims. It is locked for a moment, while the memory is read or written."""
 _REMEMBERED = 128
@@ -91,8 +91,8 @@ class ClaimGuard:
         )
 
     def was_prepared_by_call_after(self, moment_ns: int) -> bool:
-        """Whether a call that began after `moment_ns` prepared the claim, or may have: an older release wrote no
-        beginnings."""
+        """Whether a call that began after `moment_ns` prepared the claim, or may have: that is not known
+        of a time before the memory."""
         return moment_ns < self._forgotten_before() or any(
             moment_ns < entry.began for entry in self._noted(_PREPARED + self.uid)
         )
@@ -121,8 +121,7 @@ class ClaimGuard:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Meanwhile no other guard reads or writes the memory, in any process. Nobody has locked the whole file either,
-        since this guard holds its claim's byte. Raises: StateError."""
+        """Meanwhile no other guard reads or writes the memory, in any process. Raises: StateError."""
         self._lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
         try:
             yield
@@ -169,7 +168,7 @@ class ClaimGuard:
         """The entries, oldest first; none if the file has no valid content."""
         try:
             entries = json.loads(os.pread(self.descriptor, _MOST_BYTES, 0).rstrip(b"\0") or b"[]")
-            written = [_entry(str(noted), int(at), more) for noted, at, *more in entries]
+            written = [_Entry(str(key), int(at), int(began)) for key, at, began in entries]
         except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
             written = []
         if not self.unwritten:
@@ -195,9 +194,7 @@ class ClaimLocks:
         make_directory(self._directory, 0o700)
         for number in range(_FILES):
             with suppress(OSError):  # the caller that needs the file reports what is wrong with it
-                os.close(
-                    os.open(self._file(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                )
+                os.close(open_plain(self._file(number), os.O_RDWR | os.O_CREAT))
 
     @contextmanager
     def hold(
@@ -229,12 +226,6 @@ class ClaimLocks:
                 shared.users -= 1
                 if not shared.users:
                     del self._claims[uid]
-
-
-def _entry(key: str, at: int, more: list[object]) -> _Entry:
-    """An older release wrote no beginning, and a newer one may write more."""
-    began = more[0] if more else at
-    return _Entry(key, at, began if isinstance(began, int) else at)
 
 
 def _lock_of(uid: str) -> bytes:

@@ -25,8 +25,7 @@ from dra_driver.journal.debts import UNDO_S, Debts, tell_crash
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.sharing_mode import UnknownSharingMode
-from dra_driver.model.steps import RunMps, Step, UnknownStep, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.steps import RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
 
 _log = structlog.get_logger(__name__)
 
@@ -34,7 +33,6 @@ _TURN_S = 0.05
 _GPUS_AT_ONCE = 16
 _TAKE_BACK_S = 12.0
 """How long all undos of a claim may take whose failure does not keep it from ending."""
-_DEVICE_KINDS = frozenset({"gpu", "mig"})
 
 
 class StepRunner(Protocol):
@@ -55,27 +53,6 @@ class StepRunner(Protocol):
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def unknown_step(kind: str) -> StateError:
-    """The error for a step that only a newer release knows."""
-    return StateError(
-        f"the claim was prepared by a newer release of the driver, whose step {kind} this one cannot undo; "
-        "install that release again to take the claim back"
-    )
-
-
-def refuse_newer(record: ClaimRecord) -> None:
-    """Refuse a record with a step, a device or a sharing mode that only a newer release knows: preparing the claim
-    again would lose it, and could remove what the pod uses. Raises: StateError."""
-    kinds = [step.kind for step in record.steps if isinstance(step, UnknownStep)]
-    kinds += [held.usage.kind for held in record.devices if isinstance(held.usage, UnknownSharingMode)]
-    kinds += [held.kind for held in record.devices if held.kind not in _DEVICE_KINDS]
-    if kinds:
-        raise StateError(
-            f"the claim was prepared by a newer release of the driver, whose {', '.join(dict.fromkeys(kinds))} "
-            "this one does not know; install that release again"
-        )
 
 
 def tell_incomplete(claim_uid: str, error: DraDriverError) -> None:
@@ -156,8 +133,6 @@ class Executor:
         A caller that `tries_again` after a NvmlTransientError finds the finished steps done; if it gives up, it must
         call `roll_back`. Raises: what the step raised.
         """
-        if known is not None:
-            refuse_newer(known)
         record = self._intended(plan, known)
         lasts = self._must_last(plan)
         with nullcontext() if lasts else self._in_turn():
@@ -330,28 +305,21 @@ class StepDispatcher:
         self._runners = runners
 
     def do(self, step: Step, plan: Plan) -> None:
-        """As the step's runner. Raises: StateError for a step that this release does not know."""
-        self._runner(step).do(step, plan)
+        """As the step's runner."""
+        self._runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """As the step's runner. Raises: StateError for a step that this release does not know."""
-        self._runner(step).undo(step, record)
+        """As the step's runner."""
+        self._runners[type(step)].undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """As the step's runner; False for a step that this release does not know."""
-        return not isinstance(step, UnknownStep) and self._runner(step).in_place(step, record)
+        """As the step's runner."""
+        return self._runners[type(step)].in_place(step, record)
 
     def forget(self, claim_uid: str) -> None:
         """Every runner removes whatever has the claim's UID in its name."""
         for runner in self._runners.values():
             runner.forget(claim_uid)
-
-    def _runner(self, step: Step) -> StepRunner:
-        runner = self._runners.get(type(step))
-        if runner is None:
-            kind = step.kind if isinstance(step, UnknownStep) else type(step).__name__
-            raise unknown_step(kind)
-        return runner
 
 
 class StepObserver(Protocol):

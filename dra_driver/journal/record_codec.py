@@ -1,10 +1,9 @@
-"""Claim records as versioned JSON. Unknown fields are kept at every level, so a downgrade loses nothing."""
+"""Claim records as JSON with a format number."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from dra_driver.errors import StateError
@@ -18,7 +17,6 @@ from dra_driver.journal.step_codec import (
     text,
 )
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, Pods, pods_from
-from dra_driver.model.json_fields import unknown_fields, with_unknown_fields
 from dra_driver.model.record import ClaimRecord
 
 FORMAT_VERSION = 1
@@ -26,8 +24,7 @@ FORMAT_VERSION = 1
 
 def encode(record: ClaimRecord) -> bytes:
     """The record as one JSON document."""
-    document = with_unknown_fields(_encode_known(record), record.extra)
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(_encode(record), separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode(content: bytes) -> ClaimRecord:
@@ -42,7 +39,7 @@ def _decode(document: JsonObject) -> ClaimRecord:
     """Raises: StateError, KeyError, ValueError, TypeError, AttributeError."""
     if document["phase"] not in ("preparing", "prepared"):
         raise StateError(f"phase {document['phase']!r} is unknown")
-    record = ClaimRecord(
+    return ClaimRecord(
         claim=_decode_claim(document["claim"]),
         phase=document["phase"],
         boot_id=text(document, "bootID"),
@@ -50,10 +47,9 @@ def _decode(document: JsonObject) -> ClaimRecord:
         steps=tuple(decode_step(entry) for entry in document["steps"]),
         prepared_at=optional_text(document, "preparedAt"),
     )
-    return replace(record, extra=unknown_fields(document, _encode_known(record)))
 
 
-def _encode_known(record: ClaimRecord) -> JsonObject:
+def _encode(record: ClaimRecord) -> JsonObject:
     document = {
         "version": FORMAT_VERSION,
         "claim": _encode_claim(record.claim),
@@ -119,8 +115,7 @@ def _decode_claim(entry: JsonObject) -> AllocatedClaim:
 
 
 def _decode_pods(entries: Any) -> Pods:
-    """The pods; None if the field is not readable. It is then kept like a field of a newer release, until the pods are
-    known."""
+    """The pods; None if the field is not readable: they are information for people."""
     return pods_from(entries) if isinstance(entries, list) else None
 
 

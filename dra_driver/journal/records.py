@@ -47,10 +47,7 @@ class RecordStore:
         )
 
     def get(self, uid: str) -> ClaimRecord | None:
-        """The record of a claim; None if there is none or it cannot be read.
-
-        Raises: NewerFormatError if only a newer release can read it; StateError.
-        """
+        """The record of a claim; None if there is none or it cannot be read. Raises: StateError."""
         return self._store.get(_checked(uid))
 
     def all(self) -> Mapping[str, ClaimRecord]:
@@ -58,8 +55,7 @@ class RecordStore:
         return self._store.all()
 
     def quarantined(self) -> list[Path]:
-        """Files that could not be read: whether they were set aside or not, and also those that only a newer release
-        can read."""
+        """Files that could not be read, whether they were set aside or not."""
         return self._store.quarantined()
 
     def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
@@ -68,10 +64,10 @@ class RecordStore:
         StateError."""
         self._store.save(_checked(record.ref.uid), encode(record), durable=durable, whole=whole)
 
-    def delete(self, uid: str) -> None:
-        """Remove a claim's record so that it does not come back; harmless if there is none. Raises: StateError."""
+    def delete(self, uid: str) -> bool:
+        """Remove a claim's record so that it does not come back; whether there was one. Raises: StateError."""
         # Synced: a record that came back after a power cut would hold its devices for ever.
-        self._store.delete(_checked(uid), durable=True)
+        return self._store.delete(_checked(uid), durable=True)
 
     def move(self, uid: str, target: Path) -> None:
         """Have a claim's record in another directory of the same disk, and no more in this one. No content is written,
@@ -106,10 +102,7 @@ def _decode(uid: str, content: bytes) -> ClaimRecord:
 def _tell(found: UnreadableFile) -> None:
     remedy = "the claim can be prepared and unprepared again; look at the file, then remove it"
     if found.is_newer:
-        remedy = (
-            "the claim is refused and its devices are kept until that release is installed again; to give them up for "
-            "good, remove the file"
-        )
+        remedy = "the claim keeps its devices until it is unprepared; to prepare it again, install that release again"
     _log.error(
         "record_unreadable",
         claim_uid=found.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, assert_never
 
@@ -9,21 +10,21 @@ from dra_driver.errors import StateError
 from dra_driver.model.companions import ImexChannels, in_order
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
-from dra_driver.model.record import HeldDevice
-from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced, UnknownSharingMode
+from dra_driver.model.record import DeviceKind, HeldDevice
+from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
     CreateMig,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
     Step,
-    UnknownStep,
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
 
 JsonObject = dict[str, Any]
 
+_DEVICE_KINDS: Mapping[str, DeviceKind] = {"gpu": "gpu", "mig": "mig"}
 _SPEC_NAMES = {
     "device": "device",
     "uuid": "uuid",
@@ -108,14 +109,12 @@ def encode_step(step: Step) -> JsonObject:
             }
         case LeaveMigMode(gpu_uuid, bus_id):
             return {"kind": "leave_mig_mode", "gpuUUID": gpu_uuid, "pciBusID": bus_id}
-        case UnknownStep(kind, more):
-            return {**more, "kind": kind}
         case _:
             assert_never(step)
 
 
 def decode_step(entry: JsonObject) -> Step:
-    """The step in a JSON object; a step of a newer release is kept as it is. Raises: KeyError, StateError."""
+    """The step in a JSON object; Raises: KeyError, StateError."""
     match text(entry, "kind"):
         case "write_cdi_spec":
             return WriteCdiSpec()
@@ -137,7 +136,7 @@ def decode_step(entry: JsonObject) -> Step:
         case "leave_mig_mode":
             return LeaveMigMode(text(entry, "gpuUUID"), optional_text(entry, "pciBusID"))
         case kind:
-            return UnknownStep(kind, {key: value for key, value in entry.items() if key != "kind"})
+            raise StateError(f"step {kind!r} is unknown")
 
 
 def encode_held(held: HeldDevice) -> JsonObject:
@@ -152,7 +151,7 @@ def encode_held(held: HeldDevice) -> JsonObject:
         entry["adminAccess"] = True
     if held.share_id is not None:
         entry["shareID"] = held.share_id
-    if held.usage is not None:
+    if isinstance(held.usage, TimeSliced | MpsShared):
         entry["usage"] = _encode_usage(held.usage)
     if held.placement is not None:
         entry["placement"] = encode_placement(held.placement)
@@ -164,10 +163,10 @@ def encode_held(held: HeldDevice) -> JsonObject:
 
 
 def decode_held(entry: JsonObject) -> HeldDevice:
-    """The held device in a JSON object; a kind of a newer release is kept. Raises: KeyError, StateError."""
+    """The held device in a JSON object; Raises: KeyError, StateError."""
     return HeldDevice(
         device=text(entry, "device"),
-        kind=text(entry, "kind"),
+        kind=_device_kind(entry),
         uuid=text(entry, "uuid"),
         gpu_uuid=text(entry, "gpuUUID"),
         admin_access=bool(entry.get("adminAccess", False)),
@@ -179,11 +178,18 @@ def decode_held(entry: JsonObject) -> HeldDevice:
     )
 
 
+def _device_kind(entry: JsonObject) -> DeviceKind:
+    kind = text(entry, "kind")
+    if kind not in _DEVICE_KINDS:
+        raise StateError(f"device kind {kind!r} is unknown")
+    return _DEVICE_KINDS[kind]
+
+
 def _decode_imex(entry: JsonObject) -> ImexChannels | None:
     return "all" if entry.get("imexChannel") == "all" else optional_number(entry, "imexChannel")
 
 
-def _encode_usage(usage: TimeSliced | MpsShared | UnknownSharingMode) -> JsonObject:
+def _encode_usage(usage: TimeSliced | MpsShared) -> JsonObject:
     match usage:
         case TimeSliced(interval):
             return {"kind": "time_sliced"} | ({} if interval is None else {"interval": interval})
@@ -196,8 +202,6 @@ def _encode_usage(usage: TimeSliced | MpsShared | UnknownSharingMode) -> JsonObj
             if limits:
                 entry["memoryLimitsMiB"] = list(limits)
             return entry
-        case UnknownSharingMode(kind, more):
-            return {**more, "kind": kind}
 
 
 def _decode_usage(entry: JsonObject | None) -> SharingMode:
@@ -214,7 +218,7 @@ def _decode_usage(entry: JsonObject | None) -> SharingMode:
                 _optional_numbers(entry, "memoryLimitsMiB"),
             )
         case kind:
-            return UnknownSharingMode(kind, {key: value for key, value in entry.items() if key != "kind"})
+            raise StateError(f"sharing mode {kind!r} is unknown")
 
 
 def _encode_spec(spec: MpsDaemonSpec) -> JsonObject:
@@ -233,12 +237,10 @@ def _encode_spec(spec: MpsDaemonSpec) -> JsonObject:
 
 
 def _decode_spec(entry: JsonObject) -> MpsDaemonSpec:
-    if entry["kind"] not in ("gpu", "mig"):
-        raise StateError(f"MPS device kind {entry['kind']!r} is unknown")
     return MpsDaemonSpec(
         device=text(entry, "device"),
         uuid=text(entry, "uuid"),
-        kind=entry["kind"],
+        kind=_device_kind(entry),
         gpu_uuid=text(entry, "gpuUUID"),
         multi_user=bool(entry["multiUser"]),
         default_active_thread_percentage=optional_number(entry, "defaultActiveThreadPercentage"),

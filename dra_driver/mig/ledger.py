@@ -11,23 +11,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.formats import NewerFormatError
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
-from dra_driver.mig.ledger_codec import (
-    KeptEntry,
-    OwnedMode,
-    decode_entry,
-    decode_mode,
-    encode_entry,
-    encode_mode,
-)
+from dra_driver.mig.ledger_codec import OwnedMode, decode_entry, decode_mode, encode_entry, encode_mode
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import OwnedInstance
 
@@ -77,8 +68,7 @@ class _LastSeen(Generic[V]):
 class MigLedger:
     """Entries in `directory`, named by device, and a file for each GPU whose MIG mode we switched on; see `JsonStore`.
 
-    A GPU instance or mode whose file cannot be read counts as somebody else's from then on. A file that only a newer
-    release can read stays, and so does its GPU instance or mode.
+    A GPU instance or mode whose file cannot be read counts as somebody else's from then on.
     """
 
     def __init__(
@@ -110,34 +100,33 @@ class MigLedger:
         )
 
     def get(self, device: str) -> OwnedInstance | None:
-        """The entry of a device, None if there is none that can be read.
-
-        Raises: NewerFormatError if only a newer release can read it; StateError.
-        """
-        kept = self._kept(device)
-        return None if kept is None else kept.entry
+        """The entry of a device, None if there is none that can be read. Raises: StateError."""
+        entry = self._entries.get(_checked_device(device))
+        if entry is None:
+            self._seen_slots.note(device, None)
+        else:
+            self._note(entry)
+        return entry
 
     def all(self) -> Mapping[str, OwnedInstance]:
         """Every readable entry by device. Raises: StateError if the directory cannot be listed."""
-        entries = {device: kept.entry for device, kept in self._entries.all().items()}
+        entries = self._entries.all()
         for entry in entries.values():
             self._note(entry)
         for device in self._seen_slots.keys() - entries.keys():
-            with suppress(NewerFormatError):
-                self._kept(device)  # which remembers where it was, unless it has come meanwhile
+            self.get(device)  # which remembers where it was, unless it has come meanwhile
         return entries
 
     def save(self, entry: OwnedInstance) -> None:
         """Write the entry. As nothing is synced, an error with which the disk takes it only later is not seen. Raises:
         StateError."""
-        before = self._kept(entry.device)
-        kept = KeptEntry(entry, {} if before is None else before.extra)
-        self._entries.save(entry.device, encode_entry(kept), durable=False, whole=False)
+        self.get(entry.device)  # the file of a newer release is not written over
+        self._entries.save(entry.device, encode_entry(entry), durable=False, whole=False)
         self._note(entry)
 
     def delete(self, device: str) -> None:
         """Remove a device's entry; nothing happens if there is none. Raises: StateError."""
-        self._kept(device)  # so that it is remembered where it was
+        self.get(device)  # so that it is remembered where it was
         self._entries.delete(device, durable=False)
         self._seen_slots.note(device, None)
 
@@ -162,9 +151,8 @@ class MigLedger:
 
         Raises: StateError.
         """
-        before = self._mode(gpu_uuid)
-        extra = before.extra if before is not None and before.boot_id == boot_id else {}
-        content = encode_mode(OwnedMode(gpu_uuid, pci_bus_id, boot_id, extra))
+        self._mode(gpu_uuid)  # the file of a newer release is not written over
+        content = encode_mode(OwnedMode(gpu_uuid, pci_bus_id, boot_id))
         self._modes.save(_mode_name(gpu_uuid), content, durable=False, whole=False)
         self._seen_modes.note(gpu_uuid, (gpu_uuid, boot_id))
 
@@ -177,10 +165,7 @@ class MigLedger:
     def mode_owned_lately(self, gpu_uuid: str, boot_id: str) -> bool:
         """As `mode_owned`; also where it was given up, or was seen to be gone through the other instance, less than
         30 s ago, for a look at the hardware that began before that. Raises: StateError."""
-        with suppress(NewerFormatError):
-            if self.mode_owned(gpu_uuid, boot_id):
-                return True
-        return (gpu_uuid, boot_id) in self._seen_modes.gone()
+        return self.mode_owned(gpu_uuid, boot_id) or (gpu_uuid, boot_id) in self._seen_modes.gone()
 
     def owned_modes(self) -> Mapping[str, OwnedMode]:
         """The GPUs whose MIG mode we switched on, in any boot, by UUID. Raises: StateError."""
@@ -188,8 +173,7 @@ class MigLedger:
         for gpu_uuid, mode in found.items():
             self._seen_modes.note(gpu_uuid, (gpu_uuid, mode.boot_id))
         for gpu_uuid in self._seen_modes.keys() - found.keys():
-            with suppress(NewerFormatError):
-                self._mode(gpu_uuid)  # which remembers whose it was, unless it has come meanwhile
+            self._mode(gpu_uuid)  # which remembers whose it was, unless it has come meanwhile
         return found
 
     def _mode(self, gpu_uuid: str) -> OwnedMode | None:
@@ -199,18 +183,10 @@ class MigLedger:
 
     # --- files ---------------------------------------------------------------------------------
 
-    def _kept(self, device: str) -> KeptEntry | None:
-        kept = self._entries.get(_checked_device(device))
-        if kept is None:
-            self._seen_slots.note(device, None)
-        else:
-            self._note(kept.entry)
-        return kept
-
     def _note(self, entry: OwnedInstance) -> None:
         self._seen_slots.note(entry.device, (entry.boot_id, (entry.gpu_uuid, *entry.slot)))
 
-    def _decode_entry(self, device: str, content: bytes) -> KeptEntry:
+    def _decode_entry(self, device: str, content: bytes) -> OwnedInstance:
         return decode_entry(content, device, self._entries.path(device))
 
     def _decode_mode(self, name: str, content: bytes) -> OwnedMode:

@@ -19,8 +19,7 @@ class MigUsers:
     def by_device(self, besides: str | None = None) -> Mapping[str, str]:
         """For each device that a claim uses, one such claim in words; the claim with the UID `besides` does not count.
 
-        A device is in use from the moment at which the record with its step is written. A held device counts also
-        where only a newer release knows its step. Raises: StateError.
+        A device is in use from the moment at which the record with its step is written. Raises: StateError.
         """
         users = dict.fromkeys(self._lost_devices(), "a claim whose record was lost")
         for uid, record in self._records.all().items():

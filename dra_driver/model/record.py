@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.companions import HostDevice, ImexChannels
@@ -13,20 +12,20 @@ from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step
 
 Phase = Literal["preparing", "prepared"]
+DeviceKind = Literal["gpu", "mig"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDevice:
     """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own.
 
-    `kind` is `gpu` or `mig`, or a kind that only a newer release knows. `usage` is how the claim shares the device with
-    claims that hold other shares of it. A MIG device on demand has an empty `uuid`, because it gets another one each
-    time it is made, and the `placement` of its GPU instance; other devices have None there. `imex` and `host_devices`
-    are what the claim's containers get beside it.
+    `usage` is how the claim shares the device with claims that hold other shares of it. A MIG device on demand has an
+    empty `uuid`, because it gets another one each time it is made, and the `placement` of its GPU instance; other
+    devices have None there. `imex` and `host_devices` are what the claim's containers get beside it.
     """
 
     device: str
-    kind: str
+    kind: DeviceKind
     uuid: str
     gpu_uuid: str
     admin_access: bool = False
@@ -43,7 +42,7 @@ class ClaimRecord:
 
     `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are the steps that
     may have had an effect, in the order in which they run. `boot_id` is the boot in which they ran: kernel state of an
-    older boot is gone. `extra` keeps the fields that a newer release wrote, at any level.
+    older boot is gone.
     """
 
     claim: AllocatedClaim
@@ -52,7 +51,6 @@ class ClaimRecord:
     devices: tuple[HeldDevice, ...]
     steps: tuple[Step, ...]
     prepared_at: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ref(self) -> ClaimRef:

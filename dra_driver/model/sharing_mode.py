@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from dra_driver.model.mps import MpsDaemonSpec
 
@@ -35,16 +33,11 @@ class MpsShared:
 
 
 @dataclass(frozen=True, slots=True)
-class UnknownSharingMode:
-    """A mode that only a newer release knows, kept as it was read."""
-
-    kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
+class LostMps:
+    """Through an MPS daemon of which only the MPS host knows the settings, because the claim's record was lost."""
 
 
-SharingMode = TimeSliced | MpsShared | UnknownSharingMode | None
-LOST_MPS = UnknownSharingMode("MPS")
-"""MPS with a daemon of which nobody knows the settings, because the claim's record was lost."""
+SharingMode = TimeSliced | MpsShared | LostMps | None
 
 
 def usage_kind(usage: SharingMode) -> str:
@@ -52,9 +45,7 @@ def usage_kind(usage: SharingMode) -> str:
     match usage:
         case TimeSliced():
             return "time-slicing"
-        case MpsShared():
+        case MpsShared() | LostMps():
             return "MPS"
-        case UnknownSharingMode(kind):
-            return kind
         case None:
             return "no sharing"

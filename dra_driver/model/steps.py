@@ -6,9 +6,7 @@ claim back without API server, inventory or NVML.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from dra_driver.model.mig import GpuAddress, Placement
 from dra_driver.model.mps import MpsDaemonSpec
@@ -79,12 +77,4 @@ class WriteCdiSpec:
     """Write the claim's CDI spec file. Undo: remove it."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownStep:
-    """A step of a newer release, kept as it was read. Only that release can undo it."""
-
-    kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | WriteDeviceMetadata | WriteCdiSpec | UnknownStep
+Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | WriteDeviceMetadata | WriteCdiSpec

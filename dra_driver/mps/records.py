@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.files.atomic import (
@@ -21,14 +21,12 @@ from dra_driver.files.atomic import (
     write_atomically,
 )
 from dra_driver.files.formats import JsonObject, parse
-from dra_driver.model.json_fields import unknown_fields, with_unknown_fields
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import SUFFIX, MpsLayout
 from dra_driver.mps.protocol import decode_spec, encode_spec
 
 FORMAT = 1
-_SPEC_FIELDS = frozenset(entry.name for entry in fields(MpsDaemonSpec))
 
 Wanted = Literal["running", "stopped"]
 
@@ -38,8 +36,7 @@ class DaemonRecord:
     """`wanted` is where the daemon is on its way to; `process` is the last one that was started, in boot `boot_id`.
 
     `compute_mode_before` is set if this daemon's start changes the GPU's compute mode: what to put back.
-    `other_modes_before` has the same for the other GPUs of the daemon, by UUID. `extra` keeps the fields that a newer
-    release wrote, at whatever level.
+    `other_modes_before` has the same for the other GPUs of the daemon, by UUID.
     """
 
     spec: MpsDaemonSpec
@@ -48,7 +45,6 @@ class DaemonRecord:
     process: ProcessId | None = None
     compute_mode_before: int | None = None
     other_modes_before: Mapping[str, int] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def modes_before(self) -> Mapping[str, int]:
@@ -141,31 +137,24 @@ def _new(path: Path) -> Path:
 
 
 def _encode(record: DaemonRecord) -> bytes:
-    return json.dumps(with_unknown_fields(_encode_known(record), record.extra), indent=1).encode()
-
-
-def _encode_known(record: DaemonRecord) -> dict[str, Any]:
     known = asdict(record) | {"spec": encode_spec(record.spec)}
-    del known["extra"]
     if not record.other_modes_before:
         del known["other_modes_before"]
-    return {"format": FORMAT, **known}
+    return json.dumps({"format": FORMAT, **known}, indent=1).encode()
 
 
 def _decode(raw: bytes) -> DaemonRecord:
-    """Raises: StateError, PermanentError. A record of a newer release is read as far as it can be; one that cannot be
-    read is as any other: the daemon's claims say again what they need."""
-    return parse(raw, "MPS record", _decode_known, known=None, field="format")
+    """Raises: StateError, PermanentError."""
+    return parse(raw, "MPS record", _decode_fields, known=FORMAT, field="format")
 
 
-def _decode_known(body: JsonObject) -> DaemonRecord:
+def _decode_fields(body: JsonObject) -> DaemonRecord:
     wanted, process, before = body.get("wanted"), body.get("process"), body.get("compute_mode_before")
     if wanted not in ("running", "stopped") or not isinstance(before, int | None):
         raise StateError("it has values that this version does not know")
     identity = None if process is None else ProcessId(int(process["pid"]), int(process["start_time"]))
-    spec = decode_spec({key: value for key, value in body["spec"].items() if key in _SPEC_FIELDS})
+    spec = decode_spec(body["spec"])
     others = body.get("other_modes_before", {})
     if not isinstance(others, dict) or not all(isinstance(mode, int) for mode in others.values()):
         raise StateError("it has values that this version does not know")
-    record = DaemonRecord(spec, wanted, str(body["boot_id"]), identity, before, others)
-    return replace(record, extra=unknown_fields(body, _encode_known(record)))
+    return DaemonRecord(spec, wanted, str(body["boot_id"]), identity, before, others)

@@ -7,7 +7,6 @@ instance: after a crash, and after a reboot, which starts the clock of the names
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -22,15 +21,13 @@ from typing import NamedTuple
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import TEMPORARY_SUFFIX, make_directory, state_error
+from dra_driver.files.atomic import TEMPORARY_SUFFIX, UNREADABLE, make_directory, open_plain, state_error
 from dra_driver.files.file_lock import LOCK_LAYOUT, WHOLE_FILE_WRITE_LOCK
 
 _log = structlog.get_logger(__name__)
 
 _FILE = re.compile(r"^(?P<start>\d{20})-(?P<name>[A-Za-z0-9-]+)\.lock\Z", re.ASCII)
 _TRIES = 100
-# Of a link, of a socket, and of a file that the disk does not give back.
-_STRAY = frozenset({errno.ELOOP, errno.ENXIO, errno.EIO})
 
 
 class InstanceStart(NamedTuple):
@@ -177,11 +174,11 @@ def _is_locked(path: Path) -> bool:
     Raises: StateError.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_plain(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno in _STRAY:
+        if error.errno in UNREADABLE:
             return False
         raise state_error("open", path, error) from error
     try:

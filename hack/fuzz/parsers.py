@@ -18,7 +18,6 @@ from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, read_configs
@@ -247,13 +246,12 @@ def lock_file(directory: Path) -> Parser:
 
 def cdi_spec_file(directory: Path, suffix: str) -> Parser:
     def parse(content: bytes) -> None:
-        """CDI specs of this driver and of others; and the rules of the runtimes."""
+        """CDI specs of this driver and of others."""
         found = CdiDirectory(directory, DRIVER)
         with _file(directory, f"{file_stem(DRIVER, UID)}{suffix}", content):
             found.list()
             found.read(UID)
             RuntimeChecks(str(directory), None).specs()
-        faults(_json(content))
 
     return parse
 

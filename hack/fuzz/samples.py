@@ -80,8 +80,8 @@ RECORD: Json = {
 }  # fmt: skip
 LEDGER_ENTRY: Json = {
     "version": 1, "device": DEVICE, "gpuUUID": GPU, "pciBusID": None, "profileID": 19, "profile": "1g.10gb",
-    "placement": _PLACEMENT, "bootID": "boot", "phase": "ready", "gpuInstanceID": 1, "computeInstanceID": 0,
-    "uuid": "MIG-1", "gpuMinor": 0, "leaving": True,
+    "placement": _PLACEMENT, "bootID": "boot", "phase": "created", "gpuInstanceID": 1, "computeInstanceID": 0,
+    "uuid": "MIG-1", "gpuMinor": 0,
 }  # fmt: skip
 LEDGER_MODE: Json = {"version": 1, "gpuUUID": GPU, "pciBusID": None, "bootID": "boot"}
 HEALTH: Json = {"version": 1, "bootID": "boot", "driverVersion": "580.1", "states": []}

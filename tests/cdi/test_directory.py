@@ -9,6 +9,7 @@ import pytest
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import claim_spec, common_edits, encode
 from dra_driver.errors import ClaimRefusedError, StateError
+from dra_driver.files import atomic
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu
 
 FILE = f"k8s.{DRIVER}-claim_{UID}.json"
@@ -87,6 +88,7 @@ def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDire
     (tmp_path / "cdi" / f"{stem}broken.json").write_text("{")
     (tmp_path / "cdi" / f"{stem}odd.json").write_text('{"devices": 1}')
     (tmp_path / "cdi" / f"{stem}old.yaml").write_text("devices:\n- name: old-gpu-0\n")
+    (tmp_path / "cdi" / f"{stem}.json").write_text("{}")
     (tmp_path / "cdi" / f".{stem}temp.json.x.tmp").write_text("")
     assert directory.list() == {
         UID: ("gpu-00000000", "gpu-00000001"),
@@ -107,24 +109,10 @@ def test_what_cannot_be_read_hides_no_other_claim(
     def refuse(_path: Path) -> bytes:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    directory.file(UID).touch()  # what has not changed need not be read again
+    monkeypatch.setattr(atomic, "read_plain", refuse)
     for call in (directory.list, lambda: directory.read(UID)):
         with pytest.raises(StateError, match="cannot read"):
             call()
-
-
-@pytest.mark.timeout(60)  # to read a pipe lasts for ever
-@pytest.mark.parametrize("target", [FILE, "nowhere/at/all", ".", "pipe"])
-def test_a_link_is_replaced(tmp_path: Path, directory: CdiDirectory, target: str) -> None:
-    directory.write("uid-2", claim_spec("uid-2", DRIVER, driver(), [gpu(0)]))
-    os.mkfifo(tmp_path / "cdi/pipe")
-    directory.file(UID).symlink_to(target)
-    assert directory.read(UID) is None
-    assert directory.list() == {UID: (), "uid-2": (gpu(0).name,)}
-    assert directory.write(UID, spec()) is True
-    assert directory.verify(UID, spec())
-    assert not directory.file(UID).is_symlink()
 
 
 def test_a_file_that_an_earlier_driver_wrote_goes_with_its_claim(
@@ -150,16 +138,10 @@ def test_only_old_temporary_files_are_cleared_up_at_the_start(
     assert sorted((tmp_path / "cdi").iterdir()) == sorted([young, foreign])
 
 
-def test_a_spec_that_runtimes_would_refuse_is_never_written(tmp_path: Path, directory: CdiDirectory) -> None:
-    with pytest.raises(StateError, match=r"would refuse the CDI spec .*claim_.*spec\.more: unknown field"):
-        directory.write(UID, spec() | {"more": 1})
-    assert not (tmp_path / "cdi").exists()
-
-
 def test_each_file_holds_its_spec_whatever_was_written_before(
     tmp_path: Path, directory: CdiDirectory
 ) -> None:
-    """The driver's part is looked at and encoded once while it stays the same."""
+    """The driver's part is encoded once while it stays the same."""
     hooked = common_edits(driver())
     parts = [hooked, hooked, common_edits(driver(None, libraries=3)), common_edits(driver())]
     for number, common in enumerate(parts):
@@ -169,12 +151,6 @@ def test_each_file_holds_its_spec_whatever_was_written_before(
         assert directory.verify(uid, written)
         assert directory.file(uid).read_bytes() == json.dumps(written, separators=(",", ":")).encode() + b"\n"
         assert directory.write(uid, written) is False
-    bad = claim_spec(UID, DRIVER, driver(), [gpu(0)], hooked | {"more": 1})
-    with pytest.raises(StateError, match=r"containerEdits\.more: unknown field"):
-        directory.write(UID, bad)
-    with pytest.raises(StateError, match=r"spec\.more: unknown field"):
-        directory.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0)], hooked) | {"more": 1})
-    assert directory.read(UID) is None
 
 
 @pytest.mark.parametrize("uid", ["../../etc/passwd", "a/b", ""])

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.cdi.rules import metadata as devicemetadata
-from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.rules.metadata import check_names, described, encode, owner_and_generation
 from dra_driver.claims.rules.plan import answer, our_part, plan_claim
 from dra_driver.errors import ClaimRefusedError
@@ -23,6 +22,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing_mode import MpsShared
 from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.slices.rules.attributes import wire_device
+from tests.cdi.cdi_schema import faults
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,

@@ -9,12 +9,12 @@ import pytest
 
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.rules.metadata import encode
 from dra_driver.cdi.rules.spec import claim_spec
 from dra_driver.errors import ClaimRefusedError, StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from tests.cdi.cdi_samples import driver, gpu
+from tests.cdi.cdi_schema import faults
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, claim, result
 
 UID, OTHER_UID = "4cf8db2d-06c0-4d70-aa51-e59b25b2c16c", "5cf8db2d-06c0-4d70-aa51-e59b25b2c16c"

@@ -2,15 +2,13 @@ import copy
 import json
 from dataclasses import replace
 
-import jsonschema
 import pytest
 
-from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.rules.spec import cdi_id, checked_claim_uid, claim_spec, encode, file_stem
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles, DriverLink
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu, mig
-from tests.cdi.cdi_schema import SCHEMA
+from tests.cdi.cdi_schema import faults
 
 DEBIAN = "/usr/lib/x86_64-linux-gnu"
 HOOK = "/usr/bin/nvidia-cdi-hook"
@@ -186,7 +184,6 @@ def test_every_spec_keeps_the_rules_and_the_schema(with_hook: str | None) -> Non
     devices = [*(gpu(minor) for minor in range(8)), mig()]
     spec = claim_spec(UID, DRIVER, driver(with_hook, libraries=50), devices)
     assert faults(spec) == []
-    jsonschema.validate(spec, SCHEMA)
 
 
 def test_the_same_devices_give_the_same_bytes_in_any_order() -> None:

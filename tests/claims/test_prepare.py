@@ -648,16 +648,6 @@ def test_record_on_disk_holds_what_a_person_looks_for(node: Node) -> None:
     )
 
 
-def test_record_of_a_newer_release_is_kept_and_protects_its_device(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    file = node.records.directory / "uid-1.json"
-    newer = file.read_bytes().replace(b"write_cdi_spec", b"bind_vfio")
-    file.write_bytes(newer)
-    assert "held by claim" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
-    assert "newer release" in error_of(node.prepare(claim(GPU_0)))
-    assert file.read_bytes() == newer
-
-
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
 def test_prepare_leaves_nothing_when_the_claim_is_unprepared_meanwhile(
     node: Node, elsewhere: bool, monkeypatch: pytest.MonkeyPatch

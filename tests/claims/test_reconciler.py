@@ -347,20 +347,6 @@ def test_claim_that_is_wanted_again_is_not_asked_about(node: Node) -> None:
     assert (bench.later(), bench.reconciler.stale(), uses) == (None, [], [])
 
 
-def test_stale_record_of_a_newer_release_becomes_a_debt(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    file = bench.node.records.directory / "uid-1.json"
-    newer = file.read_bytes().replace(b"write_cdi_spec", b"bind_vfio")
-    file.write_bytes(newer)
-    forget(bench, "uid-1")
-    for _ in range(3):
-        bench.later()
-    assert not file.exists()
-    [debt] = bench.node.debts.outstanding()
-    assert debt.kinds == ("newer-step",)
-    assert (bench.node.directory / "debts" / "uid-1.json").read_bytes() == newer
-
-
 def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) -> None:
     def refuse_one(record: ClaimRecord) -> None:
         if record.ref.uid == "uid-1":

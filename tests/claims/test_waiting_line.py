@@ -23,7 +23,6 @@ from dra_driver.journal import claim_locks as claimlocks
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.model.sharing_mode import UnknownSharingMode
 from tests.fakes.preparing import Node, in_threads
 from tests.fakes.samples import (
     DRIVER,
@@ -722,24 +721,6 @@ def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) 
     assert {uid: record.claim for uid, record in node.records.all().items()} == {
         each.ref.uid: each for each in swapped
     }
-
-
-def test_devices_of_an_allocation_before_are_kept_where_only_a_newer_release_knows_them(
-    tmp_path: Path,
-) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
-    node.prepare(claim(GPU_1))
-    node.prepare(HOLDER)
-    delete(node)
-    record = node.records.get("uid-1")
-    assert record is not None
-    [held] = record.devices
-    node.records.save(replace(record, devices=(replace(held, usage=UnknownSharingMode("sliced", {})),)))
-    files = node.files()
-    assert "was prepared by a newer release of the driver, whose sliced" in error_of(
-        node.prepare(claim(GPU_0))
-    )
-    assert node.files() == files
 
 
 def test_who_waits_keeps_what_it_has_while_that_is_still_allocated_to_it(node: Node, calls: Calls) -> None:

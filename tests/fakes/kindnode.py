@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,6 @@ from dra_driver.claims.prepare import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import PermanentError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
-from dra_driver.files.formats import NewerFormatError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.journal.claim_locks import ClaimLocks
@@ -189,8 +188,7 @@ class RecordedMpsHost:
         if known is None or known.spec != spec or known.boot_id != self._boot_id:
             before = DEFAULT if spec.kind == "gpu" else None
             process = ProcessId(4242, 99)
-            fresh = DaemonRecord(spec, "running", self._boot_id, process, before)
-            self._records.write(fresh if known is None else replace(fresh, extra=known.extra))
+            self._records.write(DaemonRecord(spec, "running", self._boot_id, process, before))
         for gpu_uuid in spec.gpu_uuids if spec.kind == "gpu" else ():
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
@@ -399,9 +397,7 @@ class KindNode:
         }
 
     def created_instance(self, device: str) -> Any:
-        with suppress(NewerFormatError):
-            return self.mig.ownership.created_instance(device)
-        return None
+        return self.mig.ownership.created_instance(device)
 
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
         return MigHardware(nullcontext).minor(gpu_uuid, pci_bus_id)

@@ -115,7 +115,13 @@ class SpecSteps:
         uid = plan.claim.ref.uid
         names = sorted({planned.offered.name for planned in plan.devices})
         devices = [{"name": f"{uid}-{name}", "containerEdits": {"env": ["A=1"]}} for name in names]
-        self._specs.write(uid, {"cdiVersion": "0.5.0", "kind": f"k8s.{DRIVER}/claim", "devices": devices})
+        spec = {
+            "cdiVersion": "0.5.0",
+            "kind": f"k8s.{DRIVER}/claim",
+            "containerEdits": {},
+            "devices": devices,
+        }
+        self._specs.write(uid, spec)
         self.after_do(plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:

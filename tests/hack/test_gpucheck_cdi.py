@@ -12,6 +12,7 @@ from gpucheck.machine import Report, View
 from gpucheck.spec import CLAIM_UID, check_spec, check_toolkit, compare_specs, spec_of_all
 
 from dra_driver.simulator import create_machine
+from tests.cdi.cdi_schema import faults
 from tests.hack.support import looking_at, script
 
 
@@ -28,6 +29,12 @@ def checked(view: View, spec: dict) -> Report:
     report = Report()
     check_spec(report, view, spec)
     return report
+
+
+def test_the_spec_of_all_devices_is_one_that_runtimes_take(view: View) -> None:
+    spec = spec_of_all(view)
+    assert faults(spec) == []
+    assert len(spec["devices"]) == 13
 
 
 def without_nodes(view: View, sign: str, monkeypatch: pytest.MonkeyPatch) -> None:

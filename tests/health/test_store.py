@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from dra_driver.errors import StateError
 from dra_driver.health.store import HealthStore, KeptHealth, decode, encode
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
-from tests.fakes.badinode import bad_inode
 
 XID = Reason("xid", "79", Severity.UNHEALTHY, 100, 120, "Xid 79: the GPU fell off the bus", reset_seen=True)
 HOT = Reason("slowdown", "thermal", Severity.INFORMATION, 100, 100, "hot", "poll")
@@ -107,58 +105,6 @@ def test_an_unreadable_file_is_set_aside_and_told(path, content, logs):
     assert [line["event"] for line in logs] == ["health_unreadable"]
     store.save(KEPT)
     assert HealthStore(path).load() == KEPT
-
-
-@pytest.mark.timeout(60)  # to read a pipe lasts for ever
-@pytest.mark.parametrize("stray", [Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_set_aside(path, stray, logs):
-    stray(path)
-    store = HealthStore(path)
-    assert store.load() is None
-    [line] = logs
-    assert (line["event"], line["reason"]) == ("health_unreadable", "it is not a plain file")
-    store.save(KEPT)
-    assert HealthStore(path).load() == KEPT
-    path.unlink()
-    stray(path)
-    assert store.load() is None
-    store.save(KEPT)
-    assert HealthStore(path).load() == KEPT
-
-
-@pytest.mark.parametrize("target", ["health.json", "."])
-def test_a_link_to_no_file_is_set_aside(path, target, logs):
-    path.symlink_to(target)
-    store = HealthStore(path)
-    assert store.load() is None
-    assert [line["event"] for line in logs] == ["health_unreadable"]
-    assert not path.is_symlink()
-    store.save(KEPT)
-    assert HealthStore(path).load() == KEPT
-
-
-def test_what_cannot_be_set_aside_is_told(path, monkeypatch, logs):
-    path.write_text("[]")
-    bad_inode(monkeypatch, path)
-    store = HealthStore(path)
-    assert store.load() is None
-    [line] = logs
-    assert (line["event"], line["kept_as"]) == ("health_unreadable", str(path))
-    monkeypatch.undo()
-    store.save(KEPT)
-    assert HealthStore(path).load() == KEPT
-
-
-def test_a_directory_that_comes_while_it_runs_is_in_nobodys_way(path, logs):
-    store = HealthStore(path)
-    store.save(KEPT)
-    path.unlink()
-    path.mkdir()
-    changed = replace(KEPT, boot_id="boot-2")
-    store.save(changed)
-    assert HealthStore(path).load() == changed
-    [line] = logs
-    assert (line["event"], line["path"]) == ("stray_set_aside", str(path))
 
 
 def test_a_disk_that_does_not_answer(path):

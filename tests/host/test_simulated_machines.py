@@ -7,10 +7,8 @@ import json
 import re
 from pathlib import Path
 
-import jsonschema
 import pytest
 
-from dra_driver.cdi.rules.checks import faults
 from dra_driver.cdi.rules.spec import claim_spec
 from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
 from dra_driver.host.gpu_nodes import GpuNodes
@@ -18,7 +16,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.host import HostPaths
 from dra_driver.simulator import create_machine, device_node_reader, machine_names
-from tests.cdi.cdi_schema import SCHEMA
+from tests.cdi.cdi_schema import faults
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
 GOLDEN = Path(__file__).parent / "golden"
@@ -73,7 +71,6 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
     assert len(host.minors()) <= len(host.sysfs.gpu_functions())
     spec = claim_spec(UID, "gpu.nvidia.com", files, devices)
     assert faults(spec) == []
-    jsonschema.validate(spec, SCHEMA)
     mounts = spec["containerEdits"]["mounts"]
     containers = [mount["containerPath"] for mount in mounts]
     assert len(containers) == len(set(containers))

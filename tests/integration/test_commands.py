@@ -25,8 +25,8 @@ from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced, UnknownSharingMode
-from dra_driver.model.steps import CreateMig, RunMps, UnknownStep, WriteCdiSpec
+from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
+from dra_driver.model.steps import CreateMig, RunMps, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.validation.documents import read_documents
 from dra_driver.validation.machine_fit import MachineFit
@@ -265,9 +265,7 @@ def plugin_dir(tmp_path: Path) -> Path:
     store.save(record(1, shared, steps=(RunMps(SPEC), WriteCdiSpec()), pods=users))
     on_demand = HeldDevice(MIG.device, "mig", "", "GPU-2", placement=MIG.placement)
     made = CreateMig(MIG.device, "GPU-2", None, 19, "1g.10gb", MIG.placement)
-    store.save(
-        record(2, on_demand, steps=(made, UnknownStep("warm_up")), prepared_at=None, phase="preparing")
-    )
+    store.save(record(2, on_demand, steps=(made,), prepared_at=None, phase="preparing"))
     admin = HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", admin_access=True)
     store.save(record(3, admin, boot_id="boot-0", prepared_at="nonsense", pods=["monitor"]))
     (directory / "claims/uid-4.json").write_text("{broken")
@@ -314,7 +312,7 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     assert lines[2].split("  ")[-1] == "MPS, at most 10240 MiB and 50 % of threads; share share-9"
     text = done.stdout
     assert "PREPARING" in text
-    assert "to undo: warm_up, create_mig" in text
+    assert "to undo: create_mig" in text
     assert "mig  MIG-7  1g.10gb at 0, created GI 7 CI 0; on GPU-2" in text
     assert "EARLIER BOOT" in text
     assert "admin access" in text
@@ -414,7 +412,7 @@ def test_pods_as_text(names: str | None, text: str) -> None:
         (TimeSliced(9), "time-slicing, 9"),
         (MpsShared(SPEC), "MPS"),
         (MpsShared(SPEC, None, 25), "MPS, at most 25 % of threads"),
-        (UnknownSharingMode("quantum"), "quantum (of a newer release)"),
+        (LostMps(), "MPS"),
     ],
 )
 def test_usages(usage: SharingMode, text: str | None) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -66,15 +65,6 @@ def test_calls_are_told_apart_by_their_beginning_in_both_instances(locks: ClaimL
         assert turn.was_prepared_since(third), "it ended after all three"
     with locks.hold("uid-2", 1) as turn:
         assert not turn.was_prepared_by_call_after(first)
-
-
-def test_what_a_release_before_noted_began_when_it_ended_at_the_latest(locks: ClaimLocks) -> None:
-    """So an Unprepare that may be older than the Prepare is asked for again, and takes nothing back by mistake."""
-    before = time.monotonic_ns()
-    with locks.hold("uid-1", 1) as turn:
-        turn.path.write_text(json.dumps([["prepared:uid-1", time.monotonic_ns()]]))
-        assert turn.was_prepared_by_call_after(before)
-        assert not turn.was_prepared_by_call_after(time.monotonic_ns())
 
 
 def test_lock_is_not_waited_for_on_behalf_of_who_has_left(locks: ClaimLocks, tmp_path: Path) -> None:

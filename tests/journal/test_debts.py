@@ -23,7 +23,7 @@ from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, UnknownStep, WriteCdiSpec
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
 
 BOOT = "boot-1"
@@ -31,7 +31,6 @@ UUID_0, UUID_1 = (MIXED.by_name[name].gpu.uuid for name in (GPU_0, GPU_1))
 DEVICE_0, DEVICE_1 = MIXED.by_name[GPU_0], MIXED.by_name[GPU_1]
 SLICE = SetTimeSlice(UUID_0, 3)
 MPS = RunMps(MpsDaemonSpec(GPU_0, UUID_0, "gpu", UUID_0))
-NEWER = UnknownStep("bind_vfio", {"group": 7})
 CDI = WriteCdiSpec()
 
 
@@ -55,8 +54,6 @@ class Tools:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         if step in self.hanging:
             assert self.let_on.wait(30)
-        if isinstance(step, UnknownStep):
-            raise StateError("only the newer release can undo it")
         if step in self.broken:
             raise RetryableError(f"nvidia-smi fails for {type(step).__name__}")
         self.undone.append(step)
@@ -150,17 +147,6 @@ def test_step_that_writes_files_has_to_be_undone(bench: Bench) -> None:
     with pytest.raises(RetryableError, match="WriteCdiSpec"):
         bench.end(record(MPS))
     assert bench.files() == ["claims/uid-1.json"]
-
-
-def test_step_of_a_newer_release_is_owed_until_a_reboot(bench: Bench) -> None:
-    bench.end(record(NEWER))
-    [debt] = bench.debts.outstanding()
-    assert debt.kinds == ("newer-step",)
-    assert bench.keeper.pay_all() == [replace(debt, cause="only the newer release can undo it")]
-    after = bench.restarted("boot-2")
-    assert after.debts.outstanding() == []
-    assert after.keeper.pay_all() == []
-    assert after.files() == []
 
 
 def test_instance_that_starts_tries_everything_that_could_be_owed(bench: Bench) -> None:
@@ -468,10 +454,9 @@ def test_leading_instance_hears_of_the_debts_that_the_other_one_makes(bench: Ben
         (SLICE, BOOT, set()),
         (MPS, BOOT, {GPU_0}),
         (MPS, "boot-0", set()),
-        (NEWER, BOOT, {GPU_0}),
         (RunMps(replace(MPS.spec, device="gpu-0-mig-1g-0", kind="mig")), BOOT, set()),
     ],
-    ids=["time slice", "MPS", "MPS of another boot", "newer", "MPS of a MIG device"],
+    ids=["time slice", "MPS", "MPS of another boot", "MPS of a MIG device"],
 )
 def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
     step: Step, boot_id: str, names: set[str]
@@ -481,8 +466,8 @@ def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
 
 
 def test_what_a_reboot_takes_away_is_owed_no_more() -> None:
-    assert still_owed((SLICE, MPS, NEWER, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
-    assert still_owed((SLICE, MPS, NEWER, CDI), record(), BOOT) == (SLICE, MPS, NEWER)
+    assert still_owed((SLICE, MPS, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
+    assert still_owed((SLICE, MPS, CDI), record(), BOOT) == (SLICE, MPS)
 
 
 def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:

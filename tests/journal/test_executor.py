@@ -260,11 +260,6 @@ def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal
     assert made == replace(record(), claim=claim(GPU_1), devices=(hold(GPU_1),))
 
 
-def test_fields_of_a_newer_release_are_kept(executor: Executor, journal: Journal) -> None:
-    newer = replace(record("preparing"), extra={"future": 1})
-    assert executor.carry_out(planned(GPU_0), newer).extra == {"future": 1}
-
-
 def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
     plan = planned(GPU_0)
     assert not changes_more_than_the_spec(plan)

@@ -234,28 +234,3 @@ def test_many_gpus_are_held_at_once(locks: GpuLocks) -> None:
         for number in range(16):
             stack.enter_context(locks.hold([f"GPU-{number}"], 1))
         assert not can_hold(locks, "GPU-15")
-
-
-@pytest.mark.parametrize("target", ["GPU-a.lock", "nowhere/at/all", "."])
-def test_a_link_is_set_aside_once_and_one_of_many_holds_the_lock(tmp_path: Path, target: str) -> None:
-    """Whoever of the instances meets it last must not move the file that another one holds."""
-    (tmp_path / "GPU-a.lock").symlink_to(target)
-    instances = [GpuLocks(tmp_path) for _ in range(8)]
-    inside, most = 0, 0
-
-    def work(locks: GpuLocks) -> None:
-        nonlocal inside, most
-        with locks.hold([A], 30):
-            inside += 1
-            most = max(most, inside)
-            inside -= 1
-
-    threads = [threading.Thread(target=work, args=(locks,)) for locks in instances]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert (inside, most) == (0, 1)
-    file, aside = sorted(tmp_path.iterdir())
-    assert (file.is_symlink(), aside.is_symlink()) == (False, True)
-    assert (file.name, aside.name.startswith("GPU-a.lock.unreadable-")) == ("GPU-a.lock", True)

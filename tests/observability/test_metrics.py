@@ -21,7 +21,8 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.journal.executor import ObservedSteps
-from dra_driver.model.steps import SetTimeSlice, Step, UnknownStep, WriteCdiSpec
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
 from dra_driver.observability.metrics import CountedCalls, Metrics, reason_of
 from dra_driver.observability.metrics.counts import step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
@@ -135,7 +136,7 @@ def test_prepared_devices_are_those_of_the_records_at_each_scrape(metrics: Metri
 
     kinds += ["gpu", "mig", "mig"]
     assert [prepared(kind) for kind in ("gpu", "mig", "vfio", "unknown")] == [1, 2, 0, 0]
-    kinds[:] = ["quantum"]  # of a newer release
+    kinds[:] = ["quantum"]
     assert [prepared(kind) for kind in ("gpu", "mig", "vfio", "unknown")] == [0, 0, 0, 1]
 
 
@@ -181,7 +182,7 @@ def test_requests_to_the_api_server_are_counted_by_method_and_code(metrics: Metr
 def test_every_kind_of_step_has_a_name_of_its_own_from_the_start(metrics: Metrics) -> None:
     kinds = {step_label(kind) for kind in get_args(Step)}
     assert len(kinds) == len(get_args(Step))
-    assert kinds >= {"set_time_slice", "run_mps", "create_mig", "leave_mig_mode", "write_cdi_spec", "unknown"}
+    assert kinds >= {"set_time_slice", "run_mps", "create_mig", "leave_mig_mode", "write_cdi_spec"}
     for name in ("nvidia_dra_step_duration_seconds_count", "nvidia_dra_step_errors_total"):
         assert by_label(metrics, name, "step", "action") == {
             (kind, action): 0 for kind in kinds for action in ("do", "undo")
@@ -220,19 +221,19 @@ def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> N
     runner, kept = Runner(), record(hold(GPU_0))
     plan = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
     observed = ObservedSteps(runner, metrics, lambda: runner.now)
-    time_slice, newer = SetTimeSlice("GPU-1", 2), UnknownStep("dance")
+    time_slice, daemon = SetTimeSlice("GPU-1", 2), RunMps(MpsDaemonSpec(GPU_0, "GPU-1", "gpu", "GPU-1"))
     observed.do(WriteCdiSpec(), plan)
     observed.undo(time_slice, kept)
-    assert not observed.in_place(newer, kept)
+    assert not observed.in_place(daemon, kept)
     observed.forget("uid")
     runner.error = RetryableError("x")
     with pytest.raises(RetryableError):
         observed.do(WriteCdiSpec(), plan)
     with pytest.raises(RetryableError):
-        observed.undo(newer, kept)
+        observed.undo(daemon, kept)
     assert [call[0] for call in runner.calls] == ["do", "undo", "in_place", "forget", "do", "undo"]
     assert runner.calls[1] == ("undo", time_slice, kept)
-    spec, slices, other = (("write_cdi_spec", "do"), ("set_time_slice", "undo"), ("unknown", "undo"))
+    spec, slices, other = (("write_cdi_spec", "do"), ("set_time_slice", "undo"), ("run_mps", "undo"))
     counts = by_label(metrics, "nvidia_dra_step_duration_seconds_count", "step", "action")
     assert {key: count for key, count in counts.items() if count} == {spec: 2, slices: 1, other: 1}
     assert by_label(metrics, "nvidia_dra_step_duration_seconds_sum", "step", "action")[spec] == 0.5

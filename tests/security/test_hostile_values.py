@@ -120,7 +120,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     records, ledger = RecordStore(base / "claims"), MigLedger(base / "mig")
     specs, metadata = CdiDirectory(base / "cdi", DRIVER), MetadataFiles(base, base / "cdi", DRIVER)
     daemons, locks = DaemonRecords(MpsLayout(base / "mps")), ClaimLocks(base / "locks")
-    owned = OwnedInstance(device, device, None, 19, "1g", Placement(0, 1), "boot", "ready", 1, 0, None, 0)
+    owned = OwnedInstance(device, device, None, 19, "1g", Placement(0, 1), "boot", "created", 1, 0, None, 0)
     yield lambda: records.save(ClaimRecord(claim, "prepared", "boot", (), ()), durable=False)
     yield lambda: records.get(ref.uid)
     yield lambda: records.delete(ref.uid)

@@ -14,7 +14,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
-from dra_driver.model.sharing_mode import LOST_MPS, MpsShared
+from dra_driver.model.sharing_mode import LostMps, MpsShared
 from dra_driver.model.steps import RunMps
 from dra_driver.sharing.rules.client_limits import most_clients
 from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
@@ -119,7 +119,7 @@ def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: Driver
     [mine] = plan_claim(wanted, node(versions), NODE, DRIVER, (), MEMORY).held_devices()
     others = [prepared(number, mine.usage) for number in range(most - 1)]
     assert plan_claim(wanted, node(versions), NODE, DRIVER, others, MEMORY).devices
-    others.append(prepared(most, LOST_MPS))
+    others.append(prepared(most, LostMps()))
     with pytest.raises(ClaimRefusedError) as refused:
         plan_claim(wanted, node(versions), NODE, DRIVER, iter(others), MEMORY)
     assert str(refused.value) == (

@@ -21,7 +21,7 @@ from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
 from dra_driver.model.sharing_mode import MpsShared
-from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, UnknownStep, WriteCdiSpec
+from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
 from tests.sharing.test_mps_requests import mps
 
@@ -144,11 +144,9 @@ def test_every_gpu_of_the_daemon_is_withheld_while_its_end_is_owed() -> None:
 
 def test_steps_of_gpus_that_one_daemon_joins_run_one_after_the_other() -> None:
     leave, slice_3 = LeaveMigMode(uuid(2), None), SetTimeSlice(uuid(3), 1)
-    newer = UnknownStep("bind_vfio")
     leave_1 = LeaveMigMode(uuid(1), None)
-    lanes = _lanes((leave_1, leave, slice_3, newer, RunMps(SPEC), WriteCdiSpec()))
+    lanes = _lanes((leave_1, leave, slice_3, RunMps(SPEC), WriteCdiSpec()))
     assert sorted(lanes, key=lambda lane: len(lane[0])) == [
-        (frozenset(), [newer]),
         (frozenset({uuid(3)}), [slice_3]),
         (frozenset({uuid(0), uuid(1), uuid(2)}), [leave_1, leave, RunMps(SPEC)]),
     ]

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
-from dra_driver.files.formats import NewerFormatError
 from dra_driver.journal.executor import StepRunner
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -117,11 +116,8 @@ class MigParts:
         return self.devices.ownership.mode_is_ours(gpu_uuid)
 
     def created_instance(self, device: str) -> OwnedInstance | None:
-        """The created instance of a device now; None if there is none, or if only a newer release can read its
-        entry."""
-        with suppress(NewerFormatError):
-            return self.devices.ownership.created_instance(device)
-        return None
+        """The created instance of a device now; None if there is none."""
+        return self.devices.ownership.created_instance(device)
 
     def uuid_of(self, device: str) -> str | None:
         """The UUID that a device has now."""

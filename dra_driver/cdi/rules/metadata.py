@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dra_driver.cdi.rules.checks import minimum_version
-from dra_driver.cdi.rules.spec import checked_claim_uid
+from dra_driver.cdi.rules.spec import checked_claim_uid, minimum_version
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dra_driver.cdi.rules.checks import minimum_version
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
 
@@ -30,12 +29,17 @@ it."""
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
 
 
+def is_claim_uid(text: str) -> bool:
+    """Whether the text can be part of a file name and of a CDI device name."""
+    return _UID.fullmatch(text) is not None and ".." not in text
+
+
 def checked_claim_uid(claim_uid: str) -> str:
     """The UID, if it can be part of a file name and of a CDI device name.
 
     Raises: ClaimRefusedError.
     """
-    if _UID.fullmatch(claim_uid) is None or ".." in claim_uid:
+    if not is_claim_uid(claim_uid):
         raise ClaimRefusedError(
             f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
         )
@@ -105,6 +109,18 @@ def claim_spec(
     }
     spec["cdiVersion"] = minimum_version(spec)
     return spec
+
+
+def minimum_version(spec: dict[str, Any]) -> str:
+    """The lowest version of CDI that has all fields of a spec of ours; older runtimes refuse higher ones."""
+    edits = [spec.get(COMMON, {}), *(device["containerEdits"] for device in spec["devices"])]
+    if any("additionalGids" in edit for edit in edits):
+        return "0.7.0"
+    if any("hostPath" in node for edit in edits for node in edit.get("deviceNodes", ())):
+        return "0.5.0"
+    if any(device["name"][:1].isdecimal() for device in spec["devices"]):
+        return "0.5.0"
+    return "0.3.0"
 
 
 def _check_common_nodes(driver: DriverFiles) -> None:

@@ -22,7 +22,7 @@ class SpecDevice:
 
 
 def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
-    """The devices of a claim's spec, as far as it can be read. An older release did not write down admin access."""
+    """The devices of a claim's spec, as far as it can be read."""
     devices = (spec or {}).get("devices")
     return tuple(
         _device(str(entry["name"]).removeprefix(f"{claim_uid}-"), entry)

@@ -116,8 +116,7 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord) -> Iterator[Confli
 
 
 def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
-    """Whether both use the same silicon and neither has admin access. A held device of a kind that only a newer release
-    knows counts as the whole GPU."""
+    """Whether both use the same silicon and neither has admin access."""
     if held.admin_access or device.admin_access or held.gpu_uuid != device.gpu_uuid:
         return False
     if held.kind != "mig" or device.kind != "mig":

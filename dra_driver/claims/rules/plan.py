@@ -30,7 +30,7 @@ from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevic
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
-from dra_driver.model.sharing_mode import LOST_MPS, MpsShared, SharingMode, TimeSliced
+from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
     CreateMig,
     LeaveMigMode,
@@ -336,7 +336,7 @@ def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) ->
             held_silicon(inventory.by_name[one.device]),
             admin_access=one.admin_access,
             share_id=one.share_id,
-            usage=LOST_MPS if one.uses_mps else None,
+            usage=LostMps() if one.uses_mps else None,
         )
         for one in sorted(devices, key=lambda one: one.device)
         if one.device in inventory.by_name

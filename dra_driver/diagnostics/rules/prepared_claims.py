@@ -11,7 +11,7 @@ from dra_driver.journal.rules.debts import Debt, DebtKind
 from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import INTERVALS, MpsShared, SharingMode, TimeSliced, UnknownSharingMode
+from dra_driver.model.sharing_mode import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import Step
 
 
@@ -170,12 +170,12 @@ def usage_text(usage: SharingMode) -> str | None:
             return (
                 f"time-slicing, {INTERVALS[interval].lower() if known and interval is not None else interval}"
             )
+        case LostMps():
+            return "MPS"
         case MpsShared(memory_limit_mib=memory, active_thread_percentage=threads):
             limits = [] if memory is None else [f"{memory} MiB"]
             limits += [] if threads is None else [f"{threads} % of threads"]
             return f"MPS, at most {' and '.join(limits)}" if limits else "MPS"
-        case UnknownSharingMode(kind=kind):
-            return f"{kind} (of a newer release)"
 
 
 def age_text(seconds: float) -> str:

@@ -5,7 +5,6 @@
 | a time slice | is offered; the next Prepare tries to reset it, and goes on if that fails | after a reboot |
 | an MPS daemon, with its compute mode | is withheld; a Prepare that wants it fails for now | after a reboot |
 | a MIG device, while the GPU is busy | is withheld; a Prepare that gets the GPU destroys it | after a reboot |
-| a step that only a newer release knows | is withheld, and so is its whole GPU | after a reboot |
 
 A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no debt. A step is
 also void if a newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it back.
@@ -19,10 +18,10 @@ from typing import Literal
 
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, UnknownStep
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step
 
-DebtKind = Literal["time-slice", "mps", "mig-device", "newer-step"]
-DEBT_KINDS: tuple[DebtKind, ...] = ("time-slice", "mps", "mig-device", "newer-step")
+DebtKind = Literal["time-slice", "mps", "mig-device"]
+DEBT_KINDS: tuple[DebtKind, ...] = ("time-slice", "mps", "mig-device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +56,18 @@ class Debt:
 
 def can_be_owed(step: Step) -> bool:
     """Whether the claim may end although the step could not be undone."""
-    return isinstance(step, SetTimeSlice | RunMps | CreateMig | UnknownStep)
+    return isinstance(step, SetTimeSlice | RunMps | CreateMig)
 
 
 def kind_of(step: Step) -> DebtKind:
     """The kind of a step that can be owed."""
     match step:
-        case SetTimeSlice():
-            return "time-slice"
         case RunMps():
             return "mps"
         case CreateMig():
             return "mig-device"
         case _:
-            return "newer-step"
+            return "time-slice"
 
 
 def still_owed(steps: Iterable[Step], record: ClaimRecord, boot_id: str) -> tuple[Step, ...]:
@@ -83,14 +80,13 @@ def still_owed(steps: Iterable[Step], record: ClaimRecord, boot_id: str) -> tupl
 
 
 def without(steps: Iterable[Step], others: Iterable[Step]) -> tuple[Step, ...]:
-    """The steps that set something which none of the others sets: two of one thing are undone once. Nobody knows what a
-    step of a newer release sets."""
+    """The steps that set something which none of the others sets: two of one thing are undone once."""
     things = {_thing(step) for step in others} - {None}
     return tuple(step for step in steps if _thing(step) not in things)
 
 
 def gpus_of(step: Step, record: ClaimRecord) -> frozenset[str]:
-    """UUIDs of the GPUs that the step has changed; of a step that nobody here knows, all that the claim held."""
+    """UUIDs of the GPUs that the step has changed; of a step that is never owed, all that the claim held."""
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
             return frozenset({uuid})
@@ -118,8 +114,6 @@ def what(step: Step) -> str:
             return f"the end of the MPS daemon of device {', '.join(spec.devices)}"
         case CreateMig(device=device):
             return f"the end of MIG device {device}"
-        case UnknownStep(kind=kind):
-            return f"the undo of step {kind} of a newer release"
         case _:
             return type(step).__name__
 
@@ -127,8 +121,6 @@ def what(step: Step) -> str:
 def remedy(steps: Sequence[Step]) -> str:
     """What a person can do about the worst of what is owed."""
     kinds = {kind_of(step) for step in steps}
-    if "newer-step" in kinds:
-        return "install the newer release again, or reboot the node"
     if "mps" in kinds:
         return "the driver tries again; see that the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
     if "mig-device" in kinds:
@@ -159,7 +151,5 @@ def _withholds(step: Step, debt: Debt, device: OfferedDevice, boot_id: str) -> b
             return device.name == name
         case RunMps(spec=spec):
             return device.gpu.uuid in spec.gpu_uuids
-        case UnknownStep():
-            return device.gpu.uuid in debt.record.locked_gpus
         case _:
             return False

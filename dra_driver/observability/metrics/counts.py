@@ -13,7 +13,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from dra_driver import __version__
-from dra_driver.model.steps import Step, UnknownStep
+from dra_driver.model.steps import Step
 from dra_driver.observability.metrics.readings import CAUSES, Readings
 from dra_driver.observability.metrics.reasons import REASONS, reason_of
 from dra_driver.observability.metrics.views import Views
@@ -33,8 +33,8 @@ StepAction = Literal["do", "undo"]
 
 
 def step_label(step: type[Step]) -> str:
-    """`write_cdi_spec` for `WriteCdiSpec`; all steps of newer releases are `unknown`."""
-    return "unknown" if step is UnknownStep else re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
+    """`write_cdi_spec` for `WriteCdiSpec`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
 
 
 class Metrics:

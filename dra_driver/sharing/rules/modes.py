@@ -14,11 +14,10 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.sharing import SharingPolicy, SharingRule, kind_of
 from dra_driver.model.sharing_mode import (
     INTERVALS,
-    LOST_MPS,
+    LostMps,
     MpsShared,
     SharingMode,
     TimeSliced,
-    UnknownSharingMode,
     usage_kind,
 )
 from dra_driver.sharing.rules.client_limits import bounded_rule, why_one_user
@@ -319,9 +318,9 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
         case MpsShared(spec=mine), MpsShared(spec=theirs):
             differences = theirs.differences(mine)
             return f"one MPS daemon serves both, but {'; '.join(differences)}" if differences else None
-        case UnknownSharingMode(kind=LOST_MPS.kind), MpsShared():
+        case LostMps(), MpsShared():
             return None  # the MPS host knows the daemon's settings, and refuses others
-        case (MpsShared(), _) | (_, MpsShared()):
+        case (MpsShared() | LostMps(), _) | (_, MpsShared() | LostMps()):
             return (
                 f"it uses {usage_kind(held)} and this one {usage_kind(wanted)}; MPS has the device to itself"
             )
@@ -330,7 +329,5 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
                 f"the length of time slices holds for the whole GPU; it asked for {INTERVALS[mine]}, this one for "
                 f"{INTERVALS[theirs]}"
             )
-        case (UnknownSharingMode(), _) | (_, UnknownSharingMode()):
-            return f"it uses {usage_kind(held)}, which only a newer release knows"
         case _:
             return None
