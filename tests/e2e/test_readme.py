@@ -233,7 +233,6 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
 
     exclude, restrict, move = printed_blocks("From NVIDIA's device plugin")
     [upgrade, replace_mps_host] = printed_blocks("Upgrade")
-    [pay] = printed_blocks("Rollback")
     [claims, delete, remove_state] = printed_blocks("Uninstall")
 
     cluster.apply(claim_and_pod("left"))
@@ -242,7 +241,6 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
     request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
     cluster.apply(json.dumps({**unallocated, "spec": {"devices": {"requests": [request]}}}))
     assert run(claims) == "default/left\n"
-    run(pay)
     cluster.kubectl("delete", "pod/left", "resourceclaim/left", "resourceclaim/waits", "--timeout=300s")
     wait_for("the claim to end", lambda: not cluster.leftovers())
     assert run(claims) == ""

@@ -186,8 +186,8 @@ def test_claims_with_mps_run_when_the_control_program_is_nvidias_own(
     for pod in ("mps-a", "mps-b"):
         got = printed(sharing, pod, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
         assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
-    sharing.apply(memory_pod("real-share", "default", "1536Mi"))
-    sharing.wait_running("real-share")
+    example("gpu-shares")
+    sharing.wait_running("share-1", "share-2")
     found = daemons()
     assert len(found) == 2
     for pid in found.values():

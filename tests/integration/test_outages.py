@@ -344,7 +344,7 @@ def test_gpu_that_leaves_under_its_claim(node: Node, how: str) -> None:
 
 
 class FaultyDisk:
-    """Stands in for `os` where the state room writes: everything that needs room, or any change, fails."""
+    """Stands in for `os` where the state room writes: no file can be made. Those that are there open, as locks do."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -353,7 +353,7 @@ class FaultyDisk:
         return getattr(os, name)
 
     def open(self, path: Any, flags: int, *mode: int, **options: Any) -> int:
-        if flags & os.O_CREAT:
+        if flags & os.O_CREAT and not os.path.exists(path):  # noqa: PTH110  as `os` has it
             raise OSError(self._number, os.strerror(self._number), str(path))
         return os.open(path, flags, *mode, **options)
 

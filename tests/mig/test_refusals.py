@@ -39,7 +39,7 @@ CREATIONS = {
 UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 QUICK = WaitTimeouts(refused_pause_s=0.001, refused_pause_most_s=0.001, busy_pause_s=0.001)
 BRIEF = replace(QUICK, refused_s=0.02)
-FOR_EVER = WaitTimeouts(refused_pause_s=3600, refused_pause_most_s=3600, refused_s=7200)
+FOR_EVER = WaitTimeouts(refused_pause_s=30, refused_pause_most_s=30, refused_s=40)
 """Who is refused waits until something happens."""
 LONG_S = 36000.0
 
