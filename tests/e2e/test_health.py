@@ -62,15 +62,15 @@ def taint_by_xid_79(cluster: Cluster, index: int) -> float:
     slices = SliceClient(ResourceApi(client), "gpu.nvidia.com", cluster.node)
     _, version = slices.list()
     name = device(cluster, index)["name"]
-    stop = threading.Event()
+    stream = slices.open_watch(version)
     told: list[float] = []
 
     def watch() -> None:
-        for event in slices.watch(version, stop):
+        for event in stream:
             now = time.time()
-            published = event.object.get("spec", {}).get("devices") or []
+            published = event["object"].get("spec", {}).get("devices") or []
             found = [taint for one in published if one["name"] == name for taint in taints_of(one)]
-            if event.type != "DELETED" and ("gpu.nvidia.com/xid", "79", "NoSchedule") in found:
+            if event["type"] != "DELETED" and ("gpu.nvidia.com/xid", "79", "NoSchedule") in found:
                 told.append(now)
                 return
 
@@ -82,7 +82,7 @@ def taint_by_xid_79(cluster: Cluster, index: int) -> float:
         raised = (SIMULATOR_DIR / "machine.json").stat().st_mtime
         wait_for("the taint", lambda: told)
     finally:
-        stop.set()
+        stream.close()
         thread.join()
         client.close()
     return told[0] - raised
