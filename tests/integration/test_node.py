@@ -193,6 +193,7 @@ def test_lost_gpu_hides_no_other(node: Node) -> None:
     node.machine.lose_gpu(3)
     node.driver.discovery.request_rescan()
     eventually(lambda: (3, "gpu.nvidia.com/gpu-lost", "NoSchedule") in tainted())
+    eventually(lambda: node.driver.discovery.latest().lost)  # health may have seen it first
     assert len(node.devices()) == 8
     [name] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 3]
     ref = node.allocated_by_hand("on-lost", name)
