@@ -631,7 +631,7 @@ def test_devices_are_not_published_without_the_counters_that_they_consume(
     refusing.inventory = inventory(*(cut(number) for number in range(9)))
     slices.faulty = lambda entry: bool(entry["spec"].get("sharedCounters"))
     refusing.start()
-    eventually(lambda: len(slices.by_index()) > 2)
+    eventually(lambda: len(slices.by_index()) > 2 and refusing.publisher.problem is not None)
     before, tries = slices.by_index(), len(slices.refused)
     while len(slices.refused) < tries + 4:
         refusing.publisher.mark_dirty()
