@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import posixpath
+import re
 import shutil
 import struct
 import subprocess
@@ -169,7 +170,11 @@ def test_sbom_lists_what_is_in_the_image(dist: Path, architecture: str) -> None:
     assert index["manifests"][0]["digest"].replace(":", "%3A") in subject["purl"]
     listed = {component["purl"] for component in document["components"]}
     assert f"pkg:pypi/gpu-dra-driver@{VERSION}" in listed
-    assert len([purl for purl in listed if purl.startswith("pkg:pypi/")]) == 22
+    locked = re.findall(r"^([\w.-]+)==", (ROOT / "requirements-image.txt").read_text(), re.MULTILINE)
+    names = {
+        purl.removeprefix("pkg:pypi/").partition("@")[0] for purl in listed if purl.startswith("pkg:pypi/")
+    }
+    assert names == {*(name.lower() for name in locked), "gpu-dra-driver"}
     architectures = {purl.rpartition("arch=")[2] for purl in listed if purl.startswith("pkg:deb/")}
     assert architectures == {architecture, "all"}
     refs = {component["bom-ref"] for component in document["components"]} | {subject["bom-ref"]}
