@@ -47,7 +47,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_control as control
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_control import BusyError, ControlProgram
 from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import MpsLayout
@@ -424,6 +424,8 @@ class Daemon:
             return False
         try:
             return self._conversation.ask_servers()[1] == 0
+        except BusyError:
+            raise  # it may be in use
         except RetryableError:
             return True
 

@@ -113,7 +113,7 @@ class Conversation:
         """One question of ours at a time, and again while the daemon talks with somebody else's program."""
         deadline = time.monotonic() + (self._timings.answer if timeout_s is None else timeout_s)
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise RetryableError(f"the MPS daemon of {self._spec.device} is still being asked {commands[:1]}")
+            raise BusyError(f"the MPS daemon of {self._spec.device} is still being asked something else")
         try:
             while True:
                 left = max(0.1, deadline - time.monotonic())

@@ -850,3 +850,16 @@ def test_our_own_questions_never_meet(host):
     for thread in threads:
         thread.join()
     assert answers == [(None, 0)] * 8
+
+
+def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used(host):
+    supervisor = host.supervisor(probe=60, answer=1.0)
+    first = supervisor.ensure(host.spec(), 10)
+    other = held(host)
+    try:
+        with pytest.raises(BusyError):
+            supervisor.ensure(replace(host.spec(3), device="gpu-2"), 10)
+    finally:
+        other.communicate()
+    assert supervisor.status()[0].pid == first.pid
+    assert processes.identify(first.pid) is not None
