@@ -96,7 +96,7 @@ class ControlProgram:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
             reason = lines[-1] if lines else f"exit code {code}"
-            if _BUSY in reason.lower():
+            if not lines or _BUSY in reason.lower():  # where there is no daemon, the program says so
                 raise BusyError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +17,10 @@ import pytest
 from nvidia_programs import Programs
 
 from dra_driver.errors import PermanentError, RetryableError
+from dra_driver.model.driver_programs import CONTROL_PROGRAM
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.daemon_control import BusyError
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.supervisor import Supervisor
 from tests.mps.conftest import MpsHost
@@ -185,3 +191,57 @@ def test_daemons_of_two_devices_do_not_know_each_other(real_host: MpsHost) -> No
     supervisor.stop("gpu-0", 20.0)
     assert only_process(real_host, supervisor) == kept
     assert real_host.left() == ["gpu-1", "gpu-1.json"]
+
+
+@pytest.fixture
+def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts a program of somebody else that keeps the daemon's ear until its input ends."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        control = real_host.tools.control
+        programs, directories = control._find(), real_host.layout.directories("gpu-1")
+        one = subprocess.Popen(
+            [programs.path(CONTROL_PROGRAM)],
+            env=control._environment(programs, directories),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        made.append(one)
+        output = Path(directories.log, "host.out")
+        deadline = time.monotonic() + 20
+        while "NEW UI" not in output.read_text().rpartition("UI closed")[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return one
+
+    yield start
+    for one in made:
+        one.communicate()
+
+
+def test_no_answer_is_no_list_of_servers_when_somebody_else_talks_with_the_daemon(
+    real_host: MpsHost, other_program: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    supervisor = unprobed(real_host)
+    supervisor.ensure(SPEC, 20.0)
+    other_program()
+    with pytest.raises(BusyError):
+        ask(real_host, "get_server_list")
+
+
+def test_a_question_is_repeated_until_the_other_program_has_ended(
+    real_host: MpsHost, other_program: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    supervisor = unprobed(real_host)
+    supervisor.ensure(SPEC, 20.0)
+    threading.Timer(0.5, other_program().communicate).start()
+    assert supervisor._daemons["gpu-1"]._conversation.ask_servers() == (None, 0)
+
+
+def test_our_own_questions_never_meet(real_host: MpsHost) -> None:
+    supervisor = real_host.supervisor(probe=3600.0, answer=60.0)
+    supervisor.ensure(SPEC, 20.0)
+    conversation = supervisor._daemons["gpu-1"]._conversation
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda _: conversation.ask_servers(), range(8))) == [(None, 0)] * 8
