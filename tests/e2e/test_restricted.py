@@ -159,7 +159,7 @@ WITHOUT: dict[str, tuple[str, str]] = {
     "plugins": ("terminated", "cannot create the directory /var/lib/kubelet/plugins/"),
     "cdi": ("terminated", "cannot create the directory /var/run/cdi"),
     "api-token": ("terminated", "ca.crt is missing or unreadable"),
-    "driver-root": ("gpu-dra-driver doctor", "libnvidia-ml.so.1 is not below the driver root"),
+    "driver-root": ("gpu-dra-driver inspect", "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU"),
     "tmp": ("gpu-dra-driver inspect", "No usable temporary directory"),
 }
 """By volume: how the daemon ends without it, or which command tells what is missing, and its words."""
