@@ -173,8 +173,8 @@ class MachineFit:
             for result in claim.results:
                 kind = kinds.get(result.device)
                 if result.driver == self._driver and kind in ("gpu", "mig"):
-                    config_for_result(result, claim.configs, self._driver, kind)
-                    asked_host_devices(claim, result, kind, self._driver, self._companions.askable)
+                    parameters = config_for_result(result, claim.configs, self._driver, kind)
+                    asked_host_devices(claim, result, parameters, self._driver, self._companions.askable)
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None

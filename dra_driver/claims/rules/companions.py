@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final, Literal
+from typing import Final
 
-from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig
-from dra_driver.api.resolve import config_for_result
+from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig, config_type
+from dra_driver.api.resolve import ResolvedConfig, config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
 from dra_driver.model.companions import FABRIC_REMEDY, MOST_IMEX_CHANNELS, HostDevice, ImexChannels
@@ -22,26 +22,21 @@ _UNREADY: Final = {
 def asked_host_devices(
     claim: AllocatedClaim,
     result: DeviceResult,
-    kind: Literal["gpu", "mig"],
+    parameters: ResolvedConfig,
     driver: str,
     allowed: Collection[HostDevice],
 ) -> tuple[HostDevice, ...]:
-    """What the claim's parameters ask for beside a device.
+    """What the `parameters` of a device ask for beside it.
 
     Administrators ask in a DeviceClass, or with adminAccess. The author of a claim may ask for what is `allowed`, and
     for what the class gives: its entry is not merged with that of the claim. Raises: InvalidConfigError;
     ClaimRefusedError if they ask for more.
     """
-    if not any(
-        isinstance(entry.parameters, dict) and "hostDevices" in entry.parameters for entry in claim.configs
-    ):
-        return ()
-    resolved = config_for_result(result, claim.configs, driver, kind)
-    asked = _of(resolved.config)
-    if not resolved.of_claim or result.admin_access:
+    asked = _of(parameters.config)
+    if not asked or not parameters.of_claim or result.admin_access:
         return asked
     of_class = [entry for entry in claim.configs if entry.source == "FromClass"]
-    given = _of(config_for_result(result, of_class, driver, kind).config)
+    given = _of(config_for_result(result, of_class, driver, config_type(parameters.config)).config)
     more = [one for one in asked if one not in allowed and one not in given]
     if more:
         raise ClaimRefusedError(

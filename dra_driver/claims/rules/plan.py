@@ -13,10 +13,11 @@ reboot or a clean-up may have removed what they made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from dra_driver.api.resolve import config_for_result, manages
+from dra_driver.api.config import DEFAULTS
+from dra_driver.api.resolve import ResolvedConfig, config_for_result, manages
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
@@ -66,14 +67,14 @@ def plan_claim(
     known: ClaimRecord | None = None,
     metadata: tuple[str, ...] = (),
     *,
-    setting_for_lost: Callable[[], str | None] = lambda: None,
+    setting_for_lost: str | None = None,
     companions: Companions = NO_COMPANIONS,
 ) -> Plan:
     """The plan for our part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
     claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost`
-    answers what to set so that new pods stay away from lost GPUs, None if they do; it is asked only if one is lost.
+    is what to set so that new pods stay away from lost GPUs, None if they do.
     `companions` are what the node's configuration gives to claims beside their GPUs.
 
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
@@ -84,14 +85,15 @@ def plan_claim(
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
     kept = _kept_usages(claim, found, known)
-    usages = sharing_modes_of(claim, found, driver, sharing, inventory.versions) if kept is None else kept
+    parameters = _parameters(claim, found, driver, is_prepared=kept is not None)
+    usages = sharing_modes_of(found, parameters, sharing, inventory.versions) if kept is None else kept
     devices = tuple(
-        PlannedDevice(*pair, usage, inventory.gpus if _manages(claim, *pair, driver) else ())
-        for pair, usage in zip(found, usages, strict=True)
+        PlannedDevice(result, offered, usage, inventory.gpus if _manages(result, resolved) else ())
+        for (result, offered), usage, resolved in zip(found, usages, parameters, strict=True)
     )
     if companions != NO_COMPANIONS or claim.configs or kept is not None:
         held = known.devices if known is not None and kept is not None else None
-        devices = _with_companions(claim, devices, driver, companions, inventory, held)
+        devices = _with_companions(claim, devices, parameters, driver, companions, inventory, held)
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
@@ -110,7 +112,7 @@ def _found(
     pool: str,
     inventory: Inventory,
     known: ClaimRecord | None,
-    setting_for_lost: Callable[[], str | None],
+    setting_for_lost: str | None,
 ) -> list[tuple[DeviceResult, OfferedDevice]]:
     found: list[tuple[DeviceResult, OfferedDevice]] = []
     lost: DeviceLostError | None = None
@@ -142,20 +144,36 @@ def _kept_usages(
     return [held.usage for held in known.devices]
 
 
-def _manages(claim: AllocatedClaim, result: DeviceResult, offered: OfferedDevice, driver: str) -> bool:
-    """Whether the claim manages the node through this device, by its parameters. Those of a prepared claim may be of a
-    newer release, and then say nothing here."""
-    if not result.admin_access or not claim.configs:
-        return False
-    try:
-        return manages(config_for_result(result, claim.configs, driver, kind_of(offered)).config)
-    except InvalidConfigError:
-        return False  # those of a new claim were judged before
+def _parameters(
+    claim: AllocatedClaim,
+    found: Sequence[tuple[DeviceResult, OfferedDevice]],
+    driver: str,
+    *,
+    is_prepared: bool,
+) -> list[ResolvedConfig]:
+    """The parameters of each device. Those of a prepared claim may be of a newer release; they were judged when the
+    claim was new, and here they say nothing. Raises: InvalidConfigError."""
+    resolved = []
+    for result, offered in found:
+        kind = kind_of(offered)
+        try:
+            resolved.append(config_for_result(result, claim.configs, driver, kind))
+        except InvalidConfigError:
+            if not is_prepared:
+                raise
+            resolved.append(ResolvedConfig(DEFAULTS[kind]))
+    return resolved
+
+
+def _manages(result: DeviceResult, resolved: ResolvedConfig) -> bool:
+    """Whether the claim manages the node through this device."""
+    return result.admin_access and manages(resolved.config)
 
 
 def _with_companions(
     claim: AllocatedClaim,
     devices: Sequence[PlannedDevice],
+    parameters: Sequence[ResolvedConfig],
     driver: str,
     companions: Companions,
     inventory: Inventory,
@@ -163,14 +181,9 @@ def _with_companions(
 ) -> tuple[PlannedDevice, ...]:
     """The devices with what comes beside them. A prepared claim keeps what it `held`, whatever the node gives now."""
     planned = []
-    for number, device in enumerate(devices):
-        try:
-            allowed = companions.askable if held is None else HOST_DEVICES
-            asked = asked_host_devices(claim, device.result, kind_of(device.offered), driver, allowed)
-        except InvalidConfigError:
-            if held is None:
-                raise
-            asked = ()  # a newer release judged the parameters when the claim was new
+    allowed = companions.askable if held is None else HOST_DEVICES
+    for number, (device, resolved) in enumerate(zip(devices, parameters, strict=True)):
+        asked = asked_host_devices(claim, device.result, resolved, driver, allowed)
         if held is not None:
             # An older release that served in between may have dropped from the record what the claim asked for.
             imex, given = held[number].imex, in_order((*held[number].host_devices, *asked))
@@ -254,7 +267,7 @@ def _find(
     pool: str,
     inventory: Inventory,
     known: ClaimRecord | None,
-    setting_for_lost: Callable[[], str | None],
+    setting_for_lost: str | None,
 ) -> OfferedDevice:
     if result.pool != pool:
         raise ClaimRefusedError(
@@ -269,7 +282,7 @@ def _find(
         if device.gpu.uuid in inventory.lost_uuids:
             raise DeviceLostError(
                 f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which does not answer "
-                f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost())}"
+                f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"
             )
         return device
     if withheld is None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dra_driver.api.config import MpsConfig, Sharing
-from dra_driver.api.resolve import config_for_result, unbuilt_features
+from dra_driver.api.resolve import ResolvedConfig, unbuilt_features
 from dra_driver.errors import ClaimRefusedError
-from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.claim import DeviceResult
 from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.sharing import SharingPolicy, SharingRule, kind_of
@@ -36,18 +36,18 @@ class _Wanted:
 
 
 def sharing_modes_of(
-    claim: AllocatedClaim,
     devices: Sequence[tuple[DeviceResult, OfferedDevice]],
-    driver: str,
+    parameters: Sequence[ResolvedConfig],
     policy: SharingPolicy,
     versions: DriverVersions,
 ) -> list[SharingMode]:
-    """How each device is used, in the order of `devices`. `versions` are those of the node's driver.
+    """How each device is used, in the order of `devices`, which have these `parameters`. `versions` are those of the
+    NVIDIA driver.
 
     Opaque parameters decide; where they say nothing of sharing, a share that the node's policy enforces
-    by MPS gets its limits. Raises: ClaimRefusedError, InvalidConfigError.
+    by MPS gets its limits. Raises: ClaimRefusedError.
     """
-    wanted = [_wanted(claim, result, device, driver) for result, device in devices]
+    wanted = [_wanted(result, resolved) for (result, _), resolved in zip(devices, parameters, strict=True)]
     rules = [bounded_rule(policy, device, versions) if policy.entries else None for _, device in devices]
     modes = [
         _usage(one, result, device, _same_entry(wanted, devices, one), rule, versions)
@@ -122,10 +122,7 @@ def _sum(shares: Sequence[MpsShared]) -> MpsShared:
     )
 
 
-def _wanted(claim: AllocatedClaim, result: DeviceResult, device: OfferedDevice, driver: str) -> _Wanted:
-    if not claim.configs:
-        return _Wanted()
-    resolved = config_for_result(result, claim.configs, driver, kind_of(device))
+def _wanted(result: DeviceResult, resolved: ResolvedConfig) -> _Wanted:
     unbuilt = unbuilt_features(resolved.config)
     if unbuilt:
         raise ClaimRefusedError(f"request {result.request}: {'; '.join(unbuilt)}")
