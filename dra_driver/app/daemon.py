@@ -42,7 +42,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.device_users import DeviceUsers
 from dra_driver.claims.fetch import ClaimLookup
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
@@ -287,7 +287,7 @@ class Driver:
         )
         self._plugin = KubeletPlugin(
             plugin_settings(settings),
-            CountedCalls(self.claims.preparer, self.metrics),
+            CountedCalls(self.claims.service, self.metrics),
             ready=self.probes.is_ready,
             on_status=self._registration_changed,
             on_fatal=self.fail,

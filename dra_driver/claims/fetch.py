@@ -6,8 +6,8 @@ import time
 
 import structlog
 
-from dra_driver.claims.attempt import KubeletCall, PrepareAttempt
 from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.plan import our_part
 from dra_driver.concurrency.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
@@ -62,19 +62,18 @@ class ClaimLookup:
 
 
 class ClaimFetch:
-    """Begins an attempt for a claim. It holds no lock."""
+    """Reads the claims of a call. It holds no lock."""
 
     def __init__(self, lookup: ClaimLookup, records: RecordStore, driver: str) -> None:
         self._lookup = lookup
         self._records = records
         self._driver = driver
 
-    def attempt(self, ref: ClaimRef, call: KubeletCall) -> PrepareAttempt:
-        """An attempt for a claim of the call. Raises: as `ClaimLookup.read`; RetryableError."""
-        return PrepareAttempt(ref, call, self._allocated(ref, call))
+    def allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
+        """Our part of a claim of the call: from the API server, or from the record if the API server does not tell.
 
-    def _allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """Our part of the claim: from the API server, or from the record if the API server does not tell."""
+        Raises: as `ClaimLookup.read`; RetryableError.
+        """
         known = self._records.get(ref.uid)
         is_prepared = known is not None and known.phase == "prepared"
         try:

@@ -9,8 +9,10 @@ from functools import partial
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.claims.attempt import CLAIMS_AT_ONCE, CallsUnderWay, HalfDonePrepares, KubeletCall
+from dra_driver.claims.attempt_steps import AttemptSteps
+from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall
 from dra_driver.claims.outcomes import Observer, failed
+from dra_driver.claims.waiting_line import WaitingLine
 from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
@@ -37,23 +39,25 @@ class Unpreparer:
         claim_locks: ClaimLocks,
         gpu_locks: GpuLocks,
         executor: Executor,
-        half_done: HalfDonePrepares,
-        under_way: CallsUnderWay,
+        steps: AttemptSteps,
+        line: WaitingLine,
         observer: Observer,
     ) -> None:
         self._records = records
         self._claim_locks = claim_locks
         self._gpu_locks = gpu_locks
         self._executor = executor
-        self._half_done = half_done
-        self._under_way = under_way
+        self._steps = steps
+        self._line = line
         self._observer = observer
 
     def unprepare(self, claims: Sequence[ClaimRef], call: KubeletCall) -> Mapping[str, UnprepareOutcome]:
         """None for each claim that is not prepared now, also for one that never was; else an error."""
         with until(call.deadline):
-            told = side_by_side([partial(self._told, ref, call) for ref in claims], CLAIMS_AT_ONCE)
-        return {ref.uid: outcome.result() for ref, outcome in zip(claims, told, strict=True)}
+            outcomes = side_by_side(
+                [partial(self._unprepare_logged, ref, call) for ref in claims], CLAIMS_AT_ONCE
+            )
+        return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
 
     def reclaim(
         self, ref: ClaimRef, expected: ClaimRecord | None, looked_ns: int, within_s: float = _RECLAIM_S
@@ -65,31 +69,31 @@ class Unpreparer:
         it from being unprepared; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
-        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._under_way.unpreparing(ref.uid):
+        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._line.unpreparing(ref.uid):
             started = time.monotonic()
             with self._claim_locks.hold(ref.uid, call.left()) as guard:
-                is_wanted = guard.was_prepared_since(looked_ns) or self._under_way.is_preparing(ref.uid)
+                is_wanted = guard.was_prepared_since(looked_ns) or self._line.is_preparing(ref.uid)
                 if is_wanted or self._records.get(ref.uid) != expected:
                     return False
                 self._taken_back(ref, call, guard)
         self._unprepared(ref, expected, time.monotonic() - started)
         return True
 
-    def _told(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+    def _unprepare_logged(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
         with bound_contextvars(claim_uid=ref.uid):
-            return self._outcome(ref, call)
+            return self._unprepare(ref, call)
 
-    def _outcome(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+    def _unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
         started = time.monotonic()
         try:
             with (
-                self._under_way.unpreparing(ref.uid),
+                self._line.unpreparing(ref.uid),
                 self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard,
             ):
                 record = self._taken_back(ref, call, guard)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             if isinstance(error, RetryableError):
-                self._under_way.note_unprepared(ref.uid, unfinished_since_ns=call.began_ns)
+                self._line.note_unprepared(ref.uid, unfinished_since_ns=call.began_ns)
             return failed(self._observer, "unprepare", ref, time.monotonic() - started, error)
         self._unprepared(ref, record, time.monotonic() - started)
         return None
@@ -100,7 +104,7 @@ class Unpreparer:
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
             )
         record = self._records.get(ref.uid)
-        self._half_done.end(ref.uid)
+        self._steps.end(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
         if record is None:
             self._forget(ref)
@@ -122,7 +126,7 @@ class Unpreparer:
             )
 
     def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
-        self._under_way.note_unprepared(ref.uid)
+        self._line.note_unprepared(ref.uid)
         self._observer.unprepared(ref, duration_s)
         _log.info(
             "claim_unprepared",

@@ -31,9 +31,9 @@ final one for good. Where a device is only full, as with MPS, other holders may 
 are on their way out as must go.
 
 *Refused for now*: the NVIDIA driver refuses a try for a reason that passes by itself. The try keeps what it has made,
-and the next try goes on from there. An attempt that gives up takes it back (`claims.attempt`). Without these tries
-the claim would wait for the kubelet, which calls again only after a minute or more. Claims that want the same silicon
-wait behind this one, because it may still get it.
+and the next try goes on from there. An attempt that gives up takes it back (`claims.attempt_steps`). Without these
+tries the claim would wait for the kubelet, which calls again only after a minute or more. Claims that want the same
+silicon wait behind this one, because it may still get it.
 
 The end of each Unprepare in this process *wakes* the waiting attempts. To notice an Unprepare in the other instance, an
 attempt looks at the holder's record ten times a second while it waits.
@@ -42,17 +42,18 @@ attempt looks at the holder's record ten times a second while it waits.
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
-from dra_driver.claims.attempt import CallsUnderWay, PrepareAttempt
 from dra_driver.claims.device_users import DeviceUsers
 from dra_driver.claims.fetch import ClaimLookup
-from dra_driver.claims.reconciler import Reconciler
+from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.conflicts import Conflict, DeviceHeldError
 from dra_driver.claims.rules.release import release_reason
 from dra_driver.errors import (
@@ -63,7 +64,8 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.record import ClaimRecord, HeldDevice
 
 _log = structlog.get_logger(__name__)
 
@@ -71,6 +73,32 @@ WAITED_FOR = (DeviceHeldError, DeviceBusyError, NvmlTransientError)
 """The errors of a try after which the attempt should call `WaitingLine.wait`."""
 WAITS_LONGER = "waits for it for longer"
 """Why an attempt must wait for a claim that does not have the device yet, but came first."""
+
+
+@dataclass(slots=True, eq=False)
+class PrepareAttempt:
+    """One attempt to prepare one claim. Every part of Prepare gets this object, from the fetch to the answer.
+
+    `claim` is our part of the claim.
+
+    The other fields belong to the waiting line. `number` is the attempt's number in the line, None before it joins.
+    `wanted` has the devices that the claim wants. `waits_since`, `busy_since` and `refused_since` are times of the
+    line's clock. `leaving` has, by the UID of a holder, why it lets go of its devices, and until when this answer of
+    the API server is good. `users` tells which processes computed on the first holder's devices at the last look.
+    """
+
+    ref: ClaimRef
+    call: KubeletCall
+    claim: AllocatedClaim
+    number: int | None = None
+    wanted: tuple[HeldDevice, ...] = ()
+    waits_since: float | None = None
+    busy_since: float | None = None
+    refused_since: float | None = None
+    refusals: int = 0
+    withdrawn: bool = False
+    leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
+    users: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,54 +130,140 @@ class WaitTimeouts:
 
 
 class WaitingLine:
-    """The attempts that wait for devices, in the order in which they began to wait. For many threads."""
+    """Which claims are being prepared and unprepared in this process, and the attempts that wait for devices, in the
+    order in which they began to wait. For many threads.
+
+    `changed` guards the state. It is notified whenever a waiting attempt may be able to go on; `changes` counts these
+    notifications.
+    """
 
     def __init__(
         self,
-        under_way: CallsUnderWay,
         lookup: ClaimLookup,
         records: RecordStore,
         driver: str,
-        reconciler: Reconciler,
         users: DeviceUsers,
         timeouts: WaitTimeouts = WaitTimeouts(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """When an attempt begins to wait for a holder to let go, the `reconciler` looks at that holder soon."""
-        self._under_way = under_way
         self._lookup = lookup
         self._records = records
         self._driver = driver
-        self._reconciler = reconciler
         self._users = users
         self._timeouts = timeouts
         self._clock = clock
+        self.changed = threading.Condition()
+        self.changes = 0
+        self._attempts: list[PrepareAttempt] = []
         self._numbers = 0
+        self._preparing: Counter[str] = Counter()  # calls by claim UID, as the next one
+        self._unpreparing: Counter[str] = Counter()
+        self._unfinished: dict[str, int] = {}
         self._stop_by: float | None = None
+        self._on_leaving: Callable[[ClaimRef], None] = lambda _ref: None
+
+    def tell_leaving(self, look_soon: Callable[[ClaimRef], None]) -> None:
+        """From now on `look_soon` is called with each holder that an attempt waits for and that the API server says is
+        on its way out: the kubelet may have forgotten it."""
+        self._on_leaving = look_soon
 
     def stop(self) -> None:
         """The driver is being stopped: each waiting attempt has a few seconds more, then fails for now."""
-        with self._under_way.changed:
+        with self.changed:
             self._stop_by = self._clock() + self._timeouts.stop_s
-            self._under_way.notify()
+            self.notify()
+
+    def notify(self) -> None:
+        """Wake every attempt that waits. The caller holds `changed`."""
+        self.changes += 1
+        self.changed.notify_all()
+
+    @property
+    def line(self) -> list[PrepareAttempt]:
+        """The attempts that wait or have waited, the first one first."""
+        with self.changed:
+            joined = [(one.number, one) for one in self._attempts if one.number is not None]
+        return [one for _, one in sorted(joined, key=lambda pair: pair[0])]
 
     @property
     def waiting(self) -> list[str]:
         """UIDs of the claims that wait for holders, in their order."""
-        with self._under_way.changed:
-            return [attempt.ref.uid for attempt in self._under_way.line if attempt.waits_since is not None]
+        return [attempt.ref.uid for attempt in self.line if attempt.waits_since is not None]
+
+    # --- calls under way -----------------------------------------------------------------------
+
+    @contextmanager
+    def preparing(self, uid: str) -> Iterator[None]:
+        """Within it the claim is being prepared, or waits for that; the fetch is part of it."""
+        with self._counted(self._preparing, uid):
+            yield
+
+    def is_preparing(self, uid: str) -> bool:
+        """Whether a Prepare of the claim is under way."""
+        with self.changed:
+            return self._preparing[uid] > 0
+
+    @contextmanager
+    def unpreparing(self, uid: str) -> Iterator[None]:
+        """Within it the claim is being unprepared. Attempts that wait for its devices go on waiting; the end wakes
+        them."""
+        try:
+            with self._counted(self._unpreparing, uid):
+                yield
+        finally:
+            with self.changed:
+                for attempt in self._attempts:
+                    attempt.withdrawn |= attempt.number is not None and attempt.ref.uid == uid
+                self.notify()
+
+    def is_unpreparing(self, uid: str) -> bool:
+        """Whether an Unprepare of the claim is under way."""
+        with self.changed:
+            return self._unpreparing[uid] > 0
+
+    def note_unprepared(self, uid: str, unfinished_since_ns: int | None = None) -> None:
+        """The kubelet's Unprepare of a claim ended. If it could not be finished, `unfinished_since_ns`
+        (time.monotonic_ns()) is when it began: an attempt that waits for the claim's devices may then finish it."""
+        with self.changed:
+            self._unfinished.pop(uid, None)
+            if unfinished_since_ns is not None:
+                self._unfinished[uid] = unfinished_since_ns
+
+    def note_prepared(self, uid: str) -> None:
+        """The kubelet's Prepare of a claim succeeded: nobody may finish an earlier Unprepare of it any more."""
+        self.note_unprepared(uid)
+
+    def unfinished(self, uid: str) -> int | None:
+        """When the claim's unfinished Unprepare began (time.monotonic_ns()); None if there is none."""
+        with self.changed:
+            return self._unfinished.get(uid)
+
+    @contextmanager
+    def _counted(self, calls: Counter[str], uid: str) -> Iterator[None]:
+        with self.changed:
+            calls[uid] += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                calls[uid] -= 1
+                if not calls[uid]:
+                    del calls[uid]
+
+    # --- waiting -------------------------------------------------------------------------------
 
     @contextmanager
     def trying(self, attempt: PrepareAttempt) -> Iterator[None]:
         """Within it the attempt is under way. It joins the line when it first has to wait, and leaves it at the end."""
+        with self.changed:
+            self._attempts.append(attempt)
         try:
-            with self._under_way.trying(attempt.ref.uid):
-                yield
+            yield
         finally:
-            with self._under_way.changed:
-                if attempt in self._under_way.line:
-                    self._under_way.line.remove(attempt)
-                    self._under_way.notify()
+            with self.changed:
+                self._attempts.remove(attempt)
+                if attempt.number is not None:
+                    self.notify()
         if attempt.refused_since is not None:
             seconds = round(self._clock() - attempt.refused_since, 1)
             _log.info(
@@ -161,13 +275,12 @@ class WaitingLine:
 
     def ahead_of(self, attempt: PrepareAttempt) -> list[ClaimRecord]:
         """For each attempt ahead in line, a record as if its claim held what it wants."""
-        with self._under_way.changed:
-            return [
-                ClaimRecord(other.claim, "preparing", "", other.wanted, ())
-                for other in self._under_way.line
-                if other.ref.uid != attempt.ref.uid
-                and (attempt.number is None or other.number is None or other.number < attempt.number)
-            ]
+        return [
+            ClaimRecord(other.claim, "preparing", "", other.wanted, ())
+            for other in self.line
+            if other.ref.uid != attempt.ref.uid
+            and (attempt.number is None or other.number is None or other.number < attempt.number)
+        ]
 
     def waited_s(self, attempt: PrepareAttempt) -> float | None:
         """Seconds since the attempt first had to wait; None if it did not wait."""
@@ -223,8 +336,8 @@ class WaitingLine:
             attempt.busy_since = now
             if attempt.waits_since is None:
                 self._begin(attempt, "a process", str(error))
-        with self._under_way.changed:
-            seen = self._under_way.changes
+        with self.changed:
+            seen = self.changes
         end = min(attempt.busy_since + self._timeouts.busy_s, self._end(attempt))
         if now >= end:
             raise error
@@ -249,13 +362,13 @@ class WaitingLine:
 
     def _seen(self, attempt: PrepareAttempt) -> tuple[int, bool]:
         """The number of changes until now, for `_sleep`, and whether the claim was unprepared since the last call."""
-        with self._under_way.changed:
+        with self.changed:
             is_withdrawn, attempt.withdrawn = attempt.withdrawn, False
-            return self._under_way.changes, is_withdrawn
+            return self.changes, is_withdrawn
 
     def _end(self, attempt: PrepareAttempt) -> float:
         """The time of the clock until which the attempt may wait."""
-        with self._under_way.changed:
+        with self.changed:
             return (
                 attempt.call.deadline if self._stop_by is None else min(attempt.call.deadline, self._stop_by)
             )
@@ -266,17 +379,14 @@ class WaitingLine:
 
     def _sleep(self, seen: int, seconds: float) -> None:
         """Sleep until the number of changes is not `seen` any more, but at most `seconds`."""
-        with self._under_way.changed:
-            self._under_way.changed.wait_for(
-                lambda: self._under_way.changes != seen, timeout=max(0.0, seconds)
-            )
+        with self.changed:
+            self.changed.wait_for(lambda: self.changes != seen, timeout=max(0.0, seconds))
 
     def _join(self, attempt: PrepareAttempt) -> None:
-        with self._under_way.changed:
+        with self.changed:
             if attempt.number is None:
                 self._numbers += 1
                 attempt.number = self._numbers
-                self._under_way.line.append(attempt)
 
     def _is_released(self, conflicts: tuple[Conflict, ...]) -> bool:
         """Whether one of the holders now holds something else, or nothing."""
@@ -284,8 +394,7 @@ class WaitingLine:
 
     def _holds(self, holder: ClaimRecord) -> bool:
         if _is_in_line(holder):
-            with self._under_way.changed:
-                return any(other.claim == holder.claim for other in self._under_way.line)
+            return any(other.claim == holder.claim for other in self.line)
         if _is_lost(holder):
             return True
         return self._records.get(holder.ref.uid) == holder
@@ -295,7 +404,10 @@ class WaitingLine:
         `preparing` that comes from the other instance, or from before a crash, does hold them."""
         if _is_in_line(holder):
             return True
-        return holder.phase == "preparing" and self._under_way.is_trying(holder.ref.uid)
+        if holder.phase != "preparing":
+            return False
+        with self.changed:
+            return any(attempt.ref.uid == holder.ref.uid for attempt in self._attempts)
 
     def _leaving(self, attempt: PrepareAttempt, error: DeviceHeldError) -> list[tuple[Conflict, str]]:
         """As many conflicts as must end, with why each holder is on its way out; none if a holder is gone meanwhile.
@@ -326,7 +438,7 @@ class WaitingLine:
     def _turn_to_be_asked(self, attempt: PrepareAttempt, holder: ClaimRecord) -> int:
         """First who is known to leave, then who only wants the device: the others cost a question each."""
         uid = holder.ref.uid
-        if self._under_way.is_unpreparing(uid) or self._under_way.unfinished(uid) or uid in attempt.leaving:
+        if self.is_unpreparing(uid) or self.unfinished(uid) or uid in attempt.leaving:
             return 0
         return 1 if self._is_undecided(holder) else 2
 
@@ -338,9 +450,9 @@ class WaitingLine:
         holder = conflict.holder
         if self._is_undecided(holder):
             return WAITS_LONGER
-        if self._under_way.is_unpreparing(holder.ref.uid):
+        if self.is_unpreparing(holder.ref.uid):
             return "is being unprepared"
-        if self._under_way.unfinished(holder.ref.uid) is not None:
+        if self.unfinished(holder.ref.uid) is not None:
             return "could not be unprepared yet"
         if _is_lost(holder):
             raise ClaimRefusedError(conflict.text)
@@ -360,7 +472,7 @@ class WaitingLine:
         if found is None:
             raise ClaimRefusedError(conflict.text)
         if not told:
-            self._reconciler.look_soon(holder.ref)
+            self._on_leaving(holder.ref)
         attempt.leaving[holder.ref.uid] = (
             found.why,
             math.inf if found.is_final else self._clock() + self._timeouts.doubt_s,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dra_driver.claims import fetch
-from dra_driver.claims.attempt import KubeletCall
 from dra_driver.claims.consumers import ClaimConsumers
 from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
+from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
@@ -75,7 +75,7 @@ def fetched(tmp_path: Path, lookup: Answers, call: KubeletCall, *known: ClaimRec
     for record in known:
         records.save(record)
     try:
-        return ClaimFetch(lookup, records, DRIVER).attempt(claim().ref, call).claim  # type: ignore[arg-type]
+        return ClaimFetch(lookup, records, DRIVER).allocated(claim().ref, call)  # type: ignore[arg-type]
     except DraDriverError as error:
         return error
 

@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims.attempt import HalfDonePrepares, KubeletCall, PrepareAttempt
-from dra_driver.errors import RetryableError
+from dra_driver.claims.attempt_steps import AttemptSteps
+from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.rules.plan import plan_claim
+from dra_driver.claims.waiting_line import PrepareAttempt
+from dra_driver.errors import NvmlTransientError, RetryableError
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
-from tests.fakes.samples import GPU_0, claim, hold, record
+from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 
 UID = "uid-1"
+PLAN = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
 BEGUN = record(hold(GPU_0), uid=UID, phase="preparing")
 
 
@@ -32,7 +36,7 @@ class Scene:
         self.taken_back: list[ClaimRecord] = []
         self.locked: list[frozenset[str]] = []
         self.lock_error: Exception | None = None
-        self.begun = HalfDonePrepares(self.records, self, self.claim_locks, self)  # type: ignore[arg-type]
+        self.begun = AttemptSteps(self.records, self, self.claim_locks, self, None)  # type: ignore[arg-type]
         self.began_ns = time.monotonic_ns()
         self.attempt = self.wait()
 
@@ -41,8 +45,15 @@ class Scene:
         wanted = claim(GPU_0)
         attempt = PrepareAttempt(wanted.ref, KubeletCall(self.began_ns, 0.0), wanted)
         self.records.save(BEGUN)
-        self.begun.begin(attempt)
+        self.refuse(attempt)
         return attempt
+
+    def refuse(self, attempt: PrepareAttempt) -> None:
+        with pytest.raises(NvmlTransientError):
+            self.begun.carry_out(attempt, PLAN, None)
+
+    def carry_out(self, *_args: object, **_options: object) -> None:
+        raise NvmlTransientError("the NVIDIA driver refuses for now")
 
     @contextmanager
     def hold(self, gpu_uuids: frozenset[str], timeout_s: float) -> Iterator[None]:
@@ -149,7 +160,7 @@ def test_last_of_two_prepares_takes_it_back(scene: Scene) -> None:
 
 def test_first_of_two_may_go_on_again(scene: Scene) -> None:
     second = scene.wait()
-    scene.begun.begin(scene.attempt)
+    scene.refuse(scene.attempt)
     scene.begun.give_up(second)
     assert scene.taken_back == []
     scene.give_up()

@@ -59,7 +59,7 @@ class Late:
 
 
 def unprepare(node: Node, **more: Any) -> Any:
-    return node.preparer.unprepare([WANTED.ref], None, **more)[WANTED.ref.uid]
+    return node.service.unprepare([WANTED.ref], None, **more)[WANTED.ref.uid]
 
 
 def unprepare_call(channel: grpc.Channel) -> Any:
@@ -119,7 +119,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     node.claims.add(WANTED)
     left = threading.Event()
     late = Late(
-        node, "_gpu_locks", lambda: node.preparer.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
+        node, "_gpu_locks", lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
     )
     left.set()
     refused = late.answer()
@@ -137,7 +137,7 @@ def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path
     new = old.restarted()
     with support.made_node() as home:
         sockets = [
-            home.plugin(node.preparer, settings={"pod_uid": name}).sockets.dra
+            home.plugin(node.service, settings={"pod_uid": name}).sockets.dra
             for name, node in (("old", old), ("new", new))
         ]
         with support.channel(sockets[0]) as to_old, ClaimLocks(tmp_path / "locks").hold(WANTED.ref.uid, 5):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dra_driver.cdi.metadata_step import MetadataSteps
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.planner import Identity
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.debts import DebtKeeper

@@ -193,7 +193,7 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
         node.claims.add(item)
         for item in (claim(GPU_0), claim("gpu-9", uid="uid-2"), claim(GPU_1, uid="uid-3"))
     ]
-    answers = node.preparer.prepare([*refs, ClaimRef("default", "gone", "uid-4")], None)
+    answers = node.service.prepare([*refs, ClaimRef("default", "gone", "uid-4")], None)
     assert {uid: type(answer) for uid, answer in answers.items()} == {
         "uid-1": Prepared, "uid-2": Failed, "uid-3": Prepared, "uid-4": Failed,
     }  # fmt: skip
@@ -434,18 +434,18 @@ def test_call_fails_for_now_when_its_deadline_is_over(node: Node) -> None:
     files = node.files()
     over = "the kubelet's deadline is over; the kubelet calls again"
     ref = node.claims.add(claim(GPU_1, uid="uid-2"))
-    assert error_of(node.preparer.prepare([ref], 0.5)["uid-2"]).endswith(over)
-    assert error_of(node.preparer.unprepare([claim(GPU_0).ref], 0.0)["uid-1"]).endswith(over)
+    assert error_of(node.service.prepare([ref], 0.5)["uid-2"]).endswith(over)
+    assert error_of(node.service.unprepare([claim(GPU_0).ref], 0.0)["uid-1"]).endswith(over)
     assert node.files() == files
 
 
 def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dra_driver.claims import prepare as preparer
+    from dra_driver.claims import kubelet_call
 
     now = [1000.0]
-    monkeypatch.setattr(preparer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(kubelet_call.time, "monotonic", lambda: now[0])
     node.devices.inventory, node.devices.hidden = inventory(h100(1)), MIXED
     scan = node.devices.scan_now
 
@@ -461,10 +461,10 @@ def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
 def test_thousand_claims_are_answered_in_one_call(node: Node) -> None:
     wanted = [claim(uid=f"uid-{number}") for number in range(1000)]
     refs = [node.claims.add(item) for item in wanted]
-    answers = node.preparer.prepare(refs, None)
+    answers = node.service.prepare(refs, None)
     assert list(answers) == [ref.uid for ref in refs]
     assert set(answers.values()) == {Prepared(())}
-    assert set(node.preparer.unprepare(refs, None).values()) == {None}
+    assert set(node.service.unprepare(refs, None).values()) == {None}
     assert node.files() == {}
 
 
@@ -534,9 +534,9 @@ def test_claim_with_admin_access_does_not_wait_for_the_owner_of_its_gpu(node: No
     assert hung.wait(20)
     try:
         node.claims.add(looks)
-        answers = node.preparer.prepare([looks.ref], time.monotonic() + 5)
+        answers = node.service.prepare([looks.ref], time.monotonic() + 5)
         assert isinstance(answers["looks"], Prepared)
-        assert node.preparer.unprepare([looks.ref], time.monotonic() + 5) == {"looks": None}
+        assert node.service.unprepare([looks.ref], time.monotonic() + 5) == {"looks": None}
     finally:
         ended.set()
         owner.join(20)
@@ -770,8 +770,8 @@ def test_log_events_bear_the_request_and_the_claim_they_belong_to(node: Node) ->
     node.steps.on_do = lambda plan: note(f"do {plan.claim.ref.uid}")
     node.steps.on_undo = lambda record: note(f"undo {record.ref.uid}")
     with bound_contextvars(request_id=7):
-        node.preparer.prepare(refs, None)
-        node.preparer.unprepare(refs, None)
+        node.service.prepare(refs, None)
+        node.service.unprepare(refs, None)
         assert "claim_uid" not in get_contextvars()
     assert sorted(seen) == [
         (f"{what} {uid}", uid) for what in ("do", "read", "undo") for uid in ("uid-1", "uid-2")

@@ -487,7 +487,7 @@ def test_prepare_that_began_before_the_taking_back_writes_nothing(bench: Bench) 
         return bench.held
 
     bench.node.claims.read = slowly  # type: ignore[method-assign]
-    late, held = in_threads(lambda: other.preparer.prepare([ONE.ref], None)["uid-1"], take)
+    late, held = in_threads(lambda: other.service.prepare([ONE.ref], None)["uid-1"], take)
     assert (held, bench.node.files()) == ([], {})
     assert "unprepared while this call was under way" in late.error  # type: ignore[attr-defined]
     bench.node.claims.read = read  # type: ignore[method-assign]

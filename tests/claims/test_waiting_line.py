@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.attempt import KubeletCall, PrepareAttempt
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.planner import Identity
 from dra_driver.claims.rules.conflicts import Conflict, DeviceHeldError
-from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.claims.waiting_line import PrepareAttempt, WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
 from dra_driver.journal import claim_locks as claimlocks
 from dra_driver.journal.claim_locks import ClaimLocks
@@ -269,7 +269,7 @@ def test_unprepare_that_has_no_lock_yet_is_waited_for_without_the_api_server(
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
-        eventually(lambda: node.under_way.is_unpreparing("holder"))
+        eventually(lambda: node.line.is_unpreparing("holder"))
         calls.prepare(node, claim(GPU_0))
         waits(node, "uid-1")
     assert isinstance(calls.answer("uid-1"), Prepared)
@@ -323,7 +323,7 @@ def test_who_waits_in_vain_hears_what_still_computes_on_the_device(tmp_path: Pat
     for uid in ("uid-1", "uid-2"):
         calls.prepare(node, claim(GPU_0, uid=uid))
     eventually(lambda: len(node.line.waiting) == 2)
-    eventually(lambda: all(place.users for place in node.under_way.line))
+    eventually(lambda: all(place.users for place in node.line.line))
     node.line.stop()
     for uid in ("uid-1", "uid-2"):
         assert (
@@ -518,7 +518,7 @@ def test_what_is_refused_for_now_is_tried_again_at_growing_pauses_and_told_in_ti
     assert text.endswith(f"{REFUSED}; refused 8 times in 20 s; the kubelet tries again")
     assert driver.tries == [0, 0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5]
     assert node.outcomes.told == [("prepare", "NvmlTransientError")]
-    assert (node.files(), node.under_way.line, node.outcomes.waits) == ({}, [], [])
+    assert (node.files(), node.line.line, node.outcomes.waits) == ({}, [], [])
     told = [line for line in logs if line["event"].startswith("nvml_")]
     assert [(line["event"], line["claim_uid"], line["reason"]) for line in told] == [
         ("nvml_refuses", "uid-1", REFUSED)
@@ -602,7 +602,7 @@ def test_claim_that_is_being_prepared_is_waited_for_and_one_left_in_preparing_ho
     assert prepared is not None
     node.records.save(replace(prepared, phase=phase))
     trying = node.line.trying(attempt(HOLDER, math.inf)) if is_tried else nullcontext()
-    with node.under_way.preparing("holder"), trying:
+    with node.line.preparing("holder"), trying:
         if not is_waited_for:
             assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
             return
@@ -693,7 +693,7 @@ def test_unprepare_that_failed_long_ago_takes_no_device_from_the_next_pod(
     assert "in use by" in error_of(node.unprepare(HOLDER))
     node.steps.on_undo = lambda record: None
     assert isinstance((node.restarted() if elsewhere else node).prepare(HOLDER), Prepared)
-    assert (node.under_way.unfinished("holder") is not None) is elsewhere
+    assert (node.line.unfinished("holder") is not None) is elsewhere
     now_ns = time.monotonic_ns
     monkeypatch.setattr(claimlocks.time, "monotonic_ns", lambda: now_ns() + 11 * 60 * 10**9)
     with node.claim_locks.hold("holder", 1) as turn:
@@ -730,10 +730,10 @@ def test_who_waits_keeps_what_it_has_while_that_is_still_allocated_to_it(node: N
     files = node.files()
     calls.prepare(node, claim(GPU_0, GPU_1))
     waits(node, "uid-1")
-    with node.under_way.changed:
-        node.under_way.line[0].withdrawn = True  # has it try again
-        node.under_way.notify()
-    eventually(lambda: not any(place.withdrawn for place in node.under_way.line))
+    with node.line.changed:
+        node.line.line[0].withdrawn = True  # has it try again
+        node.line.notify()
+    eventually(lambda: not any(place.withdrawn for place in node.line.line))
     node.line.stop()
     assert node.files() == files
     assert node.unprepare(HOLDER) is None

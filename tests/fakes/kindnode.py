@@ -19,7 +19,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import PermanentError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
@@ -318,9 +318,9 @@ class KindNode:
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
         self.outcomes = Outcomes()
-        self.preparer = claims_of(
+        self.service = claims_of(
             self, Identity(DRIVER, NODE, sharing(site), metadata), Devices(site.inventory), Users()
-        ).preparer
+        ).service
 
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
@@ -339,10 +339,10 @@ class KindNode:
 
     def prepare(self, wanted: AllocatedClaim) -> Any:
         self.claims.add(wanted)
-        return self.preparer.prepare([wanted.ref], None)[wanted.ref.uid]
+        return self.service.prepare([wanted.ref], None)[wanted.ref.uid]
 
     def unprepare(self, wanted: AllocatedClaim) -> Any:
-        return self.preparer.unprepare([wanted.ref], None)[wanted.ref.uid]
+        return self.service.unprepare([wanted.ref], None)[wanted.ref.uid]
 
     @contextmanager
     def dying(self, at: int | None) -> Iterator[list[str]]:

@@ -17,7 +17,7 @@ from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.consumers import RecordedPods
 from dra_driver.claims.device_users import InUse
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
@@ -265,9 +265,9 @@ class Node:
     def serve(self, identity: Identity) -> None:
         """Put Prepare and Unprepare together over what the node has now."""
         parts = claims_of(self, identity, self.devices, Users(self.users), self.patience)
-        parts.reconciler.look_soon = lambda ref: self.waited_for.append(ref.uid)  # type: ignore[method-assign]
-        self.preparer, self.unpreparer = parts.preparer, parts.unpreparer
-        self.line, self.under_way = parts.line, parts.under_way
+        parts.line.tell_leaving(lambda ref: self.waited_for.append(ref.uid))
+        self.service, self.preparer, self.unpreparer = parts.service, parts.preparer, parts.unpreparer
+        self.line = parts.line
 
     def restarted(self, *, boot_id: str = "boot-1", metadata: tuple[str, ...] | None = None) -> Node:
         assert self.devices.inventory is not None
@@ -282,10 +282,10 @@ class Node:
 
     def prepare(self, claim: AllocatedClaim, deadline_s: float | None = None) -> Any:
         self.claims.add(claim)
-        return self.preparer.prepare([claim.ref], deadline_s)[claim.ref.uid]
+        return self.service.prepare([claim.ref], deadline_s)[claim.ref.uid]
 
     def unprepare(self, claim: AllocatedClaim) -> Any:
-        return self.preparer.unprepare([claim.ref], None)[claim.ref.uid]
+        return self.service.unprepare([claim.ref], None)[claim.ref.uid]
 
     def files(self) -> dict[str, bytes]:
         """Records and specs, which is all that a claim may leave; lock files and the boot's name stay on purpose."""

@@ -186,7 +186,7 @@ def test_api_server_down(node: Node, bystander: ClaimRef) -> None:
 
 
 def test_api_server_slow(node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dra_driver.claims.attempt._KNOWN_CLAIMS_API_S", 0.2)
+    monkeypatch.setattr("dra_driver.claims.kubelet_call._KNOWN_CLAIMS_API_S", 0.2)
     known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
     for ref in known[1:]:
         assert isinstance(node.prepare(ref)[ref.uid], Prepared)

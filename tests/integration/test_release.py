@@ -67,7 +67,7 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
     with ThreadPoolExecutor(8) as pool:
         waiting = [begin(pool, node, ref) for ref in new]
         eventually(lambda: all(looked_at(node, ref) for ref in old))
-        assert not any(one.done() for one in waiting)
+        assert not [one.result() for one in waiting if one.done()]
         for ref in reversed(old):
             assert node.unprepare(ref) == {ref.uid: None}
         assert all(isinstance(one.result(20), Prepared) for one in waiting)
@@ -169,7 +169,7 @@ class Stage:
             clock=lambda: self.now,
         )
         self.refs = [self.claim("one", GPU_0), self.claim("two", GPU_1)]
-        outcomes = self.node.preparer.prepare(self.refs, None)
+        outcomes = self.node.service.prepare(self.refs, None)
         assert all(isinstance(outcome, Prepared) for outcome in outcomes.values())
 
     def claim(self, name: str, device: str) -> ClaimRef:
@@ -355,9 +355,7 @@ def test_who_waits_for_a_stale_claim_hears_of_the_process(
     delete(node, old)
     with ThreadPoolExecutor(1) as pool:
         waiting = begin(pool, node, new)
-        eventually(
-            lambda: any(attempt.users for attempt in node.driver.claims.under_way.line) or waiting.done()
-        )
+        eventually(lambda: any(attempt.users for attempt in node.driver.claims.line.line) or waiting.done())
         line.stop()  # as at the end of the kubelet's deadline
         failed = waiting.result(20)
     assert isinstance(failed, Failed)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.planner import Identity
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
 from dra_driver.journal.claim_locks import ClaimLocks
@@ -61,7 +61,7 @@ class Node(MigNode):
         self.claim_locks = ClaimLocks(directory / "locks")
         self.outcomes = Outcomes()
         parts = claims_of(self, Identity(DRIVER, NODE), self.node_devices, Users(), patience)
-        self.preparer, self.line, self.under_way = parts.preparer, parts.line, parts.under_way
+        self.service, self.preparer, self.line = parts.service, parts.preparer, parts.line
 
     def device(self, profile: str, start: int) -> str:
         [name] = [
@@ -75,17 +75,16 @@ class Node(MigNode):
     def asked(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
         """As the kubelet asks to prepare it."""
         self.claims.add(wanted)
-        return self.preparer.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
+        return self.service.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
 
     def no_more(self, wanted: AllocatedClaim) -> Any:
         """As the kubelet asks to unprepare it."""
-        return self.preparer.unprepare([wanted.ref], LONG_S)[wanted.ref.uid]
+        return self.service.unprepare([wanted.ref], LONG_S)[wanted.ref.uid]
 
     @property
     def refused(self) -> list[str]:
         """UIDs of the claims that wait after a refusal."""
-        with self.under_way.changed:
-            return [attempt.ref.uid for attempt in self.under_way.line if attempt.refusals]
+        return [attempt.ref.uid for attempt in self.line.line if attempt.refusals]
 
     @property
     def leftovers(self) -> tuple[object, ...]:
@@ -270,7 +269,7 @@ def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., 
     assert "the kubelet tries again" in error_of(node.asked(three(node)))
     assert len(stubborn.seen) > 1
     assert node.leftovers == (UNTOUCHED, [])
-    assert (node.preparer._half_done._begun, node.under_way.line) == ({}, [])
+    assert (node.preparer._steps._begun, node.line.line) == ({}, [])
     stubborn.left = 0
     assert isinstance(node.asked(three(node)), Prepared)
 

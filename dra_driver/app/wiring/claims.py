@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dra_driver.cdi.companions import CompanionFinder
-from dra_driver.claims.attempt import CallsUnderWay, HalfDonePrepares
+from dra_driver.claims.attempt_steps import AttemptSteps
 from dra_driver.claims.consumers import RecordedPods
 from dra_driver.claims.device_users import DeviceUsers
 from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
 from dra_driver.claims.outcomes import Observer
-from dra_driver.claims.prepare import Identity, Preparer
+from dra_driver.claims.planner import ClaimPlanner, Identity
+from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.reconciler import Reconciler, Rhythm
+from dra_driver.claims.service import ClaimService
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import WaitingLine, WaitTimeouts
@@ -27,13 +29,13 @@ from dra_driver.model.record import ClaimRecord
 
 @dataclass(frozen=True, slots=True)
 class ClaimParts:
-    """`preparer` serves the kubelet; other parts of the daemon that look at claims use the other fields."""
+    """`service` serves the kubelet; other parts of the daemon that look at claims use the other fields."""
 
+    service: ClaimService
     preparer: Preparer
     unpreparer: Unpreparer
     reconciler: Reconciler
     line: WaitingLine
-    under_way: CallsUnderWay
 
 
 def claim_parts(
@@ -59,9 +61,9 @@ def claim_parts(
     """Make the parts; none runs yet. `make_sure` raises a DraDriverError unless the API server knows this node.
     `pods_run` answers whether a process of a claim's pods runs here, None if that is not known. `setting_for_lost`
     answers what to set so that new pods stay away from lost GPUs, None if they do."""
-    under_way = CallsUnderWay()
-    half_done = HalfDonePrepares(records, executor, claim_locks, gpu_locks)
-    unpreparer = Unpreparer(records, claim_locks, gpu_locks, executor, half_done, under_way, observer)
+    line = WaitingLine(lookup, records, identity.driver, users, timeouts)
+    steps = AttemptSteps(records, executor, claim_locks, gpu_locks, keeper)
+    unpreparer = Unpreparer(records, claim_locks, gpu_locks, executor, steps, line, observer)
     reconciler = Reconciler(
         records,
         lookup,
@@ -75,23 +77,8 @@ def claim_parts(
         pods_run,
         rhythm,
     )
-    line = WaitingLine(under_way, lookup, records, identity.driver, reconciler, users, timeouts)
-    preparer = Preparer(
-        identity,
-        ClaimFetch(lookup, records, identity.driver),
-        discovery,
-        records,
-        without_record,
-        claim_locks,
-        gpu_locks,
-        executor,
-        keeper,
-        half_done,
-        under_way,
-        line,
-        unpreparer,
-        observer,
-        setting_for_lost,
-        companions,
-    )
-    return ClaimParts(preparer, unpreparer, reconciler, line, under_way)
+    line.tell_leaving(reconciler.look_soon)
+    planner = ClaimPlanner(identity, discovery, records, without_record, companions, setting_for_lost)
+    preparer = Preparer(planner, records, claim_locks, gpu_locks, steps, line, unpreparer)
+    service = ClaimService(ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, line, observer)
+    return ClaimParts(service, preparer, unpreparer, reconciler, line)

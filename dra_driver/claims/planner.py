@@ -1,0 +1,147 @@
+"""What a claim gets on this node, by the devices, records and configuration of now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from dra_driver.cdi.companions import CompanionFinder
+from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.rules.companions import gets_channels
+from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+from dra_driver.errors import NvmlUnavailableError
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.claim import AllocatedClaim, DeviceResult, Prepared
+from dra_driver.model.companions import NO_COMPANIONS, Companions
+from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+
+_SCAN_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Driver and pool name of this node's devices, how claims may share them, the versions of the metadata that
+    containers get, and what they get beside their GPUs."""
+
+    driver: str
+    pool: str
+    sharing: SharingPolicy = NO_SHARING
+    metadata: tuple[str, ...] = ()
+    companions: Companions = NO_COMPANIONS
+
+
+class ClaimPlanner:
+    """Plans claims. It takes no lock and changes nothing; it may have discovery look again."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        discovery: Discovery,
+        records: RecordStore,
+        without_record: SpecsWithoutRecord,
+        companions: CompanionFinder,
+        setting_for_lost: Callable[[], str | None],
+    ) -> None:
+        """`setting_for_lost` returns what to set so that new pods stay away from lost GPUs, None if they do."""
+        self._identity = identity
+        self._discovery = discovery
+        self._records = records
+        self._without_record = without_record
+        self._companions = companions
+        self._setting_for_lost = setting_for_lost
+
+    def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
+        """UUIDs of the GPUs whose locks the claim needs, as far as its devices are known; adminAccess needs none.
+
+        Raises: NvmlUnavailableError."""
+        if self._discovery.unavailable() is not None or not self._knows_all(claim):
+            # The devices may be newer than the last look: a MIG device made by hand, a driver loaded just now.
+            self.look_again(call)
+        inventory = self._inventory()
+        found = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
+        return frozenset(device.gpu.uuid for device in found if device is not None)
+
+    def plan(self, claim: AllocatedClaim, known: ClaimRecord | None, ahead: Iterable[ClaimRecord]) -> Plan:
+        """The plan of a claim, whose record is `known`. `ahead` stand for the claims that wait for longer. Raises: as
+        `plan_claim`; NvmlUnavailableError; RetryableError if the node lacks what comes beside the devices."""
+        inventory = self._inventory()
+        plan = plan_claim(
+            claim,
+            inventory,
+            self._identity.pool,
+            self._identity.driver,
+            chain(self._others(claim, inventory), ahead),
+            self._identity.sharing,
+            known,
+            self._identity.metadata,
+            setting_for_lost=self._setting_for_lost() if inventory.lost_uuids else None,
+            companions=self._identity.companions,
+        )
+        if plan.has_companions:
+            self._companions.check(plan)
+        return plan
+
+    def refuse_unready_imex(
+        self, claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
+    ) -> None:
+        """Ask for the claims that get a channel, before the locks of GPUs: the daemon may take its time. A fabric that
+        was not ready at the last look may be by now, so it is looked at again. A prepared claim keeps what it has.
+
+        Raises: RetryableError if the fabric or the daemon is not ready.
+        """
+        is_prepared = known is not None and known.phase == "prepared" and known.claim == claim
+        if self._identity.companions.imex is None or is_prepared:
+            return
+        if any(device.gpu.unready_fabric is not None for _, device in self._used(claim)):
+            self.look_again(call)
+        if any([gets_channels(*pair) for pair in self._used(claim)]):
+            self._companions.refuse_unready_imex(call.left())
+
+    def look_again(self, call: KubeletCall) -> None:
+        """Have discovery look at the node's devices now."""
+        self._discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
+
+    def is_usable(self) -> bool:
+        """Whether the NVIDIA driver answers."""
+        return self._discovery.unavailable() is None
+
+    def answer(self, claim: AllocatedClaim, made: Plan | ClaimRecord) -> Prepared:
+        """The answer to the kubelet for a claim with this plan or record."""
+        held = made.devices if isinstance(made, ClaimRecord) else made.held_devices()
+        return answer(claim, self._identity.driver, made.steps, held)
+
+    def _used(self, claim: AllocatedClaim) -> Iterator[tuple[DeviceResult, OfferedDevice]]:
+        """The devices that the claim does more with than look, but for those of lost GPUs."""
+        inventory = self._inventory()
+        for result in claim.results:
+            device = inventory.usable(result.device)
+            if device is not None and not result.admin_access and device.gpu.uuid not in inventory.lost_uuids:
+                yield result, device
+
+    def _knows_all(self, claim: AllocatedClaim) -> bool:
+        inventory = self._discovery.inventory
+        return inventory is not None and all(result.device in inventory.by_name for result in claim.results)
+
+    def _inventory(self) -> Inventory:
+        problem = self._discovery.unavailable()
+        inventory = self._discovery.inventory
+        if problem is not None or inventory is None:
+            raise NvmlUnavailableError(f"devices of this node are not usable now: {problem}")
+        return inventory
+
+    def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
+        """The records of the other claims, and one for each claim whose record was lost."""
+        records = self._records.all()
+        yield from (record for uid, record in records.items() if uid != claim.ref.uid)
+        if not self._records.quarantined():
+            return
+        for uid, devices in self._without_record.lost(records).items():
+            lost = lost_claim(uid, devices, inventory)
+            if uid != claim.ref.uid and lost is not None:
+                yield lost

@@ -1,0 +1,95 @@
+"""The claims of the kubelet's calls: each is fetched and prepared, or unprepared, by itself; the outcome is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from dra_driver.claims.fetch import ClaimFetch
+from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall
+from dra_driver.claims.outcomes import Observer, failed
+from dra_driver.claims.prepare import Preparer
+from dra_driver.claims.unprepare import Unpreparer
+from dra_driver.claims.waiting_line import PrepareAttempt, WaitingLine
+from dra_driver.concurrency.deadline import until
+from dra_driver.concurrency.side_by_side import side_by_side
+from dra_driver.model.claim import ClaimRef, Prepared, PrepareOutcome, UnprepareOutcome
+from dra_driver.model.record import ClaimRecord
+
+_log = structlog.get_logger(__name__)
+
+
+class ClaimService:
+    """Serves the kubelet. The claims of one call are worked on side by side: one that fails or waits does not touch the
+    others."""
+
+    def __init__(
+        self,
+        fetch: ClaimFetch,
+        preparer: Preparer,
+        unpreparer: Unpreparer,
+        line: WaitingLine,
+        observer: Observer,
+    ) -> None:
+        self._fetch = fetch
+        self._preparer = preparer
+        self._unpreparer = unpreparer
+        self._line = line
+        self._observer = observer
+
+    def prepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        has_left: Callable[[], bool] | None = None,
+    ) -> Mapping[str, PrepareOutcome]:
+        """An outcome for each claim, by its UID."""
+        call = KubeletCall.begin(deadline_s, has_left)
+        with until(call.deadline), ExitStack() as under_way:
+            for ref in claims:
+                under_way.enter_context(self._line.preparing(ref.uid))
+            outcomes = side_by_side(
+                [partial(self._prepare_logged, ref, call) for ref in claims], CLAIMS_AT_ONCE
+            )
+        return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
+
+    def unprepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        has_left: Callable[[], bool] | None = None,
+    ) -> Mapping[str, UnprepareOutcome]:
+        """As `Unpreparer.unprepare`."""
+        return self._unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
+
+    def _prepare_logged(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
+        with bound_contextvars(claim_uid=ref.uid):
+            started = time.monotonic()
+            try:
+                prepared, record = self._prepare(PrepareAttempt(ref, call, self._fetch.allocated(ref, call)))
+            except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
+                return failed(self._observer, "prepare", ref, time.monotonic() - started, error)
+            self._line.note_prepared(ref.uid)
+            duration = time.monotonic() - started
+            self._observer.prepared(ref, duration, record)
+            _log.info(
+                "claim_prepared",
+                claim=f"{ref.namespace}/{ref.name}",
+                claim_uid=ref.uid,
+                devices=[device.device for device in prepared.devices],
+                duration_s=round(duration, 4),
+            )
+            return prepared
+
+    def _prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
+        try:
+            return self._preparer.prepare(attempt)
+        finally:
+            waited = self._line.waited_s(attempt)
+            if waited is not None:
+                self._observer.waited(attempt.ref, waited)
