@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -23,6 +22,7 @@ from dra_driver.files.atomic import (
     remove_file,
     set_aside,
     stamp_at,
+    stamp_of,
     state_error,
     sync_removals,
     write_atomically,
@@ -78,9 +78,8 @@ class JsonStore(Generic[T]):
         self._is_name = is_name
         self._only_reads = only_reads
         self._parsed: dict[str, tuple[Stamp, T]] = {}
-        self._unread: dict[
-            str, tuple[Stamp, str | None]
-        ] = {}  # in their place; the text says that one is newer
+        # Those that are in their place; the text says that one is newer.
+        self._unread: dict[str, tuple[Stamp, str | None]] = {}
         self._listed: tuple[int, int] | None = None
         self._values: dict[str, T] = {}  # these two as of the last listing
         self._aside: list[Path] = []
@@ -94,9 +93,7 @@ class JsonStore(Generic[T]):
         """The value, None if there is none that can be read. Raises: StateError."""
         with self._lock:
             try:
-                stamp = stamp_at(
-                    f"{self._directory}/{name}{_SUFFIX}"
-                )  # a thousand Path objects cost milliseconds
+                stamp = stamp_at(self.path(name))
             except FileNotFoundError:
                 self._forget(name)
                 return None
@@ -116,10 +113,9 @@ class JsonStore(Generic[T]):
             return self._values.copy()
 
     def quarantined(self) -> list[Path]:
-        """Files that could not be read: those that were set aside, and those that are still in their place."""
+        """Files that could not be read when `all` listed the directory, or `get` read them since: those that were set
+        aside, and those that are still in their place."""
         with self._lock:
-            with suppress(StateError):
-                self._list()
             return sorted([*self._aside, *map(self.path, self._unread)])
 
     def save(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
@@ -150,15 +146,23 @@ class JsonStore(Generic[T]):
             if listed == self._listed:
                 return
             is_last = is_settled(status.st_mtime_ns)
-            files = os.listdir(self._directory)  # noqa: PTH208
+            with os.scandir(self._directory) as entries:
+                stamps = {entry.name: _stamp_of_entry(entry) for entry in entries}
         except OSError as error:
             raise state_error(f"list the {self._what}s in", self._directory, error) from error
-        self._aside = [self._directory / file for file in files if f"{_SUFFIX}{QUARANTINE}" in file]
-        names = {file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)}
-        for name in (self._parsed.keys() | self._unread.keys()) - names:
+        self._aside = [self._directory / file for file in stamps if f"{_SUFFIX}{QUARANTINE}" in file]
+        names = {
+            file.removesuffix(_SUFFIX): stamp for file, stamp in stamps.items() if file.endswith(_SUFFIX)
+        }
+        for name in (self._parsed.keys() | self._unread.keys()) - names.keys():
             self._forget(name)
-        found = ((name, self.get(name)) for name in sorted(filter(self._is_name, names)))
-        self._values = {name: value for name, value in found if value is not None}
+        self._values = {}
+        for name in sorted(names):
+            parsed = self._parsed.get(name)
+            if parsed is not None and parsed[0] == names[name]:
+                self._values[name] = parsed[1]
+            elif self._is_name(name) and (value := self.get(name)) is not None:
+                self._values[name] = value
         # What is in its place and cannot be read now may be readable the next time.
         self._listed = listed if is_last and not self._unread else None
 
@@ -201,6 +205,7 @@ class JsonStore(Generic[T]):
             return
         self._forget(name)
         if aside is not None:
+            self._aside.append(aside)
             self._tell(UnreadableFile(name, aside, reason, is_newer=False))
 
     def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
@@ -210,6 +215,13 @@ class JsonStore(Generic[T]):
         self._unread[name] = (stamp, reason if is_newer else None)
         if is_news:
             self._tell(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
+
+
+def _stamp_of_entry(entry: os.DirEntry[str]) -> Stamp | None:
+    try:
+        return stamp_of(entry.stat(follow_symlinks=False))
+    except OSError:
+        return None  # it is gone, or `get` says what is wrong with it
 
 
 def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:

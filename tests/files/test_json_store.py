@@ -73,15 +73,15 @@ def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose file times move by ticks, and a disk that gives the next file the inode of the one before."""
     now = time.clock_gettime_ns
 
-    def stamp_at(path: str) -> Stamp:
-        stamp = atomic.stamp_at(path)
-        return Stamp(7, stamp.size, stamp.changed_ns // TICK_NS * TICK_NS)
+    def stamp_of(status: os.stat_result) -> Stamp:
+        return Stamp(7, status.st_size, status.st_ctime_ns // TICK_NS * TICK_NS)
 
     def stat(path: Path) -> SimpleNamespace:
         return SimpleNamespace(st_ino=7, st_mtime_ns=path.stat().st_mtime_ns // TICK_NS * TICK_NS)
 
-    monkeypatch.setattr(json_store, "stamp_at", stamp_at)
-    monkeypatch.setattr(json_store, "os", SimpleNamespace(stat=stat, listdir=os.listdir))
+    monkeypatch.setattr(json_store, "stamp_of", stamp_of)
+    monkeypatch.setattr(json_store, "stamp_at", lambda path: stamp_of(path.lstat()))
+    monkeypatch.setattr(json_store, "os", SimpleNamespace(stat=stat, scandir=os.scandir))
     monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: now(clock) // TICK_NS * TICK_NS)
 
 
@@ -101,7 +101,7 @@ def test_nothing_is_read_again_while_nothing_changes(place: Path, monkeypatch: p
     wait_for_a_tick(place)
     assert store.all() == {"old": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", pytest.fail)
+        patch.setattr(os, "scandir", pytest.fail)
         assert (store.all(), store.quarantined(), store.get("old")) == ({"old": 1}, [], 1)
     assert read == ["old"]
     store_at(place).save("new", b"2", durable=False, whole=False)
@@ -138,8 +138,7 @@ def test_listing_that_failed_is_made_up_for(place: Path, monkeypatch: pytest.Mon
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", too_many)
-        assert store.quarantined() == []
+        patch.setattr(os, "scandir", too_many)
         with pytest.raises(StateError, match="cannot list the values"):
             store.all()
     assert store.all() == {"old": 1}
