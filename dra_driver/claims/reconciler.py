@@ -18,9 +18,9 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   and a single restart costs a minute.
 - A claim is stale only if the API server says that it does not exist, has another UID, or is not allocated to anything
   that the record holds. If the API server gives any other answer for a claim (none, a refusal, a path that is not
-  served), the look skips that claim and a later look asks again. After three such answers in a row, or if there was no
-  other answer, the look ends and takes nothing back. It takes nothing back either if the API server does not know this
-  node: then it is the API server of another cluster or has lost its data.
+  served), the look skips that claim and a later look asks again. After three claims in a row without an answer the look
+  ends; what it knows by then counts, and the next look asks in another order. It takes nothing back if the API server
+  does not know this node: then it is the API server of another cluster or has lost its data.
 - The grace time is for the kubelet, which may still be ending the claim's containers. If an attempt waits for a stale
   claim's devices, and no process of the claim's pods runs on this node, there is nothing to wait for: the claim is
   taken back at once. That needs the host's process IDs, and pods that are known: those of the record, and those of the
@@ -237,9 +237,16 @@ class Reconciler:
         specs = set(self._without_record.unrecorded(records))
         names = {uid: record.ref for uid, record in records.items()}
         self._names = names | {uid: ref for uid, ref in self._names.items() if uid in specs}
-        self._told = {(uid, text) for uid, text in self._told if uid in records or uid in specs}
+        lost = self._without_record.lost(records)
+        self._told = {(uid, text) for uid, text in self._told if uid in {*records, *specs, *lost}}
         for record in records.values():
             yield _Subject(record.ref, record)
+        for uid in lost:
+            self._tell_once(
+                uid,
+                "its record cannot be read, so its name is not known, and its devices are kept for it; the kubelet's "
+                "Unprepare ends it; if no pod uses it, remove its CDI spec",
+            )
         for uid in sorted(specs - records.keys()):
             if uid in self._names:
                 yield _Subject(self._names[uid], None)
@@ -255,17 +262,19 @@ class Reconciler:
         verdicts: dict[str, _Verdict] = {}
         unanswered: dict[str, _UnsureError] = {}
         in_a_row = 0
-        for number, uid in enumerate([uid for uid in subjects if only is None or uid in only]):
+        asked = [uid for uid in subjects if only is None or uid in only]
+        _jitter.shuffle(asked)  # what ends this look must not keep the next one from the same claims
+        for number, uid in enumerate(asked):
             if number and self._worker.pause(self._rhythm.between_requests_s):
                 break
             try:
                 verdicts[uid] = self._judge(subjects[uid])
                 in_a_row = 0
             except _UnsureError as error:
-                in_a_row += 1
-                if in_a_row >= _MOST_UNANSWERED_IN_A_ROW:
-                    raise
                 unanswered[uid] = error
+                in_a_row = in_a_row + 1 if isinstance(error.__cause__, ApiUnavailableError) else 0
+                if in_a_row >= _MOST_UNANSWERED_IN_A_ROW:
+                    break
         if unanswered and not verdicts:
             raise next(iter(unanswered.values()))
         for uid, unsure in unanswered.items():

@@ -214,9 +214,8 @@ def test_claim_without_a_sure_answer_is_skipped_and_asked_for_again(
         unsure_of(bench, patch, error, "uid-2")
         assert bench.later() == 30
         assert bench.held == ["uid-2"]
-        assert bench.later() == 30, (
-            "there is no backoff while others are answered for, and nobody else is left" if False else True
-        )
+        pauses = [bench.later() for _ in range(3)]
+        assert pauses == [30, 60, 120], "nobody else is left"
     told = [line for line in logs if line["event"] == "claim_not_reconciled"]
     assert [line["claim_uid"] for line in told] == ["uid-2"], "it is told once"
     assert str(error) in told[0]["reason"]
@@ -224,31 +223,57 @@ def test_claim_without_a_sure_answer_is_skipped_and_asked_for_again(
     assert bench.held == []
 
 
-def test_look_ends_after_several_answers_in_a_row_that_are_not_sure(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An API server that fails like that knows nothing of the next claim either."""
+DEVICES = (GPU_0, GPU_1, MIG_1G, MIG_3G)
+
+
+@pytest.fixture
+def four_stale(node: Node) -> Bench:
+    """Four claims that were deleted before the last look, one grace time ago."""
     bench = Bench(node)
-    devices = (GPU_0, GPU_1, MIG_1G, MIG_3G)
-    for number, device in enumerate(devices):
+    for number, device in enumerate(DEVICES):
         bench.node.prepare(claim(device, uid=f"uid-{number}"))
     bench.node.claims.allocated.clear()
     bench.look()
-    bench.node.claims.looks.clear()
+    bench.now += GRACE_S
+    return bench
+
+
+def test_look_ends_after_several_claims_in_a_row_without_an_answer_and_keeps_what_it_knows(
+    four_stale: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server that fails like that knows nothing of the next claim either."""
+    asked: list[str] = []
+
+    def unsure(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+        asked.append(ref.uid)
+        if len(asked) == 1:
+            return None
+        raise ApiUnavailableError("starting")
+
     with monkeypatch.context() as patch:
-        asked: list[str] = []
+        patch.setattr(four_stale.node.claims, "look", unsure)
+        assert four_stale.look() == 30
+    assert (len(asked), four_stale.held) == (4, sorted({f"uid-{number}" for number in range(4)} - {asked[0]}))
+    assert four_stale.look() is None
+    assert four_stale.held == []
 
-        def unsure(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-            asked.append(ref.uid)
-            if len(asked) == 1:
-                return None
-            raise ApiUnavailableError("starting")
 
-        patch.setattr(bench.node.claims, "look", unsure)
-        assert bench.later() == 30
-        assert (len(asked), len(bench.held)) == (4, 4), "also what was known to be stale before is kept"
-    assert bench.later() is None
-    assert bench.held == []
+def test_claims_that_cannot_be_asked_about_keep_no_other_from_being_taken_back(
+    four_stale: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsure_of(four_stale, monkeypatch, ApiUnavailableError("timed out"), "uid-0", "uid-1", "uid-2")
+    looks = 0
+    while four_stale.held != ["uid-0", "uid-1", "uid-2"]:
+        four_stale.look()
+        looks += 1
+        assert looks < 200, "each look asks in another order"
+
+
+def test_refusals_never_end_a_look(four_stale: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ApiRejectedError("forbidden", status=403)
+    unsure_of(four_stale, monkeypatch, refused, "uid-0", "uid-1", "uid-2")
+    assert four_stale.look() == 30
+    assert four_stale.held == ["uid-0", "uid-1", "uid-2"]
 
 
 def test_api_server_is_asked_no_sooner_than_it_says(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,6 +595,21 @@ def test_spec_of_a_claim_that_nobody_can_name_is_told_and_kept(
     assert told == [
         "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it"
     ]
+
+
+def test_claim_whose_record_cannot_be_read_is_told_once_and_kept(
+    node: Node, logs: list[dict[str, str]]
+) -> None:
+    node.prepare(ONE)
+    (node.records.directory / "uid-1.json").write_text("{")
+    bench = Bench(node.restarted())
+    for _ in range(3):
+        bench.later()
+    told = [line for line in logs if line["event"] == "claim_not_reconciled"]
+    assert [(line["claim_uid"], line["reason"].partition(",")[0]) for line in told] == [
+        ("uid-1", "its record cannot be read")
+    ]
+    assert list(bench.node.specs.list()) == ["uid-1"]
 
 
 # --- the thread ------------------------------------------------------------------------------------
