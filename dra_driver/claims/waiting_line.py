@@ -105,16 +105,18 @@ class PrepareAttempt:
 class WaitTimeouts:
     """Time limits of waiting, in seconds.
 
-    An attempt looks for changes every `poll_s`, and tries again after `ask_again_s`. A question to the API server takes
-    at most `ask_s`; its answer counts for `doubt_s` while the API server does not answer again. `busy_s` limits the
-    waiting for a device that no claim holds: the process that uses it may be a monitor, which never ends. The attempt
-    tries again every `busy_pause_s`. It asks NVML which processes use a device only while at least `users_s` are left.
-    `stop_s` is how long an attempt still waits after the driver was told to stop.
+    An attempt whose holder is gone by now tries again after `again_s`. While it waits it looks for changes every
+    `poll_s`, and tries again after `ask_again_s`. A question to the API server takes at most `ask_s`; its answer counts
+    for `doubt_s` while the API server does not answer again. `busy_s` limits the waiting for a device that no claim
+    holds: the process that uses it may be a monitor, which never ends. The attempt tries again every `busy_pause_s`. It
+    asks NVML which processes use a device only while at least `users_s` are left. `stop_s` is how long an attempt still
+    waits after the driver was told to stop.
 
     When the NVIDIA driver refuses for now, the attempt tries again after `refused_pause_s`, then after twice as long
     each time up to `refused_pause_most_s`, for `refused_s` in all, and only while at least `try_s` are left.
     """
 
+    again_s: float = 0.01
     poll_s: float = 0.1
     ask_again_s: float = 3.0
     ask_s: float = 3.0
@@ -306,6 +308,9 @@ class WaitingLine:
     def _wait_for_holders(self, attempt: PrepareAttempt, error: DeviceHeldError) -> None:
         self._join(attempt)
         if self._is_released(error.conflicts):
+            self._sleep(
+                self.changes, self._timeouts.again_s
+            )  # a disk that gives two answers must not make it spin
             return
         leaving = self._leaving(attempt, error)
         if not leaving:

@@ -137,6 +137,22 @@ def test_prepare_waits_for_the_unprepare_of_a_holder_that_is_leaving(
     assert node.line.waiting == []
 
 
+def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory still lists the record, and its file is gone."""
+    node.prepare(HOLDER)
+    found, tries = node.records.get, []
+
+    def gone(uid: str) -> object:
+        tries.append(uid)
+        return None if uid == "holder" else found(uid)
+
+    monkeypatch.setattr(node.records, "get", gone)
+    assert isinstance(node.prepare(claim(GPU_0), 2.5), Failed)
+    assert 1 < len(tries) < 400
+
+
 def test_holder_that_stays_is_named_at_once(node: Node) -> None:
     node.prepare(HOLDER)
     text = error_of(node.prepare(claim(GPU_0)))
