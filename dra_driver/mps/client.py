@@ -19,6 +19,8 @@ from dra_driver.mps.without_host import leave_stop
 _log = structlog.get_logger(__name__)
 
 _RECONNECT_S = 0.02
+_RESTART_S = 10.0
+"""How long a request whose host died under it waits for the next host."""
 _MARGIN_S = 2.0
 """How much longer than the host itself the client waits, so that the host's own words arrive."""
 
@@ -27,6 +29,10 @@ class NoMpsHostError(RetryableError):
     """No MPS host listens."""
 
     has_no_effect = True
+
+
+class _BrokenOffError(RetryableError):
+    """The host ended before it answered."""
 
 
 class MpsClient:
@@ -98,24 +104,38 @@ class MpsClient:
         self._ask(protocol.Ping(), timeout_s)
 
     def _ask(self, request: protocol.Request, timeout_s: float) -> tuple[MpsDaemonStatus, ...]:
+        """Every request may be repeated: if the host ends before it answers, the next one is asked the same."""
         message = protocol.encode_request(request)
-        with self._connect(timeout_s) as connection:
+        end = time.monotonic() + timeout_s
+        connect_s = self._connect_s
+        while True:
+            left = max(0.0, end - time.monotonic())
+            try:
+                return self._ask_once(message, left, connect_s)
+            except _BrokenOffError:
+                if not self._connect_s or time.monotonic() + _RECONNECT_S >= end:
+                    raise
+            connect_s = _RESTART_S
+            time.sleep(_RECONNECT_S)
+
+    def _ask_once(self, message: bytes, timeout_s: float, connect_s: float) -> tuple[MpsDaemonStatus, ...]:
+        with self._connect(timeout_s, connect_s) as connection:
             try:
                 connection.settimeout(timeout_s + _MARGIN_S)
                 connection.sendall(message)
                 line = read_line(connection, bytearray(), time.monotonic() + timeout_s + _MARGIN_S)
             except TimeoutError as error:
-                raise RetryableError(f"the MPS host did not answer within {timeout_s:g} s") from error
+                raise RetryableError(f"the MPS host did not answer within {timeout_s:.3g} s") from error
             except OSError as error:
-                raise RetryableError(
+                raise _BrokenOffError(
                     f"the connection to the MPS host broke: {error.strerror or error}"
                 ) from error
         if line is None:
-            raise RetryableError("the MPS host was stopped before it answered; the request may be repeated")
+            raise _BrokenOffError("the MPS host was stopped before it answered; the request may be repeated")
         return protocol.decode_reply(line)
 
-    def _connect(self, timeout_s: float) -> socket.socket:
-        deadline = time.monotonic() + min(timeout_s, self._connect_s)
+    def _connect(self, timeout_s: float, connect_s: float) -> socket.socket:
+        deadline = time.monotonic() + min(timeout_s, connect_s)
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:

@@ -6,8 +6,10 @@ import errno
 import os
 import socket
 import stat
+import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -206,10 +208,8 @@ def test_host_without_threads_refuses_one_and_serves_the_next(served, monkeypatc
             started(self)
 
         patched.setattr(threading.Thread, "start", start)
-        with pytest.raises(RetryableError):
-            MpsClient(served).ping()
+        MpsClient(served).ping()  # which asks again
     assert refused
-    MpsClient(served).ping()
 
 
 def test_host_that_cannot_start_the_thread_that_accepts_stops_all_the_same(
@@ -248,6 +248,31 @@ def test_a_dead_hosts_socket_is_replaced(layout, supervisor):
     one.start()
     MpsClient(layout).ping()
     one.stop()
+
+
+@pytest.mark.parametrize("last_words", [b"", b'{"broken'], ids=["stopped", "killed"])
+def test_a_request_whose_host_ends_is_repeated_to_the_next_host(layout, supervisor, last_words):
+    directory = os.open(layout.root, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(f"/proc/self/fd/{directory}/host.sock")
+        dying.listen()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(MpsClient(layout).ensure, SPEC)
+            connection, _ = dying.accept()
+            connection.sendall(last_words)
+            if last_words:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            time.sleep(0.1)  # its socket still takes a connection or two
+            dying.close()
+            time.sleep(1.2)  # longer than a host that was never there is waited for
+            one = Server(layout.socket, supervisor)
+            one.start()
+            try:
+                assert asked.result(20).pid == 7
+            finally:
+                one.stop()
+    os.close(directory)
 
 
 def test_a_host_that_does_not_answer_in_time(served, supervisor, monkeypatch):
