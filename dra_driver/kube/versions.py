@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -23,8 +24,9 @@ _FORBIDDEN = (401, 403)
 class ResourceApi:
     """The resource.k8s.io group of one server; v1 objects in and out. Safe for many threads.
 
-    The version is discovered at the first call and kept. A path that is no longer served (the cluster was
-    upgraded) leads to a new discovery; an object that does not exist does not.
+    It begins with the best version. A path that is not served, as on an older cluster, or after an upgrade, leads to
+    discovery; an object that does not exist does not. So nobody waits for a discovery that hangs, and no lock is held
+    while the server is asked.
     """
 
     def __init__(self, client: ApiClient, *, preferred: tuple[str, ...] = VERSIONS) -> None:
@@ -35,19 +37,16 @@ class ResourceApi:
 
     @property
     def version(self) -> str:
-        """The version in use, such as "v1beta2". Raises: as `discover`."""
-        return self._version or self.discover()
+        """The version in use, such as "v1beta2"; before the first answer the best one."""
+        return self._version or self._preferred[0]
 
     def discover(self) -> str:
         """Ask the server, and use the best version from now on.
 
         Raises: ApiUnavailableError; ApiRejectedError (404) if the server has no version known here.
         """
-        with self._lock:
-            if self._version is None:
-                self._version = self._served()[0]
-                log.info("api_version_chosen", version=f"{GROUP}/{self._version}")
-            return self._version
+        self._use(self._served()[0])
+        return self.version
 
     def path(self, version: str, plural: str, namespace: str | None, *rest: str | None) -> str:
         """URL path of a collection, object or subresource. Raises: ApiRejectedError for an impossible name."""
@@ -71,6 +70,8 @@ class ResourceApi:
     ) -> dict[str, Any]:
         """One request; `body` and answer in v1 shape. Raises: as ApiClient.request."""
 
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+
         def once(version: str) -> dict[str, Any]:
             return self.client.request(
                 method,
@@ -79,10 +80,10 @@ class ResourceApi:
                 query=query,
                 body=None if body is None else to_version(body, version),
                 content_type=content_type,
-                timeout_s=timeout_s,
+                timeout_s=_left(end),
             )
 
-        return from_version(self._falling_back(once))
+        return from_version(self._falling_back(once, end))
 
     def watch(
         self, plural: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
@@ -93,36 +94,54 @@ class ResourceApi:
             path = self.path(version, plural, None)
             return self.client.watch(path, action=action, query=query, idle_timeout_s=idle_timeout_s)
 
-        return self._falling_back(once)
+        return self._falling_back(once, None)
 
-    def _falling_back(self, once: Callable[[str], _T]) -> _T:
+    def _falling_back(self, once: Callable[[str], _T], end: float | None) -> _T:
+        """`end` is when the answer is of no use any more (time.monotonic()); None leaves it to the client."""
         tried = self.version
         try:
-            return once(tried)
+            result = once(tried)
         except PathNotFoundError as error:
-            return self._retry_elsewhere(once, tried, error)
+            return self._retry_elsewhere(once, tried, error, end)
+        self._use(tried)
+        return result
 
-    def _retry_elsewhere(self, once: Callable[[str], _T], tried: str, error: PathNotFoundError) -> _T:
-        for version in self._served():
+    def _retry_elsewhere(
+        self, once: Callable[[str], _T], tried: str, error: PathNotFoundError, end: float | None
+    ) -> _T:
+        for version in self._served(end):
             if version == tried:
                 continue
             try:
                 result = once(version)
             except PathNotFoundError:
                 continue
-            with self._lock:
-                self._version = version
-            log.warning("api_version_changed", version=f"{GROUP}/{version}", before=f"{GROUP}/{tried}")
+            self._use(version, instead_of=tried)
             return result
         raise error
 
-    def _served(self) -> tuple[str, ...]:
+    def _use(self, version: str, *, instead_of: str | None = None) -> None:
+        """Use the version from now on, unless another one is known to be served. That one is given up if it is
+        `instead_of`."""
+        with self._lock:
+            before = self._version
+            if before not in (None, instead_of) or before == version:
+                return
+            self._version = version
+        if before is None:
+            log.info("api_version_chosen", version=f"{GROUP}/{version}")
+        else:
+            log.warning("api_version_changed", version=f"{GROUP}/{version}", before=f"{GROUP}/{before}")
+
+    def _served(self, end: float | None = None) -> tuple[str, ...]:
         """The versions that server and driver know, best first; never empty.
 
         A service account that may not read discovery documents gets all of them, to be tried in turn.
         """
         try:
-            group = self.client.request("GET", f"/apis/{GROUP}", action=f"discover the versions of {GROUP}")
+            group = self.client.request(
+                "GET", f"/apis/{GROUP}", action=f"discover the versions of {GROUP}", timeout_s=_left(end)
+            )
         except PathNotFoundError as error:
             raise self._none_served("none") from error
         except ApiRejectedError as error:
@@ -145,3 +164,8 @@ class ResourceApi:
             status=404,
             reason="NotFound",
         )
+
+
+def _left(end: float | None) -> float | None:
+    """Seconds until then, never none at all: the client says better than we that the time is over."""
+    return None if end is None else max(0.05, end - time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,27 @@ def test_api_server_slow(node: Node, bystander: ClaimRef, monkeypatch: pytest.Mo
     outcomes = node.prepare(*known)
     assert all(isinstance(outcomes[ref.uid], Prepared) for ref in known)
     assert time.monotonic() - started < 7, "the claims of a call share one wait"
+    node.server.faults.clear()
+
+
+def test_api_server_that_never_answers_a_driver_that_starts(
+    node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts, so that nothing fails at once; each of the first requests waits for it by itself."""
+    monkeypatch.setattr("dra_driver.claims.kubelet_call._KNOWN_CLAIMS_API_S", 0.2)
+    known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
+    for ref in known[1:]:
+        assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    assert node.driver is not None
+    node.driver.stop()
+    node.server.faults.slow("/", 12)
+    node.start_driver()
+    for _ in range(2):
+        started = time.monotonic()
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda ref: node.prepare(ref)[ref.uid], known))
+        assert all(isinstance(answer, Prepared) for answer in answers)
+        assert time.monotonic() - started < 9
     node.server.faults.clear()
 
 
