@@ -36,7 +36,7 @@ class MadeInstances(Protocol):
         """The instance that stands for a device now; None if it was not made."""
 
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """The GPU's device minor now: it may change with the MIG mode."""
+        """The GPU's device minor now: it may change with the MIG mode. Raises: RetryableError if NVML hangs."""
 
 
 class CdiSteps:

@@ -16,7 +16,7 @@ from dra_driver.errors import DraDriverError, NvmlTransientError
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor, tell_incomplete
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -47,35 +47,37 @@ class AttemptSteps:
         self._keeper = keeper
         self._begun: dict[str, PrepareAttempt] = {}  # by claim UID; changed under the claim's lock
 
-    def carry_out(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
+    def carry_out(
+        self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None, held: HeldGpus
+    ) -> ClaimRecord | None:
         """Do the plan's steps; returns the claim's record, None for a claim without devices. `known` is the record
         before. If the NVIDIA driver refuses for now, what was done stays for the next try. The caller holds the claim's
-        lock and those of the plan's GPUs. Raises: what a step raised."""
+        lock; `held` are those of the plan's GPUs. Raises: what a step raised."""
         self.end(attempt.ref.uid)
         if known is not None and known.devices != plan.held_devices():
-            self._executor.take_back(known)
-            self.settle(plan)  # of what could not be taken back
+            self._executor.take_back(known, held)
+            self.settle(plan, held)  # of what could not be taken back
             known = None
         try:
-            return self._executor.carry_out(plan, known, tries_again=True) if plan.devices else None
+            return self._executor.carry_out(plan, known, held, tries_again=True) if plan.devices else None
         except NvmlTransientError:
             self._begun[attempt.ref.uid] = attempt
             raise
 
-    def settle(self, plan: Plan) -> None:
-        """Have what ended claims owe on the plan's devices paid. The caller holds the locks of the GPUs."""
+    def settle(self, plan: Plan, held: HeldGpus) -> None:
+        """Have what ended claims owe on the plan's devices paid. `held` are the locks of the GPUs."""
         used = [device.offered for device in plan.devices if not device.result.admin_access]
-        self._keeper.settle(used, plan.steps)
+        self._keeper.settle(used, plan.steps, held)
 
     def stands(self, record: ClaimRecord) -> bool:
         """Whether the claim is prepared and everything that its steps made is there."""
         return self._executor.in_place(record)
 
-    def give_back(self, known: ClaimRecord, allocated: frozenset[str]) -> None:
+    def give_back(self, known: ClaimRecord, allocated: frozenset[str], held: HeldGpus) -> None:
         """A waiting claim keeps no devices of an earlier allocation: two claims that swap devices would wait for each
-        other for ever. `allocated` are the names of its devices now. The caller holds the locks."""
-        if any(held.device not in allocated for held in known.devices):
-            self._executor.take_back(known)
+        other for ever. `allocated` are the names of its devices now. `held` are the locks of the GPUs."""
+        if any(device.device not in allocated for device in known.devices):
+            self._executor.take_back(known, held)
 
     def end(self, uid: str) -> None:
         """Nothing is begun any more, or the caller goes on with it. The caller holds the claim's lock."""
@@ -101,7 +103,7 @@ class AttemptSteps:
                     or guard.was_unprepared_since(attempt.call.began_ns)
                 ):
                     return
-                with self._gpu_locks.hold(record.locked_gpus, _GIVE_UP_S):
-                    self._executor.roll_back(record)
+                with self._gpu_locks.hold(record.locked_gpus, _GIVE_UP_S) as held:
+                    self._executor.roll_back(record, held)
         except DraDriverError as error:
             tell_incomplete(uid, error)

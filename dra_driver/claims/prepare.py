@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeGuard
 
 import structlog
@@ -19,8 +20,9 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
+from dra_driver.files.file_lock import LockBusyError
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, Prepared
 from dra_driver.model.record import ClaimRecord
@@ -28,6 +30,7 @@ from dra_driver.model.record import ClaimRecord
 _log = structlog.get_logger(__name__)
 
 _FINISH_S = 5.0
+_PREPARED_WAIT_S = 5.0
 
 
 class Preparer:
@@ -119,7 +122,14 @@ class Preparer:
                     raise
                 self._planner.refuse_unready_imex(claim, known, call)
                 gpus |= known.locked_gpus if known else frozenset()
-                with self._gpu_locks.hold(gpus, call.left(), call.has_left):
+                with ExitStack() as stack:
+                    try:
+                        held = stack.enter_context(self._held(gpus, claim, known, call))
+                    except LockBusyError:
+                        # Another operation hangs on the GPU; what the pod has does not need it.
+                        if self._stands(known, claim):
+                            return self._as_recorded(known, guard, call)
+                        raise
                     try:
                         plan = self._planner.plan(claim, known, self._line.ahead_of(attempt))
                     except DeviceLostError:
@@ -129,17 +139,27 @@ class Preparer:
                         raise
                     except DeviceHeldError:
                         if known is not None and attempt.number is not None:
-                            self._steps.give_back(known, frozenset(result.device for result in claim.results))
+                            self._steps.give_back(
+                                known, frozenset(result.device for result in claim.results), held
+                            )
                         raise
                     if not plan.locked_gpus <= gpus:
                         continue
                     attempt.wanted = plan.held_devices()
-                    self._steps.settle(plan)
+                    self._steps.settle(plan, held)
                     call.left()
                     prepared = self._planner.answer(claim, plan)
-                    record = self._steps.carry_out(attempt, plan, known)
+                    record = self._steps.carry_out(attempt, plan, known, held)
                     guard.note_prepared(call.began_ns)
                     return prepared, record
+
+    def _held(
+        self, gpus: frozenset[str], claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
+    ) -> AbstractContextManager[HeldGpus]:
+        """The locks of GPUs. A prepared claim waits for a moment only."""
+        is_prepared = known is not None and known.phase == "prepared" and known.claim == claim
+        wait_s = min(call.left(), _PREPARED_WAIT_S) if is_prepared else call.left()
+        return self._gpu_locks.hold(gpus, wait_s, call.has_left)
 
     def _stands(self, known: ClaimRecord | None, claim: AllocatedClaim) -> TypeGuard[ClaimRecord]:
         return known is not None and known.claim == claim and self._steps.stands(known)

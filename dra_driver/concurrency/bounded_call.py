@@ -13,10 +13,14 @@ from dra_driver.errors import DraDriverError, RetryableError
 T = TypeVar("T")
 
 
+class NotAnsweredError(RetryableError):
+    """What was asked hangs, or no thread could ask it."""
+
+
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
     """What `read` answers, called in a thread that is left behind if it hangs; `what` begins the sentence on that.
 
-    Raises: what `read` raises, and RetryableError after `wait_s` seconds.
+    Raises: what `read` raises, and NotAnsweredError after `wait_s` seconds.
     """
     answer: Future[T] = Future()
 
@@ -26,11 +30,14 @@ def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
         except BaseException as error:  # noqa: BLE001  it is raised where the answer is waited for
             answer.set_exception(error)
 
-    threading.Thread(target=ask, name=f"ask {what}", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name=f"ask {what}", daemon=True).start()
+    except RuntimeError as error:
+        raise NotAnsweredError(f"{what} could not be asked: {error}") from error
     try:
         return answer.result(wait_s)
     except FutureTimeout:
-        raise RetryableError(f"{what} has not answered for more than {wait_s:g} s") from None
+        raise NotAnsweredError(f"{what} has not answered for more than {wait_s:g} s") from None
 
 
 class BoundedCall(Generic[T]):

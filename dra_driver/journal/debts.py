@@ -28,20 +28,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 from dra_driver.concurrency.backoff import Backoff
-from dra_driver.concurrency.deadline import at_most
+from dra_driver.concurrency.deadline import at_most, time_left
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError, RetryableError, StateError
 from dra_driver.files.atomic import make_directory
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
 from dra_driver.journal.record_codec import decode
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.debts import Debt, gpus_of, still_owed, withholding, without
@@ -53,6 +56,10 @@ _log = structlog.get_logger(__name__)
 
 UNDO_S = 5.0
 """How long one undo may take whose failure does not keep the claim from ending."""
+_SETTLE_S = 8.0
+"""How long a Prepare waits until what is owed on its GPUs is paid."""
+_HANGS_S = 30.0
+"""How long the keeper waits for one payment."""
 _LOCK_S = 1.0
 _LOOK_EVERY_S = 5.0
 """How often the keeper looks for debts that the other instance of a rolling update left."""
@@ -265,6 +272,7 @@ class DebtKeeper:
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._due = 0.0
         self._is_asked = threading.Event()
+        self._hanging: list[tuple[frozenset[str], Future[None]]] = []
         self._told: tuple[set[str], set[str]] | None = None
         self._worker = BackgroundWorker(
             "debt-keeper", self._turn, crash_event="debt_keeper_failed", on_crash=lambda _error: _LOOK_EVERY_S
@@ -289,13 +297,26 @@ class DebtKeeper:
         for debt in self._debts.left():
             if self._worker.is_stopping:
                 break
-            try:
-                with self._locks.hold(debt.gpu_uuids, _LOCK_S):
-                    self._pay(debt.name, tried)
-            except DraDriverError as error:
-                self._debts.lessen(debt, debt.steps, str(error))
+            if not self._hangs(debt.gpu_uuids):
+                [paid] = side_by_side([partial(self._pay_alone, debt, frozenset(tried))], 1, _HANGS_S)
+                if paid.done() and not paid.cancelled():
+                    paid.result()
+                elif not paid.done():  # it has the locks of its GPUs, and the others are paid
+                    self._hanging.append((debt.gpu_uuids, paid))
+                    _log.warning("debt_payment_hangs", debt=debt.name, gpus=sorted(debt.gpu_uuids))
             tried.add(debt.name)
         return self._debts.outstanding()
+
+    def _hangs(self, gpu_uuids: Collection[str]) -> bool:
+        self._hanging = [one for one in self._hanging if not one[1].done()]
+        return any(not one[0].isdisjoint(gpu_uuids) for one in self._hanging)
+
+    def _pay_alone(self, debt: Debt, tried: Collection[str]) -> None:
+        try:
+            with self._locks.hold(debt.gpu_uuids, _LOCK_S):
+                self._pay(debt.name, tried)
+        except DraDriverError as error:
+            self._debts.lessen(debt, debt.steps, str(error))
 
     def _pay(self, name: str, tried: Collection[str]) -> None:
         """Try to pay one debt. The caller holds the locks of its GPUs.
@@ -312,23 +333,45 @@ class DebtKeeper:
         due = without(now.steps, [*self._debts.set_again(), *(step for one in others for step in one.steps)])
         self._lessen(now, due, without(now.steps, due))
 
-    def settle(self, devices: Sequence[OfferedDevice], wanted: Sequence[Step]) -> None:
+    def settle(self, devices: Sequence[OfferedDevice], wanted: Sequence[Step], held: HeldGpus) -> None:
         """Pay what is owed on the GPUs of devices that a claim is about to get, but for what its own steps set anyway.
-        A MIG device of an ended claim is destroyed all the same: nobody knows what is still in it. The caller holds the
-        locks of the GPUs.
+        A MIG device of an ended claim is destroyed all the same: nobody knows what is still in it. `held` are the locks
+        of the GPUs. Each GPU has its own thread, so eight that hang take as long as one.
 
         Raises: RetryableError that tells the debt, if one keeps a device from being used; StateError.
         """
         gpu_uuids = {device.gpu.uuid for device in devices}
         settings = [step for step in wanted if not isinstance(step, CreateMig)]
-        failed: list[Step] = []
+        owed: list[tuple[frozenset[str], list[tuple[Debt, Sequence[Step]]]]] = []
         for debt in self._debts.all():
             here = [step for step in debt.steps if gpus_of(step, debt.record) & gpu_uuids]
-            due = without(without(here, settings), failed) if here else ()
-            due = without(due, self._debts.set_again()) if due else ()
-            if not due:
-                continue
-            left = self._lessen(debt, due)
+            due = without(without(here, settings), self._debts.set_again()) if here else ()
+            if due:
+                gpus = frozenset[str]().union(*(gpus_of(step, debt.record) for step in due)) & gpu_uuids
+                joined = [lane for lane in owed if lane[0] & gpus]
+                owed = [lane for lane in owed if lane not in joined]
+                before = [one for _, debts in joined for one in debts]
+                owed.append((gpus.union(*(lane[0] for lane in joined)), [*before, (debt, due)]))
+        if not owed:
+            return
+        tasks = [partial(self._settle_each, debts, devices) for _, debts in owed]
+        futures = side_by_side(tasks, len(tasks), time_left(_SETTLE_S))
+        for (gpus, _), future in zip(owed, futures, strict=True):
+            if not future.done():
+                held.keep(gpus, future, "a cleanup after an ended claim")
+        for (_, debts), future in zip(owed, futures, strict=True):
+            if not future.done() or future.cancelled():
+                raise RetryableError(f"the device cannot be used yet: {debts[0][0].text}")
+            future.result()
+
+    def _settle_each(
+        self, owed: Sequence[tuple[Debt, Sequence[Step]]], devices: Sequence[OfferedDevice]
+    ) -> None:
+        """Pay these steps of debts, one after the other: a step that two debts owe is not tried twice."""
+        failed: list[Step] = []
+        for debt, steps in owed:
+            due = without(steps, failed)
+            left = self._lessen(debt, due) if due else []
             failed += left
             owing = replace(debt, steps=tuple(left))
             if any(withholding([owing], device, self._boot_id) for device in devices):

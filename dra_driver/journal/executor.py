@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,17 +23,23 @@ from dra_driver.concurrency.deadline import at_most, time_left
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import DraDriverError, NvmlTransientError, PermanentError, RetryableError, StateError
 from dra_driver.journal.debts import UNDO_S, Debts, tell_crash
+from dra_driver.journal.gpu_locks import HeldGpus
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.steps import STEP_TEXTS, RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
 
 _log = structlog.get_logger(__name__)
 
 _TURN_S = 0.05
 _GPUS_AT_ONCE = 16
+_STEPS_S = 43.0
+"""How long the steps on GPUs may take where the call has no deadline."""
 _TAKE_BACK_S = 12.0
 """How long all undos of a claim may take whose failure does not keep it from ending."""
+
+
+HoldGpus = Callable[[frozenset[str]], AbstractContextManager[HeldGpus]]
 
 
 class StepRunner(Protocol):
@@ -84,6 +91,24 @@ def _gpus_of(step: Step) -> frozenset[str]:
     return frozenset({uuid} if uuid else ())
 
 
+def _keep_hanging(
+    lanes: Sequence[tuple[frozenset[str], Sequence[Step]]],
+    futures: Sequence[Future[None]],
+    begun: Collection[Step],
+    held: HeldGpus,
+    prefix: str,
+) -> list[str]:
+    """Keep the locks of the GPUs on which a step does not end; what hangs, for people."""
+    texts = []
+    for (gpus, steps), future in zip(lanes, futures, strict=True):
+        if not future.done():
+            step = next((step for step in reversed(steps) if step in begun), steps[0])
+            text = f"{prefix}{STEP_TEXTS[type(step)]}"
+            held.keep(gpus, future, text)
+            texts.append(f"{text} on {' and '.join(f'GPU {uuid}' for uuid in sorted(gpus))}")
+    return texts
+
+
 def _lanes(steps: Sequence[Step]) -> list[tuple[frozenset[str], list[Step]]]:
     """The steps that change GPUs, in their order, by the GPUs that they change. Steps of different lanes may run side
     by side, because no GPU is in two; an MPS daemon of several GPUs joins theirs."""
@@ -93,6 +118,10 @@ def _lanes(steps: Sequence[Step]) -> list[tuple[frozenset[str], list[Step]]]:
         joined = [lane for lane in lanes if lane & gpus or lane == gpus]
         lanes = [lane for lane in lanes if lane not in joined] + [gpus.union(*joined)]
     return [(lane, [step for gpus, step in changing if gpus & lane or gpus == lane]) for lane in lanes]
+
+
+class OperationHangsError(RetryableError):
+    """A step on a GPU does not end. Its thread has the GPU's lock until it ends, and does nothing after that step."""
 
 
 class Executor:
@@ -125,13 +154,17 @@ class Executor:
         self._turn_s = turn_s
         self._turn = threading.Lock()
 
-    def carry_out(self, plan: Plan, known: ClaimRecord | None, *, tries_again: bool = False) -> ClaimRecord:
-        """Write the record, then run every step; returns the record at the end.
+    def carry_out(
+        self, plan: Plan, known: ClaimRecord | None, held: HeldGpus, *, tries_again: bool = False
+    ) -> ClaimRecord:
+        """Write the record, then run every step; returns the record at the end. `held` are the locks of the GPUs.
 
         If a step fails, the steps are rolled back, except for a claim that was prepared before: its pod may be running.
         A step that this call did not begin, or that failed before it reached its tool, has nothing to be undone.
         A caller that `tries_again` after a NvmlTransientError finds the finished steps done; if it gives up, it must
-        call `roll_back`. Raises: what the step raised.
+        call `roll_back`. A step that does not end in the call's time keeps the lock of its GPU, and the record stays in
+        `preparing`: the next Prepare goes on with it, or an Unprepare takes it back. Raises: what the step raised;
+        OperationHangsError.
         """
         record = self._intended(plan, known)
         lasts = self._must_last(plan)
@@ -140,13 +173,16 @@ class Executor:
                 self._records.save(record, durable=lasts, whole=lasts)
             begun: list[Step] = []
             try:
-                self._do(plan, begun)
+                self._do(plan, begun, held)
+            except OperationHangsError:
+                raise
             except Exception as error:
                 stays = tries_again and isinstance(error, NvmlTransientError)
                 if not stays and known is None:
-                    self.roll_back(replace(record, steps=tuple(step for step in plan.steps if step in begun)))
+                    begun_steps = tuple(step for step in plan.steps if step in begun)
+                    self.roll_back(replace(record, steps=begun_steps), held)
                 elif not stays and known is not None and known.phase != "prepared":
-                    self.roll_back(record)
+                    self.roll_back(record, held)
                 raise
             if record.phase == "prepared":
                 return record
@@ -167,12 +203,15 @@ class Executor:
             if is_ours:
                 self._turn.release()
 
-    def _do(self, plan: Plan, begun: list[Step]) -> None:
+    def _do(self, plan: Plan, begun: list[Step], held: HeldGpus) -> None:
         """Do every step; `begun` gets those that may have had an effect. Raises: what a step raised, and of several
-        errors one that does not pass by itself."""
+        errors one that does not pass by itself; OperationHangsError."""
+        given_up = threading.Event()
 
         def do(steps: Sequence[Step]) -> None:
             for step in steps:
+                if given_up.is_set():
+                    return
                 begun.append(step)
                 try:
                     self._runner.do(step, plan)
@@ -181,23 +220,29 @@ class Executor:
                         begun.remove(step)
                     raise
 
-        on_gpus = side_by_side([partial(do, steps) for _, steps in _lanes(plan.steps)], _GPUS_AT_ONCE)
-        errors = [error for done in on_gpus if (error := done.exception()) is not None]
+        lanes = _lanes(plan.steps)
+        tasks = [partial(do, steps) for _, steps in lanes]
+        futures = side_by_side(tasks, _GPUS_AT_ONCE, time_left(_STEPS_S)) if lanes else []
+        given_up.set()
+        hanging = _keep_hanging(lanes, futures, begun, held, "")
+        if hanging:
+            raise OperationHangsError(
+                f"{hanging[0]} has not ended in the time of this call; it goes on, and the kubelet tries again"
+            )
+        if any(future.cancelled() for future in futures):
+            raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
+        errors = [error for done in futures if (error := done.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
+        given_up.clear()
         do([step for step in plan.steps if _writes_files(step)])
 
-    def take_back(
-        self,
-        record: ClaimRecord,
-        hold: Callable[[frozenset[str]], AbstractContextManager[None]] | None = None,
-    ) -> None:
+    def take_back(self, record: ClaimRecord, hold: HoldGpus | HeldGpus) -> None:
         """End the claim of a record: undo every step, last first.
 
         The undos of steps that write files have to succeed. Then the record becomes a debt, and is one no more when
-        everything else is undone; what cannot be undone in a few seconds stays owed. `hold` gives the locks of GPUs;
-        without it the caller holds the locks, and whatever hangs is waited for. Raises: StateError; then the record
-        stays.
+        everything else is undone; what cannot be undone in a few seconds stays owed. `hold` gives the locks of GPUs, or
+        is those that the caller holds. Raises: StateError; then the record stays.
         """
         for step in reversed(record.steps):
             if _writes_files(step):
@@ -215,16 +260,14 @@ class Executor:
         else:
             self._debts.end(debt)
 
-    def _undo_on_gpus(
-        self, record: ClaimRecord, hold: Callable[[frozenset[str]], AbstractContextManager[None]] | None
-    ) -> tuple[list[Step], str]:
+    def _undo_on_gpus(self, record: ClaimRecord, hold: HoldGpus | HeldGpus) -> tuple[list[Step], str]:
         """The steps that could not be undone, and why."""
         given_up = threading.Event()
         undone: list[Step] = []
 
         def undo(gpus: frozenset[str], steps: Sequence[Step]) -> None:
             errors: list[Exception] = []
-            with hold(gpus) if hold is not None and gpus else nullcontext():
+            with nullcontext() if isinstance(hold, HeldGpus) or not gpus else hold(gpus):
                 for step in reversed(steps):
                     if given_up.is_set():  # it is the keeper's business by now
                         return
@@ -240,8 +283,10 @@ class Executor:
 
         lanes = _lanes(record.steps)
         tasks = [partial(undo, gpus, steps) for gpus, steps in lanes]
-        futures = side_by_side(tasks, _GPUS_AT_ONCE, None if hold is None else time_left(_TAKE_BACK_S))
+        futures = side_by_side(tasks, _GPUS_AT_ONCE, time_left(_TAKE_BACK_S))
         given_up.set()
+        if isinstance(hold, HeldGpus):
+            _keep_hanging(lanes, futures, record.steps, hold, "the undo of ")
         causes: list[str] = []
         for future in futures:
             if future.cancelled() or not future.done():
@@ -253,10 +298,10 @@ class Executor:
         left = [step for _, steps in lanes for step in steps if step not in undone]
         return left, "; ".join(dict.fromkeys(causes))
 
-    def roll_back(self, record: ClaimRecord) -> None:
-        """Undo what a failed Prepare has done, as far as that is possible now."""
+    def roll_back(self, record: ClaimRecord, held: HeldGpus) -> None:
+        """Undo what a failed Prepare has done, as far as that is possible now. `held` are the locks of its GPUs."""
         try:
-            self.take_back(record)
+            self.take_back(record, held)
         except DraDriverError as error:
             tell_incomplete(record.ref.uid, error)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import structlog
 
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.concurrency.worker import BackgroundWorker
-from dra_driver.errors import DeviceBusyError, DraDriverError
+from dra_driver.errors import DeviceBusyError, DraDriverError, RetryableError
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
@@ -23,6 +25,8 @@ from dra_driver.model.mig import GpuAddress
 _log = structlog.get_logger(__name__)
 
 _LOCK_S = 30.0
+_HANGS_S = 60.0
+"""How long one GPU may keep the others from being looked after."""
 _RETRY_FIRST_S = 0.2
 _RETRY_MOST_S = 10.0
 _LOOK_EVERY_S = 60.0
@@ -80,6 +84,7 @@ class MigCollector:
         self._adopt = adopt
         self._on_change = on_change
         self._retries: dict[str, _Retry] = {}
+        self._hanging: dict[str, Future[bool]] = {}  # by the UUID of the GPU
         self._stuck: Mapping[str, str] = {}
         self._adoptable: Inventory | None = None
         self._foreign: dict[str, _ForeignOnGpu] = {}  # by GPU UUID
@@ -189,11 +194,23 @@ class MigCollector:
         """Do it under the GPU's lock and with NVML kept open, unless it failed a moment ago; whether it changed
         something."""
         retry = self._retries.get(key)
-        if retry is not None and retry.due > self._clock():
+        hanging = self._hanging.get(gpu_uuid)
+        if (retry is not None and retry.due > self._clock()) or (hanging is not None and not hanging.done()):
+            return False
+
+        def alone() -> bool:
+            with self._locks.hold({gpu_uuid}, _LOCK_S), self._context.operation():
+                return action()
+
+        [done] = side_by_side([alone], 1, _HANGS_S)
+        if not done.done():  # it has the lock of its GPU, and the others are looked after
+            self._hanging[gpu_uuid] = done
+            self._failed(key, RetryableError(f"it has not ended within {_HANGS_S:.0f} s"))
             return False
         try:
-            with self._locks.hold({gpu_uuid}, _LOCK_S), self._context.operation():
-                changed = action()
+            changed = done.result()
+        except CancelledError:
+            return False  # no thread could begin; the next look tries again
         except DraDriverError as error:
             self._failed(key, error)
             return False

@@ -77,4 +77,14 @@ class WriteCdiSpec:
     """Write the claim's CDI spec file. Undo: remove it."""
 
 
+STEP_TEXTS = {
+    LeaveMigMode: "the switch of the MIG mode",
+    CreateMig: "the creation of a MIG device",
+    SetTimeSlice: "the setting of the time slice",
+    RunMps: "the start of the MPS daemon",
+    WriteDeviceMetadata: "the writing of device metadata",
+    WriteCdiSpec: "the writing of the CDI spec",
+}
+"""What each step does, for people."""
+
 Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | WriteDeviceMetadata | WriteCdiSpec

@@ -16,6 +16,7 @@ from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.claims.waiting_line import PrepareAttempt
 from dra_driver.errors import NvmlTransientError, RetryableError
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.gpu_locks import HeldGpus
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
@@ -50,20 +51,20 @@ class Scene:
 
     def refuse(self, attempt: PrepareAttempt) -> None:
         with pytest.raises(NvmlTransientError):
-            self.begun.carry_out(attempt, PLAN, None)
+            self.begun.carry_out(attempt, PLAN, None, HeldGpus())
 
     def carry_out(self, *_args: object, **_options: object) -> None:
         raise NvmlTransientError("the NVIDIA driver refuses for now")
 
     @contextmanager
-    def hold(self, gpu_uuids: frozenset[str], timeout_s: float) -> Iterator[None]:
+    def hold(self, gpu_uuids: frozenset[str], timeout_s: float) -> Iterator[HeldGpus]:
         if self.lock_error is not None:
             raise self.lock_error
         self.locked.append(gpu_uuids)
-        yield
+        yield HeldGpus()
         self.locked.pop()
 
-    def roll_back(self, found: ClaimRecord) -> None:
+    def roll_back(self, found: ClaimRecord, _held: HeldGpus) -> None:
         assert self.locked == [found.gpu_uuids]
         self.taken_back.append(found)
         self.records.delete(found.ref.uid)
@@ -168,7 +169,7 @@ def test_first_of_two_may_go_on_again(scene: Scene) -> None:
 
 
 def test_claim_is_locked_while_it_is_taken_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(found: ClaimRecord) -> None:
+    def look(found: ClaimRecord, _held: HeldGpus) -> None:
         with pytest.raises(RetryableError), scene.claim_locks.hold(UID, 0.01):
             pass
         scene.taken_back.append(found)

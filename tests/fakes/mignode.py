@@ -177,15 +177,15 @@ class MigNode:
         tries_again: bool = False,
     ) -> ClaimRecord:
         planned = tuple(PlannedDevice(result(item.name), item) for item in wanted)
-        with self.locks.hold({self.gpu_uuid}, 5):
+        with self.locks.hold({self.gpu_uuid}, 5) as held:
             known = self.records.get(claim.ref.uid)
-            return self.executor.carry_out(Plan(claim, planned, steps), known, tries_again=tries_again)
+            return self.executor.carry_out(Plan(claim, planned, steps), known, held, tries_again=tries_again)
 
     def unprepare(self, uid: str = "uid-1") -> None:
         record = self.records.get(uid)
         if record is not None:
-            with self.locks.hold({self.gpu_uuid}, 5):
-                self.executor.take_back(record)
+            with self.locks.hold({self.gpu_uuid}, 5) as held:
+                self.executor.take_back(record, held)
 
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""

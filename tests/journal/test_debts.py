@@ -16,7 +16,7 @@ import pytest
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.debts import DebtKeeper, Debts
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.debts import Debt, still_owed, withholding
 from dra_driver.model.mig import Placement
@@ -233,7 +233,7 @@ def test_full_disk_is_no_obstacle(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    bench.executor.take_back(record(MPS))
+    bench.executor.take_back(record(MPS), HeldGpus())
     assert bench.files() == ["debts/uid-1.json"]
 
 
@@ -243,10 +243,10 @@ def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -
     shutil.rmtree(bench.directory / "debts")
     (bench.directory / "debts").touch()
     with pytest.raises(StateError, match=r"cannot create the directory .*debts: a file is in its place"):
-        bench.executor.take_back(record(MPS))
+        bench.executor.take_back(record(MPS), HeldGpus())
     assert bench.files() == ["claims/uid-1.json"]
     (bench.directory / "debts").unlink()
-    bench.executor.take_back(record(MPS))
+    bench.executor.take_back(record(MPS), HeldGpus())
     assert bench.files() == ["debts/uid-1.json"]
 
 
@@ -266,7 +266,7 @@ def test_prepare_pays_first(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(MPS))
     bench.tools.broken = []
-    bench.keeper.settle([DEVICE_0], ())
+    bench.keeper.settle([DEVICE_0], (), HeldGpus())
     assert bench.files() == []
 
 
@@ -274,20 +274,20 @@ def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(MPS))
     with pytest.raises(RetryableError) as caught:
-        bench.keeper.settle([DEVICE_0], ())
+        bench.keeper.settle([DEVICE_0], (), HeldGpus())
     assert str(caught.value) == (
         f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended but owes the end of the MPS "
         f"daemon of device {GPU_0}: nvidia-smi fails for RunMps; the driver tries again; see that the MPS host "
         "(DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
     )
-    bench.keeper.settle([DEVICE_1], ())
-    bench.keeper.settle([DEVICE_0], [MPS])  # who wants the daemon starts it anew
+    bench.keeper.settle([DEVICE_1], (), HeldGpus())
+    bench.keeper.settle([DEVICE_0], [MPS], HeldGpus())  # who wants the daemon starts it anew
 
 
 def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
     bench.tools.broken = [SLICE]
     bench.end(record(SLICE))
-    bench.keeper.settle([DEVICE_0], ())
+    bench.keeper.settle([DEVICE_0], (), HeldGpus())
     assert bench.files() == ["debts/uid-1.json"]
 
 
@@ -310,7 +310,7 @@ def test_claim_for_another_gpu_forgets_nothing_of_the_first(bench: Bench) -> Non
     bench.end(record(MPS, other))
     bench.records.save(record(MPS, uid="uid-2"))
     bench.tools.broken = []
-    bench.keeper.settle([DEVICE_1], ())
+    bench.keeper.settle([DEVICE_1], (), HeldGpus())
     [debt] = bench.debts.all()
     assert debt.steps == (MPS,), "whether it is void is for him to say who holds the lock of that GPU"
 
@@ -358,7 +358,7 @@ def test_debt_that_the_keeper_has_paid_meanwhile_is_not_told(bench: Bench) -> No
 def test_what_is_published_shows_no_debt_that_is_just_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.records.save(record(MPS))
-    ends = threading.Thread(target=lambda: bench.executor.take_back(record(MPS)))
+    ends = threading.Thread(target=lambda: bench.executor.take_back(record(MPS), HeldGpus()))
     ends.start()
     eventually(lambda: bench.files() == ["debts/uid-1.json"])
     assert bench.debts.owing()(DEVICE_0) is None
@@ -400,7 +400,7 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
         bench.end(record(made), wait_s=0.1)
     [debt] = bench.debts.outstanding()
     assert debt.kinds == ("mig-device",)
-    bench.keeper.settle([DEVICE_0], [made])
+    bench.keeper.settle([DEVICE_0], [made], HeldGpus())
     assert bench.tools.undone == [CDI, made]
     assert bench.debts.outstanding() == []
 
@@ -409,9 +409,9 @@ def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Benc
     part = RunMps(MpsDaemonSpec(MIG_1G, MIXED.by_name[MIG_1G].uuid, "mig", MIXED.by_name[MIG_1G].gpu.uuid))
     bench.tools.broken = [part]
     bench.end(record(part))
-    bench.keeper.settle([MIXED.by_name[MIG_3G]], ())
+    bench.keeper.settle([MIXED.by_name[MIG_3G]], (), HeldGpus())
     with pytest.raises(RetryableError, match="the end of the MPS daemon"):
-        bench.keeper.settle([MIXED.by_name[MIG_1G]], ())
+        bench.keeper.settle([MIXED.by_name[MIG_1G]], (), HeldGpus())
 
 
 def test_bug_in_one_undo_keeps_no_other_from_being_paid(
@@ -550,13 +550,13 @@ def test_process_that_dies_in_the_move(bench: Bench, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, name, dying)
     with pytest.raises(Crash):
-        bench.executor.take_back(record(MPS))
+        bench.executor.take_back(record(MPS), HeldGpus())
     monkeypatch.undo()
     following = bench.restarted()
     known = following.records.get("uid-1")
     assert (known is None) == (moment == "after the unlink")
     if known is not None:
-        following.executor.take_back(known)
+        following.executor.take_back(known, HeldGpus())
     assert following.keeper.pay_all() == []
     assert following.files() == []
 

@@ -10,6 +10,7 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import DeviceBusyError, NvmlTransientError, NvmlUnknownOutcomeError, StateError
 from dra_driver.journal.executor import Executor, changes_more_than_the_spec
+from dra_driver.journal.gpu_locks import HeldGpus
 from dra_driver.journal.rules.debts import Debt
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -84,7 +85,7 @@ def executor(journal: Journal) -> Executor:
 
 
 def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, journal: Journal) -> None:
-    assert executor.carry_out(planned(GPU_0), None) == record()
+    assert executor.carry_out(planned(GPU_0), None, HeldGpus()) == record()
     assert journal.events == ["save preparing", "do", "save prepared lightly"]
     assert journal.kept == {"uid-1": record()}
 
@@ -92,19 +93,19 @@ def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, jour
 def test_steps_run_again_without_a_write_when_the_claim_is_prepared(
     executor: Executor, journal: Journal
 ) -> None:
-    assert executor.carry_out(planned(GPU_0), record()) == record()
+    assert executor.carry_out(planned(GPU_0), record(), HeldGpus()) == record()
     assert journal.events == ["do"]
 
 
 def test_half_done_claim_is_finished(executor: Executor, journal: Journal) -> None:
     half = record("preparing", at=None)
-    assert executor.carry_out(planned(GPU_0), half) == record()
+    assert executor.carry_out(planned(GPU_0), half, HeldGpus()) == record()
     assert journal.events == ["do", "save prepared lightly"]
 
 
 def test_time_of_the_first_prepare_is_kept_after_a_reboot(executor: Executor, journal: Journal) -> None:
     old = record(boot="boot-0", at="then")
-    assert executor.carry_out(planned(GPU_0), old) == record(at="then")
+    assert executor.carry_out(planned(GPU_0), old, HeldGpus()) == record(at="then")
     assert journal.events[:2] == ["save prepared", "do"]
 
 
@@ -145,7 +146,7 @@ def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -
     executor = Executor(crowd, crowd, crowd, "boot-1", must_last=lambda plan: lasts, turn_s=turn_s)
     plans = [plan_claim(claim(GPU_0, uid=f"uid-{n}"), MIXED, NODE, DRIVER, ()) for n in range(8)]
     with ThreadPoolExecutor(len(plans)) as pool:
-        done = [pool.submit(executor.carry_out, plan, None) for plan in plans]
+        done = [pool.submit(executor.carry_out, plan, None, HeldGpus()) for plan in plans]
         crowd.wait_for(at_once)
         crowd.open.set()
         assert [one.result().phase for one in done] == ["prepared"] * len(plans)
@@ -156,16 +157,16 @@ def test_the_turn_passes_on_when_a_step_fails(journal: Journal) -> None:
     executor = Executor(journal, journal, journal, "boot-1", turn_s=30.0)
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.carry_out(planned(GPU_0), None)
+        executor.carry_out(planned(GPU_0), None, HeldGpus())
     journal.failing.clear()
-    assert executor.carry_out(planned(GPU_0), None).phase == "prepared"
+    assert executor.carry_out(planned(GPU_0), None, HeldGpus()).phase == "prepared"
     assert not executor._turn.locked()
 
 
 def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.carry_out(planned(GPU_0), None)
+        executor.carry_out(planned(GPU_0), None, HeldGpus())
     assert journal.events == ["save preparing", "do", "undo", "delete"]
     assert journal.kept == {}
 
@@ -177,11 +178,11 @@ def test_what_is_tried_again_stays_as_it_is_until_it_is_given_up(
 ) -> None:
     journal.failing["do"] = refusal
     with pytest.raises(type(refusal)):
-        executor.carry_out(planned(GPU_0), known, tries_again=True)
+        executor.carry_out(planned(GPU_0), known, HeldGpus(), tries_again=True)
     begun = record("preparing", at=None)
     assert journal.events == [*(["save preparing"] if known is None else []), "do"]
     journal.kept["uid-1"] = begun
-    executor.roll_back(begun)
+    executor.roll_back(begun, HeldGpus())
     assert (journal.events[-2:], journal.kept) == (["undo", "delete"], {})
 
 
@@ -192,28 +193,28 @@ def test_what_does_not_pass_is_taken_back_although_it_is_tried_again(
 ) -> None:
     journal.failing["do"] = error
     with pytest.raises(type(error)):
-        executor.carry_out(planned(GPU_0), known, tries_again=True)
+        executor.carry_out(planned(GPU_0), known, HeldGpus(), tries_again=True)
     assert journal.events[-3:] == ["do", "undo", "delete"]
 
 
 def test_refusal_takes_everything_back_if_nobody_tries_again(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = NvmlTransientError("not now")
     with pytest.raises(NvmlTransientError):
-        executor.carry_out(planned(GPU_0), None)
+        executor.carry_out(planned(GPU_0), None, HeldGpus())
     assert journal.events[-2:] == ["undo", "delete"]
 
 
 def test_failed_step_of_a_prepared_claim_takes_nothing_back(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.carry_out(planned(GPU_0), record())
+        executor.carry_out(planned(GPU_0), record(), HeldGpus())
     assert journal.events == ["do"]
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:
     journal.failing["save preparing"] = StateError("the disk is full")
     with pytest.raises(StateError, match="the disk is full"):
-        executor.carry_out(planned(GPU_0), None)
+        executor.carry_out(planned(GPU_0), None, HeldGpus())
     assert journal.events == ["save preparing"]
 
 
@@ -222,7 +223,7 @@ def test_error_of_the_step_is_the_one_that_is_told_when_the_undo_fails_too(
 ) -> None:
     journal.failing |= {"do": StateError("first"), "undo": StateError("second")}
     with pytest.raises(StateError, match="first"):
-        executor.carry_out(planned(GPU_0), None)
+        executor.carry_out(planned(GPU_0), None, HeldGpus())
     assert journal.kept == {"uid-1": record("preparing", at=None)}
     assert [(line["event"], line["reason"]) for line in logs] == [("rollback_incomplete", "second")]
 
@@ -230,12 +231,12 @@ def test_error_of_the_step_is_the_one_that_is_told_when_the_undo_fails_too(
 def test_record_stays_when_an_undo_fails(executor: Executor, journal: Journal) -> None:
     journal.failing["undo"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.take_back(record())
+        executor.take_back(record(), HeldGpus())
     assert journal.events == ["undo"]
 
 
 def test_undo_comes_before_the_record_is_removed(executor: Executor, journal: Journal) -> None:
-    executor.take_back(record())
+    executor.take_back(record(), HeldGpus())
     assert journal.events == ["undo", "delete"]
 
 
@@ -255,7 +256,7 @@ def test_claim_is_not_in_place_when_a_step_is_gone(executor: Executor) -> None:
 
 
 def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal: Journal) -> None:
-    made = executor.carry_out(planned(GPU_1), record())
+    made = executor.carry_out(planned(GPU_1), record(), HeldGpus())
     assert journal.events == ["save preparing", "do", "save prepared lightly"]
     assert made == replace(record(), claim=claim(GPU_1), devices=(hold(GPU_1),))
 
@@ -265,5 +266,5 @@ def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
     assert not changes_more_than_the_spec(plan)
     assert changes_more_than_the_spec(replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps)))
     journal = Journal()
-    Executor(journal, journal, journal, "boot-1", now=lambda: "now").carry_out(plan, None)
+    Executor(journal, journal, journal, "boot-1", now=lambda: "now").carry_out(plan, None, HeldGpus())
     assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]

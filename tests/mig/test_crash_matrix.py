@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import NvmlTransientError
+from dra_driver.journal.gpu_locks import HeldGpus
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
@@ -351,7 +352,7 @@ class PairNode:
     def give_up(self) -> None:
         record = self.node.records.get("uid-1")
         assert record is not None
-        self.node.executor.roll_back(record)
+        self.node.executor.roll_back(record, HeldGpus())
 
 
 @pytest.fixture

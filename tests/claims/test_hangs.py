@@ -1,0 +1,178 @@
+"""An operation on a GPU never ends: its claim ends all the same, other GPUs feel nothing, and when it ends at last,
+nothing is left of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.journal.debts import DebtKeeper
+from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
+from tests.fakes.kindnode import KINDS, KindNode, Site
+from tests.fakes.samples import claim
+
+HURRY_S = 3.0
+"""A deadline of the kubelet that leaves a second to the driver."""
+QUICK_S = 2.0
+STEPS: dict[str, type] = {
+    "time-slicing": SetTimeSlice,
+    "MPS settings": RunMps,
+    "MPS over several GPUs": RunMps,
+    "share": RunMps,
+    "MIG on demand": CreateMig,
+    "whole GPU that may be cut": LeaveMigMode,
+}
+
+
+class Hang:
+    """From `begin` to `end`, the steps of one type do not return."""
+
+    def __init__(self, node: KindNode, step: type, method: str) -> None:
+        self.reached = threading.Event()
+        self._let = threading.Event()
+        self._let.set()
+        runner = node.runner._runners[step]
+        real: Callable[..., Any] = getattr(runner, method)
+
+        def call(step: Step, about: Any) -> Any:
+            self.reached.set()
+            self._let.wait(60)
+            return real(step, about)
+
+        setattr(runner, method, call)
+
+    def begin(self) -> None:
+        self._let.clear()
+
+    def end(self) -> None:
+        self._let.set()
+
+
+@pytest.fixture(scope="module")
+def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
+    one = Site(make_memory_path() / "machine")
+    yield one
+    one.close()
+
+
+@pytest.fixture(params=STEPS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> KindNode:
+    monkeypatch.setattr("dra_driver.journal.executor.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.claims.unprepare.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.debts._SETTLE_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.debts._HANGS_S", 0.5)
+    monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.2)
+    site.reset()
+    return KindNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
+
+
+def prepared_in_a_hurry(node: KindNode, wanted: AllocatedClaim) -> Any:
+    node.claims.add(wanted)
+    return node.service.prepare([wanted.ref], HURRY_S)[wanted.ref.uid]
+
+
+def a_neighbour_feels_nothing(node: KindNode) -> None:
+    other = claim(node.site.whole(4), uid="neighbour")
+    began = time.monotonic()
+    assert isinstance(node.prepare(other), Prepared)
+    assert node.unprepare(other) is None
+    assert time.monotonic() - began < QUICK_S
+
+
+def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
+    keeper = DebtKeeper(node.debts, node.locks, node.runner, node.boot_id)
+    deadline = time.monotonic() + 20
+    while keeper.pay_all() or node.locks._hanging:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    node.collector.look()
+    assert node.state() == untouched
+
+
+def test_prepare_that_hangs(node: KindNode, kind: str) -> None:
+    untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
+    hang = Hang(node, STEPS[kind], "do")
+    hang.begin()
+    answer = prepared_in_a_hurry(node, wanted)
+    assert isinstance(answer, Failed)
+    assert "has not ended in the time of this call" in answer.error
+    assert wanted.ref.uid not in node.specs.list()
+    a_neighbour_feels_nothing(node)
+    again = prepared_in_a_hurry(node, wanted)
+    assert isinstance(again, Failed)
+    assert "does not react" in again.error
+    began = time.monotonic()
+    assert node.unprepare(wanted) is None
+    assert time.monotonic() - began < QUICK_S
+    assert wanted.ref.uid not in node.records.all()
+    hang.end()
+    in_the_end_nothing_is_left(node, untouched)
+    assert isinstance(node.prepare(wanted), Prepared)
+
+
+def test_prepare_goes_on_once_the_operation_has_ended(node: KindNode, kind: str) -> None:
+    wanted = KINDS[kind].wanted(node.site)
+    hang = Hang(node, STEPS[kind], "do")
+    hang.begin()
+    assert isinstance(prepared_in_a_hurry(node, wanted), Failed)
+    hang.end()
+    assert isinstance(node.prepare(wanted), Prepared)
+    assert node.debts.outstanding() == []
+
+
+def test_gpu_that_has_hung_for_a_minute_is_refused_at_once(
+    node: KindNode, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.gpu_locks.REFUSE_AFTER_S", 0.0)
+    wanted = KINDS[kind].wanted(node.site)
+    hang = Hang(node, STEPS[kind], "do")
+    hang.begin()
+    assert isinstance(prepared_in_a_hurry(node, wanted), Failed)
+    began = time.monotonic()
+    refused = node.prepare(wanted)
+    assert time.monotonic() - began < QUICK_S
+    assert isinstance(refused, Failed)
+    assert "does not react" in refused.error
+    hang.end()
+
+
+def test_prepared_claim_is_answered_from_its_record(node: KindNode, kind: str) -> None:
+    wanted = KINDS[kind].wanted(node.site)
+    first = node.prepare(wanted)
+    assert isinstance(first, Prepared)
+    hang = Hang(node, STEPS[kind], "do")
+    hang.begin()
+    prepared_in_a_hurry(node, wanted)  # whoever comes first may wait for it
+    assert node.service.prepare([wanted.ref], HURRY_S)[wanted.ref.uid] == first
+    hang.end()
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["the keeper", "a restart"])
+def test_unprepare_that_hangs(node: KindNode, kind: str, restarts: bool) -> None:
+    untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
+    assert isinstance(node.prepare(wanted), Prepared)
+    hang = Hang(node, STEPS[kind], "undo")
+    hang.begin()
+    began = time.monotonic()
+    assert node.unprepare(wanted) is None
+    assert time.monotonic() - began < QUICK_S
+    assert wanted.ref.uid not in node.records.all()
+    a_neighbour_feels_nothing(node)
+    keeper = DebtKeeper(node.debts, node.locks, node.runner, node.boot_id)
+    began = time.monotonic()
+    keeper.pay_all()
+    assert time.monotonic() - began < QUICK_S
+    hang.end()
+    in_the_end_nothing_is_left(node.again() if restarts else node, untouched)
