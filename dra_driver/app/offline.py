@@ -312,6 +312,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
     snapshot = _node_snapshot(settings, platform)
     # NVML is opened once: in one process, one session would shut down the other's.
     inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
+    state = Shared(lambda: read_state(settings.plugin_directory, _boot_id(platform)))
 
     def look() -> NvmlFacts:
         with closing(snapshot):
@@ -319,10 +320,11 @@ def doctor_checks(settings: Settings) -> list[Check]:
 
     def node_health() -> NodeHealth:
         try:
-            return snapshot.health(bounded("NVML", look, _NVML_WAIT_S))
+            facts = bounded("NVML", look, _NVML_WAIT_S)
         except DraDriverError:
             found = inventory.or_none()
-            return snapshot.health(None if found is None else NvmlFacts(found))
+            facts = None if found is None else NvmlFacts(found)
+        return snapshot.health(facts, state.get())
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(platform.paths, simulated=settings.simulate is not None, in_pod=in_pod)
@@ -333,13 +335,14 @@ def doctor_checks(settings: Settings) -> list[Check]:
         node_health,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
-        lambda: gpu_users("/proc", _pods_of_claims(settings)),
+        lambda: gpu_users("/proc", {pod.uid for one in state.get().records for pod in one.claim.pods or ()}),
         settings.companions,
     )
     kubelet = KubeletChecks(
         settings.driver_name,
         Path(settings.kubelet_registrar_directory_path),
         Path(settings.kubelet_plugins_directory_path),
+        state.get,
         settings.mps_host == "external",
         Path(settings.cdi_root),
     )
@@ -350,7 +353,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.dynamic_mig,
         sharing=bool(settings.sharing.entries),
         configured=settings.kubeconfig is not None or in_pod,
-        claims=lambda: [record.ref for record in read_state(settings.plugin_directory).records],
+        claims=lambda: [record.ref for record in state.get().records],
     )
     return [*driver.all(), *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]
 
@@ -405,14 +408,6 @@ def _detachments(settings: Settings, platform: Platform) -> Detachments:
     from dra_driver.inventory.detachment import Detachments
 
     return Detachments(settings.plugin_directory, _boot_id(platform) or "unknown")
-
-
-def _pods_of_claims(settings: Settings) -> set[str]:
-    """UIDs of the pods for which claims are prepared on this node."""
-    from dra_driver.diagnostics.state_on_disk import read_state
-
-    records = read_state(settings.plugin_directory).records
-    return {pod.uid for record in records for pod in record.claim.pods or ()}
 
 
 def _boot_id(platform: Platform) -> str | None:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dra_driver.concurrency.bounded_call import BoundedCall
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.rules.top_data import NodeFacts, NodeHealth, NvmlFacts, node_health, node_view
 from dra_driver.diagnostics.rules.top_screen import NodeView
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
@@ -108,9 +109,9 @@ class NodeSnapshot:
         )
         return node_view(found, self._on_demand)
 
-    def health(self, nvml: NvmlFacts | None) -> NodeHealth:
+    def health(self, nvml: NvmlFacts | None, state: NodeState) -> NodeHealth:
         """What `view` shows of the health of the GPUs; `nvml` is None where NVML does not answer."""
-        return node_health(nvml, read_state(self._paths.plugin_directory, self._paths.boot_id), self._clock())
+        return node_health(nvml, state, self._clock())
 
     def _may_ask_mps_host(self) -> tuple[bool, str | None]:
         """Whether to ask the MPS host, and why not where there is one."""

@@ -25,6 +25,7 @@ from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
 from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.diagnostics.rules.top_screen import SeenGpu
+from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
 from dra_driver.host.driver_root import find_nvml_library
@@ -558,6 +559,11 @@ def test_a_file_in_the_place_of_the_cdi_directory(tmp_path: Path) -> None:
 # --- the kubelet's directories ------------------------------------------------------------------
 
 
+def checks_of(root: Path) -> KubeletChecks:
+    state = root / "plugins" / DRIVER
+    return KubeletChecks(DRIVER, root / "reg", root / "plugins", lambda: read_state(state))
+
+
 @pytest.fixture
 def kubelet() -> Iterator[KubeletChecks]:
     """Checks of empty directories, with paths that are short enough for sockets."""
@@ -565,7 +571,7 @@ def kubelet() -> Iterator[KubeletChecks]:
         root = Path(directory)
         (root / "reg").mkdir()
         (root / "plugins" / DRIVER).mkdir(parents=True)
-        yield KubeletChecks(DRIVER, root / "reg", root / "plugins")
+        yield checks_of(root)
 
 
 def listen(stack: ExitStack, path: Path) -> None:
