@@ -320,7 +320,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
 
     def node_health() -> NodeHealth:
         try:
-            facts = bounded("NVML", look, _NVML_WAIT_S)
+            facts: NvmlFacts | None = bounded("NVML", look, _NVML_WAIT_S)
         except DraDriverError:
             found = inventory.or_none()
             facts = None if found is None else NvmlFacts(found)
