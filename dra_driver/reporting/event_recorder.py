@@ -75,6 +75,10 @@ class EventRecorder:
         self.failed = 0
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
 
+    def counts(self) -> dict[str, int]:
+        """How many events and claim states were taken, dropped and refused."""
+        return {"written": self.written, "dropped": self.dropped, "failed": self.failed}
+
     def start(self) -> None:
         """Begin to write; what was given before is written now."""
         self._thread.start()

@@ -29,7 +29,7 @@ class Readings(Collector):
         """`within_s` is how long a scrape waits for all sources together."""
         self._failed = failed
         self._within_s = within_s
-        self._from_memory: list[_MemorySource] = []
+        self._from_memory: dict[str, Read] = {}
         self._waiting: list[_WaitingSource] = []
 
     def add(self, name: str, read: Read, *, waits: bool) -> None:
@@ -37,14 +37,16 @@ class Readings(Collector):
         if waits:
             self._waiting.append(_WaitingSource(name, read))
         else:
-            self._from_memory.append(_MemorySource(name, read))
+            self._from_memory[name] = read
 
     def collect(self) -> Iterator[Metric]:
         """The answers of all sources that answer in time."""
         deadline = time.monotonic() + self._within_s
         asked = [(source.name, source.ask()) for source in self._waiting.copy()]
-        for source in self._from_memory.copy():
-            yield from self._told(source.name, source.ask())
+        for name, read in self._from_memory.copy().items():
+            answer = _Answer()
+            answer.fill(name, read)
+            yield from self._told(name, answer)
         for name, answer in asked:
             answer.wait_until(deadline)
             yield from self._told(name, answer)
@@ -77,19 +79,6 @@ class _Answer:
         """Wait for the end. If an earlier scrape has waited for this call already, do not wait again."""
         timeout = 0.0 if self._is_overdue else max(0.0, deadline - time.monotonic())
         self._is_overdue = not self.ended.wait(timeout)
-
-
-class _MemorySource:
-    """A source that answers at once, from memory."""
-
-    def __init__(self, name: str, read: Read) -> None:
-        self.name = name
-        self._read = read
-
-    def ask(self) -> _Answer:
-        answer = _Answer()
-        answer.fill(self.name, self._read)
-        return answer
 
 
 class _WaitingSource:
