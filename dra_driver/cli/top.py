@@ -25,7 +25,8 @@ from dra_driver.model.shapes import Choice, Scalar
 from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.rules.top_screen import Line, NodeView, Style
+    from dra_driver.diagnostics.rules.node_view import NodeView
+    from dra_driver.diagnostics.rules.top_screen import Line, Style
     from dra_driver.diagnostics.snapshot import NodeSnapshot
 
 _LAST = 1 << 30

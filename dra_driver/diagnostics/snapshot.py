@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dra_driver.concurrency.bounded_call import BoundedCall
 from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.diagnostics.rules.top_data import NodeFacts, NodeHealth, NvmlFacts, node_health, node_view
-from dra_driver.diagnostics.rules.top_screen import NodeView
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.host.processes import pod_uid

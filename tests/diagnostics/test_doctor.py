@@ -23,8 +23,8 @@ from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
+from dra_driver.diagnostics.rules.node_view import SeenGpu
 from dra_driver.diagnostics.rules.top_data import NodeHealth
-from dra_driver.diagnostics.rules.top_screen import SeenGpu
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
