@@ -14,8 +14,9 @@ from itertools import accumulate, islice
 from typing import Any
 
 from dra_driver.errors import DraDriverError
+from dra_driver.model.claim import allocation_results
 from dra_driver.validation.machine_fit import MachineFit
-from dra_driver.validation.rules.allocator import AllocationError, allocated_to
+from dra_driver.validation.rules.allocator import AllocationError
 from dra_driver.validation.rules.manifests import bodies, class_names, requests_of
 from dra_driver.validation.rules.selection import NotJudgedError
 
@@ -206,7 +207,7 @@ def _devices(slices: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def _results(claim: JsonObject, driver: str) -> list[JsonObject]:
-    return [result for result in allocated_to(claim) if result.get("driver") == driver]
+    return [result for result in allocation_results(claim) if result.get("driver") == driver]
 
 
 def _waits(claim: JsonObject) -> bool:

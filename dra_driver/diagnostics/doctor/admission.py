@@ -13,7 +13,7 @@ from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
 from dra_driver.kube.convert import GROUP
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, allocation_results
 
 JsonObject = dict[str, Any]
 
@@ -126,8 +126,6 @@ class AdmissionProof:
                 if error.status == 404:
                     continue
                 raise
-            allocation = (claim.get("status") or {}).get("allocation") or {}
-            results = (allocation.get("devices") or {}).get("results") or ()
-            if any(result.get("driver") == self.driver for result in results):
+            if any(result.get("driver") == self.driver for result in allocation_results(claim)):
                 return claim
         return None

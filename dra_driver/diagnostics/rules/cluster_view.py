@@ -11,6 +11,7 @@ from operator import add
 from typing import Any, Literal
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import allocation_results
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 JsonObject = dict[str, Any]
@@ -143,16 +144,10 @@ def holders_of(driver: str, claims: Iterable[JsonObject]) -> dict[Slot, list[Hol
     """Who has each device; admin access takes nothing from others and is left out."""
     found: dict[Slot, list[Holder]] = {}
     for claim in claims:
-        for result in results_of(claim):
+        for result in allocation_results(claim):
             if result.get("driver") == driver and not result.get("adminAccess"):
                 found.setdefault((result["pool"], result["device"]), []).append(_holder(claim, result))
     return found
-
-
-def results_of(claim: JsonObject) -> list[JsonObject]:
-    """The devices of a claim's allocation."""
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    return list((allocation.get("devices") or {}).get("results") or ())
 
 
 def _holder(claim: JsonObject, result: JsonObject) -> Holder:

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import allocation_results
 from dra_driver.model.units import parse_quantity
 from dra_driver.validation.rules.consumable import Amounts, consumption, fits, shareable, shares_of
 from dra_driver.validation.rules.manifests import alternatives
@@ -270,14 +271,8 @@ def _on_node(spec: Object, node: str, pool: tuple[str, str]) -> bool:
     return bool(spec.get("allNodes")) or spec.get("nodeName") == node
 
 
-def allocated_to(claim: Object) -> list[Object]:
-    """The allocation results of a claim, empty if it has none yet."""
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    return list((allocation.get("devices") or {}).get("results") or ())
-
-
 def _held(claim: Object) -> Iterator[DeviceId]:
-    for result in allocated_to(claim):
+    for result in allocation_results(claim):
         if not result.get("adminAccess") and not result.get("shareID"):
             yield result["driver"], result["pool"], result["device"]
 
