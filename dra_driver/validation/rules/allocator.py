@@ -101,22 +101,11 @@ class Inventory:
     counters: dict[CounterId, Fraction] = field(default_factory=dict)
 
 
-def allocate(
-    claim: Object,
-    slices: Sequence[Object],
-    classes: Mapping[str, Object],
-    claims: Iterable[Object],
-    node: str,
-) -> Object:
-    """The `status.allocation` for `claim` on `node`; `claims` are all others.
+def allocate(inventory: Inventory, claim: Object, classes: Mapping[str, Object], node: str) -> Object:
+    """The `status.allocation` for `claim`, from what a node has left.
 
     Raises: AllocationError; InvalidConfigError, NotJudgedError for a selector.
     """
-    return allocate_from(take_inventory(slices, claims, node), claim, classes, node)
-
-
-def allocate_from(inventory: Inventory, claim: Object, classes: Mapping[str, Object], node: str) -> Object:
-    """As `allocate`, from what a node has left."""
     devices = (claim.get("spec") or {}).get("devices") or {}
     variants = all_wanted(devices, classes)
     constraints = list(devices.get("constraints") or ())
