@@ -333,10 +333,10 @@ def test_scrapes_at_the_same_time_share_one_asking() -> None:
     ]
     scrapes[0].start()
     assert begun.wait(10)
-    held = readings._waiting[0].ask()
+    held = readings._ask("mps")
     for scrape in scrapes[1:]:
         scrape.start()
-    assert readings._waiting[0].ask() is held
+    assert readings._ask("mps") is held
     release.set()
     for scrape in scrapes:
         scrape.join(10)
