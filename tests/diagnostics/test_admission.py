@@ -34,9 +34,6 @@ BY_SERVER = (
     'resourceclaims.resource.k8s.io is forbidden: User "system:serviceaccount:a:b" cannot patch resource '
     '"resourceclaims/binding" in API group "resource.k8s.io" at the cluster scope (HTTP 422)'
 )
-BY_NOBODY = (
-    'serviceaccounts "b" is forbidden: User "x" cannot impersonate resource "serviceaccounts" (HTTP 403)'
-)
 BY_WEBHOOK = 'admission webhook "guard.example.com" denied the request: no (HTTP 403)'
 
 
@@ -48,7 +45,6 @@ BY_WEBHOOK = 'admission webhook "guard.example.com" denied the request: no (HTTP
         (BY_OTHERS, 403, Refusal("other", "the policy team-a-own-node")),
         (BY_RBAC, 403, Refusal("rbac", "RBAC")),
         (BY_SERVER, 422, Refusal("server", "the API server itself")),
-        (BY_NOBODY, 403, Refusal("other", f"the API server ({BY_NOBODY})")),
         (BY_WEBHOOK, 403, Refusal("other", 'the webhook "guard.example.com"')),
     ],
 )

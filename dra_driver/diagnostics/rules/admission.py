@@ -50,6 +50,6 @@ def refusal(error: ApiRejectedError) -> Refusal:
         return Refusal("other", f"the webhook {webhook['name']}")
     if _OWN_CHECK.search(text):
         return Refusal("server", "the API server itself")
-    if error.status == 403 and " cannot " in text and " cannot impersonate " not in text:
+    if error.status == 403 and " cannot " in text:
         return Refusal("rbac", "RBAC")
     return Refusal("other", f"the API server ({text})")
