@@ -45,6 +45,7 @@ BY_WEBHOOK = 'admission webhook "guard.example.com" denied the request: no (HTTP
         (BY_OTHERS, 403, Refusal("other", "the policy team-a-own-node")),
         (BY_RBAC, 403, Refusal("rbac", "RBAC")),
         (BY_SERVER, 422, Refusal("server", "the API server itself")),
+        ("too large", 413, Refusal("other", "the API server (too large)")),
         (BY_WEBHOOK, 403, Refusal("other", 'the webhook "guard.example.com"')),
     ],
 )
