@@ -89,6 +89,15 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductRow:
+    """How much there is of a product, and how many nodes have some of it."""
+
+    product: str
+    nodes: int
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
 class UserRow:
     """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares, and what the
     shares consume."""
@@ -324,13 +333,13 @@ def _written(amount: Fraction) -> str:
     return format_bytes(amount) if amount >= _BYTES else format_decimal(amount)
 
 
-def by_product(devices: Iterable[ClusterDevice]) -> list[tuple[str, int, Count]]:
-    """Product, how many nodes have some of it, and how much there is."""
+def by_product(devices: Iterable[ClusterDevice]) -> list[ProductRow]:
+    """A row a product."""
     found: dict[str, list[ClusterDevice]] = {}
     for device in devices:
         found.setdefault(device.product, []).append(device)
     return [
-        (product, len({one.node for one in mine} - {ALL_NODES, SOME_NODES}), count(mine))
+        ProductRow(product, len({one.node for one in mine} - {ALL_NODES, SOME_NODES}), count(mine))
         for product, mine in sorted(found.items())
     ]
 

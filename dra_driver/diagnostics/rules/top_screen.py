@@ -90,7 +90,7 @@ _GPU_COLUMNS = (
     Column("GPU"),
     Column("PRODUCT", drop=5),
     Column("PCI BUS ID", drop=6),
-    Column("MIG", drop=3),
+    Column("MIG", drop=3, optional=True),
     Column("MEMORY", drop=2),
     Column("USED MiB"),
     Column("UTIL", drop=4),
@@ -106,21 +106,11 @@ def _gpus(view: NodeView, width: int, order: Order) -> list[Line]:
     if not view.gpus:
         return [(Span("no GPU is known", "title"),)]
     gpus = sorted(view.gpus, key=_ORDERS[order])
-    kept = [
-        index
-        for index, column in enumerate(_GPU_COLUMNS)
-        if column.title != "MIG" or any(gpu.mode is not None for gpu in gpus)
-    ]
     cells = [_gpu(gpu) for gpu in gpus]
-    head, *rows = fitted(
-        [_GPU_COLUMNS[index] for index in kept],
-        [[row[index].text for index in kept] for row in cells],
-        width,
-        _GAP,
-    )
+    head, *rows = fitted(_GPU_COLUMNS, [[cell.text for cell in row] for row in cells], width, _GAP)
     lines: list[Line] = [_cut(_spans(head, {}, "title"), width)]
     for gpu, row, styled in zip(gpus, rows, cells, strict=True):
-        lines.append(_cut(_spans(row, {at: styled[index].style for at, index in enumerate(kept)}), width))
+        lines.append(_cut(_spans(row, {index: cell.style for index, cell in enumerate(styled)}), width))
         lines += [_instance(seen, width) for seen in view.instances if seen.gpu == gpu.name]
     return lines
 
@@ -219,7 +209,7 @@ def _claims(view: NodeView, width: int) -> list[Line]:
         return [(Span("CLAIM", "title"),), (Span("no claim is prepared"),)]
     columns = [
         Column("CLAIM", cut=14),
-        Column("POD", drop=1, cut=14),
+        Column("POD", drop=1, cut=14, optional=True),
         Column("SINCE", drop=2),
         Column("DEVICE", cut=14),
         Column("USE", cut=16),
@@ -228,8 +218,6 @@ def _claims(view: NodeView, width: int) -> list[Line]:
         [held.claim, _pods(held.pods), _since(held.since_s), held.device, "; ".join(_how(held)) or "-"]
         for held in view.holdings
     ]
-    if all(held.pods is None for held in view.holdings):
-        columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
     styles = [_STYLES.get(held.trouble or "", "") for held in view.holdings]
     return _table(columns, rows, width, len(columns) - 1, styles)
 
@@ -272,7 +260,7 @@ def _processes(view: NodeView, width: int, order: Order) -> list[Line]:
     columns = [
         Column("PROCESS"),
         Column("GPU"),
-        Column("GI", drop=2),
+        Column("GI", drop=2, optional=True),
         Column("MEMORY MiB"),
         Column("POD", drop=1, cut=12),
         Column("COMMAND", cut=12),
@@ -289,8 +277,6 @@ def _processes(view: NodeView, width: int, order: Order) -> list[Line]:
         ]
         for one in found
     ]
-    if all(one.gpu_instance_id is None for one in found):
-        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
     return _table(columns, rows, width)
 
 
