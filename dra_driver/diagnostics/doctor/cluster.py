@@ -125,14 +125,6 @@ class ClusterChecks:
             return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
         return ok(f"node {self.node}{f' ({versions})' if versions else ''}")
 
-    def admission_policy(self) -> Finding:
-        """Is a node kept from publishing devices of another?"""
-        return self._proof().slices()
-
-    def claim_policy(self) -> Finding:
-        """Is a node kept from giving devices to other claims and pods?"""
-        return self._proof().claim_status()
-
     def _proof(self) -> AdmissionProof:
         return AdmissionProof(self.client.get(), self.driver, self.claims)
 
@@ -204,8 +196,8 @@ class ClusterChecks:
             Check("API server", self.api_server),
             Check("permissions", self._asked(self.permissions)),
             Check("node", self._asked(self.node_object)),
-            Check("admission policy", self._asked(self.admission_policy)),
-            Check("claim policy", self._asked(self.claim_policy)),
+            Check("admission policy", self._asked(lambda: self._proof().slices())),
+            Check("claim policy", self._asked(lambda: self._proof().claim_status())),
             Check("DeviceClasses", self._asked(self.device_classes)),
             Check("slices", self._asked(self.slices)),
             Check("feature gates", self._asked(self.feature_gates)),
