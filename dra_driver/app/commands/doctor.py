@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dra_driver.app.commands.machine import CommandMachine
@@ -14,7 +15,7 @@ from dra_driver.diagnostics.doctor.cluster import ClusterChecks
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
-from dra_driver.diagnostics.rules.top_data import NodeHealth, NvmlFacts
+from dra_driver.diagnostics.rules.top_data import NodeHealth, NvmlFacts, node_health
 from dra_driver.errors import DraDriverError
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
@@ -38,13 +39,13 @@ def doctor_checks(settings: Settings) -> list[Check]:
         with closing(snapshot):
             return snapshot.read_gpus(inventory.get())
 
-    def node_health() -> NodeHealth:
+    def health() -> NodeHealth:
         try:
             facts: NvmlFacts | None = bounded("NVML", look, _NVML_WAIT_S)
         except DraDriverError:
             found = inventory.or_none()
             facts = None if found is None else NvmlFacts(found)
-        return snapshot.health(facts, state.get())
+        return node_health(facts, state.get(), datetime.now(UTC))
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)
@@ -52,7 +53,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         machine.paths,
         machine.nodes,
         inventory,
-        node_health,
+        health,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users("/proc", {pod.uid for one in state.get().records for pod in one.claim.pods or ()}),
