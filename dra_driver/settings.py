@@ -28,7 +28,6 @@ from dra_driver.config_file import (
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.companions import (
     HOST_DEVICES,
-    LAST_IMEX_CHANNEL,
     Companions,
     HostDevice,
     ImexChannels,
@@ -170,14 +169,11 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 def imex_channels(text: str) -> ImexChannels | None:
     """The channels of `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
-    match text.strip():
-        case "off":
-            return None
-        case "all":
-            return "all"
-        case number if re.fullmatch(r"[0-9]{1,7}", number) and int(number) <= LAST_IMEX_CHANNEL:
-            return int(number)
-    raise InvalidConfigError(f"expected off, all or a channel's number from 0 to {LAST_IMEX_CHANNEL}")
+    word = text.strip()
+    value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
+    for fault in faults(value, IMEX_CHANNEL, ""):
+        raise InvalidConfigError(fault.text)
+    return imex_channel(value)
 
 
 def host_device_list(text: str) -> tuple[HostDevice, ...]:
@@ -198,7 +194,11 @@ def xid_list(text: str) -> frozenset[int]:
 
 _PATH = _begins_with_slash("expected an absolute path")
 _SWITCH = Scalar(bool)
-_HOST_DEVICES = ListField(Choice(HOST_DEVICES), None)
+
+
+def _host_devices(help: str) -> Any:
+    shape = ListField(Choice(HOST_DEVICES), None)
+    return _setting((), help, shape, of_file=in_order, parsed=host_device_list, shown="none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,23 +339,13 @@ class Settings:
         parsed=imex_channels,
         shown="off",
     )
-    host_devices: tuple[HostDevice, ...] = _setting(
-        (),
+    host_devices: tuple[HostDevice, ...] = _host_devices(
         "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
-        "between them.",
-        _HOST_DEVICES,
-        of_file=in_order,
-        parsed=host_device_list,
-        shown="none",
+        "between them."
     )
-    claim_host_devices: tuple[HostDevice, ...] = _setting(
-        (),
+    claim_host_devices: tuple[HostDevice, ...] = _host_devices(
         "Of these nodes, those that the author of any claim may ask for by parameters. DeviceClasses may have all of "
-        "them.",
-        _HOST_DEVICES,
-        of_file=in_order,
-        parsed=host_device_list,
-        shown="none",
+        "them."
     )
 
     @property

@@ -27,7 +27,8 @@ _COMMANDS = (
 )  # fmt: skip
 _PRELOADED = (
     "cel_expr_python.cel",
-    "dra_driver.app.offline",
+    "dra_driver.app.commands.doctor",
+    "dra_driver.app.commands.validate",
     "dra_driver.claims.specs_without_record",
     "dra_driver.cli.commands",
     *(f"dra_driver.cli.{name}" for name in _COMMANDS),

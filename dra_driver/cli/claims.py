@@ -29,7 +29,7 @@ def claims(given: Namespace) -> None:
     driver, and changes nothing. Give the directories as `run` has them. The pods of a claim that several share are
     written down every ten minutes; json and yaml have all of them.
     """
-    from dra_driver.app.offline import prepared_claims
+    from dra_driver.app.commands.node import prepared_claims
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, usual_kubeconfig
@@ -20,7 +21,7 @@ from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
-    from dra_driver.diagnostics.rules.cluster_view import Count, NodeRow, UserRow
+    from dra_driver.diagnostics.rules.cluster_view import Count, NodeRow, ProductRow, UserRow
     from dra_driver.diagnostics.rules.waiting_pods import WaitingPod
     from dra_driver.validation.pending_claims import PendingClaim
 
@@ -96,14 +97,21 @@ class _Shown:
         holders = cluster_view.holders_of(driver, lists.claims)
         devices = cluster_view.devices_of(members, holders)
         self._by = by
+        self._table: Callable[[int | None], str]
         self._lacking = lists.lacking
         self._unreadable = lists.unreadable
-        self._nodes = cluster_view.by_node(devices, members, problems) if by == "node" else []
-        self._products = cluster_view.by_product(devices) if by == "product" else []
-        self._users: list[UserRow] = []
-        if by != "node" and by != "product":  # noqa: PLR1714  mypy narrows it so
-            rows = cluster_view.by_user(devices, by, lists.workloads)
-            self._users = [row for row in rows if namespace in (None, row.namespace)]
+        self._rows: Sequence[NodeRow | ProductRow | UserRow]
+        match by:
+            case "node":
+                nodes = cluster_view.by_node(devices, members, problems)
+                self._rows, self._table = nodes, partial(_node_table, nodes)
+            case "product":
+                products = cluster_view.by_product(devices)
+                self._rows, self._table = products, partial(_product_table, products)
+            case _:
+                rows = cluster_view.by_user(devices, by, lists.workloads)
+                users = [row for row in rows if namespace in (None, row.namespace)]
+                self._rows, self._table = users, partial(_user_table, users, by)
         local = {pool: found for pool, found in members.items() if cluster_view.node_of(found)}
         whole = {pool: found for pool, found in local.items() if pool not in problems}
         self._shared_pools = len(members) - len(local)
@@ -121,14 +129,7 @@ class _Shown:
             print_object(self._object(), output)
             return
         width = terminal_width(all_columns=output is Output.wide)
-        match self._by:
-            case "node":
-                text = _node_table(self._nodes, width)
-            case "product":
-                text = _product_table(self._products, width)
-            case _:
-                text = _user_table(self._users, self._by, width)
-        print(text, end="")
+        print(self._table(width), end="")
         for line in self._pending_lines():
             indent = " " * (len(line) - len(line.lstrip()))
             print(hanging(indent, line, width))
@@ -142,24 +143,13 @@ class _Shown:
             )
 
     def _object(self) -> dict[str, Any]:
-        rows: list[Any]
-        match self._by:
-            case "node":
-                rows = [asdict(row) for row in self._nodes]
-            case "product":
-                rows = [
-                    {"product": name, "nodes": nodes, "count": asdict(one)}
-                    for name, nodes, one in self._products
-                ]
-            case _:
-                rows = [asdict(row) for row in self._users]
         pending = [
             {**asdict(claim), "pods": [asdict(pod) for pod in self._waiting(claim)]}
             for claim in self._pending
         ]
         return {
             "by": self._by,
-            "rows": rows,
+            "rows": [asdict(row) for row in self._rows],
             "pending": pending,
             "lacking": self._lacking,
             "unreadable": self._unreadable,
@@ -223,9 +213,9 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
     return table(columns, cells, width)
 
 
-def _product_table(rows: Sequence[tuple[str, int, Count]], width: int | None) -> str:
+def _product_table(rows: Sequence[ProductRow], width: int | None) -> str:
     columns = [Column("PRODUCT"), Column("NODES"), *_COUNTS]
-    return table(columns, [(product, str(nodes), *_counts(count)) for product, nodes, count in rows], width)
+    return table(columns, [(row.product, str(row.nodes), *_counts(row.count)) for row in rows], width)
 
 
 def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
@@ -233,7 +223,7 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
         return "nobody uses a GPU here\n"
     columns = [
         Column("NAMESPACE"),
-        Column(by.upper(), cut=20),
+        Column(by.upper(), cut=20, optional=True),
         Column("CLAIMS", drop=2),
         Column("GPUS"),
         Column("MIG", cut=12),
@@ -254,8 +244,6 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
         )
         for row in rows
     ]
-    if by == "namespace":
-        columns, cells = columns[:1] + columns[2:], [(row[0], *row[2:]) for row in cells]
     return table(columns, cells, width)
 
 

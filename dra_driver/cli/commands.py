@@ -43,12 +43,6 @@ def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
             action.choices = action.metavar.split("|")
 
 
-def _demo(given: argparse.Namespace) -> None:
-    raise InvalidConfigError(
-        "the demo is not part of the installed package any more; run `make demo` in a clone of the repository"
-    )
-
-
 _SUMMARIES = {
     "run": "Publish this node's GPUs and prepare them for pods.",
     "mps-host": "Start and watch the MPS daemons of this node.",
@@ -79,7 +73,6 @@ ROOT: Final = Command(
         ),
     },
 )
-_HIDDEN: Final = {"demo": Command("Moved to `make demo`.", act=_demo)}
 
 
 def _parser(command: Command, prog: str, *, is_whole: bool = False) -> Parser:
@@ -121,10 +114,9 @@ def _carried_out(arguments: Sequence[str]) -> int:
         word = words.pop(0)
         if word.startswith("-"):
             parser.parse_args([word])
-        known = {**command.commands, **(_HIDDEN if command is ROOT else {})}
-        if word not in known:
-            parser.error(f"there is no command {word}{near(word, known)}")
-        command, prog = known[word].loaded(), f"{prog} {word}"
+        if word not in command.commands:
+            parser.error(f"there is no command {word}{near(word, command.commands)}")
+        command, prog = command.commands[word].loaded(), f"{prog} {word}"
     given = read(_parser(command, prog), command.flags, words)
     faults = tuple(given.faults.values())
     if faults and not hasattr(given, "config"):  # with a configuration `resolve` tells them all

@@ -23,7 +23,7 @@ def debts(given: Namespace) -> int:
     tries at once, also while no driver runs.
     Exit code 0: nothing is owed, 1: something is left.
     """
-    from dra_driver.app.offline import node_debts
+    from dra_driver.app.commands.node import node_debts
     from dra_driver.diagnostics.rules.prepared_claims import owed
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve

@@ -43,7 +43,7 @@ def detach(given: Namespace) -> None:
     sets time slices and compute modes again. Refused while claims use the GPUs. As root on the node, or with kubectl
     exec in the driver's pod.
     """
-    from dra_driver.app.offline import attach_node, detach_node
+    from dra_driver.app.commands.detach import attach_node, detach_node
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 

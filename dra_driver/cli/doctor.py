@@ -36,7 +36,7 @@ def doctor(given: Namespace) -> int:
     exec`), where it has the settings of the driver, or on the node with the flags of `run`. Exit code 0: all in order
     or only warnings, 1: something fails.
     """
-    from dra_driver.app.offline import doctor_checks
+    from dra_driver.app.commands.doctor import doctor_checks
     from dra_driver.diagnostics.doctor.checks import run_checks
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve

@@ -39,7 +39,7 @@ def inspect(given: Namespace) -> None:
     is room for. Nothing is changed, on the GPUs or in the driver's directories. What could not be read is told on
     standard error.
     """
-    from dra_driver.app.offline import mig_maps, slices_to_publish
+    from dra_driver.app.commands.inspect import mig_maps, slices_to_publish
     from dra_driver.concurrency.bounded_call import bounded
     from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
     from dra_driver.logs import configure_logs

@@ -25,7 +25,8 @@ from dra_driver.model.shapes import Choice, Scalar
 from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.rules.top_screen import Line, NodeView, Style
+    from dra_driver.diagnostics.rules.node_view import NodeView
+    from dra_driver.diagnostics.rules.top_screen import Line, Style
     from dra_driver.diagnostics.snapshot import NodeSnapshot
 
 _LAST = 1 << 30
@@ -72,14 +73,15 @@ def top(given: Namespace) -> None:
     driver; without NVML it shows what the driver wrote down, and why NVML says nothing. Run it in the driver's pod
     (`kubectl exec`), or on the node with the flags of `run`.
     """
-    from dra_driver.app.offline import node_snapshot
+    from dra_driver.app.commands.machine import CommandMachine
+    from dra_driver.app.commands.node import node_snapshot
     from dra_driver.logs import configure_logs
 
     configure_logs("critical", "console")
     output, sort, color = given.output, given.sort, given.color
     with (
         scratch_settings("top", vars(given), given.config) as settings,
-        closing(node_snapshot(settings)) as snapshot,
+        closing(node_snapshot(CommandMachine(settings))) as snapshot,
     ):
         if given.once or output is not Output.table or not _is_screen():
             _print(snapshot.view(_WAIT_ONCE_S), output, sort, color)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dra_driver.diagnostics.rules.cluster_view import results_of, workload_of
+from dra_driver.diagnostics.rules.cluster_view import workload_of
 from dra_driver.diagnostics.rules.readable import as_object, unreadable
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.versions import ResourceApi
+from dra_driver.model.claim import allocation_results
 
 JsonObject = dict[str, Any]
 Key = tuple[str, str]
@@ -183,7 +184,7 @@ def _kept_claim(claim: JsonObject, driver: str) -> JsonObject:
     results = [
         {name: value for name, value in result.items() if name not in ("driver", "tolerations", "request")}
         | {"driver": driver}
-        for result in results_of(claim)
+        for result in allocation_results(claim)
         if result.get("driver") == driver
     ]
     return {

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dra_driver.concurrency.bounded_call import BoundedCall
-from dra_driver.diagnostics.rules.top_data import NodeFacts, NodeHealth, NvmlFacts, node_health, node_view
-from dra_driver.diagnostics.rules.top_screen import NodeView
+from dra_driver.diagnostics.rules.node_view import NodeView
+from dra_driver.diagnostics.rules.top_data import NodeFacts, NvmlFacts, node_view
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.host.processes import pod_uid
@@ -107,10 +107,6 @@ class NodeSnapshot:
             [*filter(None, (nvml_problem, mps_problem))],
         )
         return node_view(found, self._on_demand)
-
-    def health(self, nvml: NvmlFacts | None) -> NodeHealth:
-        """What `view` shows of the health of the GPUs; `nvml` is None where NVML does not answer."""
-        return node_health(nvml, read_state(self._paths.plugin_directory, self._paths.boot_id), self._clock())
 
     def _may_ask_mps_host(self) -> tuple[bool, str | None]:
         """Whether to ask the MPS host, and why not where there is one."""

@@ -22,7 +22,7 @@ from dra_driver.journal.step_codec import encode_step
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.health import HealthState, Reset
-from dra_driver.model.mig import GpuInstance, OwnedInstance
+from dra_driver.model.mig import GpuInstance
 
 Value = TypeVar("Value")
 
@@ -120,17 +120,20 @@ class OwnershipOnDisk:
     """
 
     def __init__(self, plugin_directory: Path, boot_id: str, *, ended: bool = False) -> None:
-        self._ledger = MigLedger(plugin_directory / "mig", reader=lambda _: None)
-        self._directory = plugin_directory / "mig"
+        directory, faults = plugin_directory / "mig", list[str]()
+        self._ledger = MigLedger(directory, reader=lambda _: None)
+        self._entries = [
+            entry for entry in _read(self._ledger.all, directory, faults).values() if entry.boot_id == boot_id
+        ]
         self._boot_id = boot_id
         self._ended = ended
-        self.unread: str | None = None
+        self.unread = next(iter(faults), None)
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
         """Those of the instances on a GPU that the driver did not make."""
         ours = {
             entry.slot
-            for entry in self._entries()
+            for entry in self._entries
             if entry.gpu_uuid == gpu_uuid and (self._ended or entry.phase != "orphan")
         }
         return instances_to_withhold(existing, ours, orphans=())
@@ -143,20 +146,7 @@ class OwnershipOnDisk:
 
     def makes_devices_of(self, gpu_uuid: str) -> bool:
         """Whether the driver has MIG devices of its own on a GPU, or has switched its MIG mode on."""
-        return self.mode_is_ours(gpu_uuid) or any(entry.gpu_uuid == gpu_uuid for entry in self._entries())
-
-    def _entries(self) -> list[OwnedInstance]:
-        """Those of this boot."""
-        try:
-            self._directory.stat()  # where it may not be entered, no file is found in it
-            return [entry for entry in self._ledger.all().values() if entry.boot_id == self._boot_id]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self.unread = str(state_error("read", self._directory, error))
-        except StateError as error:
-            self.unread = str(error)
-        return []
+        return self.mode_is_ours(gpu_uuid) or any(entry.gpu_uuid == gpu_uuid for entry in self._entries)
 
 
 def _read(

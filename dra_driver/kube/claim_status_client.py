@@ -16,7 +16,7 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import is_not_found
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import ClaimRef, Pods
+from dra_driver.model.claim import ClaimRef, Pods, allocation_results
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus
 from dra_driver.model.events import EventObject
 
@@ -146,8 +146,7 @@ class ClaimStatusClient:
         return {_key(entry): entry for entry in entries if entry["driver"] == self._driver}
 
     def _wanted(self, obj: JsonObject, devices: Sequence[DeviceStatus]) -> dict[tuple[Any, ...], JsonObject]:
-        results = (obj["status"]["allocation"].get("devices") or {}).get("results") or ()
-        allocated = {_key(result) for result in results}
+        allocated = {_key(result) for result in allocation_results(obj)}
         entries = self._entries(devices, self._present(obj))
         return {key: entry for key, entry in entries.items() if key in allocated}
 

@@ -14,6 +14,7 @@ from dra_driver.model.claim import (
     DeviceConfig,
     DeviceResult,
     Pods,
+    allocation_results,
     pods_from,
 )
 
@@ -70,9 +71,9 @@ def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
         allocation = status.get("allocation")
         allocated = None
         if allocation is not None:
-            results = (allocation.get("devices") or {}).get("results") or ()
             allocated = frozenset(
-                (str(item["driver"]), str(item["pool"]), str(item["device"])) for item in results
+                (str(item["driver"]), str(item["pool"]), str(item["device"]))
+                for item in allocation_results(obj)
             )
         return ClaimNow(
             str(metadata["uid"]),

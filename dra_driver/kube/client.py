@@ -139,13 +139,6 @@ class ApiClient:
                 raise
         return WatchStream(response, action)
 
-    def acting_as(self, user: str, extra: Mapping[str, str]) -> ApiClient:
-        """A client whose requests the API server takes for those of another user, if it lets these credentials do so
-        (impersonation). `extra` is what the server would read from the user's token."""
-        headers = {f"Impersonate-Extra-{quote(key, safe='')}": value for key, value in extra.items()}
-        headers["Impersonate-User"] = user
-        return ApiClient(self.endpoint, timeout_s=self._timeout_s, headers=headers)
-
     def close(self) -> None:
         """Close idle connections; calls under way end by themselves."""
         with self._lock:

@@ -1,6 +1,8 @@
-"""Two facts of the cluster: the UID of a node, and the release of the API server."""
+"""Facts of the cluster: the UID of a node, the release of the API server, and what these credentials may do."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import ApiClient, path_segment
@@ -26,3 +28,41 @@ def server_version(client: ApiClient) -> str:
     """
     answer = client.request("GET", "/version", action="ask for the API server's version")
     return str(answer.get("gitVersion") or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """One thing that an account may be allowed; the driver can do without an `optional` one, and tells less then."""
+
+    verb: str
+    resource: str
+    group: str = ""
+    subresource: str = ""
+    name: str = ""
+    optional: bool = False
+
+    def __str__(self) -> str:
+        sub = f"/{self.subresource}" if self.subresource else ""
+        return f"{self.verb} {self.resource}{sub}"
+
+
+def is_allowed(client: ApiClient, wanted: Permission) -> bool:
+    """Whether these credentials have the permission. Raises: ApiRejectedError, ApiUnavailableError."""
+    attributes = {
+        "verb": wanted.verb,
+        "group": wanted.group,
+        "resource": wanted.resource,
+        "subresource": wanted.subresource,
+        "name": wanted.name,
+    }
+    answer = client.request(
+        "POST",
+        "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+        action=f"ask whether I may {wanted}",
+        body={
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+        },
+    )
+    return bool((answer.get("status") or {}).get("allowed"))

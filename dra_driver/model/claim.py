@@ -38,6 +38,12 @@ Pods = tuple[PodRef, ...] | None
 """All pods that a claim is reserved for, in the API server's order; None if they are not known."""
 
 
+def allocation_results(claim: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The devices of the allocation of a claim in the shape of v1; none if it has no allocation yet."""
+    allocation = (claim.get("status") or {}).get("allocation") or {}
+    return list((allocation.get("devices") or {}).get("results") or ())
+
+
 def pods_from(entries: Iterable[Any]) -> Pods:
     """The first 256 pods of `entries`, which should be objects with `name` and `uid`.
 

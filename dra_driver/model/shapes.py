@@ -104,47 +104,12 @@ class Object:
 Shape = Scalar | Choice | ListField | MapField | Anything | Object
 
 
-def fitting(shape: Shape) -> Callable[[Any], bool]:
-    """Whether a value has no faults; many times as fast as to look for them."""
-    match shape:
-        case Scalar(kind, test, None, None) if kind in (str, int, bool, dict):
-            return lambda value: type(value) is kind and (test is None or test(value) is None)
-        case ListField(items, most, 0, None):
-            each = fitting(items)
-            return lambda value: (
-                type(value) is list and (most is None or len(value) <= most) and all(map(each, value))
-            )
-        case MapField(values, None):
-            one = fitting(values)
-            return lambda value: type(value) is dict and all(map(one, value.values()))
-        case Object(also=None):
-            return _fitting_object(shape)
-        case Anything():
-            return lambda _: True
-        case _:
-            return lambda value: not faults(value, shape, "")
-
-
-def _fitting_object(shape: Object) -> Callable[[Any], bool]:
-    fields = [(name, fitting(one), name in shape.required) for name, one in shape.fields.items()]
-
-    def fits(value: Any) -> bool:
-        if type(value) is not dict:
-            return False
-        for name, fits_field, required in fields:
-            item = value.get(name)
-            if required if item is None else not fits_field(item):
-                return False
-        return shape.open or value.keys() <= shape.fields.keys()
-
-    return fits
-
-
 def faults(value: Any, shape: Shape, path: str, words: Words = MANIFEST) -> list[FieldFault]:
     """Everything in which a value differs from its description. A field that is `null` counts as not given."""
     match shape:
         case Scalar():
-            return _scalar_faults(value, shape, path, words)
+            is_plain = shape.test is None and shape.least is None and shape.most is None
+            return [] if is_plain and type(value) is shape.type else _scalar_faults(value, shape, path, words)
         case Choice():
             return _choice_faults(value, shape, path, words)
         case ListField():
@@ -240,8 +205,10 @@ def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[F
     for name, item in value.items():
         if name in shape.fields:
             wrong = [] if item is None else faults(item, shape.fields[name], _below(path, name), words)
-            found += wrong
-            right |= {} if wrong else {name: item}
+            if wrong:
+                found += wrong
+            else:
+                right[name] = item
         elif name in shape.mistakes:
             found.append(FieldFault(_below(path, name), shape.mistakes[name]))
         elif not shape.open and not (words.null_is_absent and item is None):
@@ -256,9 +223,10 @@ def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[F
     for name in shape.required:
         if value.get(name) is None and _below(path, name) not in named:
             found.append(FieldFault(_below(path, name), "is required"))
-    told = {fault.path for fault in found}
-    for name, text in () if shape.also is None else shape.also(right):
-        found += [] if _below(path, name) in told else [FieldFault(_below(path, name), text)]
+    if shape.also is not None:
+        told = {fault.path for fault in found}
+        faults_together = ((_below(path, name), text) for name, text in shape.also(right))
+        found += [FieldFault(below, text) for below, text in faults_together if below not in told]
     return found
 
 

@@ -55,7 +55,7 @@ class ClaimHealthReporter:
         self._clock = clock
         self._lock = threading.Lock()
         self._changed_gpus: set[str] = set()  # UUIDs, under the lock
-        self._due: dict[str, bool] = {}  # by claim UID, whether until it was written
+        self._due: dict[str, None] = {}  # claim UIDs, in order
         self._all_are_due = True
         self._dropped = 0
         self._lost_again_at = 0.0
@@ -99,12 +99,13 @@ class ClaimHealthReporter:
             changed, self._changed_gpus = self._changed_gpus, set()
         if self._all_are_due or self._were_lost():
             self._all_are_due = False
-            self._due = dict.fromkeys(self._records(), True)
+            self._due = dict.fromkeys(self._records())
         elif changed:
             found = (uid for uid, record in self._records().items() if record.gpu_uuids & changed)
-            self._due = dict.fromkeys(found, False) | self._due
+            self._due = dict.fromkeys(found) | self._due
         for uid in list(self._due)[:_CLAIMS_A_ROUND]:
-            self._statuses.renew(uid, until_written=self._due.pop(uid))
+            del self._due[uid]
+            self._statuses.renew(uid)
 
     def _were_lost(self) -> bool:
         """Whether the recorder dropped reports since the last time that this was answered with yes."""

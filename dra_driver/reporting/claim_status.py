@@ -60,10 +60,10 @@ class ClaimStatusReporter:
     def prepared(self, record: ClaimRecord) -> None:
         """A claim was prepared: give its status, again and again until it was written."""
         with self._lock:
-            self._give(record, until_written=True)
+            self._give(record)
 
-    def renew(self, uid: str, *, until_written: bool) -> None:
-        """Give a claim's status if it differs from what was given or, with `until_written`, from what was written."""
+    def renew(self, uid: str) -> None:
+        """Give a claim's status if it differs from what was written."""
         # The record is read under the lock: a Prepare that ends meanwhile gives a newer status, which must stay.
         with self._lock:
             try:
@@ -72,7 +72,7 @@ class ClaimStatusReporter:
                 _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
                 return
             if record is not None and record.phase == "prepared":
-                self._give(record, until_written=until_written)
+                self._give(record)
 
     def forget(self, ref: ClaimRef) -> None:
         """The claim is not prepared (any more). The API server removes its status together with its allocation."""
@@ -80,7 +80,7 @@ class ClaimStatusReporter:
             self._given.pop(ref.uid, None)
             self._recorder.claim_gone(ref)
 
-    def _give(self, record: ClaimRecord, *, until_written: bool) -> None:
+    def _give(self, record: ClaimRecord) -> None:
         uid = record.ref.uid
         try:
             statuses = device_statuses(record, self._inventory(), self._created_instance, self._health())
@@ -88,12 +88,11 @@ class ClaimStatusReporter:
             _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
             return
         known = self._given.pop(uid, None)
-        is_same = known is not None and known.devices == statuses
-        is_given = is_same and known is not None and (known.is_written or not until_written)
-        given = known if known is not None and is_given else _GivenStatus(statuses)
+        is_written = known is not None and known.is_written and known.devices == statuses
+        given = known if known is not None and is_written else _GivenStatus(statuses)
         while len(self._given) >= _MOST_REMEMBERED:
             del self._given[next(iter(self._given))]
         self._given[uid] = given
-        if not is_given:
+        if not is_written:
             is_first = known is None and record.claim.is_status_empty
             self._recorder.claim_status(record.ref, statuses, given.written, is_first=is_first)

@@ -45,8 +45,8 @@ class EventRecorder:
     """A bounded queue and the thread that empties it. Every method may be called from any thread.
 
     `dropped` counts reports that nobody will see: the queue was full, or the API server was away for minutes.
-    `skipped` counts the minor events for which there was no room, which is nothing to worry about. `failed` counts
-    the reports that the API server refused, `written` the events and claim states that it took.
+    A minor event for which there was no room is not counted. `failed` counts the reports that the API server refused,
+    `written` the events and claim states that it took.
     """
 
     def __init__(
@@ -70,10 +70,13 @@ class EventRecorder:
         self._is_down = False
         self._logged: set[tuple[str, int]] = set()
         self.dropped = 0
-        self.skipped = 0
         self.written = 0
         self.failed = 0
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+
+    def counts(self) -> dict[str, int]:
+        """How many events and claim states were taken, dropped and refused."""
+        return {"written": self.written, "dropped": self.dropped, "failed": self.failed}
 
     def start(self) -> None:
         """Begin to write; what was given before is written now."""
@@ -134,7 +137,6 @@ class EventRecorder:
             lost = sum(not is_minor(entry) for entry in gone)
             is_first_loss = lost and not self.dropped
             self.dropped += lost
-            self.skipped += len(gone) - lost
         if is_first_loss:
             _log.warning("notices_dropped", reason="too much happens at once, or the API server is away")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from dra_driver.journal.rules.debts import Debt, what
 from dra_driver.model.events import (
@@ -22,19 +21,10 @@ from dra_driver.model.events import (
     SLICES_NOT_PUBLISHED,
     SLICES_PUBLISHED,
 )
+from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.event_recorder import EventRecorder
 
 _TELL_AFTER_S = 30.0
-
-
-class PublishMetrics(Protocol):
-    """Counts how publishing goes; observability has it, which this room does not know."""
-
-    def published(self, lag_s: float) -> None:
-        """Slices were written."""
-
-    def publish_failed(self, error: Exception) -> None:
-        """Slices could not be brought up to date."""
 
 
 class NodeEvents:
@@ -45,7 +35,7 @@ class NodeEvents:
 
     def __init__(
         self,
-        metrics: PublishMetrics,
+        metrics: Metrics,
         recorder: EventRecorder,
         speaks_for_node: Callable[[], bool],
         *,

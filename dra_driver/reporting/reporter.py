@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
 import structlog
 
@@ -27,6 +27,7 @@ from dra_driver.model.events import (
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps
+from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.mps_events import MpsEvents
@@ -35,28 +36,12 @@ from dra_driver.sharing.rules.mps_requests import advice_on_requests
 _log = structlog.get_logger(__name__)
 
 
-class ClaimMetrics(Protocol):
-    """Counts what becomes of claims; observability has it, which this room does not know."""
-
-    def prepared(self, duration_s: float, error: Exception | None) -> None:
-        """A Prepare ended."""
-
-    def unprepared(self, duration_s: float, error: Exception | None) -> None:
-        """An Unprepare ended."""
-
-    def waited(self, duration_s: float) -> None:
-        """A Prepare waited for a device that another claim had to let go of."""
-
-    def mig_changed(self, action: MigAction, duration_s: float, error: Exception | None) -> None:
-        """A MIG device was made or destroyed, a MIG mode switched on or off, or could not be."""
-
-
 class Reporter:
     """Observes the preparer and the MIG engine."""
 
     def __init__(
         self,
-        metrics: ClaimMetrics,
+        metrics: Metrics,
         recorder: EventRecorder,
         statuses: ClaimStatusReporter,
         created_instance: Callable[[str], OwnedInstance | None],

@@ -19,7 +19,7 @@ from dra_driver.validation.rules.allocator import (
     AllocationError,
     Wanted,
     all_wanted,
-    allocate_from,
+    allocate,
     counters_of,
     less,
     take_inventory,
@@ -80,9 +80,7 @@ class MachineFit:
             return Fit(funnels, problem=short)
         claim, left = {"metadata": {"name": "claim"}, "spec": spec}, less(self._empty, others)
         try:
-            allocation = bounded(
-                "the search", lambda: allocate_from(left, claim, classes, self._node), _BOUND_S
-            )
+            allocation = bounded("the search", lambda: allocate(left, claim, classes, self._node), _BOUND_S)
         except RetryableError:
             return Fit(funnels, problem=f"no choice of devices was found within {_BOUND_S:.0f} s")
         except AllocationError as error:

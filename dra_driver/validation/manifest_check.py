@@ -19,8 +19,8 @@ from dra_driver.validation.rules.extended_resources import (
 from dra_driver.validation.rules.manifests import (
     KINDS,
     alternative_hints,
-    alternatives,
     as_v1,
+    bodies,
     claim_spec,
     class_names,
     class_type,
@@ -28,6 +28,7 @@ from dra_driver.validation.rules.manifests import (
     object_faults,
     parameter_faults,
     pod_faults,
+    requests_of,
     unused_claims,
 )
 from dra_driver.validation.rules.selection import NotJudgedError
@@ -169,7 +170,7 @@ class ManifestCheck:
                 v1, of_cluster = as_v1(content), kind == "DeviceClass"
                 own = "" if of_cluster else self._namespace_of(content)
                 self._good[kind, own, str(content["metadata"].get("name"))] = v1
-                profiles |= set() if of_cluster else set(map(profile_of_class, class_names(v1)))
+                profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
         known = server.classes if server is not None else None
         self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
         # Those that come with the driver, and those of MIG profiles that the machines or the documents name.
@@ -213,7 +214,7 @@ class ManifestCheck:
         self._admin_hint(spec, self._namespace_of(content), report)
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
         report.hints += alternative_hints(spec.get("devices") or {}, f"{path}.config", self._driver)
-        if self._knows_classes(sorted(set(class_names(v1))), report):
+        if self._knows_classes(sorted(set(class_names(spec))), report):
             self._try_claim(spec, report)
 
     def _class(self, v1: JsonObject, report: DocumentReport) -> None:
@@ -283,8 +284,7 @@ class ManifestCheck:
                 compiled(selector["cel"]["expression"])
 
     def _admin_hint(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
-        requests = (spec.get("devices") or {}).get("requests") or ()
-        asks = any((request.get("exactly") or {}).get("adminAccess") for request in requests)
+        asks = any((one.get("exactly") or {}).get("adminAccess") for one in requests_of(spec))
         if asks and str(self._labels.get(namespace, {}).get(_ADMIN_LABEL)) != "true":
             report.hints.append(f'{_ADMIN_HINT} {_ADMIN_LABEL}: "true" on namespace {namespace}')
 
@@ -301,7 +301,7 @@ class ManifestCheck:
         for _, fit in bad[:1]:
             report.requests += [asdict(found) for found in fit.funnels]
         report.faults += against
-        if against and not self._has_mig and "mig" in map(class_type, _classes_of(spec)):
+        if against and not self._has_mig and "mig" in map(class_type, class_names(spec)):
             report.hints.append("the machine has no MIG devices, and makes some only with --dynamic-mig")
         return not against
 
@@ -368,7 +368,7 @@ class ManifestCheck:
             report.notes.append(f"{shown} is not among the files, or has faults")
             return None
         spec = claim_spec(found)
-        names = set(class_names(found))
+        names = set(class_names(spec))
         if names - set(self._classes) or any(self._other_driver(name) for name in names):
             return None
         fits = [machine.claim(spec, self._classes) for machine in self._machines]
@@ -414,15 +414,8 @@ def _claims_of(spec: JsonObject) -> list[tuple[str, str]]:
     ]
 
 
-def _classes_of(spec: JsonObject) -> list[str]:
-    return [str(body["deviceClassName"]) for body in _bodies(spec)]
-
-
 def _selecting(v1: JsonObject) -> list[JsonObject]:
     """What has selectors: a class, or the requests of a claim and their alternatives."""
-    return [v1["spec"]] if v1["kind"] == "DeviceClass" else _bodies(claim_spec(v1))
-
-
-def _bodies(spec: JsonObject) -> list[JsonObject]:
-    requests = (spec.get("devices") or {}).get("requests") or ()
-    return [body for request in requests for _, body in alternatives(request)]
+    if v1["kind"] == "DeviceClass":
+        return [v1["spec"]]
+    return [body for request in requests_of(claim_spec(v1)) for body in bodies(request)]

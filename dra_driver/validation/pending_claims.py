@@ -7,16 +7,17 @@ import json
 import marshal
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any
 
 from dra_driver.errors import DraDriverError
+from dra_driver.model.claim import allocation_results
 from dra_driver.validation.machine_fit import MachineFit
-from dra_driver.validation.rules.allocator import AllocationError, allocated_to
-from dra_driver.validation.rules.manifests import bodies
+from dra_driver.validation.rules.allocator import AllocationError
+from dra_driver.validation.rules.manifests import bodies, class_names, requests_of
 from dra_driver.validation.rules.selection import NotJudgedError
 
 JsonObject = dict[str, Any]
@@ -70,11 +71,11 @@ def pending_claims(
     waiting = [claim for claim in claims if _waits(claim) and _is_in(claim, namespace)]
     asking: dict[str, list[JsonObject]] = {}  # pods of one template have claims with one spec
     for claim in waiting:
-        known = {name for name in _class_names(claim) if name in ours or name not in by_name}
+        known = {name for name in class_names(claim["spec"]) if name in ours or name not in by_name}
         if known or _strange_request(claim) is not None:
             asking.setdefault(json.dumps(claim["spec"], sort_keys=True), []).append(claim)
     judged = [same[0] for same in asking.values()][:_MOST_SPECS]
-    cluster = _Cluster(driver, claims, pools, by_name, ours, judged)
+    cluster = _Cluster(driver, claims, pools, by_name, ours)
     verdicts = dict(zip(asking, map(cluster.verdict, judged), strict=False))
     found = []
     for claim in waiting:
@@ -103,7 +104,7 @@ class _Kind:
 
 
 class _Cluster:
-    """All nodes, put into kinds for each set of attributes that selectors of the claims `judged` name."""
+    """All nodes, put into kinds for each set of attributes that selectors name."""
 
     def __init__(
         self,
@@ -112,34 +113,23 @@ class _Cluster:
         pools: Mapping[str, Sequence[JsonObject]],
         classes: Mapping[str, JsonObject],
         ours: Collection[str],
-        judged: Iterable[JsonObject],
     ) -> None:
         self._driver = driver
         self._pools = pools
         self._classes = classes
         self._ours = ours
         self._kinds: dict[frozenset[str], tuple[list[_Kind], int]] = {}
-        self._sizes: dict[str, int] = {}
-        self._nodes: dict[str, str] = {}
         self._holding: dict[str, list[JsonObject]] = {}
         for claim in claims:
             for pool in {result["pool"] for result in _results(claim, driver)}:
                 self._holding.setdefault(pool, []).append(claim)
-        sets = [
-            *{
-                _named(claim, classes)
-                for claim in judged
-                if set(_class_names(claim)) <= set(ours) and self._strange(claim) is None
-            }
-        ]
-        self._looks = dict(zip(sets, self._alike(sets), strict=True))
 
     def _strange(self, claim: JsonObject) -> str | None:
         """The first request or class of a sort that came after this version; None if all are known."""
         request = _strange_request(claim)
         if request is not None:
             return f"request {request}"
-        classes = ((name, self._classes.get(name)) for name in _class_names(claim))
+        classes = ((name, self._classes.get(name)) for name in class_names(claim["spec"]))
         return next(
             (f"class {name}" for name, one in classes if one and not _known_selectors(one["spec"])), None
         )
@@ -148,7 +138,7 @@ class _Cluster:
         strange = self._strange(claim)
         if strange is not None:
             return PendingClaim("", "", unknown=f"{strange} has a form that this version does not know")
-        names = set(_class_names(claim))
+        names = set(class_names(claim["spec"]))
         missing = sorted(names - set(self._classes))
         if missing:
             return PendingClaim(
@@ -184,44 +174,40 @@ class _Cluster:
         ranked = tuple((texts.get(reason, reason), number) for reason, number in reasons.most_common())
         return PendingClaim("", "", reasons=ranked, fits=tuple(fits), untried=untried)
 
-    def _alike(self, named: Sequence[frozenset[str]]) -> list[dict[bytes, list[str]]]:
-        """The pools that look the same, for each set; all in one turn, because unpacking a pool takes the longest."""
-        alike: list[dict[bytes, list[str]]] = [{} for _ in named]
-        if not named:
-            return alike
-        for pool, slices in self._pools.items():
-            self._nodes[pool] = slices[0]["spec"]["nodeName"]
-            self._sizes[pool] = sum(len(entry["spec"].get("devices") or ()) for entry in slices)
-            results = [
-                result
-                for claim in self._holding.get(pool, ())
-                for result in _results(claim, self._driver)
-                if result["pool"] == pool and not result.get("adminAccess")
-            ]
-            for found, attributes in zip(alike, named, strict=True):
-                found.setdefault(_look(slices, results, attributes), []).append(pool)
-        return alike
-
     def _kinds_for(self, named: frozenset[str]) -> tuple[list[_Kind], int]:
+        """Those that are tried, and how many nodes are of others."""
         if named not in self._kinds:
-            common = sorted(self._looks[named].values(), key=len, reverse=True)
-            sizes = accumulate(self._sizes[nodes[0]] for nodes in common)
+            alike: dict[bytes, list[str]] = {}
+            for pool, slices in self._pools.items():
+                alike.setdefault(_look(slices, self._taken(pool), named), []).append(pool)
+            common = sorted(alike.values(), key=len, reverse=True)
+            sizes = accumulate(len(_devices(self._pools[pools[0]])) for pools in common)
             tried = max(1, sum(size <= _MOST_DEVICES for size in islice(sizes, _MOST_KINDS)))
-            self._kinds[named] = (
-                [self._kind(nodes) for nodes in common[:tried]],
-                sum(map(len, common[tried:])),
-            )
+            kinds = [self._kind(pools) for pools in common[:tried]]
+            self._kinds[named] = kinds, sum(map(len, common[tried:]))
         return self._kinds[named]
+
+    def _taken(self, pool: str) -> list[JsonObject]:
+        return [
+            result
+            for claim in self._holding.get(pool, ())
+            for result in _results(claim, self._driver)
+            if result["pool"] == pool and not result.get("adminAccess")
+        ]
 
     def _kind(self, pools: Sequence[str]) -> _Kind:
         first = pools[0]
-        slices, others = self._pools[first], self._holding.get(first, ())
-        nodes = tuple(self._nodes[pool] for pool in pools)
-        return _Kind(MachineFit(nodes[0], self._driver, slices), others, nodes)
+        nodes = tuple(str(self._pools[pool][0]["spec"]["nodeName"]) for pool in pools)
+        machine = MachineFit(nodes[0], self._driver, self._pools[first])
+        return _Kind(machine, self._holding.get(first, ()), nodes)
+
+
+def _devices(slices: Sequence[JsonObject]) -> list[JsonObject]:
+    return [device for entry in slices for device in entry["spec"].get("devices") or ()]
 
 
 def _results(claim: JsonObject, driver: str) -> list[JsonObject]:
-    return [result for result in allocated_to(claim) if result.get("driver") == driver]
+    return [result for result in allocation_results(claim) if result.get("driver") == driver]
 
 
 def _waits(claim: JsonObject) -> bool:
@@ -233,18 +219,9 @@ def _is_in(claim: JsonObject, namespace: str | None) -> bool:
     return namespace is None or claim["metadata"].get("namespace") == namespace
 
 
-def _bodies(claim: JsonObject) -> Iterator[JsonObject]:
-    for request in _requests(claim):
-        yield from bodies(request)
-
-
-def _requests(claim: JsonObject) -> Sequence[JsonObject]:
-    return (claim["spec"].get("devices") or {}).get("requests") or ()
-
-
 def _strange_request(claim: JsonObject) -> str | None:
     """The first request that this version does not know, or does not know a selector of; None if there is none."""
-    for request in _requests(claim):
+    for request in requests_of(claim["spec"]):
         asked = bodies(request)
         if not asked or not all(map(_known_selectors, asked)):
             return str(request.get("name"))
@@ -255,14 +232,10 @@ def _known_selectors(body: JsonObject) -> bool:
     return all((one.get("cel") or {}).get("expression") is not None for one in body.get("selectors") or ())
 
 
-def _class_names(claim: JsonObject) -> Iterator[str]:
-    for body in _bodies(claim):
-        yield str(body.get("deviceClassName"))
-
-
 def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[str]:
     """The attributes of which a selector may want a certain value."""
-    asking = [*_bodies(claim), *(classes[name].get("spec") or {} for name in _class_names(claim))]
+    asking = [one for request in requests_of(claim["spec"]) for one in bodies(request)]
+    asking += [classes[name].get("spec") or {} for name in class_names(claim["spec"])]
     text = "\n".join(
         selector["cel"]["expression"] for body in asking for selector in body.get("selectors") or ()
     )
@@ -275,7 +248,7 @@ def _look(slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: froz
     held: dict[str, list[str]] = {}
     for result in taken:
         held.setdefault(result["device"], []).append(repr(result.get("consumedCapacity") or {}))
-    devices = [device for entry in slices for device in entry["spec"].get("devices") or ()]
+    devices = _devices(slices)
     own, related = _OWN - named, _RELATED - named
     often = Counter(
         (name, repr(value))

@@ -20,7 +20,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
-from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, read_configs
+from dra_driver.diagnostics.doctor.runtime import read_configs
 from dra_driver.errors import (
     ClaimRefusedError,
     DraDriverError,
@@ -76,8 +76,7 @@ def targets(scratch: Path) -> tuple[Target, ...]:
         "ledger-file": ledger_file(_made(scratch / "mig")),
         "health-file": health_file,
         "lock-file": lock_file(_made(scratch / "locks")),
-        "cdi-file": cdi_spec_file(_made(scratch / "cdi"), ".json"),
-        "cdi-file-yaml": cdi_spec_file(_made(scratch / "cdi"), ".yaml"),
+        "cdi-file": cdi_spec_file(_made(scratch / "cdi")),
         "metadata-file": metadata_file(_made(scratch / "metadata")),
         "mps-record": mps_record(_made(scratch / "mps")),
         "mps-message": mps_message,
@@ -244,14 +243,13 @@ def lock_file(directory: Path) -> Parser:
         return parse
 
 
-def cdi_spec_file(directory: Path, suffix: str) -> Parser:
+def cdi_spec_file(directory: Path) -> Parser:
     def parse(content: bytes) -> None:
-        """CDI specs of this driver and of others."""
+        """CDI specs of this driver."""
         found = CdiDirectory(directory, DRIVER)
-        with _file(directory, f"{file_stem(DRIVER, UID)}{suffix}", content):
+        with _file(directory, f"{file_stem(DRIVER, UID)}.json", content):
             found.list()
             found.read(UID)
-            RuntimeChecks(str(directory), None).specs()
 
     return parse
 

@@ -121,7 +121,6 @@ def _seeds() -> dict[str, tuple[bytes | str | Json | list[Any], ...]]:
         "health-file": (HEALTH,),
         "lock-file": ([[UID, 1]],),
         "cdi-file": (SPEC,),
-        "cdi-file-yaml": ("kind: a/b\ndevices: [{name: x}]\n",),
         "metadata-file": (METADATA,),
         "mps-record": (MPS_RECORD,),
         "mps-message": MPS_MESSAGES,

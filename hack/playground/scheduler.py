@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dra_driver.validation.rules.allocator import AllocationError, allocate
+from dra_driver.validation.rules.allocator import AllocationError, allocate, take_inventory
 from playground.apiserver.server import PlaygroundApiServer
 
 __all__ = ["AllocationError", "PlaygroundScheduler"]
@@ -135,7 +135,7 @@ class PlaygroundScheduler:
     def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
         classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}
         slices = self._server.objects("resourceslices")
-        return allocate(claim, slices, classes, others, node)
+        return allocate(take_inventory(slices, others, node), claim, classes, node)
 
     def _nodes(self) -> list[str]:
         named = {item["spec"].get("nodeName") for item in self._server.objects("resourceslices")}

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dra_driver.api.decode import MAX_BYTES
-from dra_driver.diagnostics.rules.admission import accounts_with_the_mark, binding_problem
+from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.kubelet import dra, health_port, serving
 from dra_driver.mps.protocol import LARGEST_MESSAGE
 from tests.deploy.test_daemonset import DAEMONSET, one, rendered, with_components
@@ -261,14 +261,27 @@ def test_a_rename_keeps_the_mark_that_the_policies_look_for(tmp_path: Path) -> N
     by_kind = {
         kind: [entry for entry in renamed if entry["kind"] == kind] for kind in {e["kind"] for e in renamed}
     }
-    accounts = accounts_with_the_mark("gpu.nvidia.com", by_kind["ClusterRole"], by_kind["ClusterRoleBinding"])
-    assert accounts == [("gpus", "team-a-gpu-dra-driver-x")]
+    mark = {"apiGroups": ["gpu.nvidia.com"], "resources": [MARK_RESOURCE], "verbs": [MARK_VERB]}
+    marked = {role["metadata"]["name"] for role in by_kind["ClusterRole"] if mark in role["rules"]}
+    (subject,) = (
+        subject
+        for binding in by_kind["ClusterRoleBinding"]
+        for subject in binding["subjects"]
+        if binding["roleRef"]["name"] in marked
+    )
+    assert (subject["namespace"], subject["name"]) == ("gpus", "team-a-gpu-dra-driver-x")
     (daemonset,) = by_kind["DaemonSet"]
     assert daemonset["metadata"]["namespace"] == "gpus"
-    assert daemonset["spec"]["template"]["spec"]["serviceAccountName"] == accounts[0][1]
+    assert daemonset["spec"]["template"]["spec"]["serviceAccountName"] == subject["name"]
     policies, bindings = (by_kind[f"ValidatingAdmissionPolicy{part}"] for part in ("", "Binding"))
-    for resource in ("resourceslices", "resourceclaims/status"):
-        assert binding_problem(resource, "gpu.nvidia.com", policies, bindings) is None
+    protected = set()
+    for policy in policies:
+        conditions = str(policy["spec"]["matchConditions"])
+        if all(f'"{word}"' in conditions for word in ("gpu.nvidia.com", MARK_RESOURCE, MARK_VERB)):
+            rules = policy["spec"]["matchConstraints"]["resourceRules"]
+            protected |= {resource for rule in rules for resource in rule["resources"]}
+    assert protected >= {"resourceslices", "resourceclaims/status"}
+    assert all("Deny" in binding["spec"]["validationActions"] for binding in bindings)
     assert not any("gpu-dra-driver" in str(policy["spec"]["matchConditions"]) for policy in policies)
     names = {policy["metadata"]["name"] for policy in policies}
     assert {binding["spec"]["policyName"] for binding in bindings} == names

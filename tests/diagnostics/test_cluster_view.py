@@ -167,7 +167,7 @@ def test_nodes_and_products() -> None:
         ("b", ("H100", "A100"), 2, "1 of 2 slices are there"),
         ("empty", (), 0, None),
     ]
-    assert [(product, nodes, one.free) for product, nodes, one in by_product(devices)] == [
+    assert [(row.product, row.nodes, row.count.free) for row in by_product(devices)] == [
         ("A100", 1, 1),
         ("H100", 2, 1),
     ]

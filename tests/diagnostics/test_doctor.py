@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import threading
@@ -23,8 +22,9 @@ from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
+from dra_driver.diagnostics.rules.node_view import SeenGpu
 from dra_driver.diagnostics.rules.top_data import NodeHealth
-from dra_driver.diagnostics.rules.top_screen import SeenGpu
+from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
 from dra_driver.host.driver_root import find_nvml_library
@@ -527,27 +527,11 @@ def test_what_the_runtime_reads(
     says(RuntimeChecks(cdi_root, None).runtime(), "SKIP", "--host-root")
 
 
-def spec(kind: str, *names: str) -> str:
-    return json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": [{"name": name} for name in names]})
-
-
-def test_specs_that_contradict_each_other(tmp_path: Path) -> None:
+def test_the_directory_for_specs(tmp_path: Path) -> None:
     checks = RuntimeChecks(str(tmp_path / "cdi"), str(tmp_path))
     says(checks.directory(), "OK", "will be made")
     (tmp_path / "cdi").mkdir()
-    (tmp_path / "cdi/a.json").write_text(spec("nvidia.com/gpu", "0", "1"))
-    (tmp_path / "cdi/b.yaml").write_text(yaml.safe_dump(json.loads(spec("nvidia.com/other", "0"))))
-    (tmp_path / "cdi/c.txt").write_text("no spec")
-    (tmp_path / "cdi/.d.json.tmp").write_text("{")
     says(checks.directory(), "OK", "is writable")
-    says(checks.specs(), "OK", "2 specs")
-    (tmp_path / "cdi/e.json").write_text("{")
-    says(checks.specs(), "WARN", "not readable as CDI specs", "e.json")
-    (tmp_path / "etc/cdi").mkdir(parents=True)
-    (tmp_path / "etc/cdi/a.json").write_text(spec("nvidia.com/gpu", "0"))  # another directory: no conflict
-    assert checks.specs().status == "WARN"
-    (tmp_path / "etc/cdi/z.json").write_text(spec("nvidia.com/gpu", "0"))
-    says(checks.specs(), "FAIL", "nvidia.com/gpu=0 is defined by a.json and z.json", "remove one")
 
 
 def test_a_file_in_the_place_of_the_cdi_directory(tmp_path: Path) -> None:
@@ -558,6 +542,11 @@ def test_a_file_in_the_place_of_the_cdi_directory(tmp_path: Path) -> None:
 # --- the kubelet's directories ------------------------------------------------------------------
 
 
+def checks_of(root: Path) -> KubeletChecks:
+    state = root / "plugins" / DRIVER
+    return KubeletChecks(DRIVER, root / "reg", root / "plugins", lambda: read_state(state))
+
+
 @pytest.fixture
 def kubelet() -> Iterator[KubeletChecks]:
     """Checks of empty directories, with paths that are short enough for sockets."""
@@ -565,7 +554,7 @@ def kubelet() -> Iterator[KubeletChecks]:
         root = Path(directory)
         (root / "reg").mkdir()
         (root / "plugins" / DRIVER).mkdir(parents=True)
-        yield KubeletChecks(DRIVER, root / "reg", root / "plugins")
+        yield checks_of(root)
 
 
 def listen(stack: ExitStack, path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from dra_driver.diagnostics.rules.findings import Finding
 from dra_driver.diagnostics.rules.health_findings import health_findings
+from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenReason
 from dra_driver.diagnostics.rules.top_data import NodeHealth
-from dra_driver.diagnostics.rules.top_screen import SeenGpu, SeenReason
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
 TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.diagnostics.rules.mig_holders import gpu_maps, room_beside
-from dra_driver.diagnostics.rules.mig_map import WIDTH, DrawnInstance, GpuMap, draw_gpu, draw_gpus
+from dra_driver.diagnostics.rules.mig_map import WIDTH, GpuMap, draw_gpu, draw_gpus
 from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.rules.node_view import SeenInstance
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
+from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
@@ -34,9 +35,9 @@ def test_drawing() -> None:
             "on, MIG devices on demand",
             8,
             (
-                DrawnInstance(Placement(4, 4), "3g.40gb", "claim ml/training", 2, (0,)),
-                DrawnInstance(Placement(0, 1), "1g.10gb+me", "not ours", 13, (0, 1)),
-                DrawnInstance(Placement(2, 2), "2g.20gb", "not ours", 4),
+                SeenInstance("gpu", "3g.40gb", 4, 4, 2, (0,), "claim ml/training"),
+                SeenInstance("gpu", "1g.10gb+me", 0, 1, 13, (0, 1), "not ours"),
+                SeenInstance("gpu", "2g.20gb", 2, 2, 4, (), "not ours"),
             ),
             (("1g.10gb", 1), ("3g.40gb", 0)),
         )
@@ -71,14 +72,15 @@ def test_whole_gpu_and_several_gpus() -> None:
     assert draw_gpus([]) == ""
 
 
-placements = st.builds(Placement, st.integers(0, 20), st.integers(0, 9))
 drawn_instances = st.builds(
-    DrawnInstance,
-    placements,
+    SeenInstance,
+    st.just("gpu"),
     st.text(max_size=20),
-    st.text(max_size=300),
+    st.integers(0, 20),
+    st.integers(0, 9),
     st.none() | st.integers(0, 99),
     st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    st.text(max_size=300),
 )
 maps = st.builds(
     GpuMap,
@@ -179,7 +181,7 @@ def map_of(gpu: Gpu, *records: ClaimRecord, on_demand: bool = True, **known: Any
 
 def owners(entry: GpuMap) -> dict[int, str]:
     """Who holds what begins at a memory slice."""
-    return {drawn.placement.start: drawn.owner for drawn in entry.instances}
+    return {drawn.start: drawn.holder for drawn in entry.instances}
 
 
 def test_holders_of_devices_on_demand() -> None:
@@ -237,7 +239,7 @@ def test_holders_of_devices_that_somebody_made() -> None:
 
 def test_device_of_a_claim_that_is_not_there_keeps_its_place() -> None:
     entry = map_of(existing(mode=False), claimed("after-reboot", "3g.40gb", 0))
-    assert [(drawn.gpu_instance_id, drawn.owner) for drawn in entry.instances] == [
+    assert [(drawn.gpu_instance_id, drawn.holder) for drawn in entry.instances] == [
         (None, "claim default/after-reboot")
     ]
     assert dict(entry.room)["3g.40gb"] == 1

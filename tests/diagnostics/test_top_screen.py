@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.diagnostics.rules.top_screen import (
-    NARROWEST,
+from dra_driver.diagnostics.rules.node_view import (
     Holding,
     NodeView,
-    Order,
     SeenDaemon,
     SeenGpu,
     SeenInstance,
     SeenProcess,
     SeenReason,
-    node_lines,
 )
+from dra_driver.diagnostics.rules.top_screen import NARROWEST, Order, node_lines
 from dra_driver.model.gpu import GpuLoad
 
 H100 = "NVIDIA H100 80GB HBM3"

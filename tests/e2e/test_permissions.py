@@ -7,7 +7,6 @@ import json
 import shutil
 import ssl
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import NAMESPACE, ROOT, SIMULATOR_DIR, Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import NAMESPACE, ROOT, Cluster, claim_and_pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -391,7 +390,7 @@ def test_an_account_that_may_do_everything_is_left_alone(cluster: Cluster) -> No
 
 
 def test_doctor_proves_both_policies(cluster: Cluster, claims: dict[str, tuple[str, str]]) -> None:
-    """In the pod with its own token, and outside with that of an administrator."""
+    """In the pod, with its own token."""
     assert claims
     pod = cluster.staying_pods("node")[-1]["metadata"]["name"]
     inside = ("exec", pod, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor", "-o", "json")
@@ -404,35 +403,20 @@ def test_doctor_proves_both_policies(cluster: Cluster, claims: dict[str, tuple[s
     )
     assert found["claim policy"][0] == "OK"
     assert found["claim policy"][1].startswith("the API server itself refused this account")
-    outside = [str(Path(sys.executable).parent / "gpu-dra-driver"), "doctor", "-o", "json"]
-    outside += ["--kubeconfig", str(cluster.local.kubeconfig()), "--node-name", cluster.node]
-    outside += ["--simulate", "dgx-h100", "--simulator-dir", str(SIMULATOR_DIR)]
 
-    def seen() -> dict[str, tuple[str, str]]:
-        return findings(subprocess.run(outside, capture_output=True, text=True, check=False).stdout)
+    def seen() -> tuple[str, str]:
+        return findings(cluster.kubectl(*inside, check=False))["admission policy"]
 
-    account = f"{NAMESPACE}/gpu-dra-driver"
-    assert seen()["admission policy"] == (
-        "OK",
-        f"the policy gpu-dra-driver-own-node refused {account} a slice of another node",
-    )
-    assert seen()["claim policy"][1].endswith("the policy for older ones is bound")
     warning = json.dumps({"spec": {"validationActions": ["Warn"]}})
-    names = ("gpu-dra-driver-own-node", "gpu-dra-driver-own-devices")
-    patch = ("patch", "validatingadmissionpolicybinding")
-    for name in names:
-        cluster.kubectl(*patch, name, "--type=merge", "-p", warning)
+    patch = ("patch", "validatingadmissionpolicybinding", "gpu-dra-driver-own-node", "--type=merge", "-p")
+    cluster.kubectl(*patch, warning)
     try:
-        wait_for("the API server to heed the binding", lambda: seen()["admission policy"][0] == "WARN")
-        assert f"the binding {names[0]} of the policy {names[0]} says Warn" in seen()["admission policy"][1]
-        assert f"the binding {names[1]} of the policy {names[1]} says Warn" in seen()["claim policy"][1]
-        status, text = findings(cluster.kubectl(*inside, check=False))["admission policy"]
-        assert (status, "this account was not refused" in text) == ("WARN", True)
+        wait_for("the API server to heed the binding", lambda: seen()[0] == "WARN")
+        assert "this account was not refused" in seen()[1]
     finally:
         denying = json.dumps({"spec": {"validationActions": ["Deny"]}})
-        for name in names:
-            cluster.kubectl(*patch, name, "--type=merge", "-p", denying)
-        wait_for("the policy to be back", lambda: seen()["admission policy"][0] == "OK")
+        cluster.kubectl(*patch, denying)
+        wait_for("the policy to be back", lambda: seen()[0] == "OK")
 
 
 def findings(document: str) -> dict[str, tuple[str, str]]:

@@ -268,16 +268,8 @@ def test_inspect_prints_json_yaml_and_a_table() -> None:
     assert table.count("NVIDIA L40S") == 8
 
 
-def test_demo_says_where_it_is_now() -> None:
-    done = call("demo")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "make demo" in done.stderr
-
-
 def test_help_of_every_command() -> None:
-    for command in ([], ["run"], ["inspect"], ["simulate"], ["demo"]):
+    for command in ([], ["run"], ["inspect"], ["simulate"]):
         done = call(*command, "--help")
         assert done.returncode == 0
         assert "Usage:" in done.stdout

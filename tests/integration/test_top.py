@@ -21,7 +21,8 @@ import yaml
 
 from dra_driver.cli.top import screen
 from dra_driver.diagnostics import snapshot as snapshot_module
-from dra_driver.diagnostics.rules.top_screen import Line, NodeView, Span
+from dra_driver.diagnostics.rules.node_view import NodeView
+from dra_driver.diagnostics.rules.top_screen import Line, Span
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError
 from dra_driver.health.store import KeptHealth, encode

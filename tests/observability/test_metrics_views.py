@@ -36,7 +36,7 @@ from tests.fakes.samples import (
     record,
     uuid,
 )
-from tests.fakes.scrapes import KnownHealth, Told, by_label, labelled, scraped
+from tests.fakes.scrapes import KnownHealth, by_label, labelled, scraped
 
 PLACES = (Placement(0, 1), Placement(1, 1))
 ON_DEMAND = inventory(
@@ -235,13 +235,13 @@ def test_inventory_tells_versions_faults_and_mig_devices_by_profile(metrics: Met
 
 def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
     problems: list[str] = []
-    told = Told()
+    told = {"written": 0, "dropped": 0, "failed": 0}
     metrics.show.readiness(lambda: problems)
     metrics.show.problem(lambda: problems)
     metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3, lambda: 2)
     metrics.show.stuck_mig(lambda: problems)
     metrics.show.partitions_unsupported(lambda: bool(problems))
-    metrics.show.reports(told)
+    metrics.show.reports(lambda: told)
     metrics.show.mps(lambda: ["ready", "ready", *("fault" for _ in problems)])
 
     def values() -> list[float]:
@@ -254,7 +254,7 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
     assert values() == [1, 0, 0, 3, 0, 0]
     problems.append("a problem")
     assert values() == [0, 1, 1, 3, 1, 1]
-    told.written, told.dropped, told.failed = 1, 2, 3
+    told.update(written=1, dropped=2, failed=3)
     outcomes = by_label(metrics, "nvidia_dra_notices_total", "outcome")
     assert outcomes == {("written",): 1, ("dropped",): 2, ("failed",): 3}
     states = by_label(metrics, "nvidia_dra_mps_daemons", "state")
@@ -333,10 +333,10 @@ def test_scrapes_at_the_same_time_share_one_asking() -> None:
     ]
     scrapes[0].start()
     assert begun.wait(10)
-    held = readings._waiting[0].ask()
+    held = readings._ask("mps")
     for scrape in scrapes[1:]:
         scrape.start()
-    assert readings._waiting[0].ask() is held
+    assert readings._ask("mps") is held
     release.set()
     for scrape in scrapes:
         scrape.join(10)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver.claimrules import claim_faults
+from playground.apiserver.claimrules import claim_faults, default_claim_spec
 from playground.apiserver.names import generated_name, is_attribute_name, is_pool_name, is_subdomain
 from playground.apiserver.quantity import parse_quantity
 from playground.apiserver.slicerules import slice_faults
-
-from dra_driver.validation.rules.manifests import default_claim_spec
 
 _POOL = {"name": "n", "generation": 1, "resourceSliceCount": 1}
 _TAINT = {"key": "a/b", "value": "c", "effect": "NoSchedule"}

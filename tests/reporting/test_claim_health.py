@@ -17,7 +17,7 @@ class Bench:
     def __init__(self) -> None:
         self.dropped = 0
         self.told: list[str] = []
-        self.renewed: dict[str, bool] = {}
+        self.renewed: list[str] = []
         self.records = dict(RECORDS)
         self.inventory = MIXED
         self.is_ours = True
@@ -38,9 +38,8 @@ class Bench:
     def node_event(self, reason, message, *, warning):
         self.told.append("node")
 
-    def renew(self, uid, *, until_written):
-        assert uid not in self.renewed
-        self.renewed[uid] = until_written
+    def renew(self, uid):
+        self.renewed.append(uid)
 
     def change(self, *target):
         self.news.health_changed(
@@ -48,7 +47,7 @@ class Bench:
         )
 
     def looked(self):
-        self.renewed = {}
+        self.renewed = []
         self.news.renew_statuses()
         return self.renewed
 
@@ -75,14 +74,14 @@ def test_only_who_holds_what_is_hit_is_told(bench, target, told):
 
 def test_every_status_is_looked_at_after_the_start_and_when_the_turn_comes(bench):
     bench.inventory = None
-    assert bench.looked() == {}
+    assert bench.looked() == []
     bench.inventory = MIXED
-    everything = dict.fromkeys(RECORDS, True)
+    everything = list(RECORDS)
     assert bench.looked() == everything
-    assert bench.looked() == {}
+    assert bench.looked() == []
     bench.is_ours = False
     bench.change(uuid(0))
-    assert (bench.looked(), bench.told) == ({}, [])
+    assert (bench.looked(), bench.told) == ([], [])
     bench.is_ours = True
     assert bench.looked() == everything
 
@@ -90,22 +89,22 @@ def test_every_status_is_looked_at_after_the_start_and_when_the_turn_comes(bench
 def test_a_change_concerns_the_holders_of_the_gpu(bench):
     bench.looked()
     bench.change(uuid(2), 7, 0)
-    assert bench.looked() == {"one": False, "three": False}
-    assert bench.looked() == {}
+    assert bench.looked() == ["one", "three"]
+    assert bench.looked() == []
 
 
 def test_what_was_lost_is_given_again_but_not_all_the_time(bench):
     bench.looked()
     bench.dropped = 1
-    assert bench.looked() == dict.fromkeys(RECORDS, True)
+    assert bench.looked() == list(RECORDS)
     bench.now, bench.dropped = 110.0, 2
-    assert bench.looked() == {}
+    assert bench.looked() == []
     bench.now = 161.0
-    assert bench.looked() == dict.fromkeys(RECORDS, True)
+    assert bench.looked() == list(RECORDS)
 
 
 def test_many_claims_are_spread_over_rounds(bench):
     bench.records = {f"uid-{n:03}": record(hold(GPU_0), uid=f"uid-{n:03}") for n in range(60)}
-    rounds = [list(bench.looked()) for _ in range(4)]
+    rounds = [bench.looked() for _ in range(4)]
     assert [len(found) for found in rounds] == [25, 25, 10, 0]
     assert sorted(uid for found in rounds for uid in found) == list(bench.records)

@@ -421,7 +421,7 @@ def test_a_burst_of_minor_events_costs_nothing_else(server, logs):
         recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
         for number in range(500):
             recorder.minor_claim_event(_REF, "MigDeviceCreated", str(number))
-        assert (recorder.dropped, recorder.skipped) == (0, 492)
+        assert recorder.dropped == 0
         server.open.set()
         server.wait_for(lambda: len(server.events) == 12 and server.states)
     assert [kind for kind, _, reason, *_ in server.events if reason == "MigDeviceCreated"] == [

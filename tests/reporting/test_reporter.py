@@ -173,17 +173,15 @@ def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
     records = {"uid-1": RECORD, "uid-2": replace(SECOND, phase="preparing")}
     states = states_for(heard, records)
     for uid in ("uid-1", "uid-2", "uid-3"):
-        states.renew(uid, until_written=True)
+        states.renew(uid)
     assert len(heard.states) == 1, "what is not prepared has no state"
-    states.renew("uid-1", until_written=False)
-    assert len(heard.states) == 1, "it was given already"
-    states.renew("uid-1", until_written=True)
-    assert len(heard.states) == 2, "it was lost"
+    states.renew("uid-1")
+    assert len(heard.states) == 2, "it may have been lost"
     heard.states[-1][1]()
-    states.renew("uid-1", until_written=True)
+    states.renew("uid-1")
     assert len(heard.states) == 2
     records["uid-1"] = OTHER
-    states.renew("uid-1", until_written=False)
+    states.renew("uid-1")
     assert len(heard.states) == 3
 
 

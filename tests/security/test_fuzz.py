@@ -16,7 +16,6 @@ FOUND = {
     "claim": [b'{"results":[{"request":[],"driver":"","pool":"","device":""}]}', b'{"config":[{"opaque":1}]}'],
     "lock-file": [b"[" * 5000, b'[["uid", 1e999]]'],
     "cdi-file": [b"[" * 5000],
-    "cdi-file-yaml": [b"[" * 600, b"2024-13-45", b"a: 0b2", b"? [a]\n: b"],
     "mps-record": [b"[" * 5000, b'{"format":1,"wanted":"running","process":{"pid":1e999,"start_time":1}}'],
     "mps-answer": [b"9" * 5000],
     "proc": [b"DeviceFileMinor: 1\nDeviceFileMode: " + b"9" * 5000, b"9" * 5000 + b" nvidia-caps\n"],

@@ -12,6 +12,7 @@ import yaml
 from dra_driver.validation.rules.manifests import (
     KINDS,
     as_v1,
+    claim_spec,
     class_names,
     object_faults,
     parameter_faults,
@@ -188,7 +189,7 @@ def test_older_versions_are_read_as_they_are_written() -> None:
     flat["apiVersion"] = "resource.k8s.io/v1beta1"
     assert told(flat) == []
     assert as_v1(flat) == CLAIM
-    assert class_names(as_v1(flat)) == ["gpu.nvidia.com"] * 2
+    assert class_names(claim_spec(as_v1(flat))) == ["gpu.nvidia.com"] * 2
     template = {"apiVersion": flat["apiVersion"], "kind": "ResourceClaimTemplate", "metadata": {"name": "t"}}
     assert as_v1(template | {"spec": {"spec": flat["spec"]}})["spec"]["spec"] == CLAIM["spec"]
     nested = CLAIM | {"apiVersion": "resource.k8s.io/v1beta1"}

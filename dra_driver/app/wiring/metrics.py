@@ -35,7 +35,7 @@ def show_node(
     show.health(inventory, health.monitor)
     show.stuck_mig(mig.collector.stuck)
     show.debts(debts.outstanding)
-    show.reports(reporting.recorder)
+    show.reports(reporting.recorder.counts)
     show.readiness(probes.readiness)
     show.problem(lambda: [*probes.readiness(), *probes.notes()])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -39,20 +39,17 @@ class Shared(Generic[T]):
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._answer: tuple[T | None, Exception | None] | None = None
+        self._answer: Future[T] = Future()
 
     def get(self) -> T:
         """Raises: what the reading raised."""
         with self._lock:
-            if self._answer is None:
+            if not self._answer.done():
                 try:
-                    self._answer = (self._read(), None)
-                except Exception as error:  # noqa: BLE001  raised again below, each time the value is asked for
-                    self._answer = (None, error)
-            value, failure = self._answer
-        if failure is not None:
-            raise failure
-        return value  # type: ignore[return-value]
+                    self._answer.set_result(self._read())
+                except Exception as error:  # noqa: BLE001  raised below, each time the value is asked for
+                    self._answer.set_exception(error)
+        return self._answer.result()
 
     def or_none(self) -> T | None:
         """None if the reading failed as it may. Raises: a surprise."""
@@ -67,30 +64,27 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
 
     A check that raises, or does not end in time, fails itself and no other.
     """
-    found: dict[int, Sequence[Finding]] = {}
-    done = threading.Condition()
-
-    def look(number: int, check: Check) -> None:
-        findings = _looked(check)
-        with done:
-            found[number] = (findings,) if isinstance(findings, Finding) else findings
-            done.notify_all()
-
-    for number, check in enumerate(checks):
-        threading.Thread(target=look, args=(number, check), name=f"check-{number}", daemon=True).start()
-    deadline = time.monotonic() + bound_s
-    with done:
-        while len(found) < len(checks) and (left := deadline - time.monotonic()) > 0:
-            done.wait(left)
-        answers = dict(found)
+    answers = [_begun(check) for check in checks]
+    wait(answers, bound_s)
     late = fail(
         f"no answer within {bound_s:g} s", "look at the kernel log (`dmesg`) and the network for what hangs"
     )
     return [
         Outcome(check.name, finding)
-        for number, check in enumerate(checks)
-        for finding in answers.get(number, (late,))
+        for check, answer in zip(checks, answers, strict=True)
+        for finding in (answer.result() if answer.done() else (late,))
     ]
+
+
+def _begun(check: Check) -> Future[Sequence[Finding]]:
+    answer: Future[Sequence[Finding]] = Future()
+
+    def look() -> None:
+        found = _looked(check)
+        answer.set_result((found,) if isinstance(found, Finding) else found)
+
+    threading.Thread(target=look, name=f"check {check.name}", daemon=True).start()
+    return answer
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -13,7 +13,7 @@ from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient, path_segment
-from dra_driver.kube.cluster import node_uid, server_version
+from dra_driver.kube.cluster import Permission, is_allowed, node_uid, server_version
 from dra_driver.kube.convert import GROUP
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
@@ -27,36 +27,20 @@ JsonObject = dict[str, Any]
 _APPLY = "`kubectl apply -k daemonset` as an administrator"
 
 
-@dataclass(frozen=True, slots=True)
-class Permission:
-    """One thing that the driver has to be allowed; without an optional one it only tells less."""
-
-    verb: str
-    resource: str
-    group: str = GROUP
-    subresource: str = ""
-    name: str = ""
-    optional: bool = False
-
-    def __str__(self) -> str:
-        sub = f"/{self.subresource}" if self.subresource else ""
-        return f"{self.verb} {self.resource}{sub}"
-
-
 def needed_permissions(driver: str) -> tuple[Permission, ...]:
     """What the driver's ClusterRole gives it."""
     slices = ("list", "watch", "create", "update", "delete")
     return (
-        Permission("get", "resourceclaims"),
-        *(Permission(verb, "resourceslices") for verb in slices),
+        Permission("get", "resourceclaims", GROUP),
+        *(Permission(verb, "resourceslices", GROUP) for verb in slices),
         Permission(MARK_VERB, MARK_RESOURCE, driver, optional=True),
-        Permission("get", "nodes", ""),
-        Permission("patch", "resourceclaims", subresource="status", optional=True),
+        Permission("get", "nodes"),
+        Permission("patch", "resourceclaims", GROUP, subresource="status", optional=True),
         Permission(
-            "associated-node:patch", "resourceclaims", subresource="driver", name=driver, optional=True
+            "associated-node:patch", "resourceclaims", GROUP, subresource="driver", name=driver, optional=True
         ),
-        Permission("create", "events", "", optional=True),
-        Permission("patch", "events", "", optional=True),
+        Permission("create", "events", optional=True),
+        Permission("patch", "events", optional=True),
     )
 
 
@@ -86,30 +70,9 @@ class ClusterChecks:
 
     def permissions(self) -> Finding:
         """Is the driver allowed what it needs?"""
-        return self._asked(self._permissions)
-
-    def _permissions(self) -> Finding:
-        denied: list[Permission] = []
         needed = needed_permissions(self.driver)
-        for permission in needed:
-            attributes = {
-                "verb": permission.verb,
-                "group": permission.group,
-                "resource": permission.resource,
-                "subresource": permission.subresource,
-                "name": permission.name,
-            }
-            body = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
-            }
-            path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-            answer = self.client.get().request(
-                "POST", path, action=f"ask whether I may {permission}", body=body
-            )
-            if not (answer.get("status") or {}).get("allowed"):
-                denied.append(permission)
+        client = self.client.get()
+        denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
         hard = [str(permission) for permission in denied if not permission.optional]
         if hard:
             return fail(
@@ -130,11 +93,9 @@ class ClusterChecks:
 
     def node_object(self) -> Finding:
         """Is there a node of this name, and does nobody else offer its GPUs?"""
-        return self._asked(self._node_object)
-
-    def _node_object(self) -> Finding:
         try:
-            node = self._get(f"/api/v1/nodes/{path_segment(self.node)}", f"get node {self.node}")
+            path = f"/api/v1/nodes/{path_segment(self.node)}"
+            node = self.client.get().request("GET", path, action=f"get node {self.node}")
         except ApiRejectedError as error:
             if error.status != 404:
                 raise
@@ -164,23 +125,12 @@ class ClusterChecks:
             return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
         return ok(f"node {self.node}{f' ({versions})' if versions else ''}")
 
-    def admission_policy(self) -> Finding:
-        """Is a node kept from publishing devices of another?"""
-        return self._asked(lambda: self._proof().slices())
-
-    def claim_policy(self) -> Finding:
-        """Is a node kept from giving devices to other claims and pods?"""
-        return self._asked(lambda: self._proof().claim_status())
-
     def _proof(self) -> AdmissionProof:
-        return AdmissionProof(self.client.get(), self.driver, self.node, self.claims)
+        return AdmissionProof(self.client.get(), self.driver, self.claims)
 
     def device_classes(self) -> Finding:
         """Are there classes by which pods ask for devices?"""
-        return self._asked(self._device_classes)
-
-    def _device_classes(self) -> Finding:
-        listed = self._resource("GET", "deviceclasses")
+        listed = self._list("deviceclasses")
         names = [str(item["metadata"]["name"]) for item in listed.get("items") or ()]
         ours = [name for name in names if name.endswith("nvidia.com")]
         missing = [name for name in ("gpu.nvidia.com", "mig.nvidia.com") if name not in names]
@@ -194,11 +144,8 @@ class ClusterChecks:
 
     def slices(self) -> Finding:
         """What is published of this node?"""
-        return self._asked(self._slices)
-
-    def _slices(self) -> Finding:
         query = {"fieldSelector": f"spec.driver={self.driver},spec.nodeName={self.node}"}
-        items = self._resource("GET", "resourceslices", query=query).get("items") or []
+        items = self._list("resourceslices", query=query).get("items") or []
         foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
         if foreign:
             return warn(
@@ -219,9 +166,6 @@ class ClusterChecks:
 
     def feature_gates(self) -> Finding:
         """Does the API server keep what the driver publishes, as it is configured? Dry runs tell."""
-        return self._asked(self._feature_gates)
-
-    def _feature_gates(self) -> Finding:
         client = self.client.get()
         api = ResourceApi(client)
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
@@ -250,38 +194,39 @@ class ClusterChecks:
         """By name."""
         return [
             Check("API server", self.api_server),
-            Check("permissions", self.permissions),
-            Check("node", self.node_object),
-            Check("admission policy", self.admission_policy),
-            Check("claim policy", self.claim_policy),
-            Check("DeviceClasses", self.device_classes),
-            Check("slices", self.slices),
-            Check("feature gates", self.feature_gates),
+            Check("permissions", self._asked(self.permissions)),
+            Check("node", self._asked(self.node_object)),
+            Check("admission policy", self._asked(lambda: self._proof().slices())),
+            Check("claim policy", self._asked(lambda: self._proof().claim_status())),
+            Check("DeviceClasses", self._asked(self.device_classes)),
+            Check("slices", self._asked(self.slices)),
+            Check("feature gates", self._asked(self.feature_gates)),
         ]
 
-    def _asked(self, ask: Callable[[], Finding]) -> Finding:
-        """The answer, or SKIP if the API server is away or these credentials may not ask: the checks `API server` and
+    def _asked(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
+        """As `ask`, but SKIP if the API server is away or these credentials may not ask: the checks `API server` and
         `permissions` report that, once."""
-        try:
-            self.client.get()
-        except Exception:  # noqa: BLE001  reported by the check `API server`
-            return skip("the API server cannot be asked")
-        try:
-            return ask()
-        except ApiUnavailableError:
-            return skip("the API server cannot be asked")
-        except PathNotFoundError as error:
-            return skip(f"not served: {error}")
-        except ApiRejectedError as error:
-            if error.status in (401, 403):
-                return skip("these credentials may not ask; the driver itself does not need to")
-            raise
 
-    def _get(self, path: str, action: str) -> JsonObject:
-        return self.client.get().request("GET", path, action=action)
+        def looked() -> Finding:
+            try:
+                self.client.get()
+            except Exception:  # noqa: BLE001  reported by the check `API server`
+                return skip("the API server cannot be asked")
+            try:
+                return ask()
+            except ApiUnavailableError:
+                return skip("the API server cannot be asked")
+            except PathNotFoundError as error:
+                return skip(f"not served: {error}")
+            except ApiRejectedError as error:
+                if error.status in (401, 403):
+                    return skip("these credentials may not ask; the driver itself does not need to")
+                raise
 
-    def _resource(self, method: str, plural: str, query: Mapping[str, str] | None = None) -> JsonObject:
-        return ResourceApi(self.client.get()).call(method, plural, action=f"list {plural}", query=query)
+        return looked
+
+    def _list(self, plural: str, query: Mapping[str, str] | None = None) -> JsonObject:
+        return ResourceApi(self.client.get()).call("GET", plural, action=f"list {plural}", query=query)
 
 
 def _is_renamed(name: str, other: str) -> bool:

@@ -360,25 +360,22 @@ class DriverChecks:
 
     def all(self) -> list[Check]:
         """In the order in which one thing rests on another. On a node without GPU only the first can fail."""
-        return [
-            Check("GPUs", self.gpus_on_the_bus),
-            Check("kernel driver", self._if_needed(self.kernel_driver)),
-            Check("driver root", self._if_needed(self.driver_root)),
-            Check("NVML", self._if_needed(self.nvml)),
-            Check("health", self._if_needed(self.health)),
-            Check("device nodes", self._if_needed(self.device_nodes)),
-            Check("MIG mode", self._if_needed(self.mig_mode)),
-            Check("GPU agents", self._if_needed(self.gpu_agents)),
-            *([Check("IMEX", self._if_needed(self.imex))] if self.companions.imex is not None else []),
-            *(
-                [Check("host devices", self._if_needed(self.host_devices))]
-                if self.companions.host_devices
-                else []
-            ),
-            Check("nvidia-cdi-hook", self._if_needed(self.cdi_hook)),
-            Check("persistence", self._if_needed(self.persistence)),
-            Check("GPU memory", self._if_needed(self.gpu_memory)),
-        ]
+        looks: dict[str, Look | None] = {
+            "kernel driver": self.kernel_driver,
+            "driver root": self.driver_root,
+            "NVML": self.nvml,
+            "health": self.health,
+            "device nodes": self.device_nodes,
+            "MIG mode": self.mig_mode,
+            "GPU agents": self.gpu_agents,
+            "IMEX": None if self.companions.imex is None else self.imex,
+            "host devices": self.host_devices if self.companions.host_devices else None,
+            "nvidia-cdi-hook": self.cdi_hook,
+            "persistence": self.persistence,
+            "GPU memory": self.gpu_memory,
+        }
+        needed = (Check(name, self._if_needed(look)) for name, look in looks.items() if look is not None)
+        return [Check("GPUs", self.gpus_on_the_bus), *needed]
 
     def _if_needed(self, look: Look) -> Look:
         def looked() -> Finding | Sequence[Finding]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.diagnostics.doctor.checks import Check
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
-from dra_driver.diagnostics.state_on_disk import read_state, set_aside_files
+from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.state_on_disk import set_aside_files
 from dra_driver.errors import RetryableError
 from dra_driver.kubelet.sockets import listening
 from dra_driver.model.units import counted
@@ -25,12 +27,14 @@ _RECONNECT_S = 0.2
 class KubeletChecks:
     """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
 
-    `mps_external`: MPS daemons are kept by a DaemonSet of their own; `cdi` is the directory with CDI specs.
+    `node_state` reads what the driver wrote down. `mps_external`: MPS daemons are kept by a DaemonSet of their own;
+    `cdi` is the directory with CDI specs.
     """
 
     driver: str
     registry: Path
     plugins: Path
+    node_state: Callable[[], NodeState]
     mps_external: bool = True
     cdi: Path | None = None
 
@@ -103,7 +107,7 @@ class KubeletChecks:
 
     def records(self) -> Finding:
         """Can the driver's records be read?"""
-        state = read_state(self.state)
+        state = self.node_state()
         if state.faults:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
             return fail(
@@ -127,7 +131,7 @@ class KubeletChecks:
 
     def debts(self) -> Finding:
         """Do claims that have ended owe something to the node?"""
-        found = read_state(self.state).debts
+        found = self.node_state().debts
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             owed, _, remedy = found[0].text.rpartition("; ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 import tomllib
@@ -12,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.diagnostics.doctor.checks import Check
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
 from dra_driver.diagnostics.rules.runtime_config import (
-    DEFAULT_DIRECTORIES,
     RuntimeConfig,
-    canonical,
     containerd_config,
     crio_config,
     judge_runtimes,
 )
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.host import HostPaths
-from dra_driver.model.units import counted
 
 JsonObject = dict[str, Any]
 
@@ -36,7 +32,6 @@ _CONTAINERD = (
 )
 _CRIO = ("/etc/crio/crio.conf",)
 _CRIO_DIRECTORIES = ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d")
-_MOST_SPECS = 5000
 _UNNAMED = "unnamed"
 
 
@@ -79,49 +74,12 @@ class RuntimeChecks:
             )
         return ok(f"{path} is writable")
 
-    def specs(self) -> Finding:
-        """Specs that define a device twice, which makes runtimes drop both, and specs that cannot be read."""
-        broken: list[str] = []
-        count = 0
-        for directory in self._spec_directories():
-            owners: dict[str, str] = {}
-            for file in _spec_files(directory):
-                count += 1
-                if count > _MOST_SPECS:
-                    return warn(f"more than {_MOST_SPECS} specs; not all were read", f"clear up {directory}")
-                spec = _spec(file)
-                if spec is None:
-                    broken.append(str(file))
-                    continue
-                for device in _devices(spec):
-                    other = owners.setdefault(device, file.name)
-                    if other != file.name:
-                        return fail(
-                            f"{device} is defined by {other} and {file.name} in {directory}; runtimes drop both",
-                            f"find out who wrote them (`ls -l {directory}`) and remove one",
-                        )
-        if broken:
-            return warn(f"not readable as CDI specs: {named(broken)}", f"look at it, then `rm {broken[0]}`")
-        return ok(f"{counted(count, 'spec')}, no device twice")
-
     def all(self) -> list[Check]:
-        """From the runtime's configuration to the specs that it reads."""
+        """From the runtime's configuration to the directory that it reads."""
         return [
             Check("runtime", self.runtime),
             Check("CDI directory", self.directory),
-            Check("CDI specs", self.specs),
         ]
-
-    def _spec_directories(self) -> list[Path]:
-        """The driver's directory, and those that runtimes read, as this process sees them."""
-        found = {canonical(self.cdi_root): Path(self.cdi_root)}
-        if self.host is not None:
-            tree = RootedTree(self.host)
-            for path in DEFAULT_DIRECTORIES:
-                resolved = tree.directory(path)
-                if resolved is not None:
-                    found.setdefault(canonical(path), Path(tree.local(resolved)))
-        return [path for path in found.values() if path.is_dir()]
 
 
 def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | None:
@@ -175,32 +133,3 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
     if resolved is None:
         return None
     return tomllib.loads(Path(tree.local(resolved)).read_text("utf-8"))
-
-
-def _spec_files(directory: Path) -> list[Path]:
-    return sorted(
-        file for file in directory.iterdir() if file.suffix in (".json", ".yaml") and file.name[0] != "."
-    )
-
-
-def _spec(file: Path) -> JsonObject | None:
-    try:
-        text = file.read_text("utf-8")
-        if file.suffix == ".json":
-            spec = json.loads(text)
-        else:
-            import yaml
-
-            spec = yaml.safe_load(text)
-    except FileNotFoundError:
-        return {}  # a claim was unprepared meanwhile
-    except Exception:  # noqa: BLE001  whatever is wrong with it, a runtime cannot use it
-        return None
-    return spec if isinstance(spec, dict) and isinstance(spec.get("devices", []), list) else None
-
-
-def _devices(spec: JsonObject) -> Iterator[str]:
-    kind = spec.get("kind")
-    for device in spec.get("devices") or ():
-        if isinstance(device, dict) and device.get("name"):
-            yield f"{kind}={device['name']}"

@@ -11,6 +11,7 @@ from operator import add
 from typing import Any, Literal
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import allocation_results
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 JsonObject = dict[str, Any]
@@ -88,6 +89,15 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductRow:
+    """How much there is of a product, and how many nodes have some of it."""
+
+    product: str
+    nodes: int
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
 class UserRow:
     """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares, and what the
     shares consume."""
@@ -143,16 +153,10 @@ def holders_of(driver: str, claims: Iterable[JsonObject]) -> dict[Slot, list[Hol
     """Who has each device; admin access takes nothing from others and is left out."""
     found: dict[Slot, list[Holder]] = {}
     for claim in claims:
-        for result in results_of(claim):
+        for result in allocation_results(claim):
             if result.get("driver") == driver and not result.get("adminAccess"):
                 found.setdefault((result["pool"], result["device"]), []).append(_holder(claim, result))
     return found
-
-
-def results_of(claim: JsonObject) -> list[JsonObject]:
-    """The devices of a claim's allocation."""
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    return list((allocation.get("devices") or {}).get("results") or ())
 
 
 def _holder(claim: JsonObject, result: JsonObject) -> Holder:
@@ -329,13 +333,13 @@ def _written(amount: Fraction) -> str:
     return format_bytes(amount) if amount >= _BYTES else format_decimal(amount)
 
 
-def by_product(devices: Iterable[ClusterDevice]) -> list[tuple[str, int, Count]]:
-    """Product, how many nodes have some of it, and how much there is."""
+def by_product(devices: Iterable[ClusterDevice]) -> list[ProductRow]:
+    """A row a product."""
     found: dict[str, list[ClusterDevice]] = {}
     for device in devices:
         found.setdefault(device.product, []).append(device)
     return [
-        (product, len({one.node for one in mine} - {ALL_NODES, SOME_NODES}), count(mine))
+        ProductRow(product, len({one.node for one in mine} - {ALL_NODES, SOME_NODES}), count(mine))
         for product, mine in sorted(found.items())
     ]
 

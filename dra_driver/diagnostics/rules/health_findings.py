@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenReason
 from dra_driver.diagnostics.rules.prepared_claims import age_text
 from dra_driver.diagnostics.rules.top_data import NodeHealth
-from dra_driver.diagnostics.rules.top_screen import SeenGpu, SeenReason
 from dra_driver.model.units import counted
 
 _RESET = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from dra_driver.diagnostics.rules.mig_map import DrawnInstance, GpuMap
+from dra_driver.diagnostics.rules.mig_map import GpuMap
 from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.rules.node_view import SeenInstance
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
@@ -85,7 +86,7 @@ def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_deman
     ]
     missing = dict(_missing(gpu, table.withheld, known.records))
     absent = [
-        DrawnInstance(step.placement, step.profile_name, ", ".join(holders.get(step.device, ())))
+        _seen(name, step.profile_name, step.placement, ", ".join(holders.get(step.device, ())))
         for step in missing.values()
     ]
     taken = [
@@ -112,19 +113,31 @@ def _existing(
     holders: Mapping[str, Sequence[str]],
     known: NodeState,
     on_demand: bool,
-) -> DrawnInstance:
+) -> SeenInstance:
     devices = [mig for mig in gpu.mig_devices if mig.gpu_instance_id == instance.gpu_instance_id]
     called = {mig_device_name(name, mig) for mig in devices}
     if profile is not None:
         called.add(mig_slot_name(name, profile, instance.placement))
     claims = [holder for device in sorted(called) for holder in holders.get(device, ())]
-    return DrawnInstance(
-        placement=instance.placement,
-        profile=f"profile {instance.profile_id}" if profile is None else profile.name,
-        owner=", ".join(claims) or _without_claim(gpu, instance, devices, known, on_demand),
-        gpu_instance_id=instance.gpu_instance_id,
-        compute_instance_ids=tuple(sorted(mig.compute_instance_id for mig in devices)),
+    return _seen(
+        name,
+        f"profile {instance.profile_id}" if profile is None else profile.name,
+        instance.placement,
+        ", ".join(claims) or _without_claim(gpu, instance, devices, known, on_demand),
+        instance.gpu_instance_id,
+        tuple(sorted(mig.compute_instance_id for mig in devices)),
     )
+
+
+def _seen(
+    gpu: str,
+    profile: str,
+    place: Placement,
+    holder: str,
+    gpu_instance_id: int | None = None,
+    compute_instance_ids: tuple[int, ...] = (),
+) -> SeenInstance:
+    return SeenInstance(gpu, profile, place.start, place.size, gpu_instance_id, compute_instance_ids, holder)
 
 
 def _without_claim(

@@ -11,29 +11,15 @@ ASCII only, at most `WIDTH` columns.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dra_driver.model.mig import Placement
+from dra_driver.diagnostics.rules.node_view import SeenInstance
+from dra_driver.diagnostics.rules.tables import ascii_only, folded
 
 WIDTH = 100
 _WIDEST_CELL = 18
 _MOST_SLICES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnInstance:
-    """A GPU instance with its profile's name; `owner` says in words who holds it.
-
-    `gpu_instance_id` is None for one that is held but does not exist at the moment.
-    """
-
-    placement: Placement
-    profile: str
-    owner: str
-    gpu_instance_id: int | None = None
-    compute_instance_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +34,7 @@ class GpuMap:
     product: str | None
     mode: str
     memory_slices: int
-    instances: tuple[DrawnInstance, ...] = ()
+    instances: tuple[SeenInstance, ...] = ()
     room: tuple[tuple[str, int], ...] = ()
     whole_owner: str | None = None
 
@@ -62,25 +48,19 @@ def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
 def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
     """A headline, the memory slices, a line for each instance, and what there is room for."""
     width = min(WIDTH, width or WIDTH)
-    lines = _folded(
-        f"{entry.name}  {_ascii(entry.product or 'unknown product')}  MIG mode {entry.mode}", "", width
-    )
+    lines = folded(f"{entry.name}  {entry.product or 'unknown product'}  MIG mode {entry.mode}", "", width)
     lines += _boxes(entry, width)
     for drawn in _in_order(entry.instances):
-        lines += _folded(f"{_title(drawn)}: {_ascii(drawn.owner)}", "  ", width)
+        lines += folded(f"{_title(drawn)}: {drawn.holder}", "  ", width)
     if entry.whole_owner is not None:
-        lines += _folded(f"whole GPU: {_ascii(entry.whole_owner)}", "  ", width)
-    room = ", ".join(f"{_ascii(name)} x{count}" for name, count in entry.room if count > 0)
-    lines += _folded(f"room for: {room or 'nothing'}", "  ", width)
+        lines += folded(f"whole GPU: {entry.whole_owner}", "  ", width)
+    room = ", ".join(f"{name} x{count}" for name, count in entry.room if count > 0)
+    lines += folded(f"room for: {room or 'nothing'}", "  ", width)
     return "\n".join(lines) + "\n"
 
 
-def _end(placement: Placement) -> int:
-    return placement.start + placement.size
-
-
-def _in_order(instances: Iterable[DrawnInstance]) -> list[DrawnInstance]:
-    return sorted(instances, key=lambda drawn: (drawn.placement, drawn.gpu_instance_id or 0))
+def _in_order(instances: Iterable[SeenInstance]) -> list[SeenInstance]:
+    return sorted(instances, key=lambda seen: (seen.start, seen.size, seen.gpu_instance_id or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,37 +98,16 @@ def _row(entry: GpuMap) -> Iterator[_Box]:
         return
     at = 0
     for drawn in _in_order(entry.instances):
-        start = max(drawn.placement.start, at)
-        end = min(_end(drawn.placement), entry.memory_slices)
+        start = max(drawn.start, at)
+        end = min(drawn.start + drawn.size, entry.memory_slices)
         if start < end:
             yield from (_Box(1, "free") for _ in range(at, start))
-            yield _Box(end - start, _ascii(drawn.profile), _ids(drawn))
+            yield _Box(end - start, ascii_only(drawn.profile), drawn.ids)
             at = end
     yield from (_Box(1, "free") for _ in range(at, entry.memory_slices))
 
 
-def _ids(drawn: DrawnInstance) -> str:
-    if drawn.gpu_instance_id is None:
-        return "not there"
-    compute = ",".join(str(number) for number in sorted(drawn.compute_instance_ids))
-    return f"GI {drawn.gpu_instance_id}" + (f" CI {compute}" if compute else "")
-
-
-def _title(drawn: DrawnInstance) -> str:
-    place = drawn.placement
-    where = f"slice {place.start}" if place.size == 1 else f"slices {place.start}-{_end(place) - 1}"
-    ids = _ids(drawn)
-    if drawn.gpu_instance_id is not None and not drawn.compute_instance_ids:
-        ids += " without compute instance"
-    return f"{where}, {_ascii(drawn.profile)}, {ids}"
-
-
-def _ascii(text: str) -> str:
-    """Names come from the driver and from files: nothing in them may move a terminal's cursor."""
-    return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
-
-
-def _folded(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
-    )
+def _title(seen: SeenInstance) -> str:
+    lacks = seen.gpu_instance_id is not None and not seen.compute_instance_ids
+    ids = seen.ids + (" without compute instance" if lacks else "")
+    return f"{'slice' if seen.size == 1 else 'slices'} {seen.slices}, {seen.profile}, {ids}"

@@ -66,6 +66,22 @@ def printable(cell: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in cell)
 
 
+def ascii_only(text: str) -> str:
+    """As `printable`, for a drawing whose columns must be as wide as they have signs."""
+    return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
+
+
+def folded(text: str, indent: str, width: int) -> list[str]:
+    """The text in ASCII as lines of at most that width; all but the first are indented further."""
+    return textwrap.wrap(
+        ascii_only(text),
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_on_hyphens=False,
+    )
+
+
 def hanging(prefix: str, text: str, width: int | None) -> str:
     """The text after its prefix, and what is too long for `width` below the text's beginning; None is one line.
 

@@ -8,16 +8,15 @@ from datetime import datetime
 
 from dra_driver.diagnostics.rules.mig_holders import gpu_maps
 from dra_driver.diagnostics.rules.node_state import NodeState
-from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, PreparedClaim
-from dra_driver.diagnostics.rules.top_screen import (
+from dra_driver.diagnostics.rules.node_view import (
     Holding,
     NodeView,
     SeenDaemon,
     SeenGpu,
-    SeenInstance,
     SeenProcess,
     SeenReason,
 )
+from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, PreparedClaim
 from dra_driver.health.rules.polling import FABRIC, reasons_found
 from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
@@ -111,7 +110,11 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
         holdings=tuple(
             holding for claim in found.claims.claims for holding in _holdings(claim, reasons, ids)
         ),
-        instances=tuple(_instances(inventory, found.state, on_demand)),
+        instances=tuple(
+            instance
+            for drawn in gpu_maps(inventory, found.state, on_demand)
+            for instance in sorted(drawn.instances, key=lambda one: (one.start, one.size))
+        ),
         health=tuple(reason.shown for reason in reasons),
         mps=tuple(
             _daemon(device, status, found.now.timestamp())
@@ -331,22 +334,6 @@ def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mappi
         if entry.gpu_instance_id is not None and entry.compute_instance_id is not None
     }
     return {**made, **there}
-
-
-def _instances(
-    inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]
-) -> Iterator[SeenInstance]:
-    for drawn in gpu_maps(inventory, known, on_demand):
-        for instance in sorted(drawn.instances, key=lambda entry: entry.placement):
-            yield SeenInstance(
-                gpu=drawn.name,
-                profile=instance.profile,
-                start=instance.placement.start,
-                size=instance.placement.size,
-                gpu_instance_id=instance.gpu_instance_id,
-                compute_instance_ids=instance.compute_instance_ids,
-                holder=instance.owner,
-            )
 
 
 def _daemon(device: str, status: MpsDaemonStatus, now: float) -> SeenDaemon:

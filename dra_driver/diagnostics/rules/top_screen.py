@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dra_driver.diagnostics.rules.node_view import Holding, NodeView, SeenGpu, SeenInstance
 from dra_driver.diagnostics.rules.prepared_claims import age_text
-from dra_driver.diagnostics.rules.tables import Column, fitted
+from dra_driver.diagnostics.rules.tables import Column, ascii_only, fitted, folded
 from dra_driver.model.gpu import GpuLoad
 
 NARROWEST = 60
@@ -43,116 +44,6 @@ class Span:
 
 
 Line = tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SeenGpu:
-    """A GPU. `name` is its device's, `mode` its MIG mode or None; `load` is None where NVML tells nothing of the GPU.
-    One that NVML does not show, and whose UUID is not known, has its PCI bus ID as the name and "" as the UUID.
-
-    `health` is the worst of what is known of it and its instances, as a word; `unknown` if it was not read.
-    """
-
-    name: str
-    uuid: str
-    product: str | None = None
-    mode: str | None = None
-    load: GpuLoad | None = None
-    health: str = "unknown"
-    index: int | None = None
-    pci_bus_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A device of a claim; `since_s` is None where it is not written down. `trouble` is how bad the device is,
-    None if it is well as far as is known. `pods` are the names of those that the claim is for, None if unknown."""
-
-    claim: str
-    uid: str
-    phase: str
-    since_s: float | None
-    device: str
-    kind: str
-    uuid: str
-    usage: str | None = None
-    share_id: str | None = None
-    admin_access: bool = False
-    mig: str | None = None
-    boot: str = "this"
-    trouble: str | None = None
-    pods: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeenInstance:
-    """A GPU instance on the GPU with the device name `gpu`; its ID is None if it is held but not there."""
-
-    gpu: str
-    profile: str
-    start: int
-    size: int
-    gpu_instance_id: int | None
-    compute_instance_ids: tuple[int, ...]
-    holder: str
-
-
-@dataclass(frozen=True, slots=True)
-class SeenReason:
-    """Why a device is not well; `since_s` is None for what only this look showed. `devices` are the MIG devices of an
-    instance. `is_over` says that the reason is written down, but NVML does not show it any more."""
-
-    subject: str
-    severity: str
-    reason: str
-    since_s: float | None
-    text: str
-    devices: tuple[str, ...] = ()
-    is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SeenDaemon:
-    """The MPS daemon of a device; `clients` is None before the first probe."""
-
-    device: str
-    state: str
-    since_s: float
-    clients: int | None = None
-    pid: int | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeenProcess:
-    """A process that has memory on the GPU with the device name `gpu`; `gpu_instance_id` in MIG mode only. `pod` is
-    `NAMESPACE/NAME`, or the UID of a pod whose claims are not known, and None for a process of the host."""
-
-    gpu: str
-    pid: int
-    name: str
-    memory_bytes: int | None = None
-    gpu_instance_id: int | None = None
-    pod: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """All that is shown. `domains` are NVLink domains with the names of their GPUs; `notes` are sentences."""
-
-    node: str
-    driver: str
-    taken_at: str
-    nvidia_version: str | None = None
-    cuda_version: str | None = None
-    gpus: tuple[SeenGpu, ...] = ()
-    domains: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    holdings: tuple[Holding, ...] = ()
-    instances: tuple[SeenInstance, ...] = ()
-    health: tuple[SeenReason, ...] = ()
-    mps: tuple[SeenDaemon, ...] = ()
-    processes: tuple[SeenProcess, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def node_lines(view: NodeView, width: int, order: Order = "index") -> list[Line]:
@@ -199,7 +90,7 @@ _GPU_COLUMNS = (
     Column("GPU"),
     Column("PRODUCT", drop=5),
     Column("PCI BUS ID", drop=6),
-    Column("MIG", drop=3),
+    Column("MIG", drop=3, optional=True),
     Column("MEMORY", drop=2),
     Column("USED MiB"),
     Column("UTIL", drop=4),
@@ -215,21 +106,11 @@ def _gpus(view: NodeView, width: int, order: Order) -> list[Line]:
     if not view.gpus:
         return [(Span("no GPU is known", "title"),)]
     gpus = sorted(view.gpus, key=_ORDERS[order])
-    kept = [
-        index
-        for index, column in enumerate(_GPU_COLUMNS)
-        if column.title != "MIG" or any(gpu.mode is not None for gpu in gpus)
-    ]
     cells = [_gpu(gpu) for gpu in gpus]
-    head, *rows = fitted(
-        [_GPU_COLUMNS[index] for index in kept],
-        [[row[index].text for index in kept] for row in cells],
-        width,
-        _GAP,
-    )
+    head, *rows = fitted(_GPU_COLUMNS, [[cell.text for cell in row] for row in cells], width, _GAP)
     lines: list[Line] = [_cut(_spans(head, {}, "title"), width)]
     for gpu, row, styled in zip(gpus, rows, cells, strict=True):
-        lines.append(_cut(_spans(row, {at: styled[index].style for at, index in enumerate(kept)}), width))
+        lines.append(_cut(_spans(row, {index: cell.style for index, cell in enumerate(styled)}), width))
         lines += [_instance(seen, width) for seen in view.instances if seen.gpu == gpu.name]
     return lines
 
@@ -272,19 +153,8 @@ def _bar(fraction: float | None) -> Span:
 
 
 def _instance(seen: SeenInstance, width: int) -> Line:
-    text = f"   `- {seen.profile}  slices {_slices(seen.start, seen.size)}  {_ids(seen)}  {seen.holder}"
-    return (Span(_ascii(text)[:width]),)
-
-
-def _slices(start: int, size: int) -> str:
-    return str(start) if size == 1 else f"{start}-{start + size - 1}"
-
-
-def _ids(seen: SeenInstance) -> str:
-    if seen.gpu_instance_id is None:
-        return "not there"
-    compute = ",".join(str(number) for number in seen.compute_instance_ids)
-    return f"GI {seen.gpu_instance_id}" + (f" CI {compute}" if compute else "")
+    text = f"   `- {seen.profile}  slices {seen.slices}  {seen.ids}  {seen.holder}"
+    return (Span(ascii_only(text)[:width]),)
 
 
 def _word(severity: str) -> str:
@@ -323,7 +193,9 @@ def _health(view: NodeView, width: int) -> list[Line]:
         line = _spans(row, {1: _STYLES.get(entry.severity, "")})
         taken = sum(len(span.text) for span in line)
         room = width - taken - len(_GAP)
-        texts = textwrap.wrap(_ascii(entry.text), room, break_on_hyphens=False) if room >= _LEAST_TEXT else []
+        texts = (
+            textwrap.wrap(ascii_only(entry.text), room, break_on_hyphens=False) if room >= _LEAST_TEXT else []
+        )
         if texts:
             lines.append((*line, Span(_GAP + texts[0])))
             lines += [(Span(" " * (taken + len(_GAP)) + text),) for text in texts[1:]]
@@ -337,7 +209,7 @@ def _claims(view: NodeView, width: int) -> list[Line]:
         return [(Span("CLAIM", "title"),), (Span("no claim is prepared"),)]
     columns = [
         Column("CLAIM", cut=14),
-        Column("POD", drop=1, cut=14),
+        Column("POD", drop=1, cut=14, optional=True),
         Column("SINCE", drop=2),
         Column("DEVICE", cut=14),
         Column("USE", cut=16),
@@ -346,8 +218,6 @@ def _claims(view: NodeView, width: int) -> list[Line]:
         [held.claim, _pods(held.pods), _since(held.since_s), held.device, "; ".join(_how(held)) or "-"]
         for held in view.holdings
     ]
-    if all(held.pods is None for held in view.holdings):
-        columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
     styles = [_STYLES.get(held.trouble or "", "") for held in view.holdings]
     return _table(columns, rows, width, len(columns) - 1, styles)
 
@@ -390,7 +260,7 @@ def _processes(view: NodeView, width: int, order: Order) -> list[Line]:
     columns = [
         Column("PROCESS"),
         Column("GPU"),
-        Column("GI", drop=2),
+        Column("GI", drop=2, optional=True),
         Column("MEMORY MiB"),
         Column("POD", drop=1, cut=12),
         Column("COMMAND", cut=12),
@@ -407,8 +277,6 @@ def _processes(view: NodeView, width: int, order: Order) -> list[Line]:
         ]
         for one in found
     ]
-    if all(one.gpu_instance_id is None for one in found):
-        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
     return _table(columns, rows, width)
 
 
@@ -469,7 +337,7 @@ def _spans(row: Sequence[tuple[int, str]], styles: Mapping[int, Style], others: 
     made: list[Span] = []
     for index, text in row:
         gap = [Span(_GAP)] if made else []
-        made += [*gap, Span(_ascii(text), styles.get(index, others))]
+        made += [*gap, Span(ascii_only(text), styles.get(index, others))]
     return tuple(made)
 
 
@@ -483,13 +351,5 @@ def _cut(line: Line, width: int) -> Line:
     return tuple(made)
 
 
-def _ascii(text: str) -> str:
-    """Names come from the driver and from files: nothing in them may move a terminal's cursor."""
-    return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
-
-
 def _folded(text: str, indent: str, width: int, style: Style = "") -> list[Line]:
-    lines = textwrap.wrap(
-        _ascii(text), width, initial_indent=indent, subsequent_indent=indent + _INDENT, break_on_hyphens=False
-    )
-    return [(Span(line, style),) for line in lines]
+    return [(Span(line, style),) for line in folded(text, indent, width)]

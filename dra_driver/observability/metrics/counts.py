@@ -4,9 +4,11 @@ own driver, so one dashboard serves both."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from functools import partial
+from itertools import product
+from typing import Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
@@ -30,6 +32,7 @@ _NO_ANSWER = "none"
 _USUAL_ANSWERS = (("GET", 200), ("POST", 201), ("PUT", 200), ("PATCH", 200), ("DELETE", 200))
 
 StepAction = Literal["do", "undo"]
+_Shown = TypeVar("_Shown", Counter, Gauge, Histogram)
 
 
 def step_label(step: type[Step]) -> str:
@@ -60,10 +63,7 @@ class Metrics:
         self.registry.register(readings)
         self.registry.register(self._unread)
         self.show = Views(driver, node, readings, self._source_added)
-        self._make_requests()
-        self._make_mig()
-        self._make_steps()
-        self._make_publishing()
+        self._make_counts()
         Info("nvidia_dra_build", "Version of the driver.", registry=self.registry).info(
             {"version": __version__}
         )
@@ -71,99 +71,74 @@ class Metrics:
         GCCollector(registry=self.registry)
         self.show.prepared_devices(prepared)
 
-    def _make_requests(self) -> None:
-        labels = ("driver", "operation")
+    def _make_counts(self) -> None:
+        """All series whose labels are known are there from the start."""
+        operation = {"operation": _OPERATIONS}
         self._requests = self._counter(
-            "nvidia_dra_requests", "Claims prepared or unprepared with success.", labels
+            "nvidia_dra_requests", "Claims prepared or unprepared with success.", **operation
         )
         self._durations = self._histogram(
             "nvidia_dra_request_duration_seconds",
             "Time to prepare or unprepare one claim.",
-            labels,
             _DURATION_BUCKETS,
+            **operation,
         )
-        self._inflight = Gauge(
-            "nvidia_dra_requests_inflight", "gRPC calls in progress.", labels, registry=self.registry
+        self._inflight = self._shown(
+            Gauge, "nvidia_dra_requests_inflight", "gRPC calls in progress.", operation
         )
         self._errors = {
-            operation: self._counter(
-                f"nvidia_dra_node_{operation}_errors",
-                f"Claims that could not be {operation}d, by cause.",
-                ("driver", "error_type"),
+            name: self._counter(
+                f"nvidia_dra_node_{name}_errors",
+                f"Claims that could not be {name}d, by cause.",
+                error_type=REASONS,
             )
-            for operation in _OPERATIONS
+            for name in _OPERATIONS
         }
         self._release_waits = self._histogram(
             "nvidia_dra_release_wait_seconds",
             "Time that a Prepare waited until another claim let go of its device.",
-            ("driver",),
             _WAIT_BUCKETS,
         )
-        self._release_waits.labels(self._driver)
-        for operation in _OPERATIONS:
-            self._requests.labels(self._driver, operation)
-            self._durations.labels(self._driver, operation)
-            self._inflight.labels(self._driver, operation)
-            for reason in REASONS:
-                self._errors[operation].labels(self._driver, reason)
-
-    def _make_mig(self) -> None:
-        labels = ("driver", "operation")
         self._mig_durations = self._histogram(
             "nvidia_dra_mig_duration_seconds",
             "Time to make or destroy one MIG device on demand.",
-            labels,
             _DURATION_BUCKETS,
+            operation=_MIG_ACTIONS,
         )
         self._mig_errors = self._counter(
             "nvidia_dra_mig_errors",
             "MIG devices that could not be made or destroyed, by cause.",
-            (*labels, "error_type"),
+            operation=_MIG_ACTIONS,
+            error_type=REASONS,
         )
-        for action in _MIG_ACTIONS:
-            self._mig_durations.labels(self._driver, action)
-            for reason in REASONS:
-                self._mig_errors.labels(self._driver, action, reason)
-
-    def _make_steps(self) -> None:
-        labels = ("driver", "step", "action")
+        steps = {"step": [step_label(kind) for kind in get_args(Step)], "action": _STEP_ACTIONS}
         self._step_durations = self._histogram(
             "nvidia_dra_step_duration_seconds",
             "Time to do or undo one step of a claim, whether it succeeded or not.",
-            labels,
             _STEP_BUCKETS,
+            **steps,
         )
         self._step_errors = self._counter(
-            "nvidia_dra_step_errors", "Steps that could not be done or undone.", labels
+            "nvidia_dra_step_errors", "Steps that could not be done or undone.", **steps
         )
-        for kind in get_args(Step):
-            for action in _STEP_ACTIONS:
-                self._step_durations.labels(self._driver, step_label(kind), action)
-                self._step_errors.labels(self._driver, step_label(kind), action)
-
-    def _make_publishing(self) -> None:
         self._publish_lag = self._histogram(
             "nvidia_dra_publish_lag_seconds",
             "Time from a change on the node until the slices that tell of it were written.",
-            ("driver",),
             _LAG_BUCKETS,
         )
-        self._publish_lag.labels(self._driver)
         self._publish_errors = self._counter(
             "nvidia_dra_publish_errors",
             "Failed attempts to bring the slices up to date, by cause.",
-            ("driver", "error_type"),
+            error_type=REASONS,
         )
-        for reason in REASONS:
-            self._publish_errors.labels(self._driver, reason)
         self._api_requests = self._counter(
             "nvidia_dra_api_requests",
             "Requests to the API server by HTTP method and status code; `none` where no answer came.",
-            ("driver", "method", "code"),
+            method=[method for method, _ in _USUAL_ANSWERS],
+            code=[_NO_ANSWER],
         )
         for method, code in _USUAL_ANSWERS:
             self._api_requests.labels(self._driver, method, str(code))
-            self._api_requests.labels(self._driver, method, _NO_ANSWER)
 
     def prepared(self, duration_s: float, error: Exception | None) -> None:
         """A claim's Prepare ended."""
@@ -225,10 +200,19 @@ class Metrics:
         for cause in CAUSES:
             self._unread.labels(self._driver, source, cause)
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
+        return self._shown(Counter, name, text, labels)
 
     def _histogram(
-        self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
+        self, name: str, text: str, buckets: tuple[float, ...], **labels: Sequence[str]
     ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        return self._shown(partial(Histogram, buckets=buckets), name, text, labels)
+
+    def _shown(
+        self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
+    ) -> _Shown:
+        """A metric with a series for each of the values of its labels; the driver's name is the first of them."""
+        metric = kind(name, text, ("driver", *labels), registry=self.registry)
+        for values in product(*labels.values()):
+            metric.labels(self._driver, *values)
+        return metric

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 
 import structlog
 from prometheus_client.metrics_core import Metric
@@ -19,6 +20,8 @@ _WITHIN_S = 1.0
 CAUSES = ("error", "timeout")
 
 Read = Callable[[], Iterable[Metric]]
+_Families = tuple[Metric, ...] | None
+"""What a source answered; None if it failed."""
 
 
 class Readings(Collector):
@@ -29,90 +32,59 @@ class Readings(Collector):
         """`within_s` is how long a scrape waits for all sources together."""
         self._failed = failed
         self._within_s = within_s
-        self._from_memory: list[_MemorySource] = []
-        self._waiting: list[_WaitingSource] = []
+        self._from_memory: dict[str, Read] = {}
+        self._waiting: dict[str, Read] = {}
+        self._lock = threading.Lock()
+        self._answers: dict[str, Future[_Families]] = {}
+        self._overdue: set[str] = set()
 
     def add(self, name: str, read: Read, *, waits: bool) -> None:
         """Call `read` at each scrape. `waits` says that it reads files or asks another process."""
-        if waits:
-            self._waiting.append(_WaitingSource(name, read))
-        else:
-            self._from_memory.append(_MemorySource(name, read))
+        (self._waiting if waits else self._from_memory)[name] = read
 
     def collect(self) -> Iterator[Metric]:
         """The answers of all sources that answer in time."""
         deadline = time.monotonic() + self._within_s
-        asked = [(source.name, source.ask()) for source in self._waiting.copy()]
-        for source in self._from_memory.copy():
-            yield from self._told(source.name, source.ask())
-        for name, answer in asked:
-            answer.wait_until(deadline)
-            yield from self._told(name, answer)
+        asked = {name: self._ask(name) for name in self._waiting.copy()}
+        for name, read in self._from_memory.copy().items():
+            yield from self._told(name, _families(name, read))
+        for name, answer in asked.items():
+            # If an earlier scrape has waited for this call already, do not wait again.
+            wait([answer], 0.0 if name in self._overdue else max(0.0, deadline - time.monotonic()))
+            if answer.done():
+                yield from self._told(name, answer.result())
+            else:
+                self._overdue.add(name)
+                self._failed(name, "timeout")
 
-    def _told(self, name: str, answer: _Answer) -> Sequence[Metric]:
-        if answer.families is None:
-            self._failed(name, "error" if answer.ended.is_set() else "timeout")
-            return ()
-        return answer.families
+    def _told(self, name: str, families: _Families) -> tuple[Metric, ...]:
+        if families is None:
+            self._failed(name, "error")
+        return families or ()
 
-
-class _Answer:
-    """One call of a source, under way or ended; `families` stays None if it failed."""
-
-    def __init__(self) -> None:
-        self.families: tuple[Metric, ...] | None = None
-        self.ended = threading.Event()
-        self._is_overdue = False
-
-    def fill(self, name: str, read: Read) -> None:
-        """Ask. The call counts as ended whatever happens."""
-        try:
-            self.families = tuple(read())
-        except Exception as error:  # noqa: BLE001  one source must not break the scrape
-            _log.debug("metrics_not_read", source=name, reason=str(error))
-        finally:
-            self.ended.set()
-
-    def wait_until(self, deadline: float) -> None:
-        """Wait for the end. If an earlier scrape has waited for this call already, do not wait again."""
-        timeout = 0.0 if self._is_overdue else max(0.0, deadline - time.monotonic())
-        self._is_overdue = not self.ended.wait(timeout)
-
-
-class _MemorySource:
-    """A source that answers at once, from memory."""
-
-    def __init__(self, name: str, read: Read) -> None:
-        self.name = name
-        self._read = read
-
-    def ask(self) -> _Answer:
-        answer = _Answer()
-        answer.fill(self.name, self._read)
-        return answer
-
-
-class _WaitingSource:
-    """A source that is asked in a thread, which ends with the answer. It is never asked twice at a time, so a source
-    that hangs takes one thread."""
-
-    def __init__(self, name: str, read: Read) -> None:
-        self.name = name
-        self._read = read
-        self._lock = threading.Lock()
-        self._answer: _Answer | None = None
-
-    def ask(self) -> _Answer:
-        """The call that is under way, or a new one."""
+    def _ask(self, name: str) -> Future[_Families]:
+        """The call of a source that is under way, or a new one in a thread of its own, which ends with the answer. No
+        source is asked twice at a time, so one that hangs takes one thread."""
         with self._lock:
-            if self._answer is None or self._answer.ended.is_set():
-                self._answer = _Answer()
-                self._start(self._answer)
-            return self._answer
+            known = self._answers.get(name)
+            if known is not None and not known.done():
+                return known
+            answer = self._answers[name] = Future[_Families]()
+            self._overdue.discard(name)
 
-    def _start(self, answer: _Answer) -> None:
-        name = f"metrics-{self.name}"
-        try:
-            threading.Thread(target=answer.fill, args=(self.name, self._read), name=name, daemon=True).start()
-        except RuntimeError:
-            answer.ended.set()
+            def ask() -> None:
+                answer.set_result(_families(name, self._waiting[name]))
+
+            try:
+                threading.Thread(target=ask, name=f"metrics-{name}", daemon=True).start()
+            except RuntimeError:
+                answer.set_result(None)
+            return answer
+
+
+def _families(name: str, read: Read) -> _Families:
+    try:
+        return tuple(read())
+    except Exception as error:  # noqa: BLE001  one source must not break the scrape
+        _log.debug("metrics_not_read", source=name, reason=str(error))
+        return None

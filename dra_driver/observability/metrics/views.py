@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, get_args
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -30,22 +30,6 @@ Instances = Mapping[str, MadeInstance]
 """The made MIG devices on demand, by device name."""
 Samples = Mapping[tuple[str, ...], float]
 InventorySource = Callable[[], Inventory | None]
-
-
-class ReportCounts(Protocol):
-    """Counts events and claim states. `reporting` implements it; this room cannot import that one."""
-
-    @property
-    def written(self) -> int:
-        """Taken by the API server."""
-
-    @property
-    def dropped(self) -> int:
-        """Never sent."""
-
-    @property
-    def failed(self) -> int:
-        """Refused."""
 
 
 class Views:
@@ -209,8 +193,8 @@ class Views:
 
         self._add("mps", read, waits=True)
 
-    def reports(self, reports: ReportCounts) -> None:
-        """Events and claim states."""
+    def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Events and claim states, how many of them by what became of them."""
 
         def read() -> Iterator[Metric]:
             family = CounterMetricFamily(
@@ -218,8 +202,8 @@ class Views:
                 "Events and claim states for the API server: taken (`written`), refused (`failed`), or `dropped`.",
                 labels=("driver", "outcome"),
             )
-            for outcome in ("written", "dropped", "failed"):
-                family.add_metric((self._driver, outcome), getattr(reports, outcome))
+            for outcome, count in counts().items():
+                family.add_metric((self._driver, outcome), count)
             yield family
 
         self._add("notices", read)

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import allocation_results
 from dra_driver.model.units import parse_quantity
 from dra_driver.validation.rules.consumable import Amounts, consumption, fits, shareable, shares_of
 from dra_driver.validation.rules.manifests import alternatives
@@ -100,22 +101,11 @@ class Inventory:
     counters: dict[CounterId, Fraction] = field(default_factory=dict)
 
 
-def allocate(
-    claim: Object,
-    slices: Sequence[Object],
-    classes: Mapping[str, Object],
-    claims: Iterable[Object],
-    node: str,
-) -> Object:
-    """The `status.allocation` for `claim` on `node`; `claims` are all others.
+def allocate(inventory: Inventory, claim: Object, classes: Mapping[str, Object], node: str) -> Object:
+    """The `status.allocation` for `claim`, from what a node has left.
 
     Raises: AllocationError; InvalidConfigError, NotJudgedError for a selector.
     """
-    return allocate_from(take_inventory(slices, claims, node), claim, classes, node)
-
-
-def allocate_from(inventory: Inventory, claim: Object, classes: Mapping[str, Object], node: str) -> Object:
-    """As `allocate`, from what a node has left."""
     devices = (claim.get("spec") or {}).get("devices") or {}
     variants = all_wanted(devices, classes)
     constraints = list(devices.get("constraints") or ())
@@ -270,14 +260,8 @@ def _on_node(spec: Object, node: str, pool: tuple[str, str]) -> bool:
     return bool(spec.get("allNodes")) or spec.get("nodeName") == node
 
 
-def allocated_to(claim: Object) -> list[Object]:
-    """The allocation results of a claim, empty if it has none yet."""
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    return list((allocation.get("devices") or {}).get("results") or ())
-
-
 def _held(claim: Object) -> Iterator[DeviceId]:
-    for result in allocated_to(claim):
+    for result in allocation_results(claim):
         if not result.get("adminAccess") and not result.get("shareID"):
             yield result["driver"], result["pool"], result["device"]
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import allocation_results
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 Amounts = Mapping[str, str]
@@ -60,8 +61,7 @@ def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
 
 def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Amounts]]:
     """(driver, pool, device) and consumption of every share that a claim holds."""
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    for result in (allocation.get("devices") or {}).get("results") or ():
+    for result in allocation_results(claim):
         if result.get("shareID") and not result.get("adminAccess"):
             key = (result["driver"], result["pool"], result["device"])
             yield key, result.get("consumedCapacity") or {}

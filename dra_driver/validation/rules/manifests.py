@@ -7,7 +7,7 @@ take is taken too; `as_v1` brings it into the shape of v1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from dra_driver.api.config import GROUP_VERSION, DeviceType
@@ -225,16 +225,6 @@ def claim_spec(document: JsonObject) -> JsonObject:
     return spec["spec"] if document.get("kind") == "ResourceClaimTemplate" else spec
 
 
-def default_claim_spec(spec: dict[str, Any]) -> None:
-    """Fill what the API server fills, in place: allocation mode and count of every (sub)request."""
-    for request in (spec.get("devices") or {}).get("requests") or ():
-        exact = [request["exactly"]] if isinstance(request.get("exactly"), dict) else []
-        for wanted in (*exact, *(request.get("firstAvailable") or ())):
-            mode = wanted.setdefault("allocationMode", "ExactCount")
-            if mode == "ExactCount":
-                wanted.setdefault("count", 1)
-
-
 def bodies(request: JsonObject) -> list[JsonObject]:
     """What a v1 request asks for: one body, those of `firstAvailable` in order, or none for a request of a later
     version."""
@@ -249,10 +239,14 @@ def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
     return [(name, body) for body in bodies(request)]
 
 
-def class_names(document: JsonObject) -> list[str]:
-    """The classes that a v1 claim or template asks for."""
-    requests = (claim_spec(document).get("devices") or {}).get("requests") or ()
-    return [body["deviceClassName"] for request in requests for _, body in alternatives(request)]
+def requests_of(spec: JsonObject) -> Sequence[JsonObject]:
+    """The requests of a claim's spec."""
+    return (spec.get("devices") or {}).get("requests") or ()
+
+
+def class_names(spec: JsonObject) -> list[str]:
+    """The classes that a v1 claim spec asks for."""
+    return [str(body.get("deviceClassName")) for request in requests_of(spec) for body in bodies(request)]
 
 
 def _exact_request(request: JsonObject) -> JsonObject:
@@ -301,14 +295,9 @@ def _misfits(
 ) -> list[FieldFault]:
     """Parameters that name a request none of whose classes gives devices of their kind: Prepare would refuse them."""
     found: list[FieldFault] = []
-    for number, entry in enumerate(entries):
-        parameters = entry["opaque"]["parameters"]
-        if entry["opaque"]["driver"] != driver or not is_parameters(parameters):
-            continue
-        kind = str(parameters.get("kind"))
-        if kind not in CONFIG_KINDS:
-            continue
-        for index, name in enumerate(entry.get("requests") or ()):
+    for number, names, parameters in _known_parameters(entries, driver):
+        kind = parameters["kind"]
+        for index, name in enumerate(names):
             classes = [
                 body["deviceClassName"]
                 for request in requests
@@ -326,14 +315,10 @@ def _without_admin(
 ) -> Iterator[FieldFault]:
     """Parameters with `management` for requests without adminAccess. Where they name no request, those whose class is
     known to give devices of their kind."""
-    for number, entry in enumerate(entries):
-        parameters = entry["opaque"]["parameters"]
-        if entry["opaque"]["driver"] != driver or not is_parameters(parameters):
+    for number, names, parameters in _known_parameters(entries, driver):
+        kind = CONFIG_KINDS[parameters["kind"]]
+        if parameters.get("management") is not True or kind == "vfio":
             continue
-        kind = CONFIG_KINDS.get(str(parameters.get("kind")))
-        if parameters.get("management") is not True or kind not in ("gpu", "mig"):
-            continue
-        names = entry.get("requests") or ()
         for request in requests:
             bodies = alternatives(request)
             fits = all(class_type(body["deviceClassName"]) == kind for _, body in bodies)
@@ -347,6 +332,17 @@ def _without_admin(
                     yield FieldFault(f"{path}[{number}].requests[{index}]", text)
 
 
+def _known_parameters(
+    entries: Iterable[JsonObject], driver: str
+) -> Iterator[tuple[int, Sequence[str], JsonObject]]:
+    """Of the config entries with parameters of this driver of a known kind: number, names of requests, parameters."""
+    for number, entry in enumerate(entries):
+        parameters = entry["opaque"]["parameters"]
+        is_ours = entry["opaque"]["driver"] == driver and is_parameters(parameters)
+        if is_ours and str(parameters.get("kind")) in CONFIG_KINDS:
+            yield number, entry.get("requests") or (), parameters
+
+
 def _has_admin_access(bodies: Sequence[tuple[str, JsonObject]]) -> bool:
     return all(body.get("adminAccess") is True for _, body in bodies)
 
@@ -358,12 +354,9 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
         for request in devices.get("requests") or ()
         if request.get("firstAvailable")
     }
-    for number, entry in enumerate(devices.get("config") or ()):
-        parameters = entry["opaque"]["parameters"]
-        kind = str(parameters.get("kind")) if is_parameters(parameters) else ""
-        if entry["opaque"]["driver"] != driver or kind not in CONFIG_KINDS:
-            continue
-        for name in entry.get("requests") or ():
+    for number, names, parameters in _known_parameters(devices.get("config") or (), driver):
+        kind = parameters["kind"]
+        for name in names:
             types = {full: class_type(body["deviceClassName"]) for full, body in by_name.get(name, ())}
             misfits = [full for full, kept in types.items() if kept not in (None, CONFIG_KINDS[kind])]
             fits = [full for full in types if full not in misfits]
@@ -443,85 +436,79 @@ def is_parameters(document: Any) -> bool:
     )
 
 
+def _uses_claim(value: Any) -> str | None:
+    has_name = isinstance(value, dict) and isinstance(value.get("name"), str)
+    return None if has_name else "must be an object with a name"
+
+
+_CONTAINERS = ListField(
+    Object(
+        {
+            "resources": Object(
+                {
+                    "limits": MapField(Anything()),
+                    "requests": MapField(Anything()),
+                    "claims": ListField(Scalar(object, _uses_claim), None),
+                },
+                open=True,
+            )
+        },
+        open=True,
+    ),
+    None,
+)
+_POD = Object(
+    {
+        "initContainers": _CONTAINERS,
+        "containers": _CONTAINERS,
+        "resourceClaims": ListField(
+            Object(
+                {
+                    "name": Scalar(str, _label),
+                    "resourceClaimName": Scalar(str, _name),
+                    "resourceClaimTemplateName": Scalar(str, _name),
+                },
+                ("name",),
+                {
+                    "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
+                },
+            )
+        ),
+    },
+    open=True,
+)
+
+
 def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
     """The faults of the parts of a pod that have to do with claims."""
-    misshapen = [*_misshapen(spec, path)]
-    if misshapen:
-        return misshapen
-    entries = spec.get("resourceClaims") or []
-    shape = ListField(
-        Object(
-            {
-                "name": Scalar(str, _label),
-                "resourceClaimName": Scalar(str, _name),
-                "resourceClaimTemplateName": Scalar(str, _name),
-            },
-            ("name",),
-            {
-                "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
-            },
-        )
-    )
-    found = faults(entries, shape, f"{path}.resourceClaims")
+    found = faults(spec, _POD, path)
     if found:
         return found
+    entries = spec.get("resourceClaims") or []
     for number, entry in enumerate(entries):
         given = [key for key in ("resourceClaimName", "resourceClaimTemplateName") if entry.get(key)]
         if len(given) != 1:
             text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
             found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
     names = {entry["name"] for entry in entries}
-    for place in ("initContainers", "containers"):
-        for number, container in enumerate(spec.get(place) or ()):
-            resources = container.get("resources") if isinstance(container, dict) else None
-            claims = resources.get("claims") if isinstance(resources, dict) else None
-            for index, claim in enumerate(claims or ()):
-                name = claim.get("name") if isinstance(claim, dict) else None
-                if name not in names:
-                    here = f"{path}.{place}[{number}].resources.claims[{index}].name"
-                    known = ", ".join(sorted(names)) or "none"
-                    found.append(
-                        FieldFault(here, f"there is no entry {name!r} in resourceClaims; there are: {known}")
-                    )
+    for here, name in _used_claims(spec):
+        if name not in names:
+            known = ", ".join(sorted(names)) or "none"
+            text = f"there is no entry {name!r} in resourceClaims; there are: {known}"
+            found.append(FieldFault(f"{path}.{here}", text))
     return found
-
-
-def _misshapen(spec: JsonObject, path: str) -> Iterator[FieldFault]:
-    """What of a pod's containers is not a list or an object, as far as it is looked into."""
-    for place in ("initContainers", "containers"):
-        containers = spec.get(place)
-        if containers is not None and not isinstance(containers, list):
-            yield FieldFault(f"{path}.{place}", "must be a list")
-            continue
-        for number, container in enumerate(containers or ()):
-            here = f"{path}.{place}[{number}]"
-            if not isinstance(container, dict):
-                yield FieldFault(here, "must be an object")
-                continue
-            resources = container.get("resources")
-            if resources is not None and not isinstance(resources, dict):
-                yield FieldFault(f"{here}.resources", "must be an object")
-                continue
-            resources = resources or {}
-            for key in ("limits", "requests"):
-                if resources.get(key) is not None and not isinstance(resources[key], dict):
-                    yield FieldFault(f"{here}.resources.{key}", "must be an object")
-            claims = resources.get("claims")
-            if claims is not None and not isinstance(claims, list):
-                yield FieldFault(f"{here}.resources.claims", "must be a list")
-                continue
-            for index, claim in enumerate(claims or ()):
-                if not isinstance(claim, dict) or not isinstance(claim.get("name"), str):
-                    yield FieldFault(f"{here}.resources.claims[{index}]", "must be an object with a name")
 
 
 def unused_claims(spec: JsonObject) -> list[str]:
     """Entries of a pod's `resourceClaims` that no container uses, so that no container sees the devices."""
-    used = {
-        claim.get("name")
-        for place in ("initContainers", "containers")
-        for container in spec.get(place) or ()
-        if isinstance(container, dict)
-        for claim in ((container.get("resources") or {}).get("claims") or ())
-    }
+    used = {name for _, name in _used_claims(spec)}
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
+
+
+def _used_claims(spec: JsonObject) -> Iterator[tuple[str, str]]:
+    """The entries of `resourceClaims` that containers of a pod without faults use: where, and the name."""
+    for place in ("initContainers", "containers"):
+        for number, container in enumerate(spec.get(place) or ()):
+            claims = (container.get("resources") or {}).get("claims") or ()
+            for index, claim in enumerate(claims):
+                yield f"{place}[{number}].resources.claims[{index}].name", claim["name"]

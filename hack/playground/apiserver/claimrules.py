@@ -171,3 +171,13 @@ def _allocated(status: Any) -> set[tuple[Any, ...]]:
 
 def _device_key(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry.get("driver"), entry.get("pool"), entry.get("device"), entry.get("shareID")
+
+
+def default_claim_spec(spec: dict[str, Any]) -> None:
+    """Fill what the API server fills, in place: allocation mode and count of every (sub)request."""
+    for request in (spec.get("devices") or {}).get("requests") or ():
+        exact = [request["exactly"]] if isinstance(request.get("exactly"), dict) else []
+        for wanted in (*exact, *(request.get("firstAvailable") or ())):
+            mode = wanted.setdefault("allocationMode", "ExactCount")
+            if mode == "ExactCount":
+                wanted.setdefault("count", 1)

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dra_driver.model.json_copy import copy_json
-from dra_driver.validation.rules.manifests import default_claim_spec
 from playground.apiserver.claimrules import (
     claim_faults,
     class_faults,
+    default_claim_spec,
     drop_deallocated,
     template_faults,
 )

@@ -1,0 +1,52 @@
+"""The machine of a command other than `run`: no daemon is needed, and nothing is changed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from dra_driver.app.platforms import platform_of
+from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.state_on_disk import read_state
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.detachment import Detachments
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.settings import Settings
+
+
+class CommandMachine:
+    """The machine that the settings name. Its NVML stays closed while the driver is detached.
+
+    Raises: InvalidConfigError, StateError if a simulated machine cannot be made.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        platform = platform_of(settings)
+        self.paths = platform.paths
+        self.nodes = platform.nodes
+        self.sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
+        self.boot_id = self.sysfs.boot_id()
+        self.detachments = Detachments(settings.plugin_directory, self.boot_id or "unknown")
+        self.load_nvml = self.detachments.guarded(platform.load_nvml)
+
+    def is_on_demand(self, gpu: Gpu) -> bool:
+        """Whether MIG devices are made on demand on a GPU."""
+        return self.settings.on_demand is not None and self.settings.on_demand(gpu)
+
+    def state(self) -> NodeState:
+        """What the driver wrote down, read now."""
+        return read_state(self.settings.plugin_directory, self.boot_id)
+
+    def open_nvml(self, session: ExitStack) -> NvmlReader:
+        """NVML until the session is closed. Raises: NvmlUnavailableError."""
+        reader = NvmlReader(self.load_nvml, lambda gpu: gpu.mig_enabled or self.is_on_demand(gpu))
+        reader.reopen()
+        session.callback(reader.close)
+        return reader
+
+
+def unread(inventory: Inventory) -> list[str]:
+    """What could not be read of a machine."""
+    return [f"{fault.subject}: {fault.text}" for fault in inventory.faults]

@@ -1,0 +1,84 @@
+"""What `top`, `claims` and `debts` find out about this node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dra_driver.app.commands.machine import CommandMachine
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
+from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
+from dra_driver.diagnostics.state_on_disk import read_claims, read_state
+from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.executor import StepDispatcher
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.debts import Debt
+from dra_driver.model.steps import RunMps, SetTimeSlice
+from dra_driver.mps.client import MpsClient
+from dra_driver.mps.layout import mps_layout
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.settings import Settings
+from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
+
+
+def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
+    """The node as `top` shows it."""
+    settings = machine.settings
+    paths = NodePaths(
+        node=settings.node_name,
+        driver=settings.driver_name,
+        plugin_directory=settings.plugin_directory,
+        cdi_root=Path(settings.cdi_root),
+        boot_id=machine.boot_id,
+        proc=machine.paths.proc,
+        sys=machine.paths.sys,
+    )
+    return NodeSnapshot(
+        paths,
+        NvmlReader(machine.load_nvml, machine.is_on_demand),
+        machine.is_on_demand,
+        is_detached=lambda: machine.detachments.now() is not None,
+    )
+
+
+def prepared_claims(settings: Settings) -> NodeClaims:
+    """What is prepared on this node, from its files alone."""
+    # A simulated machine has its own boot ID. It is read here directly, because making the platform would repair the
+    # machine.
+    proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
+    directory, cdi_root = settings.plugin_directory, Path(settings.cdi_root)
+    state = read_state(directory, Sysfs(proc=proc).boot_id())
+    return read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
+
+
+def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequence[str]]:
+    """What claims that have ended owe to this node, and what could not be read of it. With `pay` everything is tried
+    first. Raises: StateError if that needs rights that this process does not have."""
+    machine, directory = CommandMachine(settings), settings.plugin_directory
+    boot = machine.boot_id or "unknown"
+    state = machine.state()
+    if not pay or not state.debts:
+        return state.debts, state.faults
+    records = RecordStore(directory / "claims")
+    programs = installed_programs(machine.paths.driver_root, directory / "host.lib")
+    smi = NvidiaSmi(programs, machine.detachments.problem)
+    without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
+    runner = StepDispatcher(
+        {
+            SetTimeSlice: TimeSliceSteps(smi, records, boot),
+            # An owed step names its device with the UUID that it had.
+            RunMps: MpsSteps(
+                MpsClient(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
+            ),
+        }
+    )
+    locks = GpuLocks(directory / "locks")
+    debts = Debts(directory / "debts", records, boot)
+    return DebtKeeper(debts, locks, runner, boot).pay_all(), state.faults
