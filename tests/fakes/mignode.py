@@ -38,6 +38,10 @@ CHANGES = frozenset({
 })  # fmt: skip
 
 
+UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
+"""The `state` of a node of which nothing is left, where MIG mode was off before."""
+
+
 class Countdown:
     """Calls `die` after so many changes, whoever makes them."""
 

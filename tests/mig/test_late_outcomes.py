@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError, RetryableError
-from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.mignode import UNTOUCHED, MigNode
 
-UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 MADE = (10, 19, 3, 1)
-
-
-@pytest.fixture
-def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
-    make_idle(h100, mig_mode=False)
-    return MigNode(h100, tmp_path)
-
-
-@pytest.fixture
-def small(node: MigNode) -> Any:
-    return node.wanted("1g.10gb", 3)
 
 
 def appear(node: MigNode) -> None:

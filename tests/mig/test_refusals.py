@@ -25,7 +25,7 @@ from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
 from tests.mig.migtables import MODELS, table
@@ -36,7 +36,6 @@ CREATIONS = {
     CREATE_GPU_INSTANCE: "create a GPU instance",
     CREATE_COMPUTE_INSTANCE: "create a compute instance",
 }
-UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 QUICK = WaitTimeouts(refused_pause_s=0.001, refused_pause_most_s=0.001, busy_pause_s=0.001)
 BRIEF = replace(QUICK, refused_s=0.02)
 FOR_EVER = WaitTimeouts(refused_pause_s=30, refused_pause_most_s=30, refused_s=40)
