@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,8 @@ from dra_driver.errors import RetryableError, StateError
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Pods
 from dra_driver.model.record import ClaimRecord
-from tests.claims.test_reconciler import Told
-from tests.fakes.preparing import Crash, Node, in_threads, reconciler_of
+from tests.claims import test_reconciler
+from tests.fakes.preparing import Crash, Node, in_threads
 from tests.fakes.samples import GPU_0, GPU_1, claim
 
 A, B, C = (PodRef(f"trainer-{letter}", f"pod-uid-{letter}") for letter in "abc")
@@ -30,35 +29,17 @@ def used_by(wanted: AllocatedClaim, *pods: PodRef) -> AllocatedClaim:
     return replace(wanted, pods=pods)
 
 
-class Bench:
+class Bench(test_reconciler.Bench):
     """A reconciler over a node that writes pods down, with a clock that tests turn."""
 
     def __init__(self, node: Node) -> None:
-        self.node = node
-        self.now = 1000.0
-        self.told = Told()
+        super().__init__(node)
         self.keeper = RecordedPods(node.records, node.claim_locks)
-        self.reconciler = reconciler_of(node, self.told, clock=lambda: self.now)
-
-    def look(self) -> float | None:
-        return self.reconciler.look()
 
     def recorded(self, uid: str = "uid-1") -> Pods:
         record = self.node.records.get(uid)
         assert record is not None
         return record.claim.pods
-
-    def during_the_look(self, happens: Callable[[], object]) -> None:
-        """Once, right after the API server answered."""
-        look = self.node.claims.look
-
-        def then(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-            self.node.claims.look = look  # type: ignore[method-assign]
-            seen = look(ref, timeout_s)
-            happens()
-            return seen
-
-        self.node.claims.look = then  # type: ignore[method-assign]
 
 
 @pytest.fixture
