@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -120,12 +119,6 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_claim_without_a_failure_owes_nothing(bench: Bench) -> None:
-    bench.end(record(SLICE, MPS))
-    assert (bench.files(), bench.told.lines) == ([], [])
-    assert bench.tools.undone == [CDI, MPS, SLICE]
-
-
 @pytest.mark.parametrize("step", [SLICE, MPS], ids=["time slice", "MPS"])
 def test_failed_undo_becomes_a_debt_that_the_keeper_pays(bench: Bench, step: Step) -> None:
     bench.tools.broken = [step]
@@ -223,18 +216,6 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     while bench.keeper.pay_all():
         assert time.monotonic() < deadline
     assert bench.files() == []
-
-
-def test_full_disk_is_no_obstacle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.tools.broken = [MPS]
-    bench.records.save(record(MPS))
-
-    def full(*_args: object, **_options: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    bench.executor.take_back(record(MPS))
-    assert bench.files() == ["debts/uid-1.json"]
 
 
 def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -> None:
@@ -536,29 +517,6 @@ class Crash(BaseException):
     """The process dies here."""
 
 
-@pytest.mark.parametrize("moment", ["before the link", "after the link", "after the unlink"])
-def test_process_that_dies_in_the_move(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    bench.tools.broken = [MPS]
-    bench.records.save(record(MPS))
-    name = "unlink" if moment == "after the unlink" else "hardlink_to"
-    real = getattr(Path, name)
-
-    def dying(*arguments: object, **options: object) -> None:
-        if moment.startswith("after"):
-            real(*arguments, **options)
-        raise Crash
-
-    monkeypatch.setattr(Path, name, dying)
-    with pytest.raises(Crash):
-        bench.executor.take_back(record(MPS))
-    monkeypatch.undo()
-    following = bench.restarted()
-    known = following.records.get("uid-1")
-    assert (known is None) == (moment == "after the unlink")
-    if known is not None:
-        following.executor.take_back(known)
-    assert following.keeper.pay_all() == []
-    assert following.files() == []
 
 
 @pytest.mark.parametrize("point", ["undo", "unlink"])
