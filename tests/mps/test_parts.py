@@ -249,26 +249,6 @@ def test_an_unreadable_record_is_set_aside(tmp_path, text):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
 
 
-def full_directory(path):
-    (path / "work").mkdir(parents=True)
-
-
-def link_to_itself(path):
-    path.symlink_to(path.name)
-
-
-def link_to_nothing(path):
-    path.symlink_to("nowhere/at/all")
-
-
-def link_to_a_directory(path):
-    path.symlink_to("elsewhere")
-
-
-def link_to_a_pipe(path):
-    path.symlink_to("elsewhere/pipe")
-
-
 def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(
