@@ -18,7 +18,7 @@ import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
-from dra_driver.mig.ledger_codec import OwnedMode, decode_entry, decode_mode, encode_entry, encode_mode
+from dra_driver.mig.ledger_codec import ENTRY, MODE, OwnedMode, decode, decode_entry, encode
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import OwnedInstance
 
@@ -121,7 +121,7 @@ class MigLedger:
         """Write the entry. As nothing is synced, an error with which the disk takes it only later is not seen. Raises:
         StateError."""
         self.get(entry.device)  # the file of a newer release is not written over
-        self._entries.save(entry.device, encode_entry(entry), durable=False, whole=False)
+        self._entries.save(entry.device, encode(ENTRY, entry), durable=False, whole=False)
         self._note(entry)
 
     def delete(self, device: str) -> None:
@@ -152,7 +152,7 @@ class MigLedger:
         Raises: StateError.
         """
         self._mode(gpu_uuid)  # the file of a newer release is not written over
-        content = encode_mode(OwnedMode(gpu_uuid, pci_bus_id, boot_id))
+        content = encode(MODE, OwnedMode(gpu_uuid, pci_bus_id, boot_id))
         self._modes.save(_mode_name(gpu_uuid), content, durable=False, whole=False)
         self._seen_modes.note(gpu_uuid, (gpu_uuid, boot_id))
 
@@ -190,7 +190,7 @@ class MigLedger:
         return decode_entry(content, device, self._entries.path(device))
 
     def _decode_mode(self, name: str, content: bytes) -> OwnedMode:
-        return decode_mode(content, self._modes.path(name))
+        return decode(MODE, content, self._modes.path(name))
 
 
 def _is_device(name: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 from dra_driver.errors import StateError
 from dra_driver.mig.ledger import MigLedger, OwnedMode
+from dra_driver.mig.ledger_codec import ENTRY, encode
 from dra_driver.model.mig import OwnedInstance, Placement
 from tests.fakes import directories
 from tests.fakes.clock import Clock
@@ -24,7 +25,7 @@ UNSAFE = ["", "..", "../x", "/etc/passwd", "a\n", "a\0b", "ä", "x" * 300]
 UNREADABLE = {
     "half": (b'{"version":1,"dev', "Unterminated string"),
     "field": (b'{"version":1}', "field 'device' is missing"),
-    "other device": (b'{"version":1,"device":"gpu-1"}', "it is the entry of device gpu-1"),
+    "other device": (encode(ENTRY, replace(ONE, device="gpu-1")), "it is the entry of device gpu-1"),
 }
 
 
@@ -67,8 +68,8 @@ def test_unreadable_entry_is_set_aside_and_the_others_are_served(
     ledger: MigLedger, tmp_path: Path, logs: list, raw: bytes, text: str
 ) -> None:
     ledger.save(TWO)
-    for file in (file_of(tmp_path, ONE), tmp_path / f"mode-{GPU}.json"):
-        file.write_bytes(raw)
+    file_of(tmp_path, ONE).write_bytes(raw)
+    (tmp_path / f"mode-{GPU}.json").write_bytes(b"{}")
     for _ in range(2):
         assert (ledger.all(), ledger.owned_modes()) == ({TWO.device: TWO}, {})
     assert [(line["event"], line["subject"]) for line in logs] == [
