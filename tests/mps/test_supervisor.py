@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, ControlProgram
 from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
+from tests.fakes.preparing import in_threads
 from tests.mps.conftest import NO_LABELS
 
 IS_ROOT = os.geteuid() == 0
@@ -169,31 +171,37 @@ def test_no_control_program_is_a_clear_error(host):
     host.assert_nothing_left()
 
 
-def test_a_daemon_that_never_becomes_ready_is_taken_back(host):
-    host.behave(never_ready=True)
-    supervisor = host.supervisor(start=0.4)
-    with pytest.raises(RetryableError, match=r"was not ready after \d\.\d s .*Starting control daemon"):
-        supervisor.ensure(host.spec(), 10)
+THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_limit_mib": 64}
+
+
+@pytest.mark.parametrize(
+    ("rules", "timings", "settings", "error", "text"),
+    [
+        ({"never_ready": True}, {"start": 0.4}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
+        (
+            {"silent": True}, {"start": 0.8, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
+            "did not answer 'get_default_active_thread_percentage'",
+        ),
+        (
+            {"fail_to_start": "the driver is too old"}, {}, {}, RetryableError,
+            "ended while it started.*the driver is too old",
+        ),
+        ({"ignore_limits": True}, {}, THREADS, PermanentError, r"did not take 'set_.*_percentage 50'.*100\.0"),
+        ({"ignore_limits": True}, {}, MEMORY, PermanentError, "did not take 'set_.*_pinned_mem_limit 0 64M'"),
+    ],
+    ids=["never ready", "silent", "ends at once", "ignores threads", "ignores memory"],
+)  # fmt: skip
+def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
+    host, rules, timings, settings, error, text
+):
+    host.behave(**rules)
+    supervisor = host.supervisor(**timings)
+    with pytest.raises(error, match=text):
+        supervisor.ensure(host.spec(**settings), 10)
     host.assert_nothing_left()
     assert supervisor.status() == ()
-
-
-def test_a_daemon_that_does_not_answer_is_not_ready(host):
-    host.behave(silent=True)
-    supervisor = host.supervisor(start=0.8, answer=0.2, patience=0.2)
-    with pytest.raises(RetryableError, match=r"did not answer 'get_default_active_thread_percentage'"):
-        supervisor.ensure(host.spec(), 10)
-    host.assert_nothing_left()
-
-
-def test_a_daemon_that_ends_at_once_shows_its_log(host):
-    host.behave(fail_to_start="CUDA driver version is insufficient")
-    supervisor = host.supervisor()
-    with pytest.raises(RetryableError, match=r"ended while it started.*CUDA driver version is insufficient"):
-        supervisor.ensure(host.spec(), 10)
-    host.assert_nothing_left()
     host.behave()
-    assert supervisor.ensure(host.spec(), 10).state == "ready"
+    assert supervisor.ensure(host.spec(**settings), 10).state == "ready"
 
 
 def test_what_the_program_printed_is_told_first_when_it_ends(host, monkeypatch):
@@ -254,18 +262,6 @@ def test_the_callers_time_is_kept(host):
     ):  # on a busy machine nvidia-smi is slow
         supervisor.ensure(host.spec(), 0.3)
     assert time.monotonic() - began < 9
-
-
-def test_limits_that_are_not_taken_are_an_error(host):
-    host.behave(ignore_limits=True)
-    supervisor = host.supervisor()
-    with pytest.raises(
-        PermanentError, match=r"did not take 'set_default_active_thread_percentage 50'.*100\.0"
-    ):
-        supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
-    with pytest.raises(PermanentError, match="did not take 'set_default_device_pinned_mem_limit 0 64M'"):
-        supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
-    host.assert_nothing_left()
 
 
 def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
@@ -637,13 +633,8 @@ def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host, eventuall
 def test_devices_start_at_the_same_time(host):
     host.behave(start_delay_ms=2500)
     supervisor = host.supervisor()
-    specs = [host.spec(index) for index in (2, 3, 4, 5)]
-    threads = [threading.Thread(target=supervisor.ensure, args=(spec, 10)) for spec in specs]
     began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(supervisor.ensure, host.spec(index), 10) for index in (2, 3, 4, 5)))
     assert [status.state for status in supervisor.status()] == ["ready"] * 4
     assert time.monotonic() - began < 9.9  # 10 s if one after the other
 
@@ -683,16 +674,8 @@ def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
 
 def test_one_device_is_started_once_for_many_callers(host):
     supervisor = host.supervisor()
-    pids = []
-    threads = [
-        threading.Thread(target=lambda: pids.append(supervisor.ensure(host.spec(), 10).pid)) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(pids) == 8
-    assert len(set(pids)) == 1
+    started = in_threads(*[partial(supervisor.ensure, host.spec(), 10)] * 8)
+    assert len({status.pid for status in started}) == 1
 
 
 # --- talk with a daemon that talks with somebody else -------------------------------------------
