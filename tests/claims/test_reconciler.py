@@ -61,6 +61,13 @@ class Bench:
         self.now += seconds
         return self.look()
 
+    def found_stale(self, *claims: AllocatedClaim) -> None:
+        """Claims that were prepared, deleted since, and seen to be."""
+        for one in claims:
+            self.node.prepare(one)
+            del self.node.claims.allocated[one.ref.uid]
+        self.look()
+
     @property
     def held(self) -> list[str]:
         return sorted(self.node.records.all())
@@ -213,10 +220,7 @@ def unsure_of(bench: Bench, patch: pytest.MonkeyPatch, error: DraDriverError, *u
 def test_no_sure_answer_keeps_everything(
     bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
 ) -> None:
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     with monkeypatch.context() as patch:
         unsure_of(bench, patch, error, "uid-1", "uid-2")
         pauses = [bench.later() for _ in range(7)]
@@ -232,10 +236,7 @@ def test_claim_without_a_sure_answer_is_skipped_and_asked_for_again(
     bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
 ) -> None:
     """One object that the API server cannot read must not keep the devices of all others."""
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     with monkeypatch.context() as patch:
         unsure_of(bench, patch, error, "uid-2")
         assert bench.later() == 30
@@ -310,9 +311,7 @@ def in_use(*pids: int) -> InUse | None:
 def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: list[dict[str, str]]) -> None:
     uses = [in_use(4711), in_use(4711), in_use(4711, 4712), in_use(4712), None]
     bench = Bench(node, in_use=lambda record: uses.pop(0))
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     assert len(uses) == 5, "nobody is asked before the grace time is over"
     assert [bench.later(), *(bench.later(30) for _ in range(3))] == [30] * 4
     assert (bench.held, bench.told.recovered_claims) == (["uid-1"], [])
@@ -329,10 +328,7 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
 
 def test_other_claims_do_not_wait_for_a_process(node: Node) -> None:
     bench = Bench(node, in_use=lambda record: in_use(4711) if record.ref.uid == "uid-1" else None)
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     assert (bench.later(), bench.held, bench.told.recovered_claims) == (
         30,
         ["uid-1"],
@@ -350,9 +346,7 @@ def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
             raise RetryableError("NVML does not answer")
 
     bench = Bench(node, in_use=ask)
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
     told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
     assert told == ["it was deleted; whether its devices are still in use is not known: NVML does not answer"]
@@ -377,10 +371,7 @@ def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) ->
             raise StateError("cannot remove the spec")
 
     bench.node.steps.on_undo = refuse_one
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     assert (bench.later(), bench.held) == (30, ["uid-1"])
     bench.node.steps.on_undo = lambda record: None
     assert (bench.later(30), bench.held) == (None, [])
@@ -399,18 +390,14 @@ def test_only_the_claims_that_somebody_waits_for_are_asked_about(bench: Bench) -
 
 
 def test_unprepare_of_the_kubelet_before_it_is_fine(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     bench.node.unprepare(ONE)
     assert bench.later() is None
     assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
 
 
 def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     undoing, unpreparing = threading.Event(), threading.Event()
 
     def slowly(_record: object) -> None:
@@ -428,9 +415,7 @@ def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -
 
 
 def test_unprepare_of_the_kubelet_right_after_the_look_is_not_told_as_ours(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     bench.during_the_look(lambda: bench.node.unprepare(ONE))
     assert bench.later() is None
     assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
@@ -503,9 +488,7 @@ def test_prepare_that_began_before_the_taking_back_writes_nothing(bench: Bench) 
 
 
 def test_one_who_waits_gets_the_device_that_was_taken_back(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     with bench.waiting(claim(GPU_0, uid="uid-9")) as answer:
         bench.later()
         assert isinstance(answer.result(10), Prepared)
