@@ -64,46 +64,27 @@ MADE = OwnedInstance(
 MPS = MpsShared(MpsDaemonSpec(GPU_0, "GPU-0", "gpu", "GPU-0"), 10240, 50)
 
 
+def ints(**values: int) -> dict[str, Any]:
+    return {name: {"int": value} for name, value in values.items()}
+
+
+SHARED = {"shareID": {"string": SHARE}, "shareable": {"bool": True}}
+LIMITS = ints(mpsPinnedMemoryLimitMiB=10240, mpsActiveThreadPercentage=50)
+IDS = ints(gpuInstanceID=7, computeInstanceID=0)
+
+
 @pytest.mark.parametrize(
     ("device", "changes", "usage", "made", "more"),
     [
         (MIXED.by_name[GPU_0], {}, None, None, {}),
-        (
-            MIXED.by_name[MIG_1G],
-            {},
-            None,
-            None,
-            {"gpuInstanceID": {"int": 7}, "computeInstanceID": {"int": 0}},
-        ),
+        (MIXED.by_name[MIG_1G], {}, None, None, IDS),
         (ON_DEMAND, {"admin_access": True}, None, None, {}),
-        (
-            ON_DEMAND,
-            {},
-            None,
-            MADE,
-            {"uuid": {"string": "MIG-1"}, "gpuInstanceID": {"int": 7}, "computeInstanceID": {"int": 0}},
-        ),
-        (
-            MIXED.by_name[GPU_0],
-            {"share_id": SHARE},
-            MPS,
-            None,
-            {
-                "shareID": {"string": SHARE},
-                "shareable": {"bool": True},
-                "mpsPinnedMemoryLimitMiB": {"int": 10240},
-                "mpsActiveThreadPercentage": {"int": 50},
-            },
-        ),
-        (
-            MIXED.by_name[GPU_0],
-            {"share_id": SHARE},
-            replace(MPS, memory_limit_mib=None, active_thread_percentage=None),
-            None,
-            {"shareID": {"string": SHARE}, "shareable": {"bool": True}},
-        ),
+        (ON_DEMAND, {}, None, MADE, {"uuid": {"string": "MIG-1"}, **IDS}),
+        (MIXED.by_name[GPU_0], {"share_id": SHARE}, MPS, None, SHARED | LIMITS),
+        (MIXED.by_name[GPU_0], {"share_id": SHARE}, replace(MPS, memory_limit_mib=None), None,
+         SHARED | ints(mpsActiveThreadPercentage=50)),
     ],
-)
+)  # fmt: skip
 def test_attributes_are_the_published_ones_and_those_of_today(
     device: OfferedDevice, changes: Any, usage: Any, made: OwnedInstance | None, more: Any
 ) -> None:

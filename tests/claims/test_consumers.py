@@ -18,7 +18,7 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Pods
 from dra_driver.model.record import ClaimRecord
 from tests.claims import test_reconciler
-from tests.fakes.preparing import Crash, Node, in_threads
+from tests.fakes.preparing import Node, in_threads
 from tests.fakes.samples import GPU_0, GPU_1, claim
 
 A, B, C = (PodRef(f"trainer-{letter}", f"pod-uid-{letter}") for letter in "abc")
@@ -256,28 +256,3 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
     assert bench.recorded() == (A,)
     assert bench.look() is None
     assert bench.recorded() == (A, B)
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_crash_while_pods_are_written_down_leaves_a_record_that_serves(
-    bench: Bench, after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.node.prepare(used_by(ONE, A))
-    bench.node.claims.add(used_by(ONE, A, B))
-    really = Path.replace
-
-    def die(path: Path, target: Path) -> None:
-        if after:
-            really(path, target)
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", die)
-        with pytest.raises(Crash):
-            bench.look()
-    following = Bench(bench.node.restarted())
-    assert following.recorded() == ((A, B) if after else (A,))
-    following.look()
-    assert following.recorded() == (A, B)
-    assert following.node.unprepare(ONE) is None
-    assert [name for name in following.node.files() if name.endswith(".json")] == []

@@ -517,8 +517,6 @@ class Crash(BaseException):
     """The process dies here."""
 
 
-
-
 @pytest.mark.parametrize("point", ["undo", "unlink"])
 def test_process_that_dies_while_it_pays(bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     bench.tools.broken = [MPS]

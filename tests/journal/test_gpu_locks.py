@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal import gpu_locks as module
 from dra_driver.journal.gpu_locks import GpuLocks
 from tests.fakes.directories import names
 
@@ -119,24 +118,6 @@ def test_lock_is_released_when_the_work_fails(locks: GpuLocks) -> None:
 def test_name_of_a_lock_file_stays_in_the_directory(locks: GpuLocks, tmp_path: Path) -> None:
     with locks.hold(["../../etc/x", "GPU-ä"], 1):
         assert names(tmp_path / "locks") == ["GPU-_.lock", "______etc_x.lock"]
-
-
-def test_every_process_takes_the_gpus_in_the_order_of_their_uuids(
-    locks: GpuLocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[str] = []
-    hold_file = module.hold_file
-
-    def noted(
-        path: Path, among_threads: threading.Lock, deadline: float, what: str, **more: object
-    ) -> object:
-        taken.append(what)
-        return hold_file(path, among_threads, deadline, what, **more)
-
-    monkeypatch.setattr(module, "hold_file", noted)
-    uuids = [f"GPU-{number:02}" for number in range(16)]
-    with locks.hold(random.Random(7).sample(uuids, 16), 1):
-        assert taken == [f"GPU {uuid}" for uuid in uuids]
 
 
 def test_order_of_the_gpus_never_leads_to_a_deadlock(locks: GpuLocks, tmp_path: Path) -> None:

@@ -178,49 +178,36 @@ def _with_policy(**policy: Any) -> dict[str, Any]:
     return device
 
 
-GOOD = {"min": "1Mi", "max": "8Mi", "step": "1Mi"}
+def ranged(default: str, **changes: str) -> dict[str, Any]:
+    return {"default": default, "validRange": {"min": "1Mi", "max": "8Mi", "step": "1Mi"} | changes}
+
+
+def listed(default: str, *values: str) -> dict[str, Any]:
+    return {"default": default, "validValues": list(values)}
 
 
 @pytest.mark.parametrize(
     ("policy", "fault"),
     [
-        ({"default": "8Mi", "validRange": GOOD}, None),
-        ({"default": "8Mi", "validValues": ["1Mi", "8Mi"]}, None),
+        (ranged("8Mi"), None),
+        (listed("8Mi", "1Mi", "8Mi"), None),
         ({"default": "8Mi"}, None),
         ({"default": "1Mi", "validRange": {"min": "1Mi"}}, None),
-        ({"validRange": GOOD}, "requestPolicy needs a default"),
+        ({"validRange": {"min": "1Mi"}}, "requestPolicy needs a default"),
         ({"default": "1Mi", "validRange": {"max": "8Mi"}}, "the valid range has no min"),
-        ({"default": "9Mi", "validRange": GOOD}, "the default lies outside the valid range"),
-        (
-            {"default": "1Mi", "validRange": {**GOOD, "max": "9Mi"}},
-            "the valid range must have 0 <= min <= max <= capacity",
-        ),
-        (
-            {"default": "1Mi", "validRange": {"min": "1Mi", "step": "8Mi"}},
-            "min and one step are above the capacity",
-        ),
-        (
-            {"default": "8Mi", "validRange": {**GOOD, "step": "2Mi"}},
-            "max and default must be whole steps above min",
-        ),
-        ({"default": "1Mi", "validRange": {**GOOD, "step": "0"}}, "the step must be above 0"),
-        ({"default": "8Mi", "validValues": ["8Mi", "1Mi"]}, "valid values are not ascending"),
-        ({"default": "2Mi", "validValues": ["1Mi", "8Mi"]}, "the default is not a valid value"),
-        ({"default": "9Mi", "validValues": ["9Mi"]}, "a valid value is above the capacity"),
-        (
-            {"default": "0", "validValues": [str(number) for number in range(11)]},
-            "more than 10 valid values",
-        ),
-        (
-            {"default": "8Mi", "validValues": ["8Mi"], "validRange": GOOD},
-            "validValues and validRange exclude each other",
-        ),
-        (
-            {"default": "much", "validRange": GOOD},
-            "'much' is not a quantity; expected a number with a suffix such as Mi or G",
-        ),
+        (ranged("9Mi"), "the default lies outside the valid range"),
+        (ranged("1Mi", max="9Mi"), "the valid range must have 0 <= min <= max <= capacity"),
+        ({"default": "1Mi", "validRange": {"min": "1Mi", "step": "8Mi"}}, "min and one step are above the capacity"),
+        (ranged("8Mi", step="2Mi"), "max and default must be whole steps above min"),
+        (ranged("1Mi", step="0"), "the step must be above 0"),
+        (listed("8Mi", "8Mi", "1Mi"), "valid values are not ascending"),
+        (listed("2Mi", "1Mi", "8Mi"), "the default is not a valid value"),
+        (listed("9Mi", "9Mi"), "a valid value is above the capacity"),
+        (listed("0", *map(str, range(11))), "more than 10 valid values"),
+        (ranged("8Mi") | listed("8Mi", "8Mi"), "validValues and validRange exclude each other"),
+        (ranged("much"), "'much' is not a quantity; expected a number with a suffix such as Mi or G"),
     ],
-)
+)  # fmt: skip
 def test_policy_is_checked_before_it_is_sent(policy: dict, fault: str | None) -> None:
     told = f"device {GPU_0}: capacity memory: {fault}"
     assert device_faults(_with_policy(**policy)) == ([told] if fault else [])
