@@ -224,13 +224,6 @@ def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs:
     assert [line["event"] for line in logs] == ["claim_crashed"]
 
 
-@pytest.mark.parametrize("when", ["on_do", "after_do"])
-def test_failed_step_is_rolled_back(node: Node, when: str) -> None:
-    setattr(node.steps, when, failing(StateError("cannot write x: the disk is full; free some space")))
-    assert error_of(node.prepare(claim(GPU_0))).endswith("the disk is full; free some space")
-    assert node.files() == {}
-
-
 def test_record_is_kept_when_the_rollback_fails_and_the_next_call_goes_on_with_it(
     node: Node, logs: list
 ) -> None:
@@ -266,25 +259,6 @@ def test_lost_spec_is_written_again(node: Node) -> None:
     answer, files = node.prepare(claim(GPU_0)), node.files()
     node.specs.remove("uid-1")
     assert (node.prepare(claim(GPU_0)), node.files()) == (answer, files)
-
-
-def test_prepared_claim_keeps_its_record_when_it_cannot_be_put_right(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    files = node.files()
-    node.steps.on_do = failing(RetryableError("a library is missing"))
-    assert error_of(node.prepare(claim(GPU_0))).endswith("a library is missing")
-    assert node.files() == files
-
-
-def test_kernel_state_is_made_again_after_a_reboot(node: Node) -> None:
-    answer = node.prepare(claim(GPU_0))
-    node.specs.remove("uid-1")
-    rebooted = node.restarted(boot_id="boot-2")
-    assert rebooted.prepare(claim(GPU_0)) == answer
-    record = rebooted.records.get("uid-1")
-    assert record is not None
-    assert (record.phase, record.boot_id, record.prepared_at) == ("prepared", "boot-2", AT)
-    assert rebooted.specs.list() == {"uid-1": (GPU_0,)}
 
 
 def test_known_claim_is_answered_from_its_record_when_the_api_server_is_down(node: Node, logs: list) -> None:

@@ -389,13 +389,6 @@ def test_only_the_claims_that_somebody_waits_for_are_asked_about(bench: Bench) -
 # --- against the kubelet -------------------------------------------------------------------------
 
 
-def test_unprepare_of_the_kubelet_before_it_is_fine(bench: Bench) -> None:
-    bench.found_stale(ONE)
-    bench.node.unprepare(ONE)
-    assert bench.later() is None
-    assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
-
-
 def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -> None:
     bench.found_stale(ONE)
     undoing, unpreparing = threading.Event(), threading.Event()

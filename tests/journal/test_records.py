@@ -221,14 +221,6 @@ def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
         store.save(ONE)
 
 
-def test_start_fails_with_one_sentence_when_a_file_is_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "claims").touch()
-    with pytest.raises(
-        StateError, match=r"cannot create the directory .*/claims: a file is in its place; remove it"
-    ):
-        RecordStore(tmp_path / "claims").open("boot-1")
-
-
 def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
     store: RecordStore, logs: list[dict[str, object]]
 ) -> None:
@@ -289,19 +281,6 @@ def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
     assert [line["event"] for line in logs] == [], "what was not removed is not told to be"
     assert again.all() == {"uid-1": ONE}
     assert [line["event"] for line in logs] == ["record_unreadable"]
-
-
-def test_failed_save_keeps_the_old_record(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.save(ONE)
-
-    def full(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StateError, match=r"cannot write .*uid-1\.json: the disk is full; free some space"):
-        store.save(replace(ONE, phase="preparing"))
-    monkeypatch.undo()
-    assert (store.get("uid-1"), names(store.directory)) == (ONE, ["uid-1.json"])
 
 
 def test_delete_is_durable(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:

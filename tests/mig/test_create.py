@@ -151,23 +151,6 @@ def test_whole_step_is_done_within_one_operation(node: MigNode, small) -> None:
     ]  # fmt: skip
 
 
-def test_slot_taken_at_the_last_moment_is_left_to_who_took_it(
-    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node.machine.set_mig_mode(0, True)
-    create = node.hardware.create
-
-    def late(*arguments: Any) -> int:
-        node.machine.create_mig(0, "1g.10gb", 3)
-        return create(*arguments)
-
-    monkeypatch.setattr(node.hardware, "create", late)
-    with pytest.raises(RetryableError, match="the driver has no room there"):
-        node.prepare(small)
-    assert node.on_gpu() == (True, [ONE_G_AT_3])
-    assert node.state()[1:] == UNTOUCHED[1:]
-
-
 def test_busy_gpu_keeps_its_mode_and_the_mode_stays_nobodys(node: MigNode, small) -> None:
     node.machine.hold_gpu(0, 4711, "python3")
     with pytest.raises(DeviceBusyError, match="4711"):
@@ -215,13 +198,6 @@ def test_foreign_instance_is_named_and_left_alone(node: MigNode, small, profile:
     node.collector.look()
     assert node.on_gpu() == before
     assert node.state()[1:] == UNTOUCHED[1:]
-
-
-def test_mode_that_somebody_else_switched_on_stays_on(node: MigNode, small) -> None:
-    node.machine.set_mig_mode(0, True)
-    node.prepare(small)
-    node.unprepare()
-    assert node.state() == ((True, []), set(), set(), {})
 
 
 def test_mode_stays_on_while_somebody_elses_instance_is_there(node: MigNode, small) -> None:
@@ -481,12 +457,6 @@ def test_claim_ends_whatever_is_broken_and_the_device_goes_later(
     assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
-def test_unprepare_of_what_was_never_made_is_fine(node: MigNode, small) -> None:
-    node.devices.destroy(small.name, node.address)
-    node.devices.abandon(small.name)
-    assert node.state() == UNTOUCHED
-
-
 # --- whole GPUs --------------------------------------------------------------------------------
 
 
@@ -526,18 +496,6 @@ def test_whole_gpu_is_refused_in_a_mode_that_is_not_ours(node: MigNode) -> None:
 
 
 # --- boots, files, steps -----------------------------------------------------------------------
-
-
-def test_after_a_reboot_the_device_is_made_again(node: MigNode, small) -> None:
-    node.prepare(small)
-    expected = node.on_gpu()
-    make_idle(node.simulated, mig_mode=False)
-    after = node.restarted(boot_id="boot-2")
-    after.prepare(small)
-    assert after.on_gpu() == expected
-    assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
-    after.unprepare()
-    assert after.state() == UNTOUCHED
 
 
 @pytest.mark.parametrize("was_cut_off", [True, False])

@@ -179,16 +179,6 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
     host.assert_nothing_left()
 
 
-def test_the_next_host_takes_it_over(host: Host) -> None:
-    first = host.supervisor()
-    status = first.ensure(host.group_spec(), 10)
-    first.close()
-    second = host.supervisor()
-    assert second.ensure(host.group_spec(), 10).pid == status.pid
-    second.stop("gpu-2", 10)
-    host.assert_nothing_left()
-
-
 @pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.write_text("{")])
 def test_every_gpu_is_put_back_when_the_record_was_lost(host: Host, lost: Callable[[Path], object]) -> None:
     """As the plugin does it: the first device stops the daemon, the others tell their GPUs."""
