@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dra_driver.files.file_lock import hold_file
 from dra_driver.journal import claim_locks as claimlocks
 from dra_driver.journal.claim_locks import ClaimLocks
 from tests.fakes.directories import names
+from tests.fakes.preparing import in_threads
 
 
 @pytest.fixture
@@ -260,11 +262,7 @@ def test_notes_of_many_claims_at_once_are_all_kept(locks: ClaimLocks, tmp_path: 
             for _ in range(5):
                 turn.note_unprepared()
 
-    threads = [threading.Thread(target=note, args=(number,)) for number in range(len(uids))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    assert in_threads(*(partial(note, number) for number in range(len(uids)))) == [None] * len(uids)
     for uid in uids:
         with locks.hold(uid, 1) as turn:
             assert turn.was_unprepared_since(began)
@@ -278,9 +276,5 @@ def test_one_holder_at_a_time_in_and_across_instances(locks: ClaimLocks, tmp_pat
         with (locks if number % 2 else other).hold("uid-1", 10):
             entered.append(number)
 
-    threads = [threading.Thread(target=enter, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    assert in_threads(*(partial(enter, number) for number in range(8))) == [None] * 8
     assert sorted(entered) == list(range(8))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.gpu_locks import GpuLocks
 from tests.fakes.directories import names
+from tests.fakes.preparing import in_threads
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 HOLDER = """
@@ -137,12 +139,8 @@ def test_order_of_the_gpus_never_leads_to_a_deadlock(locks: GpuLocks, tmp_path: 
                 for uuid in wanted:
                     inside[uuid] -= 1
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert (any(thread.is_alive() for thread in threads), wrong) == (False, [])
+    assert in_threads(*(partial(work, seed) for seed in range(6))) == [None] * 6
+    assert wrong == []
 
 
 def test_descriptors_do_not_leak_over_a_thousand_acquisitions(locks: GpuLocks, tmp_path: Path) -> None:

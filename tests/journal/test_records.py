@@ -15,6 +15,7 @@ from dra_driver.journal.record_codec import encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 from tests.fakes import directories
+from tests.fakes.preparing import in_threads
 from tests.fakes.samples import GPU_0, GPU_1, hold, record
 
 ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
@@ -147,21 +148,12 @@ def test_unreadable_record_is_set_aside_once_when_many_look_at_it(store: RecordS
     store.save(TWO)
     (store.directory / "uid-1.json").write_bytes(b"{")
     barrier = threading.Barrier(8)
-    seen: list[object] = []
 
-    def look() -> None:
+    def look() -> object:
         barrier.wait()
-        try:
-            seen.append(store.all())
-        except Exception as error:
-            seen.append(error)
+        return store.all()
 
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [{"uid-2": TWO}] * 8
+    assert in_threads(*[look] * 8) == [{"uid-2": TWO}] * 8
     assert len(store.quarantined()) == len(logs) == 1
 
 

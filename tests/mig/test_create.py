@@ -35,6 +35,12 @@ ONE_G_AT_3 = (10, 19, 3, 1)
 HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
 
 
+def left_over(node: MigNode, small) -> None:
+    """A device that no record speaks of."""
+    node.prepare(small)
+    node.records.delete("uid-1")
+
+
 def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
     node.machine.hold_gpu(0, 4711, "python3", gpu_instance=gpu_instance, compute_instance=0)
 
@@ -291,8 +297,7 @@ def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
 
 
 def test_device_of_a_claim_whose_record_was_lost_is_kept(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.lost = (small.name,)
     node.collector.look()
     with pytest.raises(RetryableError, match="of a claim whose record was lost"):
@@ -311,8 +316,7 @@ def test_overlapping_device_of_another_claim_is_waited_for(node: MigNode, small)
 
 
 def test_overlapping_orphan_makes_room(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
     assert [row[1:] for row in node.on_gpu()[1]] == [(9, 0, 1)]
     assert "set_mode" not in node.countdown.done[10:], "the mode stays on in between"
@@ -374,8 +378,7 @@ def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node:
 
 def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode, small) -> None:
     """Slices offer the place of a device as long as nobody says that it is taken for good."""
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     hold_instance(node)
     node.collector.look()
     assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
@@ -391,8 +394,7 @@ def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode,
 
 
 def test_pauses_of_the_background_double_up_to_ten_seconds(node: MigNode, small, logs: list) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     hold_instance(node)
     tries: list[float] = []
     for _ in range(600):
@@ -461,8 +463,7 @@ def test_claim_ends_whatever_is_broken_and_the_device_goes_later(
 
 
 def test_whole_gpu_leaves_the_mode_that_was_ours(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.prepare_whole("uid-2")
     assert node.state()[:3] == UNTOUCHED[:3]
     node.prepare_whole("uid-2")
@@ -582,8 +583,7 @@ def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
         ("mode-on", gpu, None), ("mode-off", gpu, "DeviceBusyError"), ("mode-off", gpu, None),
     ]  # fmt: skip
     node.told_of_modes.clear()
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.prepare_whole()
     assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
 
@@ -732,8 +732,7 @@ def test_gpu_that_is_not_partitioned_is_not_adopted(node: MigNode) -> None:
 def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
 
     def broken() -> Any:
         raise StateError("cannot list the MIG ledger: too many open files")
@@ -751,8 +750,7 @@ def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
 def test_collector_works_in_a_thread_of_its_own_and_survives_surprises(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     looked, was_surprised = threading.Event(), threading.Event()
     look = node.collector.look
 
