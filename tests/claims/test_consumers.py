@@ -142,8 +142,7 @@ def test_grace_time_goes_on_when_only_the_pods_of_a_record_changed(bench: Bench)
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.deallocated.add("uid-1")
     bench.look()
-    record = bench.node.records.get("uid-1")
-    assert record is not None
+    record = bench.node.record_of()
     bench.node.records.save(replace(record, claim=used_by(ONE, A, B)))
     bench.now += 60
     bench.look()
@@ -205,8 +204,7 @@ def test_what_a_prepare_saw_after_the_look_stays(bench: Bench, anew: bool, elsew
 
 def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
-    seen = bench.node.records.get("uid-1")
-    assert seen is not None
+    seen = bench.node.record_of()
     bench.node.prepare(used_by(claim(GPU_1), A))
     moved = bench.node.records.get("uid-1")
     bench.keeper.keep(seen, (A, B), time.monotonic_ns())
@@ -216,8 +214,7 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
 
 def test_second_of_two_instances_writes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.node.prepare(used_by(ONE, A))
-    seen = bench.node.records.get("uid-1")
-    assert seen is not None
+    seen = bench.node.record_of()
     looked_ns = time.monotonic_ns()
     other = bench.node.restarted()
     RecordedPods(other.records, other.claim_locks).keep(seen, (A, B), looked_ns)
@@ -231,8 +228,7 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
 ) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
-    seen = bench.node.records.get("uid-1")
-    assert seen is not None
+    seen = bench.node.record_of()
 
     tries: list[str] = []
 

@@ -110,8 +110,7 @@ def test_devices_of_a_dead_prepare_are_not_given_away(node: Node, point: str) ->
 def test_prepare_with_another_allocation_leaves_nothing_of_the_dead_one(node: Node, point: Point) -> None:
     following = die_in(node, lambda: node.prepare(WANTED), point)
     assert isinstance(following.prepare(claim(GPU_1)), Prepared)
-    record = following.records.get("uid-1")
-    assert record is not None
+    record = following.record_of()
     assert [held.device for held in record.devices] == [GPU_1]
     assert following.specs.list() == {"uid-1": (GPU_1,)}
     assert isinstance(following.prepare(claim(GPU_0, uid="uid-2")), Prepared)

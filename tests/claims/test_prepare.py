@@ -117,8 +117,7 @@ def test_prepare_for_another_pod_writes_nothing_for_that_alone(
 
 
 def recorded_pods(node: Node) -> Pods:
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     return record.claim.pods
 
 
@@ -163,8 +162,7 @@ def test_claim_without_a_device_of_ours_is_ready_and_leaves_nothing(node: Node) 
 def test_only_our_part_of_a_claim_is_prepared_and_recorded(node: Node) -> None:
     nic = DeviceResult("nic", "dra.net", "pool-x", "eth0")
     assert node.prepare(claim(nic, GPU_0)) == prepared(claim(GPU_0))
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert record.claim == claim(GPU_0)
 
 
@@ -230,8 +228,7 @@ def test_record_is_kept_when_the_rollback_fails_and_the_next_call_goes_on_with_i
     node.steps.after_do = failing(RetryableError("no node"))
     node.steps.on_undo = failing(StateError("cannot remove the spec"))
     assert error_of(node.prepare(claim(GPU_0))).endswith("no node")
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert (record.phase, record.devices) == ("preparing", (hold(GPU_0),))
     assert ("rollback_incomplete", "cannot remove the spec") in [
         (line["event"], line.get("reason")) for line in logs
@@ -281,8 +278,7 @@ def test_unknown_claim_fails_for_now_when_the_api_server_is_down(node: Node) -> 
 
 def test_half_prepared_claim_is_not_answered_from_its_record(node: Node) -> None:
     node.prepare(claim(GPU_0))
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     node.records.save(replace(record, phase="preparing"))
     node.claims.down = True
     assert "does not answer" in error_of(node.prepare(claim(GPU_0)))
@@ -312,8 +308,7 @@ def test_claim_that_was_allocated_anew_gives_its_old_devices_back(node: Node) ->
     node.prepare(claim(GPU_0))
     moved = claim(GPU_1)
     assert node.prepare(moved) == prepared(moved)
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert (record.claim, record.devices) == (moved, (hold(GPU_1),))
     assert node.specs.list() == {"uid-1": (GPU_1,)}
     assert isinstance(node.prepare(claim(GPU_0, uid="uid-2")), Prepared)
@@ -338,8 +333,7 @@ def test_new_config_of_a_prepared_claim_is_recorded(node: Node) -> None:
     parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
     wanted = claim(GPU_0, configs=(DeviceConfig("FromClaim", (), "gpu.nvidia.com", parameters),))
     assert node.prepare(wanted) == prepared(wanted)
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert (record.claim, record.phase, record.prepared_at) == (wanted, "prepared", AT)
 
 

@@ -150,8 +150,7 @@ def test_half_done_claims_are_taken_back_as_complete_ones(bench: Bench) -> None:
     bench.node.steps.after_do = die
     with suppress(Crash):
         bench.node.prepare(ONE)
-    record = bench.node.records.get("uid-1")
-    assert record is not None
+    record = bench.node.record_of()
     assert record.phase == "preparing"
     forget(bench, "uid-1")
     bench.look()

@@ -191,6 +191,12 @@ class MigNode:
             with self.locks.hold({self.gpu_uuid}, 5):
                 self.executor.take_back(record)
 
+    def record_of(self, uid: str = "uid-1") -> ClaimRecord:
+        """The record of a claim that has one."""
+        found = self.records.get(uid)
+        assert found is not None
+        return found
+
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
         assert self.keeper.pay_all() == []

@@ -272,8 +272,7 @@ class PairNode:
         self.try_()
 
     def give_up(self) -> None:
-        record = self.node.records.get("uid-1")
-        assert record is not None
+        record = self.node.record_of()
         self.node.executor.roll_back(record)
 
 

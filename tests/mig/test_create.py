@@ -632,8 +632,7 @@ def test_start_of_one_instance_leaves_alone_what_the_other_is_making(
     """The collector looked at records and ledger before the Prepare wrote any, and gets the lock after it."""
     other = node.restarted()
     node.prepare(small)
-    saved = node.records.get("uid-1")
-    assert saved is not None
+    saved = node.record_of()
     node.records.delete("uid-1")
     by_device = other.users.by_device
 

@@ -205,8 +205,7 @@ class Stubborn:
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Any) -> int:
         if profile_id == self._profile_id and self.left > 0:
             self.left -= 1
-            record = self._node.records.get("uid-1")
-            assert record is not None
+            record = self._node.record_of()
             self.seen.append((record.phase, self._node.on_gpu()))
             raise NvmlTransientError("create a GPU instance: Insufficient Resources")
         return self._create(gpu_uuid, pci_bus_id, profile_id, placement)
