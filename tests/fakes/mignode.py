@@ -21,7 +21,7 @@ from dra_driver.mig.users import MigUsers
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
-from dra_driver.model.mig import GpuAddress, MigProfile, Placement
+from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, Placement
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
@@ -190,6 +190,18 @@ class MigNode:
         if record is not None:
             with self.locks.hold({self.gpu_uuid}, 5):
                 self.executor.take_back(record)
+
+    def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
+        """The instance of a device that was made in this boot."""
+        found = self.ownership.created_instance(wanted.name)
+        assert found is not None
+        return found
+
+    def entry_of(self, wanted: DynamicMigDevice) -> OwnedInstance:
+        """The ledger's entry of a device that has one."""
+        found = self.ledger.get(wanted.name)
+        assert found is not None
+        return found
 
     def record_of(self, uid: str = "uid-1") -> ClaimRecord:
         """The record of a claim that has one."""

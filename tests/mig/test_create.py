@@ -52,8 +52,7 @@ def test_created_device_is_known_with_everything_and_a_second_prepare_changes_no
     node: MigNode, small
 ) -> None:
     node.prepare(small)
-    made = node.ownership.created_instance(small.name)
-    assert made is not None
+    made = node.made(small)
     (instance,) = node.machine.gpu(0).instances
     compute = instance.compute[0]
     assert (made.gpu_instance_id, made.compute_instance_id) == (instance.id, compute.id)
@@ -111,8 +110,7 @@ def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown")
     with pytest.raises(RetryableError, match="create a compute instance"):
         node.devices.create(node.step(small))
-    entry = node.ledger.get(small.name)
-    assert entry is not None
+    entry = node.entry_of(small)
     assert (entry.phase, node.left_over > 0) == ("orphan", True)
     existing = node.hardware.instances(*node.address)
     assert node.ownership.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
@@ -227,8 +225,7 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
     if has_compute:
         node.machine.create_mig(0, "1g.10gb", 3)
     else:
-        entry = node.ledger.get(small.name)
-        assert entry is not None
+        entry = node.entry_of(small)
         node.hardware.create(*node.address, 19, Placement(3, 1))
         node.ledger.save(replace(entry, gpu_instance_id=11))
     before = node.on_gpu()
@@ -243,13 +240,10 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
 
 def test_instance_destroyed_by_hand_is_made_again(node: MigNode, small) -> None:
     node.prepare(small)
-    before = node.ownership.created_instance(small.name)
+    before = node.made(small)
     node.machine.destroy_mig(0, 10)
     node.prepare(small)
-    after = node.ownership.created_instance(small.name)
-    assert before is not None
-    assert after is not None
-    assert after.uuid != before.uuid
+    assert node.made(small).uuid != before.uuid
     assert node.on_gpu() == (True, [ONE_G_AT_3])
     node.machine.destroy_mig(0, 10)
     node.unprepare()
@@ -360,7 +354,7 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
 
 def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node: MigNode, small) -> None:
     node.prepare(small)
-    made = node.ownership.created_instance(small.name)
+    made = node.made(small)
     hold_instance(node)
     node.unprepare()
     with pytest.raises(DeviceBusyError):
@@ -369,10 +363,7 @@ def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node:
     node.restarted().prepare(small)
     node.clock.now += 60
     node.collector.look()
-    now = node.ownership.created_instance(small.name)
-    assert now is not None
-    assert made is not None
-    assert now.uuid != made.uuid
+    assert node.made(small).uuid != made.uuid
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
 
@@ -504,8 +495,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     node: MigNode, small, *, was_cut_off: bool
 ) -> None:
     node.prepare(small)
-    entry = node.ledger.get(small.name)
-    assert entry is not None
+    entry = node.entry_of(small)
     if was_cut_off:
         bare = replace(entry, phase="creating", gpu_instance_id=None, compute_instance_id=None, uuid=None)
         node.ledger.save(bare)
