@@ -183,14 +183,6 @@ def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, co
     ]
 
 
-def test_each_try_is_written_down_first_and_undoes_only_its_instance(node: Node) -> None:
-    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="unknown", count=2)
-    node.asked(small(node))
-    begun, made = ["save", "own_mode", "set_mode"], ["save", "create", "save"]
-    tried = [*made, "destroy", "delete"]
-    assert node.countdown.done == [*begun, *tried, *tried, *made, "create_compute", "save", "save"]
-
-
 class Stubborn:
     """Hardware that refuses to make one profile so often."""
 
@@ -420,17 +412,6 @@ def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..
     assert node.leftovers == (UNTOUCHED, [])
 
 
-def test_collector_touches_nothing_of_a_claim_that_waits(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
-    asking, _ = waiting_with_two(node)
-    before = node.leftovers
-    assert made(node) == [(14, 4), (19, 6)]
-    node.collector.look()
-    assert node.leftovers == before
-    node.no_more(three(node))
-    asking.answer()
-
-
 def test_unprepare_ends_the_waiting(make: Callable[..., Node]) -> None:
     node = make(FOR_EVER)
     asking, _ = waiting_with_two(node)
@@ -489,14 +470,6 @@ def test_who_waits_behind_in_vain_hears_that_the_other_waits_too(make: Callable[
     assert "held by" not in told
     node.no_more(three(node))
     asking.answer()
-
-
-def test_driver_that_stops_ends_the_waiting(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
-    asking, _ = waiting_with_two(node)
-    node.line.stop()
-    assert "create a GPU instance" in error_of(asking.answer())
-    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
 
 
 def test_many_claims_of_one_gpu_are_all_made_though_half_of_all_is_refused(
