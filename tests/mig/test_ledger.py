@@ -1,5 +1,7 @@
 """The ledger of GPU instances on disk."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +63,19 @@ def test_entry_is_there_until_it_is_deleted(ledger: MigLedger, tmp_path: Path) -
         assert (ledger.get(MADE.device), ledger.all()) == (None, {TWO.device: TWO})
     ledger.delete(TWO.device)
     assert names(tmp_path) == []
+
+
+def test_files_have_the_golden_form(
+    ledger: MigLedger, tmp_path: Path, is_golden: Callable[[Path, str], None]
+) -> None:
+    """Another form would need another format number."""
+    ledger.save(MADE)
+    ledger.own_mode(GPU, None, "boot-1")
+    for name, stem in (("entry", MADE.device), ("mode", f"mode-{GPU}")):
+        document = json.loads((tmp_path / f"{stem}.json").read_bytes())
+        is_golden(
+            Path(__file__).parent / "golden" / f"ledger-{name}.json", json.dumps(document, indent=1) + "\n"
+        )
 
 
 @pytest.mark.parametrize(("raw", "text"), UNREADABLE.values(), ids=UNREADABLE)
