@@ -172,3 +172,16 @@ def memory_path(make_memory_path: Callable[[], Path]) -> Iterator[Path]:
     made = make_memory_path()
     yield made
     shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def is_golden(update_golden: bool) -> Callable[[Path, str], None]:
+    """Compares a text with a golden file, or writes that anew."""
+
+    def compare(golden: Path, text: str) -> None:
+        if update_golden:
+            golden.parent.mkdir(exist_ok=True)
+            golden.write_text(text)
+        assert text == golden.read_text()
+
+    return compare

@@ -61,7 +61,7 @@ from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.debts import DebtKeeper, Debts
-from dra_driver.journal.executor import Executor, ObservedSteps, StepDispatcher
+from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
@@ -246,7 +246,7 @@ class Driver:
             without_record=without_record,
             claim_locks=self._claim_locks,
             gpu_locks=self._gpu_locks,
-            executor=Executor(self.records, self.debts, ObservedSteps(steps, self.metrics), self._boot_id),
+            executor=Executor(self.records, self.debts, steps.observed(self.metrics), self._boot_id),
             keeper=self.keeper,
             users=DeviceUsers(
                 nvml.processes,

@@ -28,12 +28,9 @@ _DIRECTORY_MODE = 0o755
 class CdiDirectory:
     """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice."""
 
-    def __init__(self, path: str | Path, driver_name: str, *, durable: bool = False) -> None:
-        """With `durable` a written spec survives a power cut. The driver does not need that: every Prepare checks the
-        file."""
+    def __init__(self, path: str | Path, driver_name: str) -> None:
         self._path = Path(path)
         self._driver_name = driver_name
-        self._durable = durable
         # The part of the last spec that is equal in all specs, and its bytes: it is most of a spec.
         self._common: tuple[Any, bytes] | None = None
 
@@ -62,16 +59,13 @@ class CdiDirectory:
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)
-        write_atomically(file, content, mode=_FILE_MODE, durable=self._durable)
+        # Not synced: every Prepare checks the file.
+        write_atomically(file, content, mode=_FILE_MODE, durable=False)
         return True
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
         """The claim's spec; None if there is none or the file is not a valid spec. Raises: StateError."""
         return _decoded(read_or_none(self.file(claim_uid)))
-
-    def verify(self, claim_uid: str, spec: dict[str, Any]) -> bool:
-        """Whether the claim's file holds exactly this spec. Raises: StateError."""
-        return read_or_none(self.file(claim_uid)) == encode(spec)
 
     def remove(self, claim_uid: str) -> bool:
         """Remove the claim's spec so that it does not come back; returns whether there was one. Raises: StateError."""

@@ -17,8 +17,8 @@ from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
 from dra_driver.health.rules.state import observe
 from dra_driver.health.store import decode
 from dra_driver.journal.debts import Debts
+from dra_driver.journal.record_codec import step_kind
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.step_codec import encode_step
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.health import HealthState, Reset
@@ -89,7 +89,7 @@ def read_claims(
         specs = CdiDirectory(cdi_root, driver).list()
     except (DraDriverError, OSError) as error:
         problems.append(str(error))
-    claims = prepared_claims(state, specs, lambda step: str(encode_step(step)["kind"]), now)
+    claims = prepared_claims(state, specs, step_kind, now)
     problems += [
         f"{file} was set aside, because it is not a readable file of the driver; look at it, then remove it"
         for file in set_aside_files(plugin_directory, cdi_root, driver)

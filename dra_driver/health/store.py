@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from dra_driver.errors import StateError
+from dra_driver.files.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
 from dra_driver.files.formats import JsonObject, NewerFormatError, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile
-from dra_driver.journal.step_codec import number, optional_number, optional_text, text
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 
 _log = structlog.get_logger(__name__)
@@ -77,30 +78,17 @@ def _tell(found: UnreadableFile) -> None:
 
 def encode(kept: KeptHealth) -> bytes:
     """The file's content. States in which nothing is remembered are left out."""
-    document: JsonObject = {
-        "version": FORMAT_VERSION,
-        "bootID": kept.boot_id,
-        "states": [_encode_state(state) for state in _ordered(kept.states)],
-    }
-    if kept.driver_version is not None:
-        document["driverVersion"] = kept.driver_version
+    ordered = replace(kept, states=tuple(_ordered(kept.states)))
+    document = {"version": FORMAT_VERSION, **_KEPT.encode(ordered)}
     return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode(content: bytes) -> KeptHealth:
     """The kept health in a JSON document. Raises: StateError that says what is wrong with it."""
     try:
-        return parse(content, "health file", _decode, known=FORMAT_VERSION)
+        return parse(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
     except NewerFormatError as error:
         raise StateError(str(error)) from error  # so that the file is set aside
-
-
-def _decode(document: JsonObject) -> KeptHealth:
-    return KeptHealth(
-        text(document, "bootID"),
-        optional_text(document, "driverVersion"),
-        tuple(_decode_state(entry) for entry in document["states"]),
-    )
 
 
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
@@ -117,70 +105,54 @@ def _without_memory(state: HealthState) -> HealthState:
     return HealthState(state.target, identity=state.identity, pci_bus_id=state.pci_bus_id)
 
 
-def _encode_state(state: HealthState) -> JsonObject:
-    target = state.target
-    entry: JsonObject = {
-        "gpuUUID": target.gpu_uuid,
-        "gpuInstance": target.gpu_instance_id,
-        "computeInstance": target.compute_instance_id,
-        "reasons": [_encode_reason(reason) for reason in state.reasons],
-        "eccUncorrected": state.ecc_uncorrected,
-        "identity": state.identity,
-        "setbacks": list(state.setbacks),
-        "heldUntil": state.held_until,
-        "pciBusID": state.pci_bus_id,
-    }
-    return {key: value for key, value in entry.items() if value not in (None, [])}
-
-
 def _is_fleeting(reason: Reason) -> bool:
     return reason.source == "poll" and reason.severity == Severity.INFORMATION
 
 
-def _encode_reason(reason: Reason) -> JsonObject:
-    entry: JsonObject = {
-        "key": reason.key,
-        "value": reason.value,
-        "severity": reason.severity.name.lower(),
-        "since": reason.since,
-        "lastAt": reason.last_at,
-        "text": reason.text,
-        "source": reason.source,
-    }
-    return entry | ({"resetSeen": True} if reason.reset_seen else {})
-
-
-def _decode_state(entry: JsonObject) -> HealthState:
-    return HealthState(
-        target=HealthTarget(
-            text(entry, "gpuUUID"),
-            optional_number(entry, "gpuInstance"),
-            optional_number(entry, "computeInstance"),
-        ),
-        reasons=tuple(_decode_reason(item) for item in entry.get("reasons", [])),
-        ecc_uncorrected=optional_number(entry, "eccUncorrected"),
-        identity=optional_text(entry, "identity"),
-        setbacks=tuple(number({"setbacks": at}, "setbacks") for at in entry.get("setbacks", [])),
-        held_until=optional_number(entry, "heldUntil"),
-        pci_bus_id=optional_text(entry, "pciBusID"),
-    )
-
-
-def _decode_reason(entry: JsonObject) -> Reason:
-    return Reason(
-        key=text(entry, "key"),
-        value=text(entry, "value"),
-        severity=_severity(text(entry, "severity")),
-        since=number(entry, "since"),
-        last_at=number(entry, "lastAt"),
-        text=text(entry, "text"),
-        source="poll" if entry["source"] == "poll" else "event",
-        reset_seen=entry.get("resetSeen") is True,
-    )
-
-
-def _severity(name: str) -> Severity:
+def _severity(_name: str, value: Any) -> Severity:
     try:
-        return Severity[name.upper()]
+        return Severity[value.upper()]
     except KeyError as error:
-        raise StateError(f"severity {name!r} is unknown") from error
+        raise StateError(f"severity {value!r} is unknown") from error
+
+
+def _encode_state(state: HealthState) -> JsonObject:
+    return _TARGET.encode(state.target) | _STATE.encode(state)
+
+
+def _decode_state(_name: str, entry: JsonObject) -> HealthState:
+    return _STATE.decode(entry, target=_TARGET.decode(entry))
+
+
+_REASON = Shape(
+    Reason,
+    key=needed(TEXT),
+    value=needed(TEXT),
+    severity=needed(Kind(_severity, lambda severity: severity.name.lower())),
+    since=needed(NUMBER),
+    last_at=needed(NUMBER),
+    text=needed(TEXT),
+    source=needed(one_of("source", "poll", "event")),
+    reset_seen=left_out(FLAG, default=False),
+)
+_TARGET = Shape(
+    HealthTarget,
+    gpu_uuid=needed(TEXT),
+    gpu_instance_id=left_out(NUMBER, name="gpuInstance"),
+    compute_instance_id=left_out(NUMBER, name="computeInstance"),
+)
+_STATE = Shape(
+    HealthState,
+    reasons=left_out(list_of(_REASON.kind), ()),
+    ecc_uncorrected=left_out(NUMBER),
+    identity=left_out(TEXT),
+    setbacks=left_out(list_of(NUMBER), ()),
+    held_until=left_out(NUMBER),
+    pci_bus_id=left_out(TEXT),
+)
+_KEPT = Shape(
+    KeptHealth,
+    boot_id=needed(TEXT),
+    driver_version=left_out(TEXT),
+    states=needed(list_of(Kind(_decode_state, _encode_state))),
+)

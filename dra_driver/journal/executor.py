@@ -343,19 +343,41 @@ class Executor:
         )
 
 
-class StepDispatcher:
-    """Hands each step to the runner of its type."""
+class StepObserver(Protocol):
+    """Hears of each step that was done or undone, or that failed. Must not block or raise."""
 
-    def __init__(self, runners: Mapping[type, StepRunner]) -> None:
+    def step_ended(
+        self, step: type[Step], action: Literal["do", "undo"], duration_s: float, error: Exception | None
+    ) -> None:
+        """`error` is what the step raised, None if it succeeded."""
+
+
+class StepDispatcher:
+    """Hands each step to the runner of its type, and times it for the `observer` if there is one."""
+
+    def __init__(
+        self,
+        runners: Mapping[type, StepRunner],
+        observer: StepObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._runners = runners
+        self._observer = observer
+        self._clock = clock
+
+    def observed(self, observer: StepObserver) -> StepDispatcher:
+        """The same runners, timed for an observer."""
+        return StepDispatcher(self._runners, observer)
 
     def do(self, step: Step, plan: Plan) -> None:
         """As the step's runner."""
-        self._runners[type(step)].do(step, plan)
+        with self._timed(step, "do"):
+            self._runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """As the step's runner."""
-        self._runners[type(step)].undo(step, record)
+        with self._timed(step, "undo"):
+            self._runners[type(step)].undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """As the step's runner."""
@@ -366,50 +388,16 @@ class StepDispatcher:
         for runner in self._runners.values():
             runner.forget(claim_uid)
 
-
-class StepObserver(Protocol):
-    """Hears of each step that was done or undone, or that failed. Must not block or raise."""
-
-    def step_ended(
-        self, step: type[Step], action: Literal["do", "undo"], duration_s: float, error: Exception | None
-    ) -> None:
-        """`error` is what the step raised, None if it succeeded."""
-
-
-class ObservedSteps:
-    """A runner whose steps are timed."""
-
-    def __init__(
-        self, runner: StepRunner, observer: StepObserver, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._runner = runner
-        self._observer = observer
-        self._clock = clock
-
-    def do(self, step: Step, plan: Plan) -> None:
-        """As the runner."""
-        with self._observed(step, "do"):
-            self._runner.do(step, plan)
-
-    def undo(self, step: Step, record: ClaimRecord) -> None:
-        """As the runner."""
-        with self._observed(step, "undo"):
-            self._runner.undo(step, record)
-
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """As the runner."""
-        return self._runner.in_place(step, record)
-
-    def forget(self, claim_uid: str) -> None:
-        """As the runner."""
-        self._runner.forget(claim_uid)
-
     @contextmanager
-    def _observed(self, step: Step, action: Literal["do", "undo"]) -> Iterator[None]:
+    def _timed(self, step: Step, action: Literal["do", "undo"]) -> Iterator[None]:
         began = self._clock()
         try:
             yield
         except Exception as error:
-            self._observer.step_ended(type(step), action, self._clock() - began, error)
+            self._tell(step, action, began, error)
             raise
-        self._observer.step_ended(type(step), action, self._clock() - began, None)
+        self._tell(step, action, began, None)
+
+    def _tell(self, step: Step, action: Literal["do", "undo"], began: float, error: Exception | None) -> None:
+        if self._observer is not None:
+            self._observer.step_ended(type(step), action, self._clock() - began, error)

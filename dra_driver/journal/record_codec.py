@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from dra_driver.errors import StateError
-from dra_driver.files.formats import JsonObject, parse
-from dra_driver.journal.step_codec import (
-    decode_held,
-    decode_step,
-    encode_held,
-    encode_step,
-    optional_text,
-    text,
+from dra_driver.files.fields import (
+    FLAG,
+    JSON,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    Kind,
+    Shape,
+    Tagged,
+    left_out,
+    list_of,
+    needed,
+    nullable,
+    one_of,
+    or_null,
 )
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, Pods, pods_from
-from dra_driver.model.record import ClaimRecord
+from dra_driver.files.formats import JsonObject, parse
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimRef,
+    DeviceConfig,
+    DeviceResult,
+    PodRef,
+    Pods,
+    pods_from,
+)
+from dra_driver.model.companions import HostDevice, ImexChannels, in_order
+from dra_driver.model.mig import Placement
+from dra_driver.model.mps import MpsDaemonSpec, MpsMember
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
+from dra_driver.model.steps import (
+    CreateMig,
+    LeaveMigMode,
+    RunMps,
+    SetTimeSlice,
+    Step,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
 
 FORMAT_VERSION = 1
 
 
 def encode(record: ClaimRecord) -> bytes:
     """The record as one JSON document."""
-    return json.dumps(_encode(record), separators=(",", ":"), sort_keys=True).encode()
+    document = {"version": FORMAT_VERSION, **_RECORD.encode(record)}
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode(content: bytes) -> ClaimRecord:
@@ -32,110 +60,124 @@ def decode(content: bytes) -> ClaimRecord:
 
     Raises: NewerFormatError, and StateError that says what is wrong with it.
     """
-    return parse(content, "claim record", _decode, known=FORMAT_VERSION)
+    return parse(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
 
 
-def _decode(document: JsonObject) -> ClaimRecord:
-    """Raises: StateError, KeyError, ValueError, TypeError, AttributeError."""
-    if document["phase"] not in ("preparing", "prepared"):
-        raise StateError(f"phase {document['phase']!r} is unknown")
-    return ClaimRecord(
-        claim=_decode_claim(document["claim"]),
-        phase=document["phase"],
-        boot_id=text(document, "bootID"),
-        devices=tuple(decode_held(entry) for entry in document["devices"]),
-        steps=tuple(decode_step(entry) for entry in document["steps"]),
-        prepared_at=optional_text(document, "preparedAt"),
-    )
+def step_kind(step: Step) -> str:
+    """The kind of a step as records have it."""
+    return str(_STEP.encode(step)["kind"])
 
 
-def _encode(record: ClaimRecord) -> JsonObject:
-    document = {
-        "version": FORMAT_VERSION,
-        "claim": _encode_claim(record.claim),
-        "phase": record.phase,
-        "bootID": record.boot_id,
-        "devices": [encode_held(held) for held in record.devices],
-        "steps": [encode_step(step) for step in record.steps],
-    }
-    if record.prepared_at is not None:
-        document["preparedAt"] = record.prepared_at
-    return document
+def _imex(name: str, value: Any) -> ImexChannels:
+    return "all" if value == "all" else int(NUMBER.read(name, value))
+
+
+def _host_devices(name: str, value: Any) -> tuple[HostDevice, ...]:
+    return in_order(TEXTS.read(name, value))
+
+
+def _pods(_name: str, value: Any) -> Pods:
+    """None if the field is not readable: pods are information for people."""
+    return pods_from(value) if isinstance(value, list) else None
 
 
 def _encode_claim(claim: AllocatedClaim) -> JsonObject:
-    ref = claim.ref
-    entry: JsonObject = {
-        "namespace": ref.namespace,
-        "name": ref.name,
-        "uid": ref.uid,
-        "results": [_encode_result(result) for result in claim.results],
-        "configs": [_encode_config(config) for config in claim.configs],
-    }
-    if claim.pod_claim_name is not None:
-        entry["podClaimName"] = claim.pod_claim_name
-    if claim.pods is not None:
-        entry["pods"] = [{"name": pod.name, "uid": pod.uid} for pod in claim.pods]
-    return entry
+    return _REF.encode(claim.ref) | _CLAIM.encode(claim)
 
 
-def _encode_result(result: DeviceResult) -> JsonObject:
-    entry: JsonObject = {
-        "request": result.request,
-        "driver": result.driver,
-        "pool": result.pool,
-        "device": result.device,
-    }
-    if result.admin_access:
-        entry["adminAccess"] = True
-    if result.share_id is not None:
-        entry["shareID"] = result.share_id
-    if result.consumed_capacity:
-        entry["consumedCapacity"] = dict(result.consumed_capacity)
-    return entry
+def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
+    return _CLAIM.decode(entry, ref=_REF.decode(entry))
 
 
-def _encode_config(config: DeviceConfig) -> JsonObject:
-    return {
-        "source": config.source,
-        "requests": list(config.requests),
-        "driver": config.driver,
-        "parameters": config.parameters,
-    }
-
-
-def _decode_claim(entry: JsonObject) -> AllocatedClaim:
-    return AllocatedClaim(
-        ref=ClaimRef(text(entry, "namespace"), text(entry, "name"), text(entry, "uid")),
-        results=tuple(_decode_result(item) for item in entry["results"]),
-        configs=tuple(_decode_config(item) for item in entry.get("configs", [])),
-        pod_claim_name=optional_text(entry, "podClaimName"),
-        pods=_decode_pods(entry.get("pods")),
-    )
-
-
-def _decode_pods(entries: Any) -> Pods:
-    """The pods; None if the field is not readable: they are information for people."""
-    return pods_from(entries) if isinstance(entries, list) else None
-
-
-def _decode_result(entry: JsonObject) -> DeviceResult:
-    consumed: Mapping[str, str] = entry.get("consumedCapacity") or {}
-    return DeviceResult(
-        request=text(entry, "request"),
-        driver=text(entry, "driver"),
-        pool=text(entry, "pool"),
-        device=text(entry, "device"),
-        admin_access=bool(entry.get("adminAccess", False)),
-        share_id=optional_text(entry, "shareID"),
-        consumed_capacity=dict(consumed),
-    )
-
-
-def _decode_config(entry: JsonObject) -> DeviceConfig:
-    return DeviceConfig(
-        source=entry["source"],
-        requests=tuple(entry["requests"]),
-        driver=optional_text(entry, "driver"),
-        parameters=entry["parameters"],
-    )
+_DEVICE_KIND = one_of("device kind", "gpu", "mig")
+PLACEMENT = Shape(Placement, start=needed(NUMBER), size=needed(NUMBER))
+_MPS_MEMBER = Shape(
+    MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=left_out(NUMBER)
+)
+_MPS_SPEC = Shape(
+    MpsDaemonSpec,
+    device=needed(TEXT),
+    uuid=needed(TEXT),
+    kind=needed(_DEVICE_KIND),
+    gpu_uuid=needed(TEXT),
+    multi_user=needed(FLAG),
+    default_active_thread_percentage=left_out(NUMBER),
+    default_memory_limit_mib=left_out(NUMBER),
+    others=left_out(list_of(_MPS_MEMBER.kind), ()),
+)
+_STEP: Tagged[Step] = Tagged(
+    "step",
+    write_cdi_spec=Shape(WriteCdiSpec),
+    write_device_metadata=Shape(WriteDeviceMetadata, versions=needed(TEXTS)),
+    set_time_slice=Shape(SetTimeSlice, gpu_uuid=needed(TEXT), interval=needed(NUMBER)),
+    run_mps=Shape(RunMps, spec=needed(_MPS_SPEC.kind)),
+    create_mig=Shape(
+        CreateMig,
+        device=needed(TEXT),
+        gpu_uuid=needed(TEXT),
+        pci_bus_id=nullable(TEXT),
+        profile_id=needed(NUMBER),
+        profile_name=needed(TEXT, "profile"),
+        placement=needed(PLACEMENT.kind),
+    ),
+    leave_mig_mode=Shape(LeaveMigMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT)),
+)
+_USAGE: Tagged[SharingMode] = Tagged(
+    "sharing mode",
+    time_sliced=Shape(TimeSliced, interval=left_out(NUMBER)),
+    mps=Shape(
+        MpsShared,
+        spec=needed(_MPS_SPEC.kind),
+        memory_limit_mib=left_out(NUMBER),
+        active_thread_percentage=left_out(NUMBER),
+        memory_limits_mib=left_out(list_of(or_null(NUMBER)), ()),
+    ),
+)
+_HELD = Shape(
+    HeldDevice,
+    device=needed(TEXT),
+    kind=needed(_DEVICE_KIND),
+    uuid=needed(TEXT),
+    gpu_uuid=needed(TEXT),
+    admin_access=left_out(FLAG, default=False),
+    share_id=left_out(TEXT),
+    usage=left_out(_USAGE.kind),
+    placement=left_out(PLACEMENT.kind),
+    imex=left_out(Kind(_imex), name="imexChannel"),
+    host_devices=left_out(Kind(_host_devices, list), ()),
+)
+_RESULT = Shape(
+    DeviceResult,
+    request=needed(TEXT),
+    driver=needed(TEXT),
+    pool=needed(TEXT),
+    device=needed(TEXT),
+    admin_access=left_out(FLAG, default=False),
+    share_id=left_out(TEXT),
+    consumed_capacity=left_out(Kind(lambda _name, value: dict(value), dict), {}),
+)
+_CONFIG = Shape(
+    DeviceConfig,
+    source=needed(JSON),
+    requests=needed(TEXTS),
+    driver=nullable(TEXT),
+    parameters=needed(JSON),
+)
+_REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT))
+_POD = Shape(PodRef, name=needed(TEXT), uid=needed(TEXT))
+_CLAIM = Shape(
+    AllocatedClaim,
+    results=needed(list_of(_RESULT.kind)),
+    configs=needed(list_of(_CONFIG.kind)),
+    pod_claim_name=left_out(TEXT),
+    pods=left_out(Kind(_pods, list_of(_POD.kind).write)),
+)
+_RECORD = Shape(
+    ClaimRecord,
+    claim=needed(Kind(_decode_claim, _encode_claim)),
+    phase=needed(one_of("phase", "preparing", "prepared")),
+    boot_id=needed(TEXT),
+    devices=needed(list_of(_HELD.kind)),
+    steps=needed(list_of(_STEP.kind)),
+    prepared_at=left_out(TEXT),
+)

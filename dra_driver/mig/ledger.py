@@ -17,14 +17,17 @@ from typing import Generic, TypeVar
 import structlog
 
 from dra_driver.errors import StateError
+from dra_driver.files.fields import Shape
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
-from dra_driver.mig.ledger_codec import OwnedMode, decode_entry, decode_mode, encode_entry, encode_mode
+from dra_driver.mig.ledger_codec import ENTRY, MODE, OwnedMode, decode, decode_entry, encode
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import OwnedInstance
 
 _log = structlog.get_logger(__name__)
 
 V = TypeVar("V")
+M = TypeVar("M")
+Clock = Callable[[], float]
 Slot = tuple[str, int, int]
 """GPU UUID, profile ID and start: where a GPU instance is or was."""
 
@@ -34,35 +37,62 @@ _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 
 
-class _LastSeen(Generic[V]):
-    """The last seen value of each key, and the values that went away in the last 30 s, by us or the other instance."""
+class _Remembered(Generic[V, M]):
+    """Files of one kind, and a mark of each that went away in the last 30 s, by us or the other instance."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, store: JsonStore[V], shape: Shape[V], mark: Callable[[V], M], clock: Clock) -> None:
+        self._store = store
+        self._shape = shape
+        self._mark = mark
         self._clock = clock
-        self._there: dict[str, V] = {}
-        self._gone: dict[V, float] = {}
+        self._there: dict[str, M] = {}
+        self._gone: dict[M, float] = {}
         self._lock = threading.Lock()
 
-    def note(self, key: str, value: V | None) -> None:
-        """The key has this value now; None means that it is gone, and the moment is remembered."""
-        with self._lock:
-            before = self._there.pop(key, None)
-            if value is not None:
-                self._there[key] = value
-            elif before is not None:
-                self._gone[before] = self._clock()
+    def get(self, name: str) -> V | None:
+        """The value, None if there is none that can be read. Raises: StateError."""
+        value = self._store.get(name)
+        self._note(name, value)
+        return value
 
-    def keys(self) -> set[str]:
-        """The keys that had a value when last looked at."""
+    def all(self) -> dict[str, V]:
+        """Every readable value by name. Raises: StateError if the directory cannot be listed."""
+        values = self._store.all()
+        for name, value in values.items():
+            self._note(name, value)
         with self._lock:
-            return set(self._there)
+            missing = self._there.keys() - values.keys()
+        for name in missing:
+            self.get(name)  # which remembers it, unless it has come meanwhile
+        return values
 
-    def gone(self) -> frozenset[V]:
-        """The values that went away in the last 30 s."""
+    def save(self, name: str, value: V) -> None:
+        """Write the value. As nothing is synced, an error with which the disk takes it only later is not seen. Raises:
+        StateError."""
+        self.get(name)  # the file of a newer release is not written over
+        self._store.save(name, encode(self._shape, value), durable=False, whole=False)
+        self._note(name, value)
+
+    def delete(self, name: str) -> None:
+        """Remove the value; nothing happens if there is none. Raises: StateError."""
+        self.get(name)  # so that it is remembered
+        self._store.delete(name, durable=False)
+        self._note(name, None)
+
+    def gone(self) -> frozenset[M]:
+        """The marks of what went away in the last 30 s."""
         limit = self._clock() - _REMEMBERED_S
         with self._lock:
-            self._gone = {value: moment for value, moment in self._gone.items() if moment >= limit}
+            self._gone = {mark: moment for mark, moment in self._gone.items() if moment >= limit}
             return frozenset(self._gone)
+
+    def _note(self, name: str, value: V | None) -> None:
+        with self._lock:
+            before = self._there.pop(name, None)
+            if value is not None:
+                self._there[name] = self._mark(value)
+            elif before is not None:
+                self._gone[before] = self._clock()
 
 
 class MigLedger:
@@ -74,20 +104,18 @@ class MigLedger:
     def __init__(
         self,
         directory: Path,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         reader: Callable[[UnreadableFile], None] | None = None,
     ) -> None:
         """A `reader` only looks: it is told of what cannot be read, and every file stays where it is."""
         self._directory = directory
         tell, only_reads = reader or _tell, reader is not None
-        self._entries = JsonStore(
+        entries = JsonStore(
             directory, _WHAT, self._decode_entry, tell, is_name=_is_device, only_reads=only_reads
         )
-        self._modes = JsonStore(
-            directory, _WHAT, self._decode_mode, tell, is_name=_is_mode, only_reads=only_reads
-        )
-        self._seen_slots: _LastSeen[tuple[str, Slot]] = _LastSeen(clock)
-        self._seen_modes: _LastSeen[tuple[str, str]] = _LastSeen(clock)
+        modes = JsonStore(directory, _WHAT, self._decode_mode, tell, is_name=_is_mode, only_reads=only_reads)
+        self._entries = _Remembered(entries, ENTRY, lambda entry: (entry.boot_id, _slot_of(entry)), clock)
+        self._modes = _Remembered(modes, MODE, lambda mode: (mode.gpu_uuid, mode.boot_id), clock)
 
     def open(self, boot_id: str) -> None:
         """Create the directory, and clear away what a killed writer left, and what a power cut tore. Raises:
@@ -101,34 +129,19 @@ class MigLedger:
 
     def get(self, device: str) -> OwnedInstance | None:
         """The entry of a device, None if there is none that can be read. Raises: StateError."""
-        entry = self._entries.get(_checked_device(device))
-        if entry is None:
-            self._seen_slots.note(device, None)
-        else:
-            self._note(entry)
-        return entry
+        return self._entries.get(_checked_device(device))
 
     def all(self) -> Mapping[str, OwnedInstance]:
         """Every readable entry by device. Raises: StateError if the directory cannot be listed."""
-        entries = self._entries.all()
-        for entry in entries.values():
-            self._note(entry)
-        for device in self._seen_slots.keys() - entries.keys():
-            self.get(device)  # which remembers where it was, unless it has come meanwhile
-        return entries
+        return self._entries.all()
 
     def save(self, entry: OwnedInstance) -> None:
-        """Write the entry. As nothing is synced, an error with which the disk takes it only later is not seen. Raises:
-        StateError."""
-        self.get(entry.device)  # the file of a newer release is not written over
-        self._entries.save(entry.device, encode_entry(entry), durable=False, whole=False)
-        self._note(entry)
+        """Write the entry; an error with which the disk takes it only later is not seen. Raises: StateError."""
+        self._entries.save(_checked_device(entry.device), entry)
 
     def delete(self, device: str) -> None:
         """Remove a device's entry; nothing happens if there is none. Raises: StateError."""
-        self.get(device)  # so that it is remembered where it was
-        self._entries.delete(device, durable=False)
-        self._seen_slots.note(device, None)
+        self._entries.delete(_checked_device(device))
 
     def owned_lately(self, boot_id: str) -> frozenset[Slot]:
         """Where instances of ours of this boot are, or were until 30 s ago: a look at the hardware that began
@@ -136,14 +149,14 @@ class MigLedger:
 
         Raises: StateError.
         """
-        now = {(entry.gpu_uuid, *entry.slot) for entry in self.all().values() if entry.boot_id == boot_id}
-        return frozenset(now | {slot for boot, slot in self._seen_slots.gone() if boot == boot_id})
+        now = {_slot_of(entry) for entry in self.all().values() if entry.boot_id == boot_id}
+        return frozenset(now | {slot for boot, slot in self._entries.gone() if boot == boot_id})
 
     # --- MIG mode ------------------------------------------------------------------------------
 
     def mode_owned(self, gpu_uuid: str, boot_id: str) -> bool:
         """Whether we switched the GPU's MIG mode on in this boot. Raises: StateError."""
-        mode = self._mode(gpu_uuid)
+        mode = self._modes.get(_mode_name(gpu_uuid))
         return mode is not None and mode.boot_id == boot_id
 
     def own_mode(self, gpu_uuid: str, pci_bus_id: str | None, boot_id: str) -> None:
@@ -151,46 +164,32 @@ class MigLedger:
 
         Raises: StateError.
         """
-        self._mode(gpu_uuid)  # the file of a newer release is not written over
-        content = encode_mode(OwnedMode(gpu_uuid, pci_bus_id, boot_id))
-        self._modes.save(_mode_name(gpu_uuid), content, durable=False, whole=False)
-        self._seen_modes.note(gpu_uuid, (gpu_uuid, boot_id))
+        self._modes.save(_mode_name(gpu_uuid), OwnedMode(gpu_uuid, pci_bus_id, boot_id))
 
     def disown_mode(self, gpu_uuid: str) -> None:
         """Forget it; nothing happens if there is nothing. Raises: StateError."""
-        self._mode(gpu_uuid)  # so that it is remembered whose it was
-        self._modes.delete(_mode_name(gpu_uuid), durable=False)
-        self._seen_modes.note(gpu_uuid, None)
+        self._modes.delete(_mode_name(gpu_uuid))
 
     def mode_owned_lately(self, gpu_uuid: str, boot_id: str) -> bool:
         """As `mode_owned`; also where it was given up, or was seen to be gone through the other instance, less than
         30 s ago, for a look at the hardware that began before that. Raises: StateError."""
-        return self.mode_owned(gpu_uuid, boot_id) or (gpu_uuid, boot_id) in self._seen_modes.gone()
+        return self.mode_owned(gpu_uuid, boot_id) or (gpu_uuid, boot_id) in self._modes.gone()
 
     def owned_modes(self) -> Mapping[str, OwnedMode]:
         """The GPUs whose MIG mode we switched on, in any boot, by UUID. Raises: StateError."""
-        found = {name.removeprefix(_MODE_PREFIX): mode for name, mode in self._modes.all().items()}
-        for gpu_uuid, mode in found.items():
-            self._seen_modes.note(gpu_uuid, (gpu_uuid, mode.boot_id))
-        for gpu_uuid in self._seen_modes.keys() - found.keys():
-            self._mode(gpu_uuid)  # which remembers whose it was, unless it has come meanwhile
-        return found
-
-    def _mode(self, gpu_uuid: str) -> OwnedMode | None:
-        mode = self._modes.get(_mode_name(gpu_uuid))
-        self._seen_modes.note(gpu_uuid, None if mode is None else (gpu_uuid, mode.boot_id))
-        return mode
+        return {name.removeprefix(_MODE_PREFIX): mode for name, mode in self._modes.all().items()}
 
     # --- files ---------------------------------------------------------------------------------
 
-    def _note(self, entry: OwnedInstance) -> None:
-        self._seen_slots.note(entry.device, (entry.boot_id, (entry.gpu_uuid, *entry.slot)))
-
     def _decode_entry(self, device: str, content: bytes) -> OwnedInstance:
-        return decode_entry(content, device, self._entries.path(device))
+        return decode_entry(content, device, self._directory / f"{device}.json")
 
     def _decode_mode(self, name: str, content: bytes) -> OwnedMode:
-        return decode_mode(content, self._modes.path(name))
+        return decode(MODE, content, self._directory / f"{name}.json")
+
+
+def _slot_of(entry: OwnedInstance) -> Slot:
+    return (entry.gpu_uuid, *entry.slot)
 
 
 def _is_device(name: str) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,50 +39,21 @@ from tests.fakes.samples import (
     result,
 )
 
+GOLDEN = Path(__file__).parent / "golden"
 BOTH = ("v1beta1", "v1alpha1")
 UID = "4cf8db2d-06c0-4d70-aa51-e59b25b2c16c"
 SHARE = "9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4"
 WANTED = claim(GPU_0, result(MIG_1G, "any/part"), GPU_1, uid=UID)
 
 
-def documents(content: bytes) -> list[Any]:
-    decoder, text, found = json.JSONDecoder(), content.decode(), []
-    while text:
-        document, end = decoder.raw_decode(text)
-        assert text[end] == "\n"
-        text = text[end + 1 :]
-        found.append(document)
-    return found
-
-
-def test_content_is_the_same_object_in_every_version() -> None:
+def test_content_is_the_same_object_in_every_version(is_golden: Callable[[Path, str], None]) -> None:
     parts = [result(GPU_0, "any/big"), result(GPU_1, "any/big")]
     devices = [described(part, MIXED.by_name[part.device], None, MIXED, None) for part in parts]
     wanted = replace(claim(*parts, uid=UID), pod_claim_name="training")
-    beta, alpha = documents(encode(wanted, devices, BOTH, 3))
-    assert beta == {
-        "kind": "DeviceMetadata",
-        "apiVersion": "metadata.resource.k8s.io/v1beta1",
-        "metadata": {"name": f"claim-{UID}", "namespace": "default", "uid": UID, "generation": 3},
-        "podClaimName": "training",
-        "requests": [
-            {
-                "name": "any/big",
-                "devices": [
-                    {
-                        "driver": DRIVER,
-                        "pool": NODE,
-                        "name": name,
-                        "attributes": wire_device(MIXED.by_name[name], MIXED)["attributes"],
-                    }
-                    for name in (GPU_0, GPU_1)
-                ],
-            }
-        ],
-    }
-    assert alpha == beta | {"apiVersion": "metadata.resource.k8s.io/v1alpha1"}
-    [plain] = documents(encode(claim(), [], ("v1alpha1",), 1))
-    assert "podClaimName" not in plain
+    beta = encode(wanted, devices, ("v1beta1",), 3)
+    is_golden(GOLDEN / "metadata.json", beta.decode())
+    assert encode(wanted, devices, BOTH, 3) == beta + beta.replace(b"v1beta1", b"v1alpha1")
+    assert b"podClaimName" not in encode(claim(), [], ("v1alpha1",), 1)
 
 
 ON_DEMAND = DynamicMigDevice("gpu-00000000-mig-1g10gb-19-0", h100(0), ONE_G, Placement(0, 1))
@@ -91,46 +64,27 @@ MADE = OwnedInstance(
 MPS = MpsShared(MpsDaemonSpec(GPU_0, "GPU-0", "gpu", "GPU-0"), 10240, 50)
 
 
+def ints(**values: int) -> dict[str, Any]:
+    return {name: {"int": value} for name, value in values.items()}
+
+
+SHARED = {"shareID": {"string": SHARE}, "shareable": {"bool": True}}
+LIMITS = ints(mpsPinnedMemoryLimitMiB=10240, mpsActiveThreadPercentage=50)
+IDS = ints(gpuInstanceID=7, computeInstanceID=0)
+
+
 @pytest.mark.parametrize(
     ("device", "changes", "usage", "made", "more"),
     [
         (MIXED.by_name[GPU_0], {}, None, None, {}),
-        (
-            MIXED.by_name[MIG_1G],
-            {},
-            None,
-            None,
-            {"gpuInstanceID": {"int": 7}, "computeInstanceID": {"int": 0}},
-        ),
+        (MIXED.by_name[MIG_1G], {}, None, None, IDS),
         (ON_DEMAND, {"admin_access": True}, None, None, {}),
-        (
-            ON_DEMAND,
-            {},
-            None,
-            MADE,
-            {"uuid": {"string": "MIG-1"}, "gpuInstanceID": {"int": 7}, "computeInstanceID": {"int": 0}},
-        ),
-        (
-            MIXED.by_name[GPU_0],
-            {"share_id": SHARE},
-            MPS,
-            None,
-            {
-                "shareID": {"string": SHARE},
-                "shareable": {"bool": True},
-                "mpsPinnedMemoryLimitMiB": {"int": 10240},
-                "mpsActiveThreadPercentage": {"int": 50},
-            },
-        ),
-        (
-            MIXED.by_name[GPU_0],
-            {"share_id": SHARE},
-            replace(MPS, memory_limit_mib=None, active_thread_percentage=None),
-            None,
-            {"shareID": {"string": SHARE}, "shareable": {"bool": True}},
-        ),
+        (ON_DEMAND, {}, None, MADE, {"uuid": {"string": "MIG-1"}, **IDS}),
+        (MIXED.by_name[GPU_0], {"share_id": SHARE}, MPS, None, SHARED | LIMITS),
+        (MIXED.by_name[GPU_0], {"share_id": SHARE}, replace(MPS, memory_limit_mib=None), None,
+         SHARED | ints(mpsActiveThreadPercentage=50)),
     ],
-)
+)  # fmt: skip
 def test_attributes_are_the_published_ones_and_those_of_today(
     device: OfferedDevice, changes: Any, usage: Any, made: OwnedInstance | None, more: Any
 ) -> None:
@@ -140,32 +94,13 @@ def test_attributes_are_the_published_ones_and_those_of_today(
     assert list(found) == sorted(found)
 
 
-@pytest.mark.parametrize(
-    ("pod_claim_name", "path"),
-    [(None, f"resourceclaims/claim-{UID}"), ("gpus", "resourceclaimtemplates/gpus")],
-)
-def test_spec_mounts_the_file_where_the_container_looks(pod_claim_name: str | None, path: str) -> None:
+@pytest.mark.parametrize(("kind", "pod_claim_name"), [("claim", None), ("template", "gpus")])
+def test_spec_mounts_the_file_where_the_container_looks(
+    kind: str, pod_claim_name: str | None, is_golden: Callable[[Path, str], None]
+) -> None:
     wanted = replace(WANTED, pod_claim_name=pod_claim_name)
     spec = devicemetadata.cdi_spec(DRIVER, wanted, "any", "/host/metadata.json")
-    assert spec == {
-        "cdiVersion": "0.5.0",
-        "kind": f"{DRIVER}/metadata",
-        "devices": [
-            {
-                "name": f"{UID}_any",
-                "containerEdits": {
-                    "mounts": [
-                        {
-                            "hostPath": "/host/metadata.json",
-                            "containerPath": "/var/run/kubernetes.io/dra-device-attributes/"
-                            f"{path}/any/{DRIVER}-metadata.json",
-                            "options": ["ro", "bind"],
-                        }
-                    ]
-                },
-            }
-        ],
-    }
+    is_golden(GOLDEN / f"metadata-spec-{kind}.json", json.dumps(spec, indent=1) + "\n")
     assert faults(spec) == []
 
 

@@ -11,7 +11,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import encode
 from dra_driver.cdi.rules.spec import claim_spec
-from dra_driver.errors import ClaimRefusedError, StateError
+from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from tests.cdi.cdi_samples import driver, gpu
 from tests.cdi.cdi_schema import faults
@@ -185,9 +185,3 @@ def test_nothing_is_touched_for_a_name_that_leads_elsewhere(
         with pytest.raises(ClaimRefusedError):
             call()
     assert tree(tmp_path) == {}
-
-
-def test_failure_says_what_to_do(tmp_path: Path, files: MetadataFiles) -> None:
-    (tmp_path / "plugin").write_text("a file")
-    with pytest.raises(StateError, match="not a directory"):
-        write(files)

@@ -1,110 +1,27 @@
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dra_driver.cdi.rules.spec import cdi_id, checked_claim_uid, claim_spec, encode, file_stem
 from dra_driver.errors import ClaimRefusedError, RetryableError
-from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles, DriverLink
+from dra_driver.model.driver_files import BASE_HOOK_VERBS, CdiDevice, DriverFile, DriverFiles, DriverLink
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu, mig
 from tests.cdi.cdi_schema import faults
 
 DEBIAN = "/usr/lib/x86_64-linux-gnu"
 HOOK = "/usr/bin/nvidia-cdi-hook"
-READ_ONLY = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+GOLDEN = Path(__file__).parent / "golden"
 
 
-def hook(*args: str) -> dict:
-    return {
-        "hookName": "createContainer",
-        "path": HOOK,
-        "args": ["nvidia-cdi-hook", *args],
-        "env": ["NVIDIA_CTK_DEBUG=false"],
-    }
-
-
-def mount(path: str, options: list[str]) -> dict:
-    return {"hostPath": f"/run/nvidia/driver{path}", "containerPath": path, "options": options}
-
-
-def char_device(path: str, major: int, minor: int, mode: int = 0o666, **more: object) -> dict:
-    return {
-        "path": path,
-        "type": "c",
-        "major": major,
-        "minor": minor,
-        "fileMode": mode,
-        "permissions": "rwm",
-        **more,
-    }
-
-
-def test_whole_spec_of_a_gpu() -> None:
-    assert claim_spec(UID, DRIVER, driver(), [gpu(3)]) == {
-        "cdiVersion": "0.7.0",
-        "kind": "k8s.gpu.nvidia.com/claim",
-        "containerEdits": {
-            "env": ["NVIDIA_VISIBLE_DEVICES=void", "NVIDIA_CTK_LIBCUDA_DIR=/usr/lib64"],
-            "deviceNodes": [char_device("/dev/nvidiactl", 195, 255), char_device("/dev/nvidia-uvm", 511, 0)],
-            "mounts": [
-                mount("/usr/lib64/libcuda.so.570.1", READ_ONLY),
-                mount("/usr/bin/nvidia-smi", READ_ONLY),
-                mount("/run/nvidia-persistenced/socket", ["nosuid", "nodev", "rbind", "rprivate", "noexec"]),
-            ],
-            "hooks": [
-                hook("create-symlinks", "--link", "libcuda.so.570.1::/usr/lib64/libcuda.so.1"),
-                hook("enable-cuda-compat", "--host-driver-version=570.1"),
-                hook(
-                    "update-ldcache",
-                    "--ldconfig-path",
-                    "/run/nvidia/driver/sbin/ldconfig",
-                    "--folder",
-                    "/usr/lib64",
-                ),
-                hook("disable-device-node-modification"),
-                hook("update-application-profile"),
-            ],
-        },
-        "devices": [
-            {
-                "name": f"{UID}-gpu-00000003",
-                "containerEdits": {
-                    "deviceNodes": [
-                        char_device("/dev/nvidia3", 195, 3, hostPath="/host/dev/nvidia3"),
-                        char_device("/dev/dri/renderD131", 226, 131, 0o660, gid=109),
-                    ],
-                    "additionalGids": [109],
-                    "hooks": [
-                        hook(
-                            "create-symlinks",
-                            "--link",
-                            "../renderD131::/dev/dri/by-path/pci-0000:03:00.0-render",
-                        )
-                    ],
-                },
-            }
-        ],
-    }
-
-
-def test_a_mig_device_needs_only_an_old_version_and_keeps_its_env_and_mounts() -> None:
-    spec = claim_spec(UID, DRIVER, driver(), [mig()])
-    assert spec["cdiVersion"] == "0.3.0"
-    assert spec["devices"][0]["containerEdits"] == {
-        "deviceNodes": [
-            char_device("/dev/nvidia0", 195, 0),
-            char_device("/dev/nvidia-caps/nvidia-cap21", 236, 21, 0o444),
-        ],
-        "env": ["CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"],
-        "mounts": [
-            {
-                "hostPath": "/var/mps/pipe",
-                "containerPath": "/tmp/nvidia-mps",
-                "options": ["rw", "nosuid", "nodev", "bind"],
-            }
-        ],
-    }
+@pytest.mark.parametrize("device", [gpu(3), mig()], ids=["gpu", "mig"])
+def test_a_claim_gets_exactly_this(device: CdiDevice, is_golden: Callable[[Path, str], None]) -> None:
+    """A MIG device needs only an old version of CDI, and keeps its environment and mounts."""
+    spec = claim_spec(UID, DRIVER, driver(), [device])
+    is_golden(GOLDEN / f"{device.name}.json", json.dumps(spec, indent=1) + "\n")
 
 
 def test_an_older_hook_gets_only_the_verbs_that_it_knows() -> None:

@@ -20,7 +20,7 @@ from dra_driver.errors import RetryableError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
-from dra_driver.model.inventory import Inventory, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
@@ -163,6 +163,10 @@ MANAGEMENT = DeviceConfig(
 CAPS = "proc/driver/nvidia/capabilities"
 
 
+def named(bench: Bench, kind: type[OfferedDevice]) -> list[str]:
+    return [name for name, device in bench.inventory.by_name.items() if isinstance(device, kind)]
+
+
 def watching(*names: str, requests: tuple[str, ...] = ("gpus",), **changes: Any) -> AllocatedClaim:
     """A claim with admin access to the devices in each of the requests."""
     looks = [result(name, request, admin_access=True) for request in requests for name in names]
@@ -184,7 +188,7 @@ def of_caps(nodes: set[str]) -> set[str]:
 
 def test_management_gives_all_gpus_and_capabilities_of_the_node_once(bench: Bench) -> None:
     """Also GPUs in MIG mode, which no claim can have whole; the other devices have only their own."""
-    wholes = [name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)]
+    wholes = named(bench, WholeGpu)
     assert 1 < len(wholes) < len(bench.inventory.gpus)
     first, *others = nodes_of(bench, watching(*wholes))
     minors = {f"/dev/nvidia{gpu.minor}" for gpu in bench.inventory.gpus}
@@ -199,9 +203,7 @@ def test_management_gives_all_gpus_and_capabilities_of_the_node_once(bench: Benc
 
 def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:
     """A container may have one request only. Requests have the devices in orders of their own."""
-    one, other, *_ = [
-        name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)
-    ]
+    one, other, *_ = named(bench, WholeGpu)
     looks = [
         result(*pair, admin_access=True) for pair in ((one, "a"), (other, "a"), (other, "b"), (one, "b"))
     ]
@@ -213,9 +215,7 @@ def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:
 
 
 def test_nodes_of_management_keep_away_from_devices_that_other_requests_use(bench: Bench) -> None:
-    one, other, *_ = [
-        name for name, device in bench.inventory.by_name.items() if isinstance(device, WholeGpu)
-    ]
+    one, other, *_ = named(bench, WholeGpu)
     only_a = replace(MANAGEMENT, requests=("a",))
     looks = [result(name, "a", admin_access=True) for name in (one, other)]
     found = nodes_of(bench, claim(*looks, result(one, "b"), configs=(only_a,)))
@@ -223,9 +223,7 @@ def test_nodes_of_management_keep_away_from_devices_that_other_requests_use(benc
 
 
 def test_management_by_a_mig_device(bench: Bench) -> None:
-    part = next(
-        name for name, device in bench.inventory.by_name.items() if isinstance(device, StaticMigDevice)
-    )
+    part, *_ = named(bench, StaticMigDevice)
     parameters = MANAGEMENT.parameters | {"kind": "MigDeviceConfig"}
     (nodes,) = nodes_of(bench, watching(part, configs=(replace(MANAGEMENT, parameters=parameters),)))
     assert {f"/dev/nvidia{gpu.minor}" for gpu in bench.inventory.gpus} <= nodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,8 @@ from dra_driver.errors import RetryableError, StateError
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Pods
 from dra_driver.model.record import ClaimRecord
-from tests.claims.test_reconciler import Told
-from tests.fakes.preparing import Crash, Node, in_threads, reconciler_of
+from tests.claims import test_reconciler
+from tests.fakes.preparing import Node, in_threads
 from tests.fakes.samples import GPU_0, GPU_1, claim
 
 A, B, C = (PodRef(f"trainer-{letter}", f"pod-uid-{letter}") for letter in "abc")
@@ -30,35 +29,17 @@ def used_by(wanted: AllocatedClaim, *pods: PodRef) -> AllocatedClaim:
     return replace(wanted, pods=pods)
 
 
-class Bench:
+class Bench(test_reconciler.Bench):
     """A reconciler over a node that writes pods down, with a clock that tests turn."""
 
     def __init__(self, node: Node) -> None:
-        self.node = node
-        self.now = 1000.0
-        self.told = Told()
+        super().__init__(node)
         self.keeper = RecordedPods(node.records, node.claim_locks)
-        self.reconciler = reconciler_of(node, self.told, clock=lambda: self.now)
-
-    def look(self) -> float | None:
-        return self.reconciler.look()
 
     def recorded(self, uid: str = "uid-1") -> Pods:
         record = self.node.records.get(uid)
         assert record is not None
         return record.claim.pods
-
-    def during_the_look(self, happens: Callable[[], object]) -> None:
-        """Once, right after the API server answered."""
-        look = self.node.claims.look
-
-        def then(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-            self.node.claims.look = look  # type: ignore[method-assign]
-            seen = look(ref, timeout_s)
-            happens()
-            return seen
-
-        self.node.claims.look = then  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -161,8 +142,7 @@ def test_grace_time_goes_on_when_only_the_pods_of_a_record_changed(bench: Bench)
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.deallocated.add("uid-1")
     bench.look()
-    record = bench.node.records.get("uid-1")
-    assert record is not None
+    record = bench.node.record_of()
     bench.node.records.save(replace(record, claim=used_by(ONE, A, B)))
     bench.now += 60
     bench.look()
@@ -224,8 +204,7 @@ def test_what_a_prepare_saw_after_the_look_stays(bench: Bench, anew: bool, elsew
 
 def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
-    seen = bench.node.records.get("uid-1")
-    assert seen is not None
+    seen = bench.node.record_of()
     bench.node.prepare(used_by(claim(GPU_1), A))
     moved = bench.node.records.get("uid-1")
     bench.keeper.keep(seen, (A, B), time.monotonic_ns())
@@ -235,8 +214,7 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
 
 def test_second_of_two_instances_writes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.node.prepare(used_by(ONE, A))
-    seen = bench.node.records.get("uid-1")
-    assert seen is not None
+    seen = bench.node.record_of()
     looked_ns = time.monotonic_ns()
     other = bench.node.restarted()
     RecordedPods(other.records, other.claim_locks).keep(seen, (A, B), looked_ns)
@@ -250,8 +228,7 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
 ) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
-    seen = bench.node.records.get("uid-1")
-    assert seen is not None
+    seen = bench.node.record_of()
 
     tries: list[str] = []
 
@@ -275,28 +252,3 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
     assert bench.recorded() == (A,)
     assert bench.look() is None
     assert bench.recorded() == (A, B)
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_crash_while_pods_are_written_down_leaves_a_record_that_serves(
-    bench: Bench, after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.node.prepare(used_by(ONE, A))
-    bench.node.claims.add(used_by(ONE, A, B))
-    really = Path.replace
-
-    def die(path: Path, target: Path) -> None:
-        if after:
-            really(path, target)
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", die)
-        with pytest.raises(Crash):
-            bench.look()
-    following = Bench(bench.node.restarted())
-    assert following.recorded() == ((A, B) if after else (A,))
-    following.look()
-    assert following.recorded() == (A, B)
-    assert following.node.unprepare(ONE) is None
-    assert [name for name in following.node.files() if name.endswith(".json")] == []

@@ -1,4 +1,5 @@
-"""The process dies at every write; the next instance ends where an uninterrupted one would."""
+"""The process dies in a Prepare: what others get of its devices, and what a second death, another allocation or other
+settings change. That the next call ends where an uninterrupted one would, `test_crash_matrix_kinds` shows."""
 
 from __future__ import annotations
 
@@ -50,13 +51,6 @@ def at_sync(number: int) -> Point:
     return install
 
 
-def at_unlink(number: int, after: bool = False) -> Point:
-    def install(_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Path, "unlink", nth(number, Path.unlink, after))
-
-    return install
-
-
 def die(*_args: object) -> None:
     raise Crash
 
@@ -76,14 +70,6 @@ PREPARE_POINTS = {
     "after the step": at_step("after_do"),
     "before the last record": at_rename(3),
     "after the last record": at_rename(3, after=True),
-}
-UNPREPARE_POINTS = {
-    "before the undo": at_step("on_undo"),
-    "before the spec is removed": at_unlink(1),
-    "after the spec is removed": at_unlink(1, after=True),
-    "after the undo": at_step("after_undo"),
-    "while the record is removed": at_unlink(3),
-    "after the record is removed": at_unlink(3, after=True),
 }
 
 
@@ -109,27 +95,6 @@ def die_in(node: Node, call: Callable[[], object], point: Point) -> Node:
     return node.restarted()
 
 
-@pytest.mark.parametrize("point", PREPARE_POINTS.values(), ids=PREPARE_POINTS)
-def test_prepare_ends_the_same_when_the_one_before_died(
-    node: Node, point: Point, uninterrupted: tuple[Prepared, dict[str, bytes]]
-) -> None:
-    following = die_in(node, lambda: node.prepare(WANTED), point)
-    assert (following.prepare(WANTED), without_temporary(following)) == uninterrupted
-
-
-@pytest.mark.parametrize("point", PREPARE_POINTS.values(), ids=PREPARE_POINTS)
-def test_unprepare_ends_empty_when_the_prepare_before_died(node: Node, point: Point) -> None:
-    following = die_in(node, lambda: node.prepare(WANTED), point)
-    assert (following.unprepare(WANTED), without_temporary(following)) == (None, {})
-
-
-@pytest.mark.parametrize("point", PREPARE_POINTS.values(), ids=PREPARE_POINTS)
-def test_devices_are_free_for_others_after_the_unprepare_of_a_dead_prepare(node: Node, point: Point) -> None:
-    following = die_in(node, lambda: node.prepare(WANTED), point)
-    following.unprepare(WANTED)
-    assert isinstance(following.prepare(claim(GPU_0, MIG_1G, uid="uid-2")), Prepared)
-
-
 @pytest.mark.parametrize("point", list(PREPARE_POINTS)[2:])
 def test_devices_of_a_dead_prepare_are_not_given_away(node: Node, point: str) -> None:
     following = die_in(node, lambda: node.prepare(WANTED), PREPARE_POINTS[point])
@@ -145,27 +110,10 @@ def test_devices_of_a_dead_prepare_are_not_given_away(node: Node, point: str) ->
 def test_prepare_with_another_allocation_leaves_nothing_of_the_dead_one(node: Node, point: Point) -> None:
     following = die_in(node, lambda: node.prepare(WANTED), point)
     assert isinstance(following.prepare(claim(GPU_1)), Prepared)
-    record = following.records.get("uid-1")
-    assert record is not None
+    record = following.record_of()
     assert [held.device for held in record.devices] == [GPU_1]
     assert following.specs.list() == {"uid-1": (GPU_1,)}
     assert isinstance(following.prepare(claim(GPU_0, uid="uid-2")), Prepared)
-
-
-@pytest.mark.parametrize("point", UNPREPARE_POINTS.values(), ids=UNPREPARE_POINTS)
-def test_unprepare_ends_empty_when_the_one_before_died(node: Node, point: Point) -> None:
-    node.prepare(WANTED)
-    following = die_in(node, lambda: node.unprepare(WANTED), point)
-    assert (following.unprepare(WANTED), without_temporary(following)) == (None, {})
-
-
-@pytest.mark.parametrize("point", UNPREPARE_POINTS.values(), ids=UNPREPARE_POINTS)
-def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(
-    node: Node, point: Point, uninterrupted: tuple[Prepared, dict[str, bytes]]
-) -> None:
-    node.prepare(WANTED)
-    following = die_in(node, lambda: node.unprepare(WANTED), point)
-    assert (following.prepare(WANTED), without_temporary(following)) == uninterrupted
 
 
 @pytest.mark.parametrize("point", PREPARE_POINTS.values(), ids=PREPARE_POINTS)
@@ -184,56 +132,18 @@ def test_second_prepare_may_die_as_well(
     assert (third.prepare(WANTED), without_temporary(third)) == uninterrupted
 
 
-# Record, metadata and CDI spec of two requests, the claim's CDI spec, record.
 RENAMES_WITH_METADATA = 7
-DESCRIBED = claim(GPU_0, result(MIG_1G, "part"))
-
-
-def described_node(directory: Path) -> Node:
-    return Node(directory, MIXED, metadata=("v1beta1", "v1alpha1"))
-
-
-def contents(node: Node) -> dict[str, bytes]:
-    """As `without_temporary`, wherever the node's directory lies."""
-    return {
-        name: content.replace(str(node.directory).encode(), b"")
-        for name, content in without_temporary(node).items()
-    }
+"""Record, metadata and CDI spec of two requests, the claim's CDI spec, record."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("number", range(1, RENAMES_WITH_METADATA + 1))
-def test_prepare_with_metadata_ends_the_same_when_the_one_before_died(
+def test_nothing_is_left_of_a_dead_prepare_when_metadata_is_switched_off_then(
     tmp_path: Path, number: int, after: bool
 ) -> None:
-    whole = described_node(tmp_path / "whole")
-    answer = whole.prepare(DESCRIBED)
-    assert isinstance(answer, Prepared)
-    dying = described_node(tmp_path / "dying")
-    following = die_in(dying, lambda: dying.prepare(DESCRIBED), at_rename(number, after))
-    assert (following.prepare(DESCRIBED), contents(following)) == (answer, contents(whole))
-    assert (following.unprepare(DESCRIBED), without_temporary(following)) == (None, {})
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("number", range(1, RENAMES_WITH_METADATA + 1))
-def test_nothing_is_left_of_a_dead_prepare_with_metadata(tmp_path: Path, number: int, after: bool) -> None:
-    node = described_node(tmp_path)
-    following = die_in(node, lambda: node.prepare(DESCRIBED), at_rename(number, after))
-    # The setting may have been switched off in between.
+    wanted = claim(GPU_0, result(MIG_1G, "part"))
+    node = Node(tmp_path, MIXED, metadata=("v1beta1", "v1alpha1"))
+    following = die_in(node, lambda: node.prepare(wanted), at_rename(number, after))
     following = following.restarted(metadata=())
-    assert (following.unprepare(DESCRIBED), without_temporary(following)) == (None, {})
-    assert list((tmp_path / "plugin").glob("*/*")) == []
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("number", [1, 3, 4, 5])
-def test_unprepare_with_metadata_ends_empty_when_the_one_before_died(
-    tmp_path: Path, number: int, after: bool
-) -> None:
-    """The claim's CDI spec (2 is one in YAML, which is not there), one of metadata for each request, the record."""
-    node = described_node(tmp_path)
-    node.prepare(DESCRIBED)
-    following = die_in(node, lambda: node.unprepare(DESCRIBED), at_unlink(number, after))
-    assert (following.unprepare(DESCRIBED), without_temporary(following)) == (None, {})
+    assert (following.unprepare(wanted), without_temporary(following)) == (None, {})
     assert list((tmp_path / "plugin").glob("*/*")) == []

@@ -24,13 +24,6 @@ XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC 
 State = dict[str, object]
 
 
-@pytest.fixture(scope="module")
-def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
-    one = Site(make_memory_path() / "machine")
-    yield one
-    one.close()
-
-
 @dataclass
 class Case:
     """One kind on nodes of its own, each like the other before anything is done for the claim."""

@@ -67,6 +67,11 @@ class Bench:
         return self.users.of(found)
 
 
+def pids(found: InUse | None) -> frozenset[int]:
+    assert found is not None
+    return found.pids
+
+
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
@@ -108,8 +113,8 @@ def test_all_devices_count_and_long_lists_are_cut(bench: Bench) -> None:
     bench.shown[uuid(0)] = {pid: f"process {pid}" for pid in range(1, 10)}
     bench.shown[uuid(1)] = {9: "process 9"}
     found = bench.of(hold(GPU_0), hold(GPU_1), hold(MIG_1G))
+    assert pids(found) == set(range(1, 10))
     assert found is not None
-    assert found.pids == set(range(1, 10))
     assert found.text == (
         "process 1, process 2, process 3, process 4, process 5, process 6, process 7, process 8 and 1 more still "
         f"compute on {GPU_0} (GPU {uuid(0)}), {GPU_1} (GPU {uuid(1)})"
@@ -150,9 +155,7 @@ def test_several_shares_of_one_claim_are_one_device(bench: Bench) -> None:
 def test_processes_of_the_host_and_records_of_an_earlier_boot_do_not_count(bench: Bench) -> None:
     bench.shown[uuid(0)] = TRAINER | {99: "process 99 (Xorg)"}
     bench.on_host.add(99)
-    found = bench.of(hold(GPU_0))
-    assert found is not None
-    assert found.pids == {4711}
+    assert pids(bench.of(hold(GPU_0))) == {4711}
     bench.on_host.add(4711)
     assert bench.of(hold(GPU_0)) is None
     bench.on_host.clear()
@@ -184,9 +187,7 @@ def test_nvml_that_does_not_tell(bench: Bench, error: Exception, is_gone: bool, 
 
 def test_what_is_known_of_one_device_counts_though_another_does_not_tell(bench: Bench) -> None:
     bench.shown |= {uuid(0): RetryableError("unknown error"), uuid(1): TRAINER}
-    found = bench.of(hold(GPU_0), hold(GPU_1))
-    assert found is not None
-    assert found.pids == {4711}
+    assert pids(bench.of(hold(GPU_0), hold(GPU_1))) == {4711}
 
 
 def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:

@@ -145,13 +145,6 @@ class FaultyNode(KindNode):
         self.collector.look()
 
 
-@pytest.fixture(scope="module")
-def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
-    one = Site(make_memory_path() / "machine")
-    yield one
-    one.close()
-
-
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)

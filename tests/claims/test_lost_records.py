@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from tests.fakes.kindnode import KindNode, Site, share
 from tests.fakes.samples import claim, result
-
-
-@pytest.fixture(scope="module")
-def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
-    one = Site(make_memory_path() / "machine")
-    yield one
-    one.close()
 
 
 @pytest.fixture

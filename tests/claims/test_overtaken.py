@@ -95,15 +95,6 @@ def test_prepare_goes_on_after_an_unprepare_that_is_older(node: Node) -> None:
     assert newer.records.get(WANTED.ref.uid) is not None
 
 
-def test_prepare_still_gives_way_to_an_unprepare_that_is_newer(node: Node) -> None:
-    late = Late(node, "_claim_locks", lambda: node.prepare(WANTED))
-    assert unprepare(node.restarted()) is None
-    refused = late.answer()
-    assert isinstance(refused, Failed)
-    assert "the claim was unprepared while this call was under way" in refused.error
-    assert node.files() == {}
-
-
 def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: Node) -> None:
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.health.store import HealthStore, KeptHealth
-from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.debts import DebtKeeper
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
@@ -301,27 +299,3 @@ def test_turns_to_publish_are_free_after_a_power_loss_since_locks_end_with_the_b
         assert following.is_ours(), tree
         assert len(list((directory / "publishers").iterdir())) == 1, tree
         following.withdraw()
-
-
-@pytest.mark.parametrize("cut", ["empty", "half", "zeros", "whole"])
-def test_what_claims_were_asked_for_may_be_lost_since_calls_end_with_the_boot(
-    tmp_path: Path, cut: str
-) -> None:
-    """Lock files remember Unprepares for the Prepares that are under way, and none outlives the power."""
-    locks = ClaimLocks(tmp_path)
-    locks.open()
-    with locks.hold("uid-1", 5) as turn:
-        turn.note_unprepared()
-        path, content = turn.path, turn.path.read_bytes()
-    lost = {
-        "empty": b"",
-        "half": content[: len(content) // 2],
-        "zeros": b"\0" * len(content),
-        "whole": content,
-    }
-    path.write_bytes(lost[cut])
-    with locks.hold("uid-1", 5) as turn:
-        call_began = time.monotonic_ns()
-        assert not turn.was_unprepared_since(call_began)
-        turn.note_unprepared()
-        assert turn.was_unprepared_since(call_began)

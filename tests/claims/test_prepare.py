@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from dra_driver.files import atomic
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimRef,
+    DeviceConfig,
     DeviceResult,
     Failed,
     PodRef,
@@ -35,7 +35,6 @@ from tests.fakes.samples import (
     MIG_3G,
     MIXED,
     NODE,
-    VERSIONS,
     claim,
     h100,
     hold,
@@ -86,9 +85,10 @@ def test_prepare_answers_every_device_and_records_it(node: Node) -> None:
     assert node.outcomes.told == [("prepare", None)]
 
 
-def test_prepare_twice_is_as_once(node: Node) -> None:
+def test_prepare_twice_is_as_once_and_writes_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = claim(GPU_0)
     first, files = node.prepare(wanted), node.files()
+    monkeypatch.setattr(Path, "replace", failing(AssertionError("written")))
     assert (node.prepare(wanted), node.files()) == (first, files)
     assert (node.restarted().prepare(wanted), node.files()) == (first, files)
 
@@ -117,15 +117,8 @@ def test_prepare_for_another_pod_writes_nothing_for_that_alone(
 
 
 def recorded_pods(node: Node) -> Pods:
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     return record.claim.pods
-
-
-def test_second_prepare_writes_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.prepare(claim(GPU_0))
-    monkeypatch.setattr(Path, "replace", failing(AssertionError("written")))
-    assert isinstance(node.prepare(claim(GPU_0)), Prepared)
 
 
 def test_prepare_then_unprepare_is_the_start(node: Node) -> None:
@@ -169,8 +162,7 @@ def test_claim_without_a_device_of_ours_is_ready_and_leaves_nothing(node: Node) 
 def test_only_our_part_of_a_claim_is_prepared_and_recorded(node: Node) -> None:
     nic = DeviceResult("nic", "dra.net", "pool-x", "eth0")
     assert node.prepare(claim(nic, GPU_0)) == prepared(claim(GPU_0))
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert record.claim == claim(GPU_0)
 
 
@@ -230,21 +222,13 @@ def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs:
     assert [line["event"] for line in logs] == ["claim_crashed"]
 
 
-@pytest.mark.parametrize("when", ["on_do", "after_do"])
-def test_failed_step_is_rolled_back(node: Node, when: str) -> None:
-    setattr(node.steps, when, failing(StateError("cannot write x: the disk is full; free some space")))
-    assert error_of(node.prepare(claim(GPU_0))).endswith("the disk is full; free some space")
-    assert node.files() == {}
-
-
 def test_record_is_kept_when_the_rollback_fails_and_the_next_call_goes_on_with_it(
     node: Node, logs: list
 ) -> None:
     node.steps.after_do = failing(RetryableError("no node"))
     node.steps.on_undo = failing(StateError("cannot remove the spec"))
     assert error_of(node.prepare(claim(GPU_0))).endswith("no node")
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert (record.phase, record.devices) == ("preparing", (hold(GPU_0),))
     assert ("rollback_incomplete", "cannot remove the spec") in [
         (line["event"], line.get("reason")) for line in logs
@@ -274,25 +258,6 @@ def test_lost_spec_is_written_again(node: Node) -> None:
     assert (node.prepare(claim(GPU_0)), node.files()) == (answer, files)
 
 
-def test_prepared_claim_keeps_its_record_when_it_cannot_be_put_right(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    files = node.files()
-    node.steps.on_do = failing(RetryableError("a library is missing"))
-    assert error_of(node.prepare(claim(GPU_0))).endswith("a library is missing")
-    assert node.files() == files
-
-
-def test_kernel_state_is_made_again_after_a_reboot(node: Node) -> None:
-    answer = node.prepare(claim(GPU_0))
-    node.specs.remove("uid-1")
-    rebooted = node.restarted(boot_id="boot-2")
-    assert rebooted.prepare(claim(GPU_0)) == answer
-    record = rebooted.records.get("uid-1")
-    assert record is not None
-    assert (record.phase, record.boot_id, record.prepared_at) == ("prepared", "boot-2", AT)
-    assert rebooted.specs.list() == {"uid-1": (GPU_0,)}
-
-
 def test_known_claim_is_answered_from_its_record_when_the_api_server_is_down(node: Node, logs: list) -> None:
     answer, files = node.prepare(claim(GPU_0)), node.files()
     node.claims.down = True
@@ -313,8 +278,7 @@ def test_unknown_claim_fails_for_now_when_the_api_server_is_down(node: Node) -> 
 
 def test_half_prepared_claim_is_not_answered_from_its_record(node: Node) -> None:
     node.prepare(claim(GPU_0))
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     node.records.save(replace(record, phase="preparing"))
     node.claims.down = True
     assert "does not answer" in error_of(node.prepare(claim(GPU_0)))
@@ -344,8 +308,7 @@ def test_claim_that_was_allocated_anew_gives_its_old_devices_back(node: Node) ->
     node.prepare(claim(GPU_0))
     moved = claim(GPU_1)
     assert node.prepare(moved) == prepared(moved)
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert (record.claim, record.devices) == (moved, (hold(GPU_1),))
     assert node.specs.list() == {"uid-1": (GPU_1,)}
     assert isinstance(node.prepare(claim(GPU_0, uid="uid-2")), Prepared)
@@ -366,14 +329,11 @@ def test_old_devices_are_kept_when_the_new_allocation_is_refused(node: Node) -> 
 
 
 def test_new_config_of_a_prepared_claim_is_recorded(node: Node) -> None:
-    from dra_driver.model.claim import DeviceConfig
-
     node.prepare(claim(GPU_0))
     parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
     wanted = claim(GPU_0, configs=(DeviceConfig("FromClaim", (), "gpu.nvidia.com", parameters),))
     assert node.prepare(wanted) == prepared(wanted)
-    record = node.records.get("uid-1")
-    assert record is not None
+    record = node.record_of()
     assert (record.claim, record.phase, record.prepared_at) == (wanted, "prepared", AT)
 
 
@@ -384,18 +344,16 @@ def spoil(node: Node, uid: str) -> None:
     (node.records.directory / f"{uid}.json").write_text("{")
 
 
-def test_unreadable_record_of_another_claim_protects_its_device_through_its_spec(node: Node) -> None:
-    node.prepare(claim(GPU_0))
+@pytest.mark.parametrize(("held", "free"), [(GPU_0, GPU_1), (MIG_1G, MIG_3G)])
+def test_unreadable_record_protects_its_device_alone_until_its_claim_ends(
+    node: Node, held: str, free: str
+) -> None:
+    node.prepare(claim(held))
     spoil(node, "uid-1")
-    assert "is held by claim ?/? (UID uid-1)" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
-    assert isinstance(node.prepare(claim(GPU_1, uid="uid-3")), Prepared)
-
-
-def test_unreadable_record_of_a_mig_device_does_not_block_its_neighbour(node: Node) -> None:
-    node.prepare(claim(MIG_1G))
-    spoil(node, "uid-1")
-    assert isinstance(node.prepare(claim(MIG_3G, uid="uid-2")), Prepared)
-    assert "is held by" in error_of(node.prepare(claim(MIG_1G, uid="uid-3")))
+    assert "is held by claim ?/? (UID uid-1)" in error_of(node.prepare(claim(held, uid="uid-2")))
+    assert isinstance(node.prepare(claim(free, uid="uid-3")), Prepared)
+    assert node.unprepare(claim(held)) is None
+    assert isinstance(node.prepare(claim(held, uid="uid-2")), Prepared)
 
 
 def test_claim_with_an_unreadable_record_is_prepared_anew_and_unprepared(node: Node) -> None:
@@ -404,13 +362,6 @@ def test_claim_with_an_unreadable_record_is_prepared_anew_and_unprepared(node: N
     assert node.prepare(claim(GPU_0)) == answer
     assert node.unprepare(claim(GPU_0)) is None
     assert (node.records.all(), node.specs.list()) == ({}, {})
-
-
-def test_unprepare_frees_the_device_of_a_claim_with_an_unreadable_record(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    spoil(node, "uid-1")
-    assert node.unprepare(claim(GPU_0)) is None
-    assert isinstance(node.prepare(claim(GPU_0, uid="uid-2")), Prepared)
 
 
 # --- what comes over the wire --------------------------------------------------------------------
@@ -570,18 +521,14 @@ def test_eight_claims_on_eight_gpus_are_prepared_at_the_same_time(tmp_path: Path
     assert answers == [prepared(item) for item in wanted]
 
 
-def test_two_claims_for_one_gpu_are_decided_one_after_the_other(node: Node) -> None:
-    answers = in_threads(*(lambda uid=uid: node.prepare(claim(GPU_0, uid=uid)) for uid in ("uid-1", "uid-2")))
-    assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Prepared"]
-    assert len(node.records.all()) == len(node.specs.list()) == 1
-
-
-def test_two_instances_never_give_one_gpu_out_twice(node: Node) -> None:
-    second = node.restarted()
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
+def test_two_claims_for_one_gpu_are_decided_one_after_the_other(node: Node, elsewhere: bool) -> None:
+    second = node.restarted() if elsewhere else node
     answers = in_threads(
         lambda: node.prepare(claim(GPU_0, uid="uid-1")), lambda: second.prepare(claim(GPU_0, uid="uid-2"))
     )
     assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Prepared"]
+    assert len(node.records.all()) == len(node.specs.list()) == 1
 
 
 def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) -> None:
@@ -624,30 +571,6 @@ def test_no_lock_is_held_while_the_api_server_is_asked(node: Node) -> None:
     assert in_threads(lambda: node.prepare(wanted), unprepare) == [prepared(wanted), None]
 
 
-def test_claims_that_come_and_go_at_random_leave_nothing(tmp_path: Path) -> None:
-    node = Node(tmp_path, Inventory(VERSIONS, tuple(map(h100, range(4)))))
-
-    def work(number: int) -> None:
-        for turn in range(8):
-            wanted = claim(f"gpu-{(number + turn) % 4:08x}", uid=f"uid-{number}")
-            answer = node.prepare(wanted)
-            assert isinstance(answer, Prepared) or "is held by" in answer.error
-            assert node.unprepare(wanted) is None
-
-    assert in_threads(*(lambda number=number: work(number) for number in range(6))) == [None] * 6
-    assert node.files() == {}
-
-
-def test_record_on_disk_holds_what_a_person_looks_for(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    document = json.loads((node.records.directory / "uid-1.json").read_bytes())
-    assert (document["phase"], document["bootID"], document["devices"][0]["device"]) == (
-        "prepared",
-        "boot-1",
-        GPU_0,
-    )
-
-
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
 def test_prepare_leaves_nothing_when_the_claim_is_unprepared_meanwhile(
     node: Node, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
@@ -677,25 +600,6 @@ def test_prepare_leaves_nothing_when_the_claim_is_unprepared_meanwhile(
     assert node.files() == {}
     monkeypatch.setattr(node.claims, "read", read)
     assert node.prepare(claim(GPU_0)) == prepared(claim(GPU_0)), "the next pod of the claim is served"
-
-
-def test_unprepare_waits_for_a_prepare_of_the_same_claim_and_takes_it_back(node: Node) -> None:
-    doing, unpreparing = threading.Event(), threading.Event()
-
-    def slowly(plan: object) -> None:
-        doing.set()
-        assert unpreparing.wait(10)
-
-    node.steps.on_do = slowly
-
-    def unprepare() -> object:
-        assert doing.wait(10)
-        unpreparing.set()
-        return node.unprepare(claim(GPU_0))
-
-    answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
-    assert answers == [prepared(claim(GPU_0)), None]
-    assert node.files() == {}
 
 
 def test_claim_keeps_its_metadata_whatever_the_setting_becomes(tmp_path: Path) -> None:

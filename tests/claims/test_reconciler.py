@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -33,9 +35,11 @@ class Told:
 
     recovered_claims: list[tuple[str, str]] = field(default_factory=list)
     kept_claims: list[tuple[str, str]] = field(default_factory=list)
+    has_recovered: threading.Event = field(default_factory=threading.Event)
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         self.recovered_claims.append((ref.uid, why))
+        self.has_recovered.set()
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         self.kept_claims.append((ref.uid, text))
@@ -57,9 +61,38 @@ class Bench:
         self.now += seconds
         return self.look()
 
+    def found_stale(self, *claims: AllocatedClaim) -> None:
+        """Claims that were prepared, deleted since, and seen to be."""
+        for one in claims:
+            self.node.prepare(one)
+            del self.node.claims.allocated[one.ref.uid]
+        self.look()
+
     @property
     def held(self) -> list[str]:
         return sorted(self.node.records.all())
+
+    def during_the_look(self, happens: Callable[[], object]) -> None:
+        """Once, right after the API server answered."""
+        look = self.node.claims.look
+
+        def then(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+            self.node.claims.look = look  # type: ignore[method-assign]
+            seen = look(ref, timeout_s)
+            happens()
+            return seen
+
+        self.node.claims.look = then  # type: ignore[method-assign]
+
+    @contextmanager
+    def waiting(self, wanted: AllocatedClaim) -> Iterator[Future[object]]:
+        """The answer of a Prepare that waits for its device."""
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.node.prepare, wanted)
+            while self.node.line.waiting != [wanted.ref.uid]:
+                assert not answer.done()
+                time.sleep(0.002)
+            yield answer
 
 
 @pytest.fixture
@@ -117,8 +150,7 @@ def test_half_done_claims_are_taken_back_as_complete_ones(bench: Bench) -> None:
     bench.node.steps.after_do = die
     with suppress(Crash):
         bench.node.prepare(ONE)
-    record = bench.node.records.get("uid-1")
-    assert record is not None
+    record = bench.node.record_of()
     assert record.phase == "preparing"
     forget(bench, "uid-1")
     bench.look()
@@ -187,10 +219,7 @@ def unsure_of(bench: Bench, patch: pytest.MonkeyPatch, error: DraDriverError, *u
 def test_no_sure_answer_keeps_everything(
     bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
 ) -> None:
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     with monkeypatch.context() as patch:
         unsure_of(bench, patch, error, "uid-1", "uid-2")
         pauses = [bench.later() for _ in range(7)]
@@ -206,10 +235,7 @@ def test_claim_without_a_sure_answer_is_skipped_and_asked_for_again(
     bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
 ) -> None:
     """One object that the API server cannot read must not keep the devices of all others."""
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     with monkeypatch.context() as patch:
         unsure_of(bench, patch, error, "uid-2")
         assert bench.later() == 30
@@ -311,9 +337,7 @@ def in_use(*pids: int) -> InUse | None:
 def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: list[dict[str, str]]) -> None:
     uses = [in_use(4711), in_use(4711), in_use(4711, 4712), in_use(4712), None]
     bench = Bench(node, in_use=lambda record: uses.pop(0))
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     assert len(uses) == 5, "nobody is asked before the grace time is over"
     assert [bench.later(), *(bench.later(30) for _ in range(3))] == [30] * 4
     assert (bench.held, bench.told.recovered_claims) == (["uid-1"], [])
@@ -330,10 +354,7 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
 
 def test_other_claims_do_not_wait_for_a_process(node: Node) -> None:
     bench = Bench(node, in_use=lambda record: in_use(4711) if record.ref.uid == "uid-1" else None)
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     assert (bench.later(), bench.held, bench.told.recovered_claims) == (
         30,
         ["uid-1"],
@@ -351,9 +372,7 @@ def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
             raise RetryableError("NVML does not answer")
 
     bench = Bench(node, in_use=ask)
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
     told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
     assert told == ["it was deleted; whether its devices are still in use is not known: NVML does not answer"]
@@ -378,10 +397,7 @@ def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) ->
             raise StateError("cannot remove the spec")
 
     bench.node.steps.on_undo = refuse_one
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    forget(bench, "uid-1", "uid-2")
-    bench.look()
+    bench.found_stale(ONE, TWO)
     assert (bench.later(), bench.held) == (30, ["uid-1"])
     bench.node.steps.on_undo = lambda record: None
     assert (bench.later(30), bench.held) == (None, [])
@@ -399,19 +415,8 @@ def test_only_the_claims_that_somebody_waits_for_are_asked_about(bench: Bench) -
 # --- against the kubelet -------------------------------------------------------------------------
 
 
-def test_unprepare_of_the_kubelet_before_it_is_fine(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
-    bench.node.unprepare(ONE)
-    assert bench.later() is None
-    assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
-
-
 def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
+    bench.found_stale(ONE)
     undoing, unpreparing = threading.Event(), threading.Event()
 
     def slowly(_record: object) -> None:
@@ -429,16 +434,8 @@ def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -
 
 
 def test_unprepare_of_the_kubelet_right_after_the_look_is_not_told_as_ours(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
-    look = bench.node.claims.look
-
-    def then_unprepared(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-        assert bench.node.unprepare(ONE) is None
-        return look(ref, timeout_s)
-
-    bench.node.claims.look = then_unprepared  # type: ignore[method-assign]
+    bench.found_stale(ONE)
+    bench.during_the_look(lambda: bench.node.unprepare(ONE))
     assert bench.later() is None
     assert (bench.node.files(), bench.told.recovered_claims, bench.reconciler.stale()) == ({}, [], [])
 
@@ -450,15 +447,12 @@ def test_claim_that_is_prepared_after_the_look_is_kept(bench: Bench, elsewhere: 
     deallocate(bench)
     bench.look()
     other = bench.node.restarted() if elsewhere else bench.node
-    look = bench.node.claims.look
 
-    def then_prepared(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-        seen = look(ref, timeout_s)
+    def prepared() -> None:
         bench.node.claims.deallocated.clear()
         assert isinstance(other.prepare(ONE), Prepared)
-        return seen
 
-    bench.node.claims.look = then_prepared  # type: ignore[method-assign]
+    bench.during_the_look(prepared)
     bench.later()
     assert (bench.held, sorted(bench.node.specs.list()), bench.told.recovered_claims) == (
         ["uid-1"],
@@ -472,21 +466,13 @@ def test_claim_whose_prepare_is_under_way_is_kept(bench: Bench) -> None:
     bench.node.prepare(ONE)
     bench.node.prepare(TWO)
     bench.node.claims.deallocated.add("uid-2")
-    moved = claim(GPU_1)
-    answers: list[object] = []
-    waiting = threading.Thread(target=lambda: answers.append(bench.node.prepare(moved)))
-    bench.node.claims.add(moved)
     bench.look(["uid-1"])
-    waiting.start()
-    while bench.node.line.waiting != ["uid-1"]:
-        waiting.join(0.002)
-    bench.now += GRACE_S
-    bench.look(["uid-1"])
-    assert bench.told.recovered_claims == []
-    bench.node.unprepare(TWO)
-    waiting.join(10)
-    [answer] = answers
-    assert isinstance(answer, Prepared)
+    with bench.waiting(claim(GPU_1)) as answer:
+        bench.now += GRACE_S
+        bench.look(["uid-1"])
+        assert bench.told.recovered_claims == []
+        bench.node.unprepare(TWO)
+        assert isinstance(answer.result(10), Prepared)
     assert bench.held == ["uid-1"]
 
 
@@ -521,18 +507,10 @@ def test_prepare_that_began_before_the_taking_back_writes_nothing(bench: Bench) 
 
 
 def test_one_who_waits_gets_the_device_that_was_taken_back(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    forget(bench, "uid-1")
-    bench.look()
-    answers: list[object] = []
-    waiting = threading.Thread(target=lambda: answers.append(bench.node.prepare(claim(GPU_0, uid="uid-9"))))
-    waiting.start()
-    while bench.node.line.waiting != ["uid-9"]:
-        waiting.join(0.002)
-    bench.later()
-    waiting.join(10)
-    [answer] = answers
-    assert isinstance(answer, Prepared)
+    bench.found_stale(ONE)
+    with bench.waiting(claim(GPU_0, uid="uid-9")) as answer:
+        bench.later()
+        assert isinstance(answer.result(10), Prepared)
     assert (bench.held, bench.node.waited_for) == (["uid-9"], ["uid-1"])
 
 
@@ -616,34 +594,21 @@ def test_claim_whose_record_cannot_be_read_is_told_once_and_kept(
 
 
 def test_thread_looks_by_itself_and_when_somebody_waits(node: Node) -> None:
-    done = threading.Event()
-
-    class Waker(Told):
-        def recovered(self, ref: ClaimRef, why: str) -> None:
-            super().recovered(ref, why)
-            done.set()
-
     rhythm = Rhythm(first_s=3600, grace_s=0.01, between_requests_s=0)
-    told = Waker()
+    told = Told()
     reconciler = reconciler_of(node, told, rhythm=rhythm)
     node.prepare(ONE)
     node.prepare(TWO)
     node.claims.allocated.clear()
     reconciler.start()
     reconciler.look_soon(ONE.ref)
-    assert done.wait(10)
+    assert told.has_recovered.wait(10)
     reconciler.stop()
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
 
 
 def test_first_look_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> None:
-    done = threading.Event()
     surprises = [ValueError("a bug")]
-
-    class Waker(Told):
-        def recovered(self, ref: ClaimRef, why: str) -> None:
-            super().recovered(ref, why)
-            done.set()
 
     look = node.claims.look
 
@@ -654,24 +619,19 @@ def test_first_look_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> N
 
     node.claims.look = surprising  # type: ignore[method-assign]
     rhythm = Rhythm(first_s=0, every_s=0.01, grace_s=0.01, retry_s=0.01, between_requests_s=0)
-    told = Waker()
+    told = Told()
     reconciler = reconciler_of(node, told, rhythm=rhythm)
     node.prepare(ONE)
     node.claims.allocated.clear()
     reconciler.start()
-    assert done.wait(10)
+    assert told.has_recovered.wait(10)
     reconciler.stop()
     assert (told.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
 
 
 def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(node: Node) -> None:
     uses: list[InUse | None] = [in_use(4711)]
-    seen, done = threading.Semaphore(0), threading.Event()
-
-    class Waker(Told):
-        def recovered(self, ref: ClaimRef, why: str) -> None:
-            super().recovered(ref, why)
-            done.set()
+    seen = threading.Semaphore(0)
 
     def ask(record: ClaimRecord) -> InUse | None:
         seen.release()
@@ -683,7 +643,7 @@ def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(no
         made.start()
         return made
 
-    told = Waker()
+    told = Told()
     node.prepare(ONE)
     node.prepare(TWO)
     forget_one = node.claims.allocated.pop("uid-1")
@@ -696,9 +656,9 @@ def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(no
     reconciler = start(retry_s=3600)
     assert seen.acquire(timeout=10)
     uses.append(None)
-    while not done.is_set():
+    while not told.has_recovered.is_set():
         reconciler.look_soon(forget_one.ref)  # again, for the first may come while it still looks
-        done.wait(0.01)
+        told.has_recovered.wait(0.01)
     reconciler.stop()
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -60,13 +61,12 @@ def test_what_the_api_server_says_decides(
 
 def test_what_is_stale_is_always_leaving_too() -> None:
     """Else a Prepare would be refused for a holder that is about to be taken back."""
-    for uid in ("uid-1", "uid-2"):
-        for is_deleting in (False, True):
-            for is_reserved in (False, True):
-                for devices in (None, (), (GPU_0,), (GPU_1,), (GPU_0, GPU_1)):
-                    seen = now(*devices or (), uid=uid, is_deleting=is_deleting, is_reserved=is_reserved)
-                    seen = replace(seen, allocated=None) if devices is None else seen
-                    for held in (HELD, BOTH):
-                        if staleness(held, seen, DRIVER) is not None:
-                            for device in held.devices:
-                                assert release_reason(held, seen, DRIVER, device.device) is not None
+    allocations = (None, (), (GPU_0,), (GPU_1,), (GPU_0, GPU_1))
+    for uid, deleting, reserved, devices in product(
+        ("uid-1", "uid-2"), (False, True), (False, True), allocations
+    ):
+        seen = now(*devices or (), uid=uid, is_deleting=deleting, is_reserved=reserved)
+        seen = replace(seen, allocated=None) if devices is None else seen
+        for held in (HELD, BOTH):
+            if staleness(held, seen, DRIVER) is not None:
+                assert all(release_reason(held, seen, DRIVER, device.device) for device in held.devices)

@@ -21,7 +21,7 @@ from dra_driver.mig.users import MigUsers
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
-from dra_driver.model.mig import GpuAddress, MigProfile, Placement
+from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, Placement
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
@@ -36,6 +36,10 @@ CHANGES = frozenset({
     "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
     "move", "end",
 })  # fmt: skip
+
+
+UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
+"""The `state` of a node of which nothing is left, where MIG mode was off before."""
 
 
 class Countdown:
@@ -186,6 +190,24 @@ class MigNode:
         if record is not None:
             with self.locks.hold({self.gpu_uuid}, 5) as held:
                 self.executor.take_back(record, held)
+
+    def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
+        """The instance of a device that was made in this boot."""
+        found = self.ownership.created_instance(wanted.name)
+        assert found is not None
+        return found
+
+    def entry_of(self, wanted: DynamicMigDevice) -> OwnedInstance:
+        """The ledger's entry of a device that has one."""
+        found = self.ledger.get(wanted.name)
+        assert found is not None
+        return found
+
+    def record_of(self, uid: str = "uid-1") -> ClaimRecord:
+        """The record of a claim that has one."""
+        found = self.records.get(uid)
+        assert found is not None
+        return found
 
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -104,6 +103,16 @@ class Bench:
         self.records.save(ended)
         self.executor.take_back(ended, lambda gpus: self.locks.hold(gpus, wait_s))
 
+    def owe(self, *steps: Step) -> None:
+        """A claim ends, and none of these steps can be undone."""
+        self.tools.broken = list(steps)
+        self.end(record(*steps))
+
+    def pay(self) -> None:
+        """Whatever was broken works again, and nothing is owed any more."""
+        self.tools.broken = []
+        assert self.keeper.pay_all() == []
+
     def restarted(self, boot_id: str = BOOT) -> Bench:
         return Bench(self.directory, boot_id)
 
@@ -120,12 +129,6 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_claim_without_a_failure_owes_nothing(bench: Bench) -> None:
-    bench.end(record(SLICE, MPS))
-    assert (bench.files(), bench.told.lines) == ([], [])
-    assert bench.tools.undone == [CDI, MPS, SLICE]
-
-
 @pytest.mark.parametrize("step", [SLICE, MPS], ids=["time slice", "MPS"])
 def test_failed_undo_becomes_a_debt_that_the_keeper_pays(bench: Bench, step: Step) -> None:
     bench.tools.broken = [step]
@@ -135,8 +138,7 @@ def test_failed_undo_becomes_a_debt_that_the_keeper_pays(bench: Bench, step: Ste
     assert debt.steps == (step,), "the other one is undone"
     assert f"nvidia-smi fails for {type(step).__name__}" in debt.text
     assert bench.keeper.pay_all() != []
-    bench.tools.broken = []
-    assert bench.keeper.pay_all() == []
+    bench.pay()
     assert bench.files() == []
     assert [line.split()[0] for line in bench.told.lines] == ["owed", "paid"]
     assert bench.changes == 2, "the publisher hears of the beginning and of the end"
@@ -160,14 +162,12 @@ def test_instance_that_starts_tries_everything_that_could_be_owed(bench: Bench) 
 
 
 def test_claim_may_owe_twice(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     other = RunMps(replace(MPS.spec, device=GPU_1, uuid=UUID_1, gpu_uuid=UUID_1))
     bench.tools.broken = [MPS, other]
     bench.end(record(other))
     assert bench.files() == ["debts/uid-1.2.json", "debts/uid-1.json"]
-    bench.tools.broken = []
-    assert bench.keeper.pay_all() == []
+    bench.pay()
     assert sorted(step.spec.device for step in bench.tools.undone if isinstance(step, RunMps)) == [
         GPU_0,
         GPU_1,
@@ -179,15 +179,14 @@ def test_newer_claim_makes_a_debt_void(bench: Bench, uid: str) -> None:
     bench.tools.broken = [SLICE, MPS]
     bench.end(record(SLICE, MPS))
     bench.records.save(record(replace(SLICE, interval=1), MPS, uid=uid))
-    bench.tools.broken, bench.tools.undone = [], []
-    assert bench.keeper.pay_all() == []
+    bench.tools.undone = []
+    bench.pay()
     assert bench.tools.undone == [], "the newer claim's pod uses it"
     assert bench.files() == [f"claims/{uid}.json"]
 
 
 def test_payment_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.tools.broken = []
     with bench.restarted().locks.hold({UUID_0}, 1):
         [debt] = bench.keeper.pay_all()
@@ -225,18 +224,6 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     assert bench.files() == []
 
 
-def test_full_disk_is_no_obstacle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.tools.broken = [MPS]
-    bench.records.save(record(MPS))
-
-    def full(*_args: object, **_options: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    bench.executor.take_back(record(MPS), HeldGpus())
-    assert bench.files() == ["debts/uid-1.json"]
-
-
 def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.records.save(record(MPS))
@@ -251,8 +238,7 @@ def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -
 
 
 def test_unreadable_debt_is_set_aside_and_hides_no_other(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.end(record(MPS, uid="uid-2"))
     (bench.directory / "debts/uid-1.json").write_text("{")
     assert [debt.record.ref.uid for debt in bench.debts.outstanding()] == ["uid-2"]
@@ -263,16 +249,14 @@ def test_unreadable_debt_is_set_aside_and_hides_no_other(bench: Bench) -> None:
 
 
 def test_prepare_pays_first(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.tools.broken = []
     bench.keeper.settle([DEVICE_0], (), HeldGpus())
     assert bench.files() == []
 
 
 def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     with pytest.raises(RetryableError) as caught:
         bench.keeper.settle([DEVICE_0], (), HeldGpus())
     assert str(caught.value) == (
@@ -285,22 +269,20 @@ def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
 
 
 def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
-    bench.tools.broken = [SLICE]
-    bench.end(record(SLICE))
+    bench.owe(SLICE)
     bench.keeper.settle([DEVICE_0], (), HeldGpus())
     assert bench.files() == ["debts/uid-1.json"]
 
 
 def test_claim_that_is_only_being_prepared_makes_no_debt_void(bench: Bench) -> None:
     """It may fail before it has done anything, and then undoes nothing."""
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.records.save(replace(record(MPS, uid="uid-2"), phase="preparing"))
     with bench.restarted().locks.hold({UUID_0}, 1):  # as its Prepare holds it
         assert len(bench.keeper.pay_all()) == 1
     bench.records.delete("uid-2")
-    bench.tools.broken, bench.tools.undone = [], []
-    assert bench.keeper.pay_all() == []
+    bench.tools.undone = []
+    bench.pay()
     assert bench.tools.undone == [MPS]
 
 
@@ -323,8 +305,8 @@ def test_prepare_that_fails_again_and_again_owes_once(bench: Bench) -> None:
     [debt] = bench.keeper.pay_all()
     assert (debt.name, debt.steps) == ("uid-0", (SLICE, MPS))
     assert bench.files() == ["debts/uid-0.json"]
-    bench.tools.broken, bench.tools.undone = [], []
-    assert bench.keeper.pay_all() == []
+    bench.tools.undone = []
+    bench.pay()
     assert bench.tools.undone == [MPS, SLICE]
 
 
@@ -340,8 +322,7 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
         bench.debts.keep(debt, [MPS], "nvidia-smi fails")
     assert len(bench.debts.outstanding()) == 2
     assert len(bench.keeper.pay_all()) == 1
-    bench.tools.broken = []
-    assert bench.keeper.pay_all() == []
+    bench.pay()
     assert bench.tools.undone == [MPS]
 
 
@@ -374,8 +355,7 @@ def test_what_is_published_shows_no_debt_that_is_just_being_undone(bench: Bench)
 
 
 def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     before = bench.changes
     for _ in range(5):
         bench.keeper._turn()
@@ -385,11 +365,9 @@ def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
 def test_claim_of_an_older_boot_makes_no_debt_void(bench: Bench) -> None:
     """Its own step is gone with that boot, so its Unprepare undoes nothing."""
     bench.records.save(record(MPS, uid="old", boot_id="boot-0"))
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     assert len(bench.keeper.pay_all()) == 1
-    bench.tools.broken = []
-    assert bench.keeper.pay_all() == []
+    bench.pay()
     assert bench.tools.undone == [CDI, MPS]
 
 
@@ -471,8 +449,7 @@ def test_what_a_reboot_takes_away_is_owed_no_more() -> None:
 
 
 def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     after = bench.restarted("boot-2")
     after.tools.broken = [MPS]
     assert after.keeper.pay_all() == []
@@ -499,8 +476,7 @@ def eventually(check: Callable[[], object]) -> None:
 
 
 def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.keeper._turn()
     bench.keeper._due = float("inf")
     with running(bench.keeper):
@@ -512,8 +488,7 @@ def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
 
 
 def test_keeper_tries_again_by_itself(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     with running(bench.keeper):
         eventually(lambda: bench.keeper._due > 0)
         bench.tools.broken = []
@@ -521,8 +496,7 @@ def test_keeper_tries_again_by_itself(bench: Bench) -> None:
 
 
 def test_keeper_of_an_instance_that_does_not_lead_leaves_debts_alone(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.tools.broken, bench.tools.undone = [], []
     follower = DebtKeeper(bench.debts, bench.locks, bench.tools, BOOT, lambda: False)
     assert follower._turn() == 5.0
@@ -536,35 +510,9 @@ class Crash(BaseException):
     """The process dies here."""
 
 
-@pytest.mark.parametrize("moment", ["before the link", "after the link", "after the unlink"])
-def test_process_that_dies_in_the_move(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    bench.tools.broken = [MPS]
-    bench.records.save(record(MPS))
-    name = "unlink" if moment == "after the unlink" else "hardlink_to"
-    real = getattr(Path, name)
-
-    def dying(*arguments: object, **options: object) -> None:
-        if moment.startswith("after"):
-            real(*arguments, **options)
-        raise Crash
-
-    monkeypatch.setattr(Path, name, dying)
-    with pytest.raises(Crash):
-        bench.executor.take_back(record(MPS), HeldGpus())
-    monkeypatch.undo()
-    following = bench.restarted()
-    known = following.records.get("uid-1")
-    assert (known is None) == (moment == "after the unlink")
-    if known is not None:
-        following.executor.take_back(known, HeldGpus())
-    assert following.keeper.pay_all() == []
-    assert following.files() == []
-
-
 @pytest.mark.parametrize("point", ["undo", "unlink"])
 def test_process_that_dies_while_it_pays(bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    bench.tools.broken = [MPS]
-    bench.end(record(MPS))
+    bench.owe(MPS)
     bench.tools.broken = []
 
     def die(*_args: object, **_options: object) -> None:

@@ -235,24 +235,21 @@ def test_record_stays_when_an_undo_fails(executor: Executor, journal: Journal) -
     assert journal.events == ["undo"]
 
 
-def test_undo_comes_before_the_record_is_removed(executor: Executor, journal: Journal) -> None:
-    executor.take_back(record(), HeldGpus())
-    assert journal.events == ["undo", "delete"]
-
-
 @pytest.mark.parametrize(
-    ("known", "expected"),
-    [(record(), True), (record("preparing"), False), (record(boot="boot-0"), False)],
+    ("known", "events", "expected"),
+    [
+        (record(), ["do"], True),
+        (record("preparing"), ["do"], False),
+        (record(boot="boot-0"), ["do"], False),
+        (record(), [], False),
+    ],
+    ids=["all is there", "half done", "older boot", "a step is gone"],
 )
 def test_claim_is_in_place_when_it_was_prepared_in_this_boot(
-    executor: Executor, journal: Journal, known: ClaimRecord, expected: bool
+    executor: Executor, journal: Journal, known: ClaimRecord, events: list[str], expected: bool
 ) -> None:
-    journal.events.append("do")
+    journal.events += events
     assert executor.in_place(known) is expected
-
-
-def test_claim_is_not_in_place_when_a_step_is_gone(executor: Executor) -> None:
-    assert not executor.in_place(record())
 
 
 def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal: Journal) -> None:

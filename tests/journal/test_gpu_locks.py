@@ -5,15 +5,15 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal import gpu_locks as module
 from dra_driver.journal.gpu_locks import GpuLocks
 from tests.fakes.directories import names
+from tests.fakes.preparing import in_threads
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 HOLDER = """
@@ -71,15 +71,6 @@ def test_lock_excludes_another_process_and_ends_with_it(locks: GpuLocks, tmp_pat
             pass
 
 
-def test_lock_is_an_open_file_description_lock(locks: GpuLocks, tmp_path: Path) -> None:
-    with (
-        locks.hold([A], 1),
-        (tmp_path / "locks" / "GPU-a.lock").open("r+") as file,
-        pytest.raises(BlockingIOError),
-    ):
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def test_busy_gpu_is_named_after_the_timeout(locks: GpuLocks) -> None:
     with locks.hold([B], 1):
         started = time.monotonic()
@@ -113,21 +104,11 @@ def test_a_free_gpu_is_not_held_while_a_busy_one_is_waited_for(locks: GpuLocks) 
     assert held.is_set(), "it is had when B is free"
 
 
-def test_free_lock_is_had_when_the_time_is_over_already(locks: GpuLocks) -> None:
-    with locks.hold([A], 0):
-        pass
-    with locks.hold([A], -1):
-        pass
-
-
-def test_nothing_is_locked_when_there_is_no_gpu(locks: GpuLocks, tmp_path: Path) -> None:
-    with locks.hold([], 0):
-        assert names(tmp_path / "locks") == []
-
-
-def test_gpu_named_twice_is_locked_once(locks: GpuLocks) -> None:
-    with locks.hold([A, A], 1):
-        pass
+@pytest.mark.parametrize(("uuids", "timeout_s"), [([A], -1), ([A, A], 1), ([], 0)])
+def test_free_locks_are_had(locks: GpuLocks, tmp_path: Path, uuids: list[str], timeout_s: float) -> None:
+    """When the time is over already, for a GPU that is named twice, and for none."""
+    with locks.hold(uuids, timeout_s):
+        assert names(tmp_path / "locks") == [f"{uuid}.lock" for uuid in set(uuids)]
 
 
 def test_lock_is_released_when_the_work_fails(locks: GpuLocks) -> None:
@@ -139,24 +120,6 @@ def test_lock_is_released_when_the_work_fails(locks: GpuLocks) -> None:
 def test_name_of_a_lock_file_stays_in_the_directory(locks: GpuLocks, tmp_path: Path) -> None:
     with locks.hold(["../../etc/x", "GPU-ä"], 1):
         assert names(tmp_path / "locks") == ["GPU-_.lock", "______etc_x.lock"]
-
-
-def test_every_process_takes_the_gpus_in_the_order_of_their_uuids(
-    locks: GpuLocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[str] = []
-    hold_file = module.hold_file
-
-    def noted(
-        path: Path, among_threads: threading.Lock, deadline: float, what: str, **more: object
-    ) -> object:
-        taken.append(what)
-        return hold_file(path, among_threads, deadline, what, **more)
-
-    monkeypatch.setattr(module, "hold_file", noted)
-    uuids = [f"GPU-{number:02}" for number in range(16)]
-    with locks.hold(random.Random(7).sample(uuids, 16), 1):
-        assert taken == [f"GPU {uuid}" for uuid in uuids]
 
 
 def test_order_of_the_gpus_never_leads_to_a_deadlock(locks: GpuLocks, tmp_path: Path) -> None:
@@ -176,12 +139,8 @@ def test_order_of_the_gpus_never_leads_to_a_deadlock(locks: GpuLocks, tmp_path: 
                 for uuid in wanted:
                     inside[uuid] -= 1
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert (any(thread.is_alive() for thread in threads), wrong) == (False, [])
+    assert in_threads(*(partial(work, seed) for seed in range(6))) == [None] * 6
+    assert wrong == []
 
 
 def test_descriptors_do_not_leak_over_a_thousand_acquisitions(locks: GpuLocks, tmp_path: Path) -> None:
@@ -196,14 +155,6 @@ def test_descriptors_do_not_leak_over_a_thousand_acquisitions(locks: GpuLocks, t
             pass
     assert descriptors() == before
     assert names(tmp_path / "locks") == ["GPU-a.lock", "GPU-b.lock"]
-
-
-def test_lock_of_the_whole_set_is_given_back_when_the_last_cannot_be_had(locks: GpuLocks) -> None:
-    with locks.hold([C], 1):
-        before = descriptors()
-        assert not can_hold(locks, A, B, C)
-        assert descriptors() == before
-        assert can_hold(locks, A, B)
 
 
 def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
@@ -227,10 +178,3 @@ def test_file_system_without_locks_is_one_sentence(
         pass
     assert str(caught.value) == f"cannot lock {tmp_path / 'locks' / 'GPU-a.lock'}: No locks available"
     assert descriptors() == before
-
-
-def test_many_gpus_are_held_at_once(locks: GpuLocks) -> None:
-    with ExitStack() as stack:
-        for number in range(16):
-            stack.enter_context(locks.hold([f"GPU-{number}"], 1))
-        assert not can_hold(locks, "GPU-15")

@@ -1,6 +1,8 @@
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,49 +10,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
-from dra_driver.journal.record_codec import FORMAT_VERSION, decode, encode
+from dra_driver.journal.record_codec import decode, encode
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
+from dra_driver.model.mig import Placement
+from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.sharing_mode import MpsShared, TimeSliced
+from dra_driver.model.steps import (
+    CreateMig,
+    LeaveMigMode,
+    RunMps,
+    SetTimeSlice,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
 
+MPS = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", True, 50, 2048, (MpsMember("gpu-2", "GPU-2", 1024),))
 RECORD = ClaimRecord(
     claim=AllocatedClaim(
         ClaimRef("default", "claim-1", "uid-1"),
         (DeviceResult("req/sub", "gpu.nvidia.com", "node-a", "gpu-0", True, "share-1", {"memory": "1Gi"}),),
         (DeviceConfig("FromClass", ("req",), "gpu.nvidia.com", {"kind": "GpuConfig"}),),
+        "gpus",
+        (PodRef("trainer-0", "pod-uid-0"),),
     ),
     phase="prepared",
     boot_id="boot-1",
-    devices=(HeldDevice("gpu-0", "gpu", "GPU-1", "GPU-1", True, "share-1"),),
-    steps=(WriteCdiSpec(),),
+    devices=(
+        HeldDevice("gpu-0", "gpu", "GPU-0", "GPU-0", True, "share-1", imex="all", host_devices=("gds",)),
+        HeldDevice("gpu-1", "gpu", "GPU-1", "GPU-1", usage=MpsShared(MPS, 1024, 25, (1024, None)), imex=7),
+        HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", usage=TimeSliced(3)),
+        HeldDevice("mig-0", "mig", "", "GPU-4", placement=Placement(4, 2)),
+    ),
+    steps=(
+        LeaveMigMode("GPU-0", None),
+        CreateMig("mig-0", "GPU-4", "0000:10:00.0", 14, "2g.20gb", Placement(4, 2)),
+        SetTimeSlice("GPU-3", 3),
+        RunMps(MPS),
+        WriteDeviceMetadata(("v1beta1",)),
+        WriteCdiSpec(),
+    ),
     prepared_at="2026-08-07T12:00:00.000+00:00",
 )
-DOCUMENT = {
-    "version": 1,
-    "claim": {
-        "namespace": "default",
-        "name": "claim-1",
-        "uid": "uid-1",
-        "results": [
-            {
-                "request": "req/sub", "driver": "gpu.nvidia.com", "pool": "node-a", "device": "gpu-0",
-                "adminAccess": True, "shareID": "share-1", "consumedCapacity": {"memory": "1Gi"},
-            }
-        ],
-        "configs": [
-            {"source": "FromClass", "requests": ["req"], "driver": "gpu.nvidia.com",
-             "parameters": {"kind": "GpuConfig"}}
-        ],
-    },
-    "phase": "prepared",
-    "bootID": "boot-1",
-    "devices": [
-        {"device": "gpu-0", "kind": "gpu", "uuid": "GPU-1", "gpuUUID": "GPU-1", "adminAccess": True,
-         "shareID": "share-1"}
-    ],
-    "steps": [{"kind": "write_cdi_spec"}],
-    "preparedAt": "2026-08-07T12:00:00.000+00:00",
-}  # fmt: skip
+GOLDEN = Path(__file__).parent / "golden" / "record.json"
+DOCUMENT = json.loads(encode(RECORD))
 
 text = st.text(max_size=12)
 json_values = st.recursive(
@@ -75,16 +78,34 @@ configs = st.builds(
     st.none() | text,
     json_values,
 )
+numbers = st.none() | st.integers()
+placements = st.builds(Placement, st.integers(0, 7), st.integers(1, 8))
+members = st.lists(st.builds(MpsMember, text, text, numbers), max_size=2).map(tuple)
+kinds = st.sampled_from(["gpu", "mig"])
+daemons = st.builds(MpsDaemonSpec, text, text, kinds, text, st.booleans(), numbers, numbers, members)
+usages = st.builds(TimeSliced, numbers) | st.builds(
+    MpsShared, daemons, numbers, numbers, st.lists(numbers, max_size=2).map(tuple)
+)
 helds = st.builds(
     HeldDevice,
     text,
-    st.sampled_from(["gpu", "mig"]),
+    kinds,
     text,
     text,
     st.booleans(),
     st.none() | text,
+    st.none() | usages,
+    st.none() | placements,
     imex=st.sampled_from([None, 0, 2047, "all"]),
     host_devices=st.sampled_from([(), ("gds",), ("mofed", "nvswitch")]),
+)
+steps = st.one_of(
+    st.just(WriteCdiSpec()),
+    st.builds(WriteDeviceMetadata, st.lists(text, max_size=2).map(tuple)),
+    st.builds(SetTimeSlice, text, st.integers()),
+    st.builds(RunMps, daemons),
+    st.builds(CreateMig, text, text, st.none() | text, st.integers(), text, placements),
+    st.builds(LeaveMigMode, text, st.none() | text),
 )
 pods = st.builds(
     PodRef,
@@ -105,7 +126,7 @@ records = st.builds(
     phase=st.sampled_from(["preparing", "prepared"]),
     boot_id=text,
     devices=st.lists(helds, max_size=2).map(tuple),
-    steps=st.sampled_from([(), (WriteCdiSpec(),), (WriteDeviceMetadata(("v1beta1", "v1alpha1")),)]),
+    steps=st.lists(steps, max_size=3).map(tuple),
     prepared_at=st.none() | text,
 )
 
@@ -114,34 +135,20 @@ def changed(**changes: Any) -> bytes:
     return json.dumps(DOCUMENT | changes).encode()
 
 
-def without(field: str) -> bytes:
-    return json.dumps({key: value for key, value in DOCUMENT.items() if key != field}).encode()
-
-
-def test_record_has_the_documented_form() -> None:
-    assert json.loads(encode(RECORD)) == DOCUMENT
-    assert FORMAT_VERSION == 1
+def test_record_has_the_golden_form(is_golden: Callable[[Path, str], None]) -> None:
+    """Another form would need another format number."""
+    is_golden(GOLDEN, json.dumps(DOCUMENT, indent=1) + "\n")
+    assert decode(GOLDEN.read_bytes()) == RECORD
 
 
 @given(records)
 def test_record_survives_encoding(record: ClaimRecord) -> None:
     content = encode(record)
-    assert decode(content) == record
-    assert decode(content).claim.pods == record.claim.pods, "which equality does not look at"
-    assert encode(decode(content)) == content
-
-
-def test_metadata_and_the_pods_name_of_the_claim_are_kept() -> None:
-    record = replace(
-        RECORD,
-        claim=replace(RECORD.claim, pod_claim_name="gpus"),
-        steps=(WriteDeviceMetadata(("v1beta1",)),),
-    )
-    document = json.loads(encode(record))
-    assert document["claim"]["podClaimName"] == "gpus"
-    assert document["steps"] == [{"kind": "write_device_metadata", "versions": ["v1beta1"]}]
-    # Not by equality alone: claims are equal without the name.
-    assert decode(encode(record)).claim.pod_claim_name == "gpus"
+    decoded = decode(content)
+    assert decoded == record
+    kept = (decoded.claim.pods, decoded.claim.pod_claim_name)
+    assert kept == (record.claim.pods, record.claim.pod_claim_name), "which equality does not look at"
+    assert encode(decoded) == content
 
 
 POD = {"name": "trainer-0", "uid": "pod-uid-0"}
@@ -151,32 +158,20 @@ def with_pods(pods: Any) -> bytes:
     return changed(claim=DOCUMENT["claim"] | {"pods": pods})
 
 
-def test_pods_are_kept() -> None:
-    record = replace(RECORD, claim=replace(RECORD.claim, pods=(PodRef("trainer-0", "pod-uid-0"),)))
-    assert json.loads(encode(record)) == json.loads(with_pods([POD]))
-    assert decode(encode(record)).claim.pods == record.claim.pods
-
-
 def test_claim_without_pods_is_another_than_one_of_which_none_is_known() -> None:
     assert (decode(with_pods([])).claim.pods, decode(with_pods(None)).claim.pods) == ((), None)
-    assert decode(changed()).claim.pods is None
-    assert "pods" not in json.loads(encode(RECORD))["claim"]
+    unknown = replace(RECORD, claim=replace(RECORD.claim, pods=None))
+    assert "pods" not in json.loads(encode(unknown))["claim"]
 
 
 @pytest.mark.parametrize(
     "odd",
     [
         5,
-        "trainer-0",
-        {"name": "trainer-0", "uid": "pod-uid-0"},
         ["trainer-0"],
         [POD, {"name": "trainer-1"}],
-        [POD | {"name": "Trainer"}],
         [POD | {"name": "\x1b]0;x\x07"}],
-        [POD | {"name": "a" * 254}],
         [POD | {"uid": "a" * 129}],
-        [POD | {"uid": None}],
-        [[]] * 2,
     ],
 )
 def test_pods_that_cannot_be_read_are_unknown_and_keep_no_claim_from_being_served(odd: Any) -> None:
@@ -190,65 +185,47 @@ def test_more_pods_than_the_api_allows_are_not_read() -> None:
     assert record.claim.pods == tuple(PodRef(f"p-{number}", f"u-{number}") for number in range(256))
 
 
+def of_claim(**changes: Any) -> bytes:
+    return changed(claim=DOCUMENT["claim"] | changes)
+
+
+def of_device(**changes: Any) -> bytes:
+    return changed(devices=[DOCUMENT["devices"][0] | changes])
+
+
+def of_step(**step: Any) -> bytes:
+    return changed(steps=[step])
+
+
+@pytest.mark.parametrize("field", ["claim", "phase", "bootID", "devices", "steps"])
+def test_record_is_refused_when_a_field_is_missing(field: str) -> None:
+    with pytest.raises(StateError, match=f"field '{field}' is missing"):
+        decode(json.dumps({key: value for key, value in DOCUMENT.items() if key != field}).encode())
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "not a claim record"),
-        (b"{", "not a claim record"),
         (b"null", "not a JSON object"),
-        (b"[]", "not a JSON object"),
-        (b"\x00" * 100, "not a claim record"),
         (b"\xff\xfe", "not a claim record"),
         (b"[" * 200_000, "not a claim record"),
         (encode(RECORD)[:-20], "not a claim record"),
-        (encode(RECORD) * 2, "not a claim record"),
-        (without("version"), "format version None is unknown"),
-        (changed(version=0), "format version 0 is unknown"),
         (changed(version="1"), "format version '1' is unknown"),
         (changed(version=2), "has format version 2 of a newer release"),
         (changed(phase="done"), "phase 'done' is unknown"),
-        (changed(phase=["prepared"]), "is unknown"),
-        (without("phase"), "field 'phase' is missing"),
-        (without("claim"), "field 'claim' is missing"),
-        (without("devices"), "field 'devices' is missing"),
-        (without("steps"), "field 'steps' is missing"),
-        (without("bootID"), "field 'bootID' is missing"),
         (changed(bootID=None), "field 'bootID' is None, which is not text"),
-        (changed(claim=[]), "not a claim record"),
-        (changed(claim={}), "field 'namespace' is missing"),
-        (changed(claim=DOCUMENT["claim"] | {"uid": None}), "field 'uid' is None, which is not text"),
-        (changed(claim=DOCUMENT["claim"] | {"results": None}), "not a claim record"),
-        (changed(devices=None), "not a claim record"),
         (changed(devices=["gpu-0"]), "not a claim record"),
+        (of_claim(results=None), "not a claim record"),
+        (of_claim(podClaimName=5), "field 'podClaimName' is 5, which is not text"),
+        (of_device(kind="vfio"), "device kind 'vfio' is unknown"),
+        (of_device(usage={"kind": "dmem"}), "sharing mode 'dmem' is unknown"),
+        (of_step(kind="bind_vfio"), "step 'bind_vfio' is unknown"),
+        (of_step(kind="set_time_slice", gpuUUID="GPU-1", interval="1"), "'1', which is not a whole number"),
         (
-            changed(devices=[DOCUMENT["devices"][0] | {"gpuUUID": None}]),
-            "field 'gpuUUID' is None, which is not text",
+            of_step(kind="write_device_metadata", versions="v1beta1"),
+            "'v1beta1', which is not a list of texts",
         ),
-        (
-            changed(devices=[DOCUMENT["devices"][0] | {"shareID": 5}]),
-            "field 'shareID' is 5, which is not text",
-        ),
-        (changed(devices=[DOCUMENT["devices"][0] | {"kind": 7}]), "field 'kind' is 7, which is not text"),
-        (changed(devices=[DOCUMENT["devices"][0] | {"kind": "vfio"}]), "device kind 'vfio' is unknown"),
-        (
-            changed(devices=[DOCUMENT["devices"][0] | {"usage": {"kind": "dmem"}}]),
-            "sharing mode 'dmem' is unknown",
-        ),
-        (changed(steps=[{"kind": "bind_vfio"}]), "step 'bind_vfio' is unknown"),
-        (
-            changed(steps=[{"kind": "set_time_slice", "gpuUUID": "GPU-1", "interval": "1"}]),
-            "field 'interval' is '1', which is not a whole number",
-        ),
-        (changed(steps=[{}]), "field 'kind' is missing"),
-        (
-            changed(steps=[{"kind": "write_device_metadata", "versions": "v1beta1"}]),
-            "field 'versions' is 'v1beta1', which is not a list of texts",
-        ),
-        (
-            changed(claim=DOCUMENT["claim"] | {"podClaimName": 5}),
-            "field 'podClaimName' is 5, which is not text",
-        ),
-        (changed(preparedAt=5), "field 'preparedAt' is 5, which is not text"),
     ],
 )
 def test_record_is_refused_with_the_reason_when_it_is_broken(content: bytes, reason: str) -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from dra_driver.errors import StateError
 from dra_driver.files import json_store
-from dra_driver.files.atomic import is_settled, read_plain
+from dra_driver.files.atomic import read_plain
 from dra_driver.journal import records as module
 from dra_driver.journal.record_codec import encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 from tests.fakes import directories
+from tests.fakes.preparing import in_threads
 from tests.fakes.samples import GPU_0, GPU_1, hold, record
 
 ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
@@ -69,20 +70,6 @@ def test_other_instance_sees_every_change(store: RecordStore) -> None:
     assert (second.get("uid-1"), second.all()) == (None, {})
 
 
-def test_file_is_parsed_once_while_it_does_not_change(
-    store: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(ONE)
-    while not is_settled((store.directory / "uid-1.json").stat().st_ctime_ns):
-        time.sleep(0.001)
-    parsed: list[bytes] = []
-    decode = module.decode
-    monkeypatch.setattr(module, "decode", lambda content: parsed.append(content) or decode(content))
-    for _ in range(5):
-        assert store.all() == {"uid-1": ONE}
-    assert len(parsed) == 1
-
-
 @pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
 def test_unreadable_record_is_set_aside_and_the_others_are_served(
     store: RecordStore, logs: list, content: bytes
@@ -126,27 +113,6 @@ def test_record_that_cannot_be_set_aside_is_told_once_and_protects_what_it_held(
     assert (aside.read_bytes(), len(logs)) == (b"{", 2)
 
 
-def test_bad_inode_keeps_no_other_claim(
-    store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(ONE)
-    store.save(TWO)
-    lstat = os.lstat
-
-    def broken(path: str) -> os.stat_result:
-        if str(path).endswith("uid-1.json"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return lstat(path)
-
-    monkeypatch.setattr(os, "lstat", broken)
-    for _ in range(2):
-        assert store.all() == {"uid-2": TWO}
-        assert store.quarantined() == [store.directory / "uid-1.json"]
-    assert [line["claim_uid"] for line in logs] == ["uid-1"]
-    monkeypatch.undo()
-    assert (store.all(), store.quarantined()) == ({"uid-1": ONE, "uid-2": TWO}, [])
-
-
 def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(ONE)
     store.save(TWO)
@@ -159,21 +125,6 @@ def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: py
     monkeypatch.setattr(json_store, "read_plain", broken)
     assert store.all() == {"uid-2": TWO}
     assert len(store.quarantined()) == 1
-
-
-def test_record_is_not_set_aside_when_the_error_may_pass(
-    store: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(ONE)
-
-    def exhausted(_path: Path) -> bytes:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(json_store, "read_plain", exhausted)
-    with pytest.raises(StateError, match=r"cannot read the claim record .*uid-1\.json: Too many open files"):
-        store.all()
-    monkeypatch.undo()
-    assert store.all() == {"uid-1": ONE}
 
 
 def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_meanwhile(
@@ -197,21 +148,12 @@ def test_unreadable_record_is_set_aside_once_when_many_look_at_it(store: RecordS
     store.save(TWO)
     (store.directory / "uid-1.json").write_bytes(b"{")
     barrier = threading.Barrier(8)
-    seen: list[object] = []
 
-    def look() -> None:
+    def look() -> object:
         barrier.wait()
-        try:
-            seen.append(store.all())
-        except Exception as error:
-            seen.append(error)
+        return store.all()
 
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [{"uid-2": TWO}] * 8
+    assert in_threads(*[look] * 8) == [{"uid-2": TWO}] * 8
     assert len(store.quarantined()) == len(logs) == 1
 
 
@@ -247,9 +189,7 @@ def test_start_succeeds_when_the_other_instance_is_writing(
     other(store).open("boot-1")
 
 
-@pytest.mark.parametrize(
-    "uid", ["", ".", "..", "../x", "a/b", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300, "a b"]
-)
+@pytest.mark.parametrize("uid", ["", "..", "../x", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300])
 def test_uid_is_refused_when_it_could_lead_elsewhere(store: RecordStore, uid: str) -> None:
     for call in (store.get, store.delete):
         with pytest.raises(StateError, match="is not usable as a file name; the claim is refused"):
@@ -271,14 +211,6 @@ def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
     store.delete("uid-1")
     with pytest.raises(StateError, match=r"cannot write .*: the directory does not exist"):
         store.save(ONE)
-
-
-def test_start_fails_with_one_sentence_when_a_file_is_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "claims").touch()
-    with pytest.raises(
-        StateError, match=r"cannot create the directory .*/claims: a file is in its place; remove it"
-    ):
-        RecordStore(tmp_path / "claims").open("boot-1")
 
 
 def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
@@ -341,19 +273,6 @@ def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
     assert [line["event"] for line in logs] == [], "what was not removed is not told to be"
     assert again.all() == {"uid-1": ONE}
     assert [line["event"] for line in logs] == ["record_unreadable"]
-
-
-def test_failed_save_keeps_the_old_record(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.save(ONE)
-
-    def full(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StateError, match=r"cannot write .*uid-1\.json: the disk is full; free some space"):
-        store.save(replace(ONE, phase="preparing"))
-    monkeypatch.undo()
-    assert (store.get("uid-1"), names(store.directory)) == (ONE, ["uid-1.json"])
 
 
 def test_delete_is_durable(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:

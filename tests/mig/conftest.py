@@ -2,12 +2,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.fixtures import h100, logs, node
+from dra_driver.model.inventory import DynamicMigDevice
+from tests.fakes.fixtures import h100, logs
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
 
-__all__ = ["h100", "logs", "node"]
+__all__ = ["h100", "logs"]
 
 
 @pytest.fixture
 def tmp_path(memory_path: Path) -> Path:
     """In memory: what a loss of power leaves is told by `tests.fakes.powerloss`, not by this machine's disk."""
     return memory_path
+
+
+@pytest.fixture
+def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
+    make_idle(h100, mig_mode=False)
+    return MigNode(h100, tmp_path)
+
+
+@pytest.fixture
+def small(node: MigNode) -> DynamicMigDevice:
+    return node.wanted("1g.10gb", 3)

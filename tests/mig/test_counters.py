@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,9 +18,6 @@ from dra_driver.simulator.state import Model
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import GPU_0, NODE, h100, inventory
 from tests.mig.migtables import MODELS, Silicon, Slot, table
-
-SEQUENCES = int(os.environ.get("MIG_SEQUENCES", "10000"))
-"""Steps of the random sequences, over all tables together."""
 
 WHOLE: Slot = (-1, -1)
 H100, A100, A30, B200 = (MODELS[key] for key in ("h100-sxm", "a100-sxm4-80gb", "a30", "b200"))
@@ -132,36 +128,6 @@ def test_whole_gpu_and_its_parts_exclude_each_other(key: str) -> None:
         if slot == WHOLE:
             assert counters.admitted() == set()
         counters.take(slot, -1)
-
-
-@pytest.mark.parametrize("key", sorted(TABLES))
-def test_random_sequences_neither_overlap_nor_block_what_fits(key: str) -> None:
-    silicon, counters = Silicon(TABLES[key]), Counters(gpu_of(TABLES[key]))
-    slots = sorted(counters.uses)
-    chance = random.Random(f"sequence {key}")
-    sizes = {(row.id, start): row.size for row in silicon.model.mig for start in row.starts}
-    sizes[WHOLE] = max(row.size for row in silicon.model.mig)
-    held: list[Slot] = []
-    used: set[int] = set()
-    for _ in range(SEQUENCES // len(TABLES)):
-        slot = chance.choice(slots)
-        covered = range(max(slot[1], 0), max(slot[1], 0) + sizes[slot])
-        fits = not held if slot == WHOLE else WHOLE not in held and slot in silicon.free()
-        assert counters.admits(slot) == fits, (held, slot)
-        if fits:
-            assert used.isdisjoint(covered)
-            used.update(covered)
-            counters.take(slot)
-            held.append(slot)
-            if slot != WHOLE:
-                silicon.create(slot)
-        elif held:
-            gone = held.pop(chance.randrange(len(held)))
-            counters.take(gone, -1)
-            used.difference_update(range(max(gone[1], 0), max(gone[1], 0) + sizes[gone]))
-            if gone != WHOLE:
-                silicon.destroy(gone)
-    assert len(used) == sum(sizes[slot] for slot in held)
 
 
 @pytest.mark.parametrize("key", ["a30", "h100-sxm", "rtx-pro-6000", "fewer 2g than fit"])

@@ -44,10 +44,13 @@ CASES = {
     "A30": Case("a30-4", True, "2g.12gb", 2),
     "RTX PRO 6000": Case("rtx-pro-6000-8", False, "1g.24gb+gfx", 1),
 }
-EVERY_PREPARE = [(name, changes) for name, case in CASES.items() for changes in range(1, case.prepare + 1)]
-EVERY_UNPREPARE = [
-    (name, changes) for name, case in CASES.items() for changes in range(1, case.unprepare + 1)
+EVERY_DEATH = [
+    (name, call, changes)
+    for name in ("A100", "H100")
+    for call in ("prepare", "unprepare")
+    for changes in range(1, getattr(CASES[name], call) + 1)
 ]
+"""With MIG mode on before, and off."""
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +93,11 @@ def die_in(node: MigNode, call: Callable[[], object], changes: int) -> MigNode:
     return node.restarted()
 
 
-def dead_prepare(fresh, case: Case, changes: int) -> MigNode:
+def dead(fresh: Callable[[Case], MigNode], case: Case, call: str, changes: int) -> MigNode:
+    """The instance after one that died in a call."""
     node = fresh(case)
-    return die_in(node, lambda: node.prepare(wanted(node, case)), changes)
-
-
-def dead_unprepare(fresh, case: Case, changes: int) -> MigNode:
-    node = fresh(case)
+    if call == "prepare":
+        return die_in(node, lambda: node.prepare(wanted(node, case)), changes)
     node.prepare(wanted(node, case))
     return die_in(node, node.unprepare, changes)
 
@@ -147,83 +148,35 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     assert node.state() == untouched(case)
 
 
-@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
-def test_prepare_ends_the_same_when_the_one_before_died(
-    fresh, uninterrupted, name: str, changes: int
+@pytest.mark.parametrize("follows", ["prepare", "unprepare", "a start without the record"])
+@pytest.mark.parametrize(("name", "call", "changes"), EVERY_DEATH)
+def test_what_follows_a_death_ends_as_if_it_never_was(
+    fresh, uninterrupted, name: str, call: str, changes: int, follows: str
 ) -> None:
     case = CASES[name]
     expected = uninterrupted(case)
-    node = dead_prepare(fresh, case, changes)
-    node.prepare(wanted(node, case))
-    assert node.state() == expected
-    node.unprepare()
-    assert node.state() == untouched(case)
-
-
-@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
-def test_unprepare_ends_empty_when_the_prepare_before_died(fresh, name: str, changes: int) -> None:
-    case = CASES[name]
-    node = dead_prepare(fresh, case, changes)
-    node.unprepare()
-    assert node.state() == untouched(case)
-
-
-@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
-def test_a_start_clears_up_when_no_record_speaks_of_what_is_there(fresh, name: str, changes: int) -> None:
-    case = CASES[name]
-    node = dead_prepare(fresh, case, changes)
-    node.records.delete("uid-1")
-    node.collector.look()
-    assert node.state() == untouched(case)
-    assert node.collector.stuck() == {}
-
-
-@pytest.mark.parametrize(("name", "changes"), EVERY_PREPARE)
-def test_a_start_keeps_what_a_record_speaks_of(fresh, uninterrupted, name: str, changes: int) -> None:
-    case = CASES[name]
-    expected = uninterrupted(case)
-    node = dead_prepare(fresh, case, changes)
-    before = node.state()
-    node.collector.look()
-    assert node.state() == before
-    node.prepare(wanted(node, case))
-    assert node.state() == expected
-
-
-@pytest.mark.parametrize(("name", "changes"), EVERY_UNPREPARE)
-def test_unprepare_ends_empty_when_the_one_before_died(fresh, name: str, changes: int) -> None:
-    case = CASES[name]
-    node = dead_unprepare(fresh, case, changes)
+    node = dead(fresh, case, call, changes)
+    if follows == "a start without the record":
+        node.records.delete("uid-1")
+        node.collector.look()
+        assert (node.state(), node.collector.stuck()) == (untouched(case), {})
+        return
+    if call == "prepare":
+        before = node.state()
+        node.collector.look()
+        assert node.state() == before, "a start keeps what a record speaks of"
+    if follows == "prepare":
+        node.prepare(wanted(node, case))
+        assert node.state() == expected
     node.unprepare()
     node.settle()
     assert node.state() == untouched(case)
 
 
-@pytest.mark.parametrize(("name", "changes"), EVERY_UNPREPARE)
-def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(
-    fresh, uninterrupted, name: str, changes: int
-) -> None:
-    case = CASES[name]
-    expected = uninterrupted(case)
-    node = dead_unprepare(fresh, case, changes)
-    node.prepare(wanted(node, case))
-    assert node.state() == expected
-
-
-@pytest.mark.parametrize(("name", "changes"), EVERY_UNPREPARE)
-def test_a_start_goes_on_with_a_destruction_when_the_record_is_lost(fresh, name: str, changes: int) -> None:
-    case = CASES[name]
-    node = dead_unprepare(fresh, case, changes)
-    node.records.delete("uid-1")
-    node.collector.look()
-    assert node.state() == untouched(case)
-
-
-@pytest.mark.parametrize(("name", "changes"), [case for case in EVERY_PREPARE if case[0] == "H100"])
-def test_other_claims_get_the_place_of_a_dead_prepare(fresh, name: str, changes: int) -> None:
+@pytest.mark.parametrize("changes", range(1, CASES["H100"].prepare + 1))
+def test_other_claims_get_the_place_of_a_dead_prepare(fresh, changes: int) -> None:
     """The kubelet unprepares the dead one; a bigger device that covers its slot fits then."""
-    case = CASES[name]
-    node = dead_prepare(fresh, case, changes)
+    node = dead(fresh, CASES["H100"], "prepare", changes)
     node.unprepare()
     node.prepare(node.wanted("7g.80gb", 0), uid="uid-2")
     assert [row[1:] for row in node.on_gpu()[1]] == [(0, 0, 1)]
@@ -234,7 +187,7 @@ def test_other_claims_get_the_place_of_a_dead_prepare(fresh, name: str, changes:
 def test_second_prepare_may_die_as_well(fresh, uninterrupted, first: int, second: int) -> None:
     case = CASES["H100"]
     expected = uninterrupted(case)
-    node = dead_prepare(fresh, case, first)
+    node = dead(fresh, case, "prepare", first)
     with node.dying_after(second):
         try:
             node.prepare(wanted(node, case))
@@ -250,7 +203,7 @@ def test_second_prepare_may_die_as_well(fresh, uninterrupted, first: int, second
 def test_repair_of_a_device_without_compute_instance_may_die(fresh, uninterrupted, changes: int) -> None:
     case = CASES["H100"]
     expected = uninterrupted(case)
-    node = dead_unprepare(fresh, case, 2)
+    node = dead(fresh, case, "unprepare", 2)
     node = die_in(node, lambda: node.prepare(wanted(node, case)), changes)
     node.prepare(wanted(node, case))
     assert node.state() == expected
@@ -268,36 +221,6 @@ def test_a_start_that_dies_while_it_clears_up_is_gone_on_with(fresh, changes: in
     node = die_in(node, node.collector.look, changes)
     node.collector.look()
     assert node.state() == untouched(case)
-
-
-# --- refused first -----------------------------------------------------------------------------
-
-CREATIONS = {
-    "GPU": "nvmlDeviceCreateGpuInstanceWithPlacement",
-    "compute": "nvmlGpuInstanceCreateComputeInstance",
-}
-REFUSED_CHANGES = {("GPU", False): 9, ("GPU", True): 5, ("compute", False): 12, ("compute", True): 8}
-"""How many changes a try makes and takes back: with which refusal, on a GPU whose MIG mode was on before or not."""
-
-
-def refused_once(fresh, case: Case, what: str) -> MigNode:
-    node = fresh(case)
-    node.machine.set_fault(CREATIONS[what], code="insufficient-resources", count=1)
-    return node
-
-
-@pytest.mark.parametrize("what", CREATIONS)
-@pytest.mark.parametrize("name", CASES)
-def test_refused_try_ends_as_if_it_never_was(fresh, uninterrupted, name: str, what: str) -> None:
-    case = CASES[name]
-    expected = uninterrupted(case)
-    node = refused_once(fresh, case, what)
-    with pytest.raises(NvmlTransientError):
-        node.prepare(wanted(node, case))
-    assert len(node.countdown.done) == REFUSED_CHANGES[what, case.mode]
-    assert node.state() == untouched(case)
-    node.prepare(wanted(node, case))
-    assert node.state() == expected
 
 
 # --- refused and tried again within a call, with a device that is finished before ----------------
@@ -350,8 +273,7 @@ class PairNode:
         self.try_()
 
     def give_up(self) -> None:
-        record = self.node.records.get("uid-1")
-        assert record is not None
+        record = self.node.record_of()
         self.node.executor.roll_back(record, HeldGpus())
 
 
@@ -386,62 +308,53 @@ def test_next_try_goes_on_where_the_refused_one_stopped(pair, name: str, what: s
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
-def test_death_in_or_between_two_tries_is_gone_on_with(pair, name: str, what: str, changes: int) -> None:
+FOLLOWS = pytest.mark.parametrize("follows", ["prepare", "unprepare", "a start without the record"])
+
+
+def ends_clean(refused: PairNode, node: MigNode, follows: str, end: object) -> None:
     """The next Prepare ends where an uninterrupted one does, a start before it changes nothing; the Unprepare after
     that, or instead, leaves nothing, and so does a start without the record."""
+    if follows == "prepare":
+        before = node.state()
+        node.collector.look()
+        assert end is None or node.state() == before
+        refused.try_(node)
+        assert end in (None, node.state())
+        assert [row[3] for row in node.on_gpu()[1]] == [1, 1]
+    if follows == "a start without the record":
+        node.records.delete("uid-1")
+    else:
+        node.unprepare()
+        assert node.keeper.pay_all() == []
+    node.collector.look()
+    assert node.state() == untouched(CASES[refused.name])
+
+
+@FOLLOWS
+@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
+def test_death_in_or_between_two_tries_is_gone_on_with(
+    pair, name: str, what: str, changes: int, follows: str
+) -> None:
     expected = pair(name, what)
     expected.try_twice()
     end = expected.node.state()
     refused = pair(name, what)
-    node = die_in(refused.node, refused.try_twice, changes)
-    before = node.state()
-    node.collector.look()
-    assert node.state() == before
-    refused.try_(node)
-    assert node.state() == end
-    node.unprepare()
-    assert node.state() == untouched(CASES[name])
+    ends_clean(refused, die_in(refused.node, refused.try_twice, changes), follows, end)
 
 
-@pytest.mark.parametrize("is_start", [False, True], ids=["unprepare", "start"])
-@pytest.mark.parametrize(("name", "what", "changes"), EVERY_CHANGE_OF_TWO_TRIES)
-def test_death_in_or_between_two_tries_is_cleared_away(
-    pair, name: str, what: str, changes: int, is_start: bool
-) -> None:
-    refused = pair(name, what)
-    node = die_in(refused.node, refused.try_twice, changes)
-    if is_start:
-        node.records.delete("uid-1")
-        node.collector.look()
-    else:
-        node.unprepare()
-    assert node.state() == untouched(CASES[name])
-
-
-@pytest.mark.parametrize("follows", ["prepare", "unprepare", "start"])
+@FOLLOWS
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [(name, changes) for name in SIBLINGS for changes in range(1, ROLL_BACK + mode_changes(name) + 2)],
+    [(name, changes) for name in SIBLINGS for changes in range(1, ROLL_BACK + mode_changes(name) + 1)],
 )
 def test_death_while_it_gives_up_is_gone_on_with(pair, name: str, changes: int, follows: str) -> None:
     refused = pair(name, "GPU")
     with pytest.raises(NvmlTransientError):
         refused.try_()
-    if changes > ROLL_BACK + mode_changes(name):
-        refused.give_up()
-        assert refused.node.state() == untouched(CASES[name])
-        return
     node = die_in(refused.node, refused.give_up, changes)
-    if follows == "prepare":
-        refused.try_(node)
-        assert [row[3] for row in node.on_gpu()[1]] == [1, 1]
-    elif follows == "start":
-        node.records.delete("uid-1")
-        node.collector.look()
-    node.unprepare()
-    node.settle()
-    assert node.state() == untouched(CASES[name])
+    if changes == ROLL_BACK + mode_changes(name):
+        assert node.state() == untouched(CASES[name]), "that was the last change"
+    ends_clean(refused, node, follows, None)
 
 
 def killed_after(node: MigNode, call: Callable[[], object], changes: int) -> None:

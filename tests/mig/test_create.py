@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,6 @@ import pytest
 from dra_driver.errors import (
     ClaimRefusedError,
     DeviceBusyError,
-    DeviceLostError,
-    DraDriverError,
     NotSupportedError,
     NvmlUnavailableError,
     RetryableError,
@@ -29,24 +27,18 @@ from dra_driver.model.mig import GpuInstance, MigDevice, Partitioning, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim, hold, record
 
-UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 ONE_G_AT_3 = (10, 19, 3, 1)
 HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
 
 
-@pytest.fixture
-def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
-    make_idle(h100, mig_mode=False)
-    return MigNode(h100, tmp_path)
-
-
-@pytest.fixture
-def small(node: MigNode):
-    return node.wanted("1g.10gb", 3)
+def left_over(node: MigNode, small) -> None:
+    """A device that no record speaks of."""
+    node.prepare(small)
+    node.records.delete("uid-1")
 
 
 def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
@@ -56,23 +48,16 @@ def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
 # --- creation ----------------------------------------------------------------------------------
 
 
-def test_created_device_is_known_with_everything(node: MigNode, small) -> None:
+def test_created_device_is_known_with_everything_and_a_second_prepare_changes_nothing(
+    node: MigNode, small
+) -> None:
     node.prepare(small)
-    made = node.ownership.created_instance(small.name)
-    assert made is not None
+    made = node.made(small)
     (instance,) = node.machine.gpu(0).instances
-    assert (made.gpu_instance_id, made.compute_instance_id, made.uuid, made.gpu_minor) == (
-        instance.id,
-        instance.compute[0].id,
-        instance.compute[0].uuid,
-        0,
-    )
-    assert node.told == [("create", small.name, None)]
+    compute = instance.compute[0]
+    assert (made.gpu_instance_id, made.compute_instance_id) == (instance.id, compute.id)
+    assert (made.uuid, made.gpu_minor) == (compute.uuid, 0)
     assert node.ownership.created_instance("gpu-9") is None
-
-
-def test_second_prepare_changes_and_writes_nothing(node: MigNode, small) -> None:
-    node.prepare(small)
     before = node.state()
     node.countdown.done.clear()
     node.prepare(small)
@@ -125,8 +110,7 @@ def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown")
     with pytest.raises(RetryableError, match="create a compute instance"):
         node.devices.create(node.step(small))
-    entry = node.ledger.get(small.name)
-    assert entry is not None
+    entry = node.entry_of(small)
     assert (entry.phase, node.left_over > 0) == ("orphan", True)
     existing = node.hardware.instances(*node.address)
     assert node.ownership.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
@@ -152,19 +136,6 @@ def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> N
     assert node.state() == UNTOUCHED
 
 
-def test_claim_ends_without_nvml_and_the_device_goes_later(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.simulated.session.close()
-    node.unprepare()
-    assert node.records.all() == {}
-    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
-    assert node.left_over
-    node.simulated.session.open()
-    node.unprepare()
-    node.collector.look()
-    assert node.state() == UNTOUCHED
-
-
 def test_whole_step_is_done_within_one_operation(node: MigNode, small) -> None:
     depth: list[str] = []
 
@@ -182,23 +153,6 @@ def test_whole_step_is_done_within_one_operation(node: MigNode, small) -> None:
         "begin", "end after ['set_mode', 'create', 'create_compute']",
         "begin", "end after ['destroy_compute', 'destroy', 'set_mode']",
     ]  # fmt: skip
-
-
-def test_slot_taken_at_the_last_moment_is_left_to_who_took_it(
-    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node.machine.set_mig_mode(0, True)
-    create = node.hardware.create
-
-    def late(*arguments: Any) -> int:
-        node.machine.create_mig(0, "1g.10gb", 3)
-        return create(*arguments)
-
-    monkeypatch.setattr(node.hardware, "create", late)
-    with pytest.raises(RetryableError, match="the driver has no room there"):
-        node.prepare(small)
-    assert node.on_gpu() == (True, [ONE_G_AT_3])
-    assert node.state()[1:] == UNTOUCHED[1:]
 
 
 def test_busy_gpu_keeps_its_mode_and_the_mode_stays_nobodys(node: MigNode, small) -> None:
@@ -250,13 +204,6 @@ def test_foreign_instance_is_named_and_left_alone(node: MigNode, small, profile:
     assert node.state()[1:] == UNTOUCHED[1:]
 
 
-def test_mode_that_somebody_else_switched_on_stays_on(node: MigNode, small) -> None:
-    node.machine.set_mig_mode(0, True)
-    node.prepare(small)
-    node.unprepare()
-    assert node.state() == ((True, []), set(), set(), {})
-
-
 def test_mode_stays_on_while_somebody_elses_instance_is_there(node: MigNode, small) -> None:
     node.prepare(small)
     number, *_ = node.machine.create_mig(0, "1g.10gb", 0)
@@ -278,8 +225,7 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
     if has_compute:
         node.machine.create_mig(0, "1g.10gb", 3)
     else:
-        entry = node.ledger.get(small.name)
-        assert entry is not None
+        entry = node.entry_of(small)
         node.hardware.create(*node.address, 19, Placement(3, 1))
         node.ledger.save(replace(entry, gpu_instance_id=11))
     before = node.on_gpu()
@@ -294,13 +240,10 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
 
 def test_instance_destroyed_by_hand_is_made_again(node: MigNode, small) -> None:
     node.prepare(small)
-    before = node.ownership.created_instance(small.name)
+    before = node.made(small)
     node.machine.destroy_mig(0, 10)
     node.prepare(small)
-    after = node.ownership.created_instance(small.name)
-    assert before is not None
-    assert after is not None
-    assert after.uuid != before.uuid
+    assert node.made(small).uuid != before.uuid
     assert node.on_gpu() == (True, [ONE_G_AT_3])
     node.machine.destroy_mig(0, 10)
     node.unprepare()
@@ -348,8 +291,7 @@ def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
 
 
 def test_device_of_a_claim_whose_record_was_lost_is_kept(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.lost = (small.name,)
     node.collector.look()
     with pytest.raises(RetryableError, match="of a claim whose record was lost"):
@@ -368,33 +310,10 @@ def test_overlapping_device_of_another_claim_is_waited_for(node: MigNode, small)
 
 
 def test_overlapping_orphan_makes_room(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
     assert [row[1:] for row in node.on_gpu()[1]] == [(9, 0, 1)]
     assert "set_mode" not in node.countdown.done[10:], "the mode stays on in between"
-
-
-def test_orphan_of_the_device_itself_is_never_used_again(node: MigNode, small) -> None:
-    node.prepare(small)
-    uuid = node.ownership.created_instance(small.name)
-    node.devices.abandon(small.name)
-    hold_instance(node)
-    with pytest.raises(DeviceBusyError):
-        node.prepare(small, uid="uid-2")
-    node.machine.release_gpu(0)
-    node.prepare(small, uid="uid-2")
-    assert node.ownership.created_instance(small.name) not in (None, uuid)
-    assert node.on_gpu() == (True, [ONE_G_AT_3])
-
-
-def test_many_devices_on_one_gpu_come_and_go(node: MigNode) -> None:
-    wanted = [node.wanted("1g.10gb", start) for start in range(7)]
-    answers = in_threads(*(lambda item=item: node.prepare(item, uid=f"uid-{item.name}") for item in wanted))
-    assert [error for error in answers if isinstance(error, BaseException)] == []
-    assert node.on_gpu() == (True, [(7 + start, 19, start, 1) for start in range(7)])
-    in_threads(*(lambda item=item: node.unprepare(f"uid-{item.name}") for item in wanted))
-    assert node.state() == UNTOUCHED
 
 
 # --- destruction -------------------------------------------------------------------------------
@@ -433,27 +352,9 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
     assert node.state() == UNTOUCHED
 
 
-def test_device_in_use_is_destroyed_in_the_background(node: MigNode, small) -> None:
-    node.prepare(small)
-    hold_instance(node)
-    node.unprepare()
-    following = node.restarted()
-    following.collector.look()
-    assert "4711" in following.collector.stuck()[small.name]
-    node.machine.release_gpu(0)
-    following.collector.look()
-    assert following.on_gpu()[1] == [ONE_G_AT_3], "not before the pause is over"
-    following.clock.now += 0.2
-    following.collector.look()
-    assert following.on_gpu() == (False, [])
-    assert following.collector.stuck() == {}
-    following.unprepare()
-    assert following.state() == UNTOUCHED
-
-
 def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node: MigNode, small) -> None:
     node.prepare(small)
-    made = node.ownership.created_instance(small.name)
+    made = node.made(small)
     hold_instance(node)
     node.unprepare()
     with pytest.raises(DeviceBusyError):
@@ -462,20 +363,17 @@ def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node:
     node.restarted().prepare(small)
     node.clock.now += 60
     node.collector.look()
-    now = node.ownership.created_instance(small.name)
-    assert now is not None
-    assert made is not None
-    assert now.uuid != made.uuid
+    assert node.made(small).uuid != made.uuid
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
 
 def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode, small) -> None:
     """Slices offer the place of a device as long as nobody says that it is taken for good."""
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     hold_instance(node)
     node.collector.look()
     assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
+    assert "4711" in node.collector.stuck()[small.name]
     for _ in range(100):
         node.clock.now += 1
         node.collector.look()
@@ -487,8 +385,7 @@ def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode,
 
 
 def test_pauses_of_the_background_double_up_to_ten_seconds(node: MigNode, small, logs: list) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     hold_instance(node)
     tries: list[float] = []
     for _ in range(600):
@@ -515,43 +412,49 @@ def test_mode_that_cannot_be_left_hinders_nobody(node: MigNode, small) -> None:
     assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
-@pytest.mark.parametrize("code", ["gpu-is-lost", "driver-not-loaded"])
-def test_unprepare_succeeds_without_driver_or_gpu(node: MigNode, small, code: str) -> None:
+def fault(node: MigNode, function: str, **how: Any) -> Callable[[], None]:
+    node.machine.set_fault(function, **how)
+    return node.machine.clear_faults
+
+
+def nvml_closed(node: MigNode) -> Callable[[], None]:
+    node.simulated.session.close()
+    return node.simulated.session.open
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        nvml_closed,
+        lambda node: fault(node, "nvmlDeviceGetMigMode", code="gpu-is-lost"),
+        lambda node: fault(node, "nvmlDeviceGetMigMode", code="driver-not-loaded"),
+        lambda node: fault(node, "nvmlGpuInstanceDestroy", code="unknown", count=2),
+    ],
+    ids=["NVML closed", "GPU lost", "no driver", "destruction refused"],
+)
+def test_claim_ends_whatever_is_broken_and_the_device_goes_later(
+    node: MigNode, small, broken: Callable[[MigNode], Callable[[], None]]
+) -> None:
     node.prepare(small)
-    node.machine.set_fault("nvmlDeviceGetMigMode", code=code)
+    healed = broken(node)
     node.unprepare()
     assert node.records.all() == {}
     assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
+    assert node.left_over
     node.collector.look()
     assert list(node.collector.stuck()) == [small.name]
-    node.machine.clear_faults()
+    healed()
+    node.unprepare()
     node.clock.now += 1
     node.collector.look()
-    assert node.state() == UNTOUCHED
-
-
-def test_other_failure_of_an_unprepare_keeps_no_claim(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=1)
-    node.unprepare()
-    assert node.records.all() == {}
-    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
-    node.collector.look()
-    assert node.state() == UNTOUCHED
-
-
-def test_unprepare_of_what_was_never_made_is_fine(node: MigNode, small) -> None:
-    node.devices.destroy(small.name, node.address)
-    node.devices.abandon(small.name)
-    assert node.state() == UNTOUCHED
+    assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
 # --- whole GPUs --------------------------------------------------------------------------------
 
 
 def test_whole_gpu_leaves_the_mode_that_was_ours(node: MigNode, small) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.prepare_whole("uid-2")
     assert node.state()[:3] == UNTOUCHED[:3]
     node.prepare_whole("uid-2")
@@ -587,25 +490,12 @@ def test_whole_gpu_is_refused_in_a_mode_that_is_not_ours(node: MigNode) -> None:
 # --- boots, files, steps -----------------------------------------------------------------------
 
 
-def test_after_a_reboot_the_device_is_made_again(node: MigNode, small) -> None:
-    node.prepare(small)
-    expected = node.on_gpu()
-    make_idle(node.simulated, mig_mode=False)
-    after = node.restarted(boot_id="boot-2")
-    after.prepare(small)
-    assert after.on_gpu() == expected
-    assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
-    after.unprepare()
-    assert after.state() == UNTOUCHED
-
-
 @pytest.mark.parametrize("was_cut_off", [True, False])
 def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     node: MigNode, small, *, was_cut_off: bool
 ) -> None:
     node.prepare(small)
-    entry = node.ledger.get(small.name)
-    assert entry is not None
+    entry = node.entry_of(small)
     if was_cut_off:
         bare = replace(entry, phase="creating", gpu_instance_id=None, compute_instance_id=None, uuid=None)
         node.ledger.save(bare)
@@ -683,8 +573,7 @@ def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
         ("mode-on", gpu, None), ("mode-off", gpu, "DeviceBusyError"), ("mode-off", gpu, None),
     ]  # fmt: skip
     node.told_of_modes.clear()
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     node.prepare_whole()
     assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
 
@@ -733,8 +622,7 @@ def test_start_of_one_instance_leaves_alone_what_the_other_is_making(
     """The collector looked at records and ledger before the Prepare wrote any, and gets the lock after it."""
     other = node.restarted()
     node.prepare(small)
-    saved = node.records.get("uid-1")
-    assert saved is not None
+    saved = node.record_of()
     node.records.delete("uid-1")
     by_device = other.users.by_device
 
@@ -833,8 +721,7 @@ def test_gpu_that_is_not_partitioned_is_not_adopted(node: MigNode) -> None:
 def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
 
     def broken() -> Any:
         raise StateError("cannot list the MIG ledger: too many open files")
@@ -852,8 +739,7 @@ def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
 def test_collector_works_in_a_thread_of_its_own_and_survives_surprises(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
-    node.prepare(small)
-    node.records.delete("uid-1")
+    left_over(node, small)
     looked, was_surprised = threading.Event(), threading.Event()
     look = node.collector.look
 
@@ -873,15 +759,6 @@ def test_collector_works_in_a_thread_of_its_own_and_survives_surprises(
     node.collector.stop()
     assert node.state() == UNTOUCHED
     assert "mig_keeper_failed" in [line["event"] for line in logs]
-
-
-def test_errors_of_a_creation_are_ours(node: MigNode, small) -> None:
-    node.machine.lose_gpu(0)
-    with pytest.raises(DeviceLostError) as caught:
-        node.prepare(small)
-    assert isinstance(caught.value, DraDriverError)
-    node.machine.restore_gpu(0)
-    assert node.state() == UNTOUCHED
 
 
 def test_device_that_a_claim_wants_again_is_not_stuck(node: MigNode, small) -> None:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError, RetryableError
-from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.mignode import UNTOUCHED, MigNode
 
-UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 MADE = (10, 19, 3, 1)
-
-
-@pytest.fixture
-def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
-    make_idle(h100, mig_mode=False)
-    return MigNode(h100, tmp_path)
-
-
-@pytest.fixture
-def small(node: MigNode) -> Any:
-    return node.wanted("1g.10gb", 3)
 
 
 def appear(node: MigNode) -> None:
     node.machine.create_mig(0, "1g.10gb", 3)
+
+
+def comes_within_the_try(node: MigNode, monkeypatch: pytest.MonkeyPatch, start: int = 3) -> None:
+    """An instance appears after the look of the next try, and before it makes its own."""
+    create = node.hardware.create
+
+    def late(*arguments: Any) -> int:
+        monkeypatch.setattr(node.hardware, "create", create)
+        node.machine.create_mig(0, "1g.10gb", start)
+        return create(*arguments)
+
+    monkeypatch.setattr(node.hardware, "create", late)
 
 
 def left_open(node: MigNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +163,7 @@ def test_one_that_comes_in_the_way_within_a_try_is_a_refusal_that_passes(
     unsure: MigNode, small: Any, other: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up(unsure, small)
-    create = unsure.hardware.create
-
-    def late(*arguments: Any) -> int:
-        monkeypatch.setattr(unsure.hardware, "create", create)
-        appear(unsure)
-        return create(*arguments)
-
-    monkeypatch.setattr(unsure.hardware, "create", late)
+    comes_within_the_try(unsure, monkeypatch)
     wanted = unsure.wanted(*other)
     with pytest.raises(NvmlTransientError, match="in the way"):
         unsure.prepare(wanted, "uid-2", tries_again=True)
@@ -192,13 +183,7 @@ def test_one_in_the_way_that_nobody_awaits_is_no_refusal_that_passes(
         left_open(node, monkeypatch)
         tried(node, small)
         node.clock.now += left_after_s
-    create = node.hardware.create
-
-    def late(*arguments: Any) -> int:
-        appear(node)
-        return create(*arguments)
-
-    monkeypatch.setattr(node.hardware, "create", late)
+    comes_within_the_try(node, monkeypatch)
     with pytest.raises(RetryableError, match="in the way") as caught:
         node.prepare(small, tries_again=True)
     assert not isinstance(caught.value, NvmlTransientError)
@@ -209,13 +194,7 @@ def test_neighbour_is_refused_for_good_though_one_is_expected_elsewhere(
     unsure: MigNode, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up(unsure, small)
-    create = unsure.hardware.create
-
-    def late(*arguments: Any) -> int:
-        unsure.machine.create_mig(0, "1g.10gb", 6)
-        return create(*arguments)
-
-    monkeypatch.setattr(unsure.hardware, "create", late)
+    comes_within_the_try(unsure, monkeypatch, start=6)
     with pytest.raises(RetryableError, match="in the way") as caught:
         unsure.prepare(unsure.wanted("1g.10gb", 6), "uid-2")
     assert not isinstance(caught.value, NvmlTransientError)

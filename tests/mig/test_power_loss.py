@@ -7,7 +7,6 @@ and mode notes may be lost: an entry that is missing speaks of nothing, one that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,7 @@ import pytest
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.powerloss import Disk, Tree, covering
-
-
-@dataclass(frozen=True)
-class Case:
-    """A GPU, whether somebody put it into MIG mode for good, and a profile with its first slice."""
-
-    machine: str
-    mode: bool
-    profile: str
-    start: int
-
-
-CASES = {
-    "H100": Case("dgx-h100", False, "1g.10gb", 3),
-    "A100": Case("dgx-a100-40gb", True, "3g.20gb", 4),
-}
+from tests.mig.test_crash_matrix import CASES, Case
 
 
 class Powered:
@@ -73,7 +57,7 @@ class Powered:
         ]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["H100", "A100"])
 def powered(request: pytest.FixtureRequest, make_memory_path: Callable[[], Path]) -> Iterator[Powered]:
     case = CASES[request.param]
     simulated = SimulatedNode(case.machine, make_memory_path())

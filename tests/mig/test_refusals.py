@@ -25,7 +25,7 @@ from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
 from tests.mig.migtables import MODELS, table
@@ -36,7 +36,6 @@ CREATIONS = {
     CREATE_GPU_INSTANCE: "create a GPU instance",
     CREATE_COMPUTE_INSTANCE: "create a compute instance",
 }
-UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
 QUICK = WaitTimeouts(refused_pause_s=0.001, refused_pause_most_s=0.001, busy_pause_s=0.001)
 BRIEF = replace(QUICK, refused_s=0.02)
 FOR_EVER = WaitTimeouts(refused_pause_s=30, refused_pause_most_s=30, refused_s=40)
@@ -183,14 +182,6 @@ def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, co
     ]
 
 
-def test_each_try_is_written_down_first_and_undoes_only_its_instance(node: Node) -> None:
-    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="unknown", count=2)
-    node.asked(small(node))
-    begun, made = ["save", "own_mode", "set_mode"], ["save", "create", "save"]
-    tried = [*made, "destroy", "delete"]
-    assert node.countdown.done == [*begun, *tried, *tried, *made, "create_compute", "save", "save"]
-
-
 class Stubborn:
     """Hardware that refuses to make one profile so often."""
 
@@ -205,8 +196,7 @@ class Stubborn:
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Any) -> int:
         if profile_id == self._profile_id and self.left > 0:
             self.left -= 1
-            record = self._node.records.get("uid-1")
-            assert record is not None
+            record = self._node.record_of()
             self.seen.append((record.phase, self._node.on_gpu()))
             raise NvmlTransientError("create a GPU instance: Insufficient Resources")
         return self._create(gpu_uuid, pci_bus_id, profile_id, placement)
@@ -421,17 +411,6 @@ def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..
     assert node.leftovers == (UNTOUCHED, [])
 
 
-def test_collector_touches_nothing_of_a_claim_that_waits(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
-    asking, _ = waiting_with_two(node)
-    before = node.leftovers
-    assert made(node) == [(14, 4), (19, 6)]
-    node.collector.look()
-    assert node.leftovers == before
-    node.no_more(three(node))
-    asking.answer()
-
-
 def test_unprepare_ends_the_waiting(make: Callable[..., Node]) -> None:
     node = make(FOR_EVER)
     asking, _ = waiting_with_two(node)
@@ -490,14 +469,6 @@ def test_who_waits_behind_in_vain_hears_that_the_other_waits_too(make: Callable[
     assert "held by" not in told
     node.no_more(three(node))
     asking.answer()
-
-
-def test_driver_that_stops_ends_the_waiting(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
-    asking, _ = waiting_with_two(node)
-    node.line.stop()
-    assert "create a GPU instance" in error_of(asking.answer())
-    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
 
 
 def test_many_claims_of_one_gpu_are_all_made_though_half_of_all_is_refused(

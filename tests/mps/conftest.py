@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from nvidia_programs import Programs
 from dra_driver.host.capability_nodes import CapabilityNodes
 from dra_driver.host.driver_programs import installed_programs
 from dra_driver.host.mig_caps import MigCaps
-from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
@@ -32,6 +33,8 @@ from dra_driver.simulator import Machine, create_machine, device_node_reader
 from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
 
 NO_LABELS = SelinuxLabels(enabled=False)
+GROUP = (2, 3, 4)
+"""GPUs that one daemon may serve together."""
 FAST = Timings(
     start=5.0,
     answer=2.0,
@@ -117,8 +120,39 @@ class Host(MpsHost):
     def behave(self, **rules: object) -> None:
         set_mps_behaviour(self.machine.host_root, MpsBehaviour(**{"start_delay_ms": 0, **rules}))
 
+    def group_spec(
+        self, *, limits: tuple[int | None, ...] = (None, None, None), **changes: object
+    ) -> MpsDaemonSpec:
+        """The one daemon of GPUs 2 to 4, in this order."""
+        first, *others = (
+            MpsMember(f"gpu-{index}", self.machine.gpu(index).uuid, limit)
+            for index, limit in zip(GROUP, limits, strict=True)
+        )
+        spec = MpsDaemonSpec(first.device, first.gpu_uuid, "gpu", first.gpu_uuid, others=tuple(others))
+        return replace(spec, default_memory_limit_mib=limits[0], **changes)
+
     def compute_mode(self, index: int = 2) -> int:
         return self.machine.compute_mode(self.machine.gpu(index).uuid)
+
+    def modes(self) -> list[int]:
+        return [self.compute_mode(index) for index in GROUP]
+
+    def daemons(self) -> tuple[processes.ProcessId, ...]:
+        return tuple(user for index in GROUP for user in processes.users_of(self.pipe(f"gpu-{index}")))
+
+    def assert_nothing_left(self) -> None:
+        assert (self.left(), self.daemons(), self.modes()) == ([], (), [0, 0, 0])
+
+    def client(self, device: str = "gpu-2", **environment: str) -> list[str]:
+        """What a CUDA program prints that works through the daemon."""
+        done = subprocess.run(
+            [self.machine.host_root / "usr/bin/mps-client"],
+            env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": self.pipe(device), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout.splitlines()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,17 +44,11 @@ def nodes(host: Host) -> list[str]:
     return sorted(path.name for path in (host.machine.host_root / "dev/nvidia-caps").iterdir())
 
 
-def client(host: Host) -> str:
-    program = host.machine.host_root / "usr/bin/mps-client"
-    environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe("gpu-1-mig")}
-    return subprocess.run([program], env=environment, capture_output=True, text=True, check=False).stdout
-
-
 def test_clients_reach_a_mig_device_when_nobody_made_its_nodes(bare: Host) -> None:
     assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
     supervisor = bare.supervisor()
     supervisor.ensure(mig_spec(bare.machine), 10)
-    assert "mps=connected" in client(bare)
+    assert "mps=connected" in bare.client("gpu-1-mig")
     made = nodes(bare)
     supervisor.stop("gpu-1-mig", 10)
     assert nodes(bare) == made, "other programs may use them"
@@ -105,5 +98,5 @@ def test_the_nodes_are_made_again_when_the_host_has_rebooted(bare: Host) -> None
     bare.machine.set_mig_mode(1, True)
     _, _, uuid = bare.machine.create_mig(1, "1g.10gb", 0)
     supervisor.ensure(replace(spec, uuid=uuid), 10)
-    assert "mps=connected" in client(bare)
+    assert "mps=connected" in bare.client("gpu-1-mig")
     assert set(nodes(bare)) <= set(made)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dra_driver.mps import daemon as daemon_module
-from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.mounts import KernelMounter, is_tmpfs
@@ -82,33 +82,45 @@ def start_and_stop(supervisor, spec, countdown):
     supervisor.stop(spec.device, 10)
 
 
-@pytest.mark.parametrize("steps", range(1, 12))
-def test_a_start_that_was_cut_off_is_completed(host, steps):
-    spec = host.spec(default_active_thread_percentage=50)
+def spec_of(host, several):
+    return host.group_spec() if several else host.spec()
+
+
+@pytest.mark.parametrize(
+    ("several", "last", "steps"),
+    [(False, 9, steps) for steps in range(1, 11)] + [(True, 11, steps) for steps in range(1, 13)],
+)
+def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
+    spec = replace(spec_of(host, several), default_active_thread_percentage=50)
     was_killed = killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
-    assert was_killed == (steps <= 9), "the steps of a start changed; so must the range above"
+    assert was_killed == (steps <= last), "the steps of a start changed; so must the range above"
     new = host.supervisor()
     status = new.ensure(spec, 10)
     assert status.state == "ready"
-    assert [process.pid for process in processes.users_of(host.pipe())] == [status.pid]
-    assert host.compute_mode() == EXCLUSIVE_PROCESS
+    assert [process.pid for process in host.daemons()] == [status.pid]
+    assert host.modes() == ([EXCLUSIVE_PROCESS] * 3 if several else [EXCLUSIVE_PROCESS, 0, 0])
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
-    assert host.left() == ["gpu-2", "gpu-2.json"]
+    assert host.left() == ["gpu-2", "gpu-2.json", *(["gpu-3", "gpu-4"] if several else [])]
     new.stop("gpu-2", 10)
-    assert (host.left(), processes.users_of(host.pipe()), host.compute_mode()) == ([], (), 0)
+    host.assert_nothing_left()
 
 
-@pytest.mark.parametrize("steps", range(1, 9))
-def test_a_stop_that_was_cut_off_is_completed(host, steps, eventually):
-    was_killed = killed_after(steps, host, lambda one, countdown: start_and_stop(one, host.spec(), countdown))
-    assert was_killed == (steps <= 7), "the steps of a stop changed; so must the range above"
+@pytest.mark.parametrize(
+    ("several", "last", "steps"),
+    [(False, 7, steps) for steps in range(1, 9)] + [(True, 13, steps) for steps in range(1, 15)],
+)
+def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps, eventually):
+    spec = spec_of(host, several)
+    was_killed = killed_after(steps, host, lambda one, countdown: start_and_stop(one, spec, countdown))
+    assert was_killed == (steps <= last), "the steps of a stop changed; so must the range above"
     host.supervisor()
     eventually(lambda: host.left() == [])
-    assert (processes.users_of(host.pipe()), host.compute_mode()) == ((), 0)
+    host.assert_nothing_left()
 
 
-@pytest.mark.parametrize("steps", [2, 5, 7])
-def test_a_start_that_was_cut_off_can_be_stopped(host, steps):
-    assert killed_after(steps, host, lambda one, countdown: start(one, host.spec(), countdown))
+@pytest.mark.parametrize(("several", "steps"), [(False, 2), (False, 5), (False, 7), (True, 6), (True, 8)])
+def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
+    spec = spec_of(host, several)
+    assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
     host.supervisor(tick=60).stop("gpu-2", 10)
-    assert (host.left(), processes.users_of(host.pipe()), host.compute_mode()) == ([], (), 0)
+    host.assert_nothing_left()

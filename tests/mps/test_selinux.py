@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,13 +45,6 @@ def label_of(path: str) -> str:
         return ""
 
 
-def client(host: Host) -> list[str]:
-    program = host.machine.host_root / "usr/bin/mps-client"
-    environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()}
-    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize(
     ("text", "has"),
     [
@@ -91,12 +83,12 @@ def test_a_confined_client_reaches_the_daemon_when_selinux_is_enforcing(host: Ho
     host.behave(selinux_enforcing=True)
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), 10)
-    assert client(host)[0] == "mps=refused"
+    assert host.client()[0] == "mps=refused"
     supervisor.stop("gpu-2", 10)
     supervisor.close()
     on_selinux(host, SelinuxLabels(enabled=True))
     host.supervisor().ensure(host.spec(), 10)
-    assert client(host)[0] == "mps=connected"
+    assert host.client()[0] == "mps=connected"
 
 
 def test_a_failure_is_told_once_and_stops_no_daemon(host: Host, logs: list[dict[str, object]]) -> None:

@@ -10,11 +10,12 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dra_driver.errors import FatalError, NotSupportedError, PermanentError, RetryableError
+from dra_driver.errors import FatalError, PermanentError, RetryableError
 from dra_driver.host.driver_programs import installed_programs
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.driver_programs import DriverPrograms
@@ -23,14 +24,21 @@ from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, ControlProgram
 from dra_driver.mps.mounts import KernelMounter, PlainDirectories, is_tmpfs
+from tests.fakes.preparing import in_threads
 from tests.mps.conftest import NO_LABELS
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need root")
 
 
-def daemons(host, device="gpu-2"):
-    return processes.users_of(host.pipe(device))
+def holding_client(host):
+    """A client that stays until it is ended with its process group."""
+    return subprocess.Popen(
+        [host.machine.host_root / "usr/bin/mps-client", "--hold"],
+        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
@@ -38,7 +46,7 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     spec = host.spec(default_active_thread_percentage=50, default_memory_limit_mib=4096)
     status = supervisor.ensure(spec, 10)
     assert (status.device, status.state, status.spec, status.problem) == ("gpu-2", "ready", spec, None)
-    assert [process.pid for process in daemons(host)] == [status.pid]
+    assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
     ask = host.tools.control.ask
@@ -49,7 +57,7 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
 
     supervisor.stop("gpu-2", 10)
     assert supervisor.status() == ()
-    assert daemons(host) == ()
+    assert host.daemons() == ()
     assert host.compute_mode() == 0
     assert host.left() == []
 
@@ -80,17 +88,11 @@ def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch)
     assert (events.count("mps_plain_shm"), events.count("mps_serves_one_user")) == (1, 1)
     for index in (2, 3):
         supervisor.stop(f"gpu-{index}", 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def refuse_mount(mounter, path, size):
     raise RetryableError(f"cannot mount a tmpfs on {path}")
-
-
-def test_ensure_again_changes_nothing(host):
-    supervisor = host.supervisor(probe=60)
-    first = supervisor.ensure(host.spec(), 10)
-    assert supervisor.ensure(host.spec(), 10) == first
 
 
 def test_another_spec_is_refused_while_the_daemon_runs(host):
@@ -106,12 +108,7 @@ def test_a_device_of_the_same_name_and_another_uuid_replaces_an_unused_one(host,
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     other = replace(host.spec(3), device="gpu-2")
-    client = subprocess.Popen(
-        [host.machine.host_root / "usr/bin/mps-client", "--hold"],
-        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
+    client = holding_client(host)
     eventually(lambda: supervisor.status()[0].clients == 1)
     with pytest.raises(PermanentError, match="uuid"):
         supervisor.ensure(other, 10)
@@ -133,16 +130,6 @@ def test_a_mig_device_has_a_daemon_and_no_compute_mode(host):
     assert host.compute_mode(0) == 0
     supervisor.stop("gpu-0-mig", 10)
     assert host.left() == []
-
-
-def test_a_compute_mode_that_was_exclusive_before_stays(host):
-    uuid = host.machine.gpu(2).uuid
-    host.machine.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
-    supervisor = host.supervisor()
-    supervisor.ensure(host.spec(), 10)
-    supervisor.stop("gpu-2", 10)
-    assert host.compute_mode() == EXCLUSIVE_PROCESS
-    host.machine.set_compute_mode(uuid, 0)
 
 
 def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
@@ -174,12 +161,6 @@ def test_a_spec_that_cannot_be_is_refused(host, changes, text):
 # --- faults --------------------------------------------------------------------------------------
 
 
-def assert_nothing_left(host):
-    assert host.left() == []
-    assert daemons(host) == ()
-    assert host.compute_mode() == 0
-
-
 def test_no_control_program_is_a_clear_error(host):
     missing = ControlProgram(lambda: DriverPrograms("/driver-root", {}, "/usr/bin"))
     supervisor = host.supervisor(control=missing)
@@ -187,34 +168,40 @@ def test_no_control_program_is_a_clear_error(host):
         RetryableError, match="nvidia-cuda-mps-control is not below the driver root /driver-root"
     ):
         supervisor.ensure(host.spec(), 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
-def test_a_daemon_that_never_becomes_ready_is_taken_back(host):
-    host.behave(never_ready=True)
-    supervisor = host.supervisor(start=0.4)
-    with pytest.raises(RetryableError, match=r"was not ready after \d\.\d s .*Starting control daemon"):
-        supervisor.ensure(host.spec(), 10)
-    assert_nothing_left(host)
+THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_limit_mib": 64}
+
+
+@pytest.mark.parametrize(
+    ("rules", "timings", "settings", "error", "text"),
+    [
+        ({"never_ready": True}, {"start": 0.4}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
+        (
+            {"silent": True}, {"start": 0.8, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
+            "did not answer 'get_default_active_thread_percentage'",
+        ),
+        (
+            {"fail_to_start": "the driver is too old"}, {}, {}, RetryableError,
+            "ended while it started.*the driver is too old",
+        ),
+        ({"ignore_limits": True}, {}, THREADS, PermanentError, r"did not take 'set_.*_percentage 50'.*100\.0"),
+        ({"ignore_limits": True}, {}, MEMORY, PermanentError, "did not take 'set_.*_pinned_mem_limit 0 64M'"),
+    ],
+    ids=["never ready", "silent", "ends at once", "ignores threads", "ignores memory"],
+)  # fmt: skip
+def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
+    host, rules, timings, settings, error, text
+):
+    host.behave(**rules)
+    supervisor = host.supervisor(**timings)
+    with pytest.raises(error, match=text):
+        supervisor.ensure(host.spec(**settings), 10)
+    host.assert_nothing_left()
     assert supervisor.status() == ()
-
-
-def test_a_daemon_that_does_not_answer_is_not_ready(host):
-    host.behave(silent=True)
-    supervisor = host.supervisor(start=0.8, answer=0.2, patience=0.2)
-    with pytest.raises(RetryableError, match=r"did not answer 'get_default_active_thread_percentage'"):
-        supervisor.ensure(host.spec(), 10)
-    assert_nothing_left(host)
-
-
-def test_a_daemon_that_ends_at_once_shows_its_log(host):
-    host.behave(fail_to_start="CUDA driver version is insufficient")
-    supervisor = host.supervisor()
-    with pytest.raises(RetryableError, match=r"ended while it started.*CUDA driver version is insufficient"):
-        supervisor.ensure(host.spec(), 10)
-    assert_nothing_left(host)
     host.behave()
-    assert supervisor.ensure(host.spec(), 10).state == "ready"
+    assert supervisor.ensure(host.spec(**settings), 10).state == "ready"
 
 
 def test_what_the_program_printed_is_told_first_when_it_ends(host, monkeypatch):
@@ -255,7 +242,7 @@ def test_a_daemon_of_an_older_driver_is_ready_without_a_pid_file(host, branch):
     assert supervisor.ensure(host.spec(default_active_thread_percentage=25), 10).state == "ready"
     assert not list(Path(host.pipe()).glob("*.pid"))
     supervisor.stop("gpu-2", 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
@@ -263,7 +250,7 @@ def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
     supervisor = host.supervisor()
     with pytest.raises(PermanentError, match='says Unknown command "set_default_device_pinned_mem_limit"'):
         supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_the_callers_time_is_kept(host):
@@ -275,18 +262,6 @@ def test_the_callers_time_is_kept(host):
     ):  # on a busy machine nvidia-smi is slow
         supervisor.ensure(host.spec(), 0.3)
     assert time.monotonic() - began < 9
-
-
-def test_limits_that_are_not_taken_are_an_error(host):
-    host.behave(ignore_limits=True)
-    supervisor = host.supervisor()
-    with pytest.raises(
-        PermanentError, match=r"did not take 'set_default_active_thread_percentage 50'.*100\.0"
-    ):
-        supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
-    with pytest.raises(PermanentError, match="did not take 'set_default_device_pinned_mem_limit 0 64M'"):
-        supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
-    assert_nothing_left(host)
 
 
 def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
@@ -302,7 +277,7 @@ def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
         RetryableError, match=r"cannot mount a tmpfs .*Operation not permitted.*--allow-plain-shm"
     ):
         supervisor.ensure(host.spec(), 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_a_start_leaves_nothing_when_no_thread_can_enter_a_mount_namespace(host, threads_that_start):
@@ -314,7 +289,7 @@ def test_a_start_leaves_nothing_when_no_thread_can_enter_a_mount_namespace(host,
     threads_that_start("mps-namespace", 0)
     with pytest.raises(RetryableError, match="cannot enter a mount namespace: can't start new thread"):
         supervisor.ensure(host.spec(), 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_a_stale_pipe_directory_is_cleaned(host):
@@ -324,21 +299,6 @@ def test_a_stale_pipe_directory_is_cleaned(host):
     (pipe / "control").touch()
     (pipe / "simulated").mkdir()
     assert host.supervisor().ensure(host.spec(), 10).state == "ready"
-
-
-def test_a_dead_daemon_is_started_again_with_its_limits(host, eventually):
-    supervisor = host.supervisor()
-    first = supervisor.ensure(host.spec(default_active_thread_percentage=30), 10)
-    os.kill(first.pid, signal.SIGKILL)
-    second = eventually(
-        lambda: next((s for s in supervisor.status() if s.state == "ready" and s.pid != first.pid), None)
-    )
-    lines = host.tools.control.ask(
-        host.layout.directories("gpu-2"), "get_default_active_thread_percentage", timeout_s=2
-    )
-    assert lines == ["30.0"]
-    assert supervisor.ensure(first.spec, 10).pid == second.pid
-    assert not processes.identify(first.pid)
 
 
 def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(
@@ -358,10 +318,10 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host, e
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     host.tools.control.ask(host.layout.directories("gpu-2"), "start_server -uid 0", timeout_s=2)
-    assert len(daemons(host)) == 2
+    assert len(host.daemons()) == 2
     os.kill(first.pid, signal.SIGKILL)
     eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
-    assert [process.pid for process in daemons(host)] == [supervisor.status()[0].pid]
+    assert [process.pid for process in host.daemons()] == [supervisor.status()[0].pid]
 
 
 def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(host, eventually):
@@ -382,12 +342,7 @@ def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(ho
 def test_fault_and_clients_are_seen(host, eventually, logs):
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), 10)
-    client = subprocess.Popen(
-        [host.machine.host_root / "usr/bin/mps-client", "--hold"],
-        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
+    client = holding_client(host)
     eventually(lambda: supervisor.status()[0].clients == 1)
     host.behave(server_state="FAULT")
     eventually(lambda: supervisor.status()[0].state == "fault")
@@ -417,7 +372,7 @@ def test_a_daemon_that_hangs_is_stopped_all_the_same(host):
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, signal.SIGSTOP)
     supervisor.stop("gpu-2", 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_a_lost_gpu_does_not_hold_up_the_stop(host):
@@ -444,22 +399,10 @@ def test_a_foreign_process_of_the_recorded_number_is_never_touched(host):
         host.supervisor().stop("gpu-2", 10)
         assert foreign.poll() is None
         foreign.kill()
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 # --- host processes come and go ------------------------------------------------------------------
-
-
-def test_a_new_host_takes_running_daemons_over(host, eventually, logs):
-    old = host.supervisor()
-    first = old.ensure(host.spec(default_active_thread_percentage=30), 10)
-    old.close()
-    new = host.supervisor()
-    eventually(lambda: new.status()[0].state == "ready")
-    assert new.ensure(first.spec, 10).pid == first.pid
-    assert "mps_daemon_adopted" in [line["event"] for line in logs]
-    new.stop("gpu-2", 10)
-    assert_nothing_left(host)
 
 
 def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, logs):
@@ -472,16 +415,7 @@ def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, log
     assert "mps_record_unreadable" in [line["event"] for line in logs]
     assert new.ensure(first.spec, 10).pid == first.pid
     new.stop("gpu-2", 10)
-    assert_nothing_left(host)
-
-
-def test_a_daemon_without_a_record_can_be_stopped(host):
-    old = host.supervisor()
-    old.ensure(host.spec(), 10)
-    old.close()
-    host.layout.record("gpu-2").unlink()
-    host.supervisor().stop("gpu-2", 10)
-    assert (host.left(), daemons(host)) == ([], ())
+    host.assert_nothing_left()
 
 
 @pytest.mark.parametrize("lost", [lambda path: path.unlink(), lambda path: path.write_text("{")])
@@ -494,7 +428,7 @@ def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost):
     with pytest.raises(PermanentError, match="'-L' is not the UUID of a GPU"):
         new.stop("gpu-2", 10, gpu_uuid="-L", kind="gpu")
     new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid, kind="gpu")
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
@@ -511,37 +445,23 @@ def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
 # --- the GPU stays exclusive ---------------------------------------------------------------------
 
 
-def test_a_reset_gpu_is_made_exclusive_again_by_the_next_ensure(host, logs):
-    supervisor = host.supervisor(probe=60)
+@pytest.mark.parametrize("by", ["the next ensure", "the watch", "the next host"])
+def test_a_reset_gpu_is_made_exclusive_again(host, eventually, logs, by):
+    supervisor = host.supervisor(probe=0.1 if by == "the watch" else 60)
     first = supervisor.ensure(host.spec(), 10)
+    if by == "the next host":
+        supervisor.close()
     host.machine.set_compute_mode(first.spec.uuid, 0)
-    assert supervisor.ensure(host.spec(), 10).pid == first.pid
-    assert host.compute_mode() == EXCLUSIVE_PROCESS
-    assert "compute_mode_set_again" in [line["event"] for line in logs]
-    supervisor.stop("gpu-2", 10)
-    assert_nothing_left(host)
-
-
-def test_a_reset_gpu_is_made_exclusive_again_by_the_watch(host, eventually):
-    supervisor = host.supervisor()
-    first = supervisor.ensure(host.spec(), 10)
-    host.machine.set_compute_mode(first.spec.uuid, 0)
+    if by == "the next host":
+        supervisor = host.supervisor(probe=60)
+    elif by == "the next ensure":
+        supervisor.ensure(host.spec(), 10)
+        assert "compute_mode_set_again" in [line["event"] for line in logs]
     eventually(lambda: host.compute_mode() == EXCLUSIVE_PROCESS)
+    eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
     supervisor.stop("gpu-2", 10)
-    assert_nothing_left(host)
-
-
-def test_a_reset_gpu_is_made_exclusive_again_by_the_next_host(host, eventually):
-    old = host.supervisor()
-    first = old.ensure(host.spec(), 10)
-    old.close()
-    host.machine.set_compute_mode(first.spec.uuid, 0)
-    new = host.supervisor(probe=60)
-    eventually(lambda: new.status()[0].state == "ready")
-    assert host.compute_mode() == EXCLUSIVE_PROCESS
-    new.stop("gpu-2", 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, logs):
@@ -566,7 +486,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, log
     assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)
     mode.failing = False
     supervisor.stop("gpu-2", 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, eventually, logs):
@@ -604,21 +524,7 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, eventually, logs)
     eventually(lambda: host.compute_mode() == 0)
     eventually(lambda: supervisor.status() == ())
     (host.layout.root / LOCK_FILE).unlink()
-    assert_nothing_left(host)
-
-
-def test_a_gpu_without_exclusive_mode_is_asked_once(host, logs):
-    class Missing:
-        def get(self, gpu_uuid):
-            return 0
-
-        def set(self, gpu_uuid, mode):
-            raise NotSupportedError("no such mode")
-
-    supervisor = host.supervisor(compute_mode=Missing())
-    for _ in range(3):
-        assert supervisor.ensure(host.spec(), 10).state == "ready"
-    assert [line["event"] for line in logs].count("compute_mode_not_supported") == 1
+    host.assert_nothing_left()
 
 
 def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs, eventually):
@@ -634,7 +540,7 @@ def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs, ev
         with host.machine._change() as state:
             state.gpus[2].virtualization = 0
     assert [line["event"] for line in logs].count("compute_mode_not_supported") == 1
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 @needs_root
@@ -693,7 +599,7 @@ def test_after_a_reboot_everything_is_made_again(host, eventually):
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
     new.stop("gpu-2", 10)
-    assert_nothing_left(host)
+    host.assert_nothing_left()
 
 
 def test_only_one_host_a_directory(host):
@@ -715,8 +621,8 @@ def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host, eventuall
 
     caller = threading.Thread(target=ask)
     caller.start()
-    eventually(lambda: len(daemons(host)) == 1)
-    pid = daemons(host)[0].pid
+    eventually(lambda: len(host.daemons()) == 1)
+    pid = host.daemons()[0].pid
     old.close()
     caller.join()
     assert "being stopped" in errors[0]
@@ -727,13 +633,8 @@ def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host, eventuall
 def test_devices_start_at_the_same_time(host):
     host.behave(start_delay_ms=2500)
     supervisor = host.supervisor()
-    specs = [host.spec(index) for index in (2, 3, 4, 5)]
-    threads = [threading.Thread(target=supervisor.ensure, args=(spec, 10)) for spec in specs]
     began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(supervisor.ensure, host.spec(index), 10) for index in (2, 3, 4, 5)))
     assert [status.state for status in supervisor.status()] == ["ready"] * 4
     assert time.monotonic() - began < 9.9  # 10 s if one after the other
 
@@ -773,16 +674,8 @@ def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
 
 def test_one_device_is_started_once_for_many_callers(host):
     supervisor = host.supervisor()
-    pids = []
-    threads = [
-        threading.Thread(target=lambda: pids.append(supervisor.ensure(host.spec(), 10).pid)) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(pids) == 8
-    assert len(set(pids)) == 1
+    started = in_threads(*[partial(supervisor.ensure, host.spec(), 10)] * 8)
+    assert len({status.pid for status in started}) == 1
 
 
 # --- talk with a daemon that talks with somebody else -------------------------------------------
@@ -835,21 +728,6 @@ def test_a_question_is_repeated_until_the_other_program_has_ended(host):
     supervisor._daemons["gpu-2"].probe()
     assert supervisor.status()[0].clients == 0
     other.wait()
-
-
-def test_our_own_questions_never_meet(host):
-    supervisor = host.supervisor(probe=60, answer=60)
-    supervisor.ensure(host.spec(), 10)
-    [daemon] = supervisor._daemons.values()
-    answers = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(daemon._conversation.ask_servers())) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [(None, 0)] * 8
 
 
 def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used(host):

@@ -20,7 +20,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.journal.executor import ObservedSteps
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
 from dra_driver.observability.metrics import CountedCalls, Metrics, reason_of
@@ -207,9 +207,6 @@ class Runner:
         self._called("in_place", step, record)
         return False
 
-    def forget(self, claim_uid):
-        self._called("forget", claim_uid)
-
     def _called(self, *call: object) -> None:
         self.calls.append(call)
         self.now += 0.25
@@ -220,18 +217,18 @@ class Runner:
 def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> None:
     runner, kept = Runner(), record(hold(GPU_0))
     plan = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
-    observed = ObservedSteps(runner, metrics, lambda: runner.now)
+    runners = dict.fromkeys((WriteCdiSpec, SetTimeSlice, RunMps), runner)
+    observed = StepDispatcher(runners, metrics, lambda: runner.now)
     time_slice, daemon = SetTimeSlice("GPU-1", 2), RunMps(MpsDaemonSpec(GPU_0, "GPU-1", "gpu", "GPU-1"))
     observed.do(WriteCdiSpec(), plan)
     observed.undo(time_slice, kept)
     assert not observed.in_place(daemon, kept)
-    observed.forget("uid")
     runner.error = RetryableError("x")
     with pytest.raises(RetryableError):
         observed.do(WriteCdiSpec(), plan)
     with pytest.raises(RetryableError):
         observed.undo(daemon, kept)
-    assert [call[0] for call in runner.calls] == ["do", "undo", "in_place", "forget", "do", "undo"]
+    assert [call[0] for call in runner.calls] == ["do", "undo", "in_place", "do", "undo"]
     assert runner.calls[1] == ("undo", time_slice, kept)
     spec, slices, other = (("write_cdi_spec", "do"), ("set_time_slice", "undo"), ("run_mps", "undo"))
     counts = by_label(metrics, "nvidia_dra_step_duration_seconds_count", "step", "action")

@@ -11,7 +11,6 @@ from dra_driver.cdi.rules.mps_edits import with_mps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.journal.executor import _lanes
-from dra_driver.journal.record_codec import decode, encode
 from dra_driver.journal.rules.debts import Debt, gpus_of, what, withholding
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.driver_files import CdiDevice
@@ -121,11 +120,6 @@ def test_requests_of_a_claim_cannot_share_a_gpu_in_other_groups() -> None:
         ClaimRefusedError, match=f"requests a and b share device {GPU_0}: one MPS daemon serves both"
     ):
         plan(replace(claim(), results=results), policy=SHARES)
-
-
-def test_a_record_keeps_the_daemon() -> None:
-    known = recorded(plan(claim(GPU_0, GPU_1, configs=(settings(defaultPinnedDeviceMemoryLimit="4Gi"),))))
-    assert decode(encode(known)) == known
 
 
 def test_every_gpu_of_the_daemon_is_withheld_while_its_end_is_owed() -> None:

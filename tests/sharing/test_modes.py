@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +39,7 @@ RULES = {
     "memory": SharingRule("memory"),
     "memory-sm": SharingRule("memory", enforce="mps", multiprocessors=True),
     "shares-1": SharingRule("shares", 1),
+    "shares-4": SharingRule("shares", 4),
     "shares-10": SharingRule("shares", 10, multiprocessors=True),
     "unlimited": SharingRule("unlimited"),
     "unlimited-sm": SharingRule("unlimited", multiprocessors=True),
@@ -96,39 +100,26 @@ def test_ten_claims_fit_where_ten_shares_are(machines: dict[str, Inventory], mac
             assert 10 * parse_quantity(taken[name]) <= parse_quantity(entry["value"])
 
 
-@pytest.mark.parametrize(
-    ("rule", "memory", "others"),
-    [
-        (
-            RULES["memory"],
-            {"default": "81559Mi", "validRange": {"min": "1Mi", "max": "81559Mi", "step": "1Mi"}},
-            {},
-        ),
-        (
-            RULES["unlimited"],
-            {"default": "1Mi", "validRange": {"min": "1Mi", "max": "81559Mi", "step": "1Mi"}},
-            {},
-        ),
-        (
-            SharingRule("shares", 4),
-            {"default": "20389Mi", "validRange": {"min": "1Mi", "max": "81559Mi", "step": "1Mi"}},
-            {
-                "shares": {
-                    "value": "4",
-                    "requestPolicy": {
-                        "default": "1",
-                        "validRange": {"min": "1", "max": "4", "step": "1"},
-                    },
-                }
-            },
-        ),
-    ],
-    ids=["memory", "unlimited", "shares"],
-)
-def test_whole_gpu_has_the_known_policies(rule: SharingRule, memory: dict, others: dict) -> None:
-    device = devices(inventory(h100(0)), rule)[0]
-    assert list(device) == ["name", "attributes", "capacity", "allowMultipleAllocations"]
-    assert device["capacity"] == {"memory": {"value": "81559Mi", "requestPolicy": memory}, **others}
+def as_lines(device: dict[str, Any]) -> Iterator[str]:
+    """The capacities of a device, one a line: how much there is, and what a claim may have of it."""
+    yield f"{device['name']}: {', '.join(device)}"
+    for name, capacity in device.get("capacity", {}).items():
+        policy = capacity["requestPolicy"]
+        allowed = policy.get("validRange") or policy["validValues"]
+        yield f"  {name} {capacity['value']}: default {policy['default']}, {json.dumps(allowed)}"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_capacities_are_the_golden_ones(rule: str, is_golden: Callable[[Path, str], None]) -> None:
+    """Of GPUs with 132 and 171 multiprocessors, which come in steps of a percent, and of a MIG device."""
+    known = inventory(
+        h100(0, multiprocessors=132),
+        h100(1, multiprocessors=171),
+        h100(3, memory_bytes=None),
+        *MIXED.gpus[2:],
+    )
+    lines = [line for device in devices(known, RULES[rule]) for line in as_lines(device)]
+    is_golden(Path(__file__).parent / "golden" / f"{rule}.txt", "\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -141,61 +132,6 @@ def test_every_share_costs_memory(machines: dict[str, Inventory], rule: SharingR
         memory = parse_quantity(taken["memory"])
         assert memory > 0
         assert memory * (rule.shares or 1) <= parse_quantity(device["capacity"]["memory"]["value"])
-
-
-def test_mig_device_has_a_policy_for_each_capacity() -> None:
-    device = next(item for item in devices(MIXED, RULES["memory"]) if item["name"] == MIG_1G)
-    one = {"default": "0", "validRange": {"min": "0", "max": "1", "step": "1"}}
-    none = {"default": "0", "validValues": ["0"]}
-    assert device["capacity"] == {
-        "copyEngines": {"value": "1", "requestPolicy": one},
-        "decoders": {"value": "1", "requestPolicy": one},
-        "encoders": {"value": "0", "requestPolicy": none},
-        "jpegEngines": {"value": "1", "requestPolicy": one},
-        "memory": {
-            "value": "9984Mi",
-            "requestPolicy": {
-                "default": "9984Mi",
-                "validRange": {"min": "1Mi", "max": "9984Mi", "step": "1Mi"},
-            },
-        },
-        "memorySlice0": {"value": "1", "requestPolicy": one},
-        "multiprocessors": {
-            "value": "16",
-            "requestPolicy": {"default": "0", "validRange": {"min": "0", "max": "16", "step": "1"}},
-        },
-        "ofaEngines": {"value": "0", "requestPolicy": none},
-    }
-
-
-@pytest.mark.parametrize(
-    ("count", "capacity"),
-    [
-        (132, {"value": "132", "range": {"min": "0", "max": "132", "step": "2"}}),
-        (72, {"value": "72", "range": {"min": "0", "max": "72", "step": "1"}}),
-        (171, {"value": "171", "range": {"min": "0", "max": "170", "step": "2"}}),
-        (None, None),
-    ],
-)
-def test_multiprocessors_come_in_steps_of_a_percent(count: int | None, capacity: dict | None) -> None:
-    rule = SharingRule("memory", multiprocessors=True)
-    stated = devices(inventory(h100(0, multiprocessors=count)), rule)[0]["capacity"]
-    if capacity is None:
-        assert list(stated) == ["memory"]
-    else:
-        policy = {"default": "0", "validRange": capacity["range"]}
-        assert stated["multiprocessors"] == {"value": capacity["value"], "requestPolicy": policy}
-
-
-def test_one_share_is_one_valid_value() -> None:
-    shares = devices(inventory(h100(0)), SharingRule("shares", 1))[0]["capacity"]["shares"]
-    assert shares == {"value": "1", "requestPolicy": {"default": "1", "validValues": ["1"]}}
-
-
-def test_gpu_of_unknown_memory_is_shared_without_counting() -> None:
-    device = devices(inventory(h100(0, memory_bytes=None)), RULES["memory"])[0]
-    assert device["allowMultipleAllocations"] is True
-    assert "capacity" not in device
 
 
 def test_only_selected_devices_change_and_the_others_keep_their_bytes() -> None:
@@ -242,49 +178,36 @@ def _with_policy(**policy: Any) -> dict[str, Any]:
     return device
 
 
-GOOD = {"min": "1Mi", "max": "8Mi", "step": "1Mi"}
+def ranged(default: str, **changes: str) -> dict[str, Any]:
+    return {"default": default, "validRange": {"min": "1Mi", "max": "8Mi", "step": "1Mi"} | changes}
+
+
+def listed(default: str, *values: str) -> dict[str, Any]:
+    return {"default": default, "validValues": list(values)}
 
 
 @pytest.mark.parametrize(
     ("policy", "fault"),
     [
-        ({"default": "8Mi", "validRange": GOOD}, None),
-        ({"default": "8Mi", "validValues": ["1Mi", "8Mi"]}, None),
+        (ranged("8Mi"), None),
+        (listed("8Mi", "1Mi", "8Mi"), None),
         ({"default": "8Mi"}, None),
         ({"default": "1Mi", "validRange": {"min": "1Mi"}}, None),
-        ({"validRange": GOOD}, "requestPolicy needs a default"),
+        ({"validRange": {"min": "1Mi"}}, "requestPolicy needs a default"),
         ({"default": "1Mi", "validRange": {"max": "8Mi"}}, "the valid range has no min"),
-        ({"default": "9Mi", "validRange": GOOD}, "the default lies outside the valid range"),
-        (
-            {"default": "1Mi", "validRange": {**GOOD, "max": "9Mi"}},
-            "the valid range must have 0 <= min <= max <= capacity",
-        ),
-        (
-            {"default": "1Mi", "validRange": {"min": "1Mi", "step": "8Mi"}},
-            "min and one step are above the capacity",
-        ),
-        (
-            {"default": "8Mi", "validRange": {**GOOD, "step": "2Mi"}},
-            "max and default must be whole steps above min",
-        ),
-        ({"default": "1Mi", "validRange": {**GOOD, "step": "0"}}, "the step must be above 0"),
-        ({"default": "8Mi", "validValues": ["8Mi", "1Mi"]}, "valid values are not ascending"),
-        ({"default": "2Mi", "validValues": ["1Mi", "8Mi"]}, "the default is not a valid value"),
-        ({"default": "9Mi", "validValues": ["9Mi"]}, "a valid value is above the capacity"),
-        (
-            {"default": "0", "validValues": [str(number) for number in range(11)]},
-            "more than 10 valid values",
-        ),
-        (
-            {"default": "8Mi", "validValues": ["8Mi"], "validRange": GOOD},
-            "validValues and validRange exclude each other",
-        ),
-        (
-            {"default": "much", "validRange": GOOD},
-            "'much' is not a quantity; expected a number with a suffix such as Mi or G",
-        ),
+        (ranged("9Mi"), "the default lies outside the valid range"),
+        (ranged("1Mi", max="9Mi"), "the valid range must have 0 <= min <= max <= capacity"),
+        ({"default": "1Mi", "validRange": {"min": "1Mi", "step": "8Mi"}}, "min and one step are above the capacity"),
+        (ranged("8Mi", step="2Mi"), "max and default must be whole steps above min"),
+        (ranged("1Mi", step="0"), "the step must be above 0"),
+        (listed("8Mi", "8Mi", "1Mi"), "valid values are not ascending"),
+        (listed("2Mi", "1Mi", "8Mi"), "the default is not a valid value"),
+        (listed("9Mi", "9Mi"), "a valid value is above the capacity"),
+        (listed("0", *map(str, range(11))), "more than 10 valid values"),
+        (ranged("8Mi") | listed("8Mi", "8Mi"), "validValues and validRange exclude each other"),
+        (ranged("much"), "'much' is not a quantity; expected a number with a suffix such as Mi or G"),
     ],
-)
+)  # fmt: skip
 def test_policy_is_checked_before_it_is_sent(policy: dict, fault: str | None) -> None:
     told = f"device {GPU_0}: capacity memory: {fault}"
     assert device_faults(_with_policy(**policy)) == ([told] if fault else [])

@@ -1,0 +1,158 @@
+"""Dataclasses as JSON objects, by tables of their fields. Whoever decodes gets what is wrong as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from dra_driver.errors import StateError
+from dra_driver.files.formats import JsonObject
+
+T = TypeVar("T")
+
+_NEEDED = object()
+_SPELLED = {"uuid": "UUID", "id": "ID", "mib": "MiB"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a field holds. `read` gets the field's name and what JSON has, and raises StateError, ValueError, TypeError,
+    KeyError or AttributeError; `write` makes what JSON has."""
+
+    read: Callable[[str, Any], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise StateError(f"field {name!r} is {value!r}, which is not text")
+    return value
+
+
+def _number(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise StateError(f"field {name!r} is {value!r}, which is not a whole number")
+    return value
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise StateError(f"field {name!r} is {value!r}, which is not a list of texts")
+    return tuple(value)
+
+
+TEXT = Kind(_text)
+NUMBER = Kind(_number)
+FLAG = Kind(lambda _name, value: bool(value))
+TEXTS = Kind(_texts, list)
+JSON = Kind(lambda _name, value: value)
+
+
+def one_of(what: str, *values: str) -> Kind:
+    """One of these texts; `what` names it where it is another."""
+
+    def read(_name: str, value: Any) -> Any:
+        if value not in values:
+            raise StateError(f"{what} {value!r} is unknown")
+        return value
+
+    return Kind(read)
+
+
+def or_null(kind: Kind) -> Kind:
+    """The same, or None."""
+    return Kind(
+        lambda name, value: None if value is None else kind.read(name, value),
+        lambda value: None if value is None else kind.write(value),
+    )
+
+
+def list_of(kind: Kind) -> Kind:
+    """A tuple of values of one kind."""
+    return Kind(
+        lambda name, value: tuple(kind.read(name, item) for item in value),
+        lambda value: [kind.write(item) for item in value],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a dataclass. Where its `name` in JSON is None, it is made of the attribute's. A field that is missing
+    or null is the `default`, if it has one; `is_left_out` says that the default is not written."""
+
+    kind: Kind
+    name: str | None
+    default: Any = _NEEDED
+    is_left_out: bool = False
+
+
+def needed(kind: Kind, name: str | None = None) -> Field:
+    """A field that is always there."""
+    return Field(kind, name)
+
+
+def nullable(kind: Kind) -> Field:
+    """A field that is null where the attribute is None."""
+    return Field(kind, None, None)
+
+
+def left_out(kind: Kind, default: Any = None, name: str | None = None) -> Field:
+    """A field that is not there where the attribute is the default."""
+    return Field(kind, name, default, is_left_out=True)
+
+
+class Shape(Generic[T]):
+    """How values of the dataclass `of` stand in JSON. The fields are given by attribute."""
+
+    def __init__(self, of: type[T], **fields: Field) -> None:
+        self.of = of
+        self._fields = [
+            (attribute, field.name or _in_json(attribute), field) for attribute, field in fields.items()
+        ]
+        self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
+
+    def encode(self, value: T) -> JsonObject:
+        """The JSON object of a value."""
+        entry: JsonObject = {}
+        for attribute, name, field in self._fields:
+            content = getattr(value, attribute)
+            if not field.is_left_out or content != field.default:
+                entry[name] = or_null(field.kind).write(content)
+        return entry
+
+    def decode(self, entry: JsonObject, **others: Any) -> T:
+        """The value in a JSON object; `others` are attributes that stand elsewhere. Raises: as `Kind.read`."""
+        for attribute, name, field in self._fields:
+            content = entry[name] if field.default is _NEEDED else entry.get(name)
+            is_default = content is None and field.default is not _NEEDED
+            others[attribute] = field.default if is_default else field.kind.read(name, content)
+        return self.of(**others)
+
+
+class Tagged(Generic[T]):
+    """Values of several dataclasses, told apart by the field `kind`; `what` names one in errors."""
+
+    def __init__(self, what: str, **shapes: Shape[Any]) -> None:
+        self._what = what
+        self._shapes = shapes
+        self._tags = {shape.of: tag for tag, shape in shapes.items()}
+        self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
+
+    def encode(self, value: T) -> JsonObject:
+        """The JSON object of a value, with its kind."""
+        tag = self._tags[type(value)]
+        return {"kind": tag, **self._shapes[tag].encode(value)}
+
+    def decode(self, entry: JsonObject) -> T:
+        """The value in a JSON object. Raises: as `Kind.read`."""
+        tag = TEXT.read("kind", entry["kind"])
+        if tag not in self._shapes:
+            raise StateError(f"{self._what} {tag!r} is unknown")
+        made: T = self._shapes[tag].decode(entry)
+        return made
+
+
+def _in_json(attribute: str) -> str:
+    first, *rest = attribute.split("_")
+    return first + "".join(_SPELLED.get(word, word.capitalize()) for word in rest)
