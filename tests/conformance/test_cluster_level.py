@@ -30,7 +30,7 @@ from dra_driver.slices.rules.api_limits import (
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.validation.rules.allocator import AllocationError
-from tests.conformance.conftest import ConformanceNode, Process, end, in_background
+from tests.conformance.conftest import ConformanceNode, end, in_background
 from tests.fakes.samples import h100, inventory
 from tests.fakes.slices import publisher_of
 from tests.integration.conftest import DRIVER, NODE, Json, eventually
@@ -157,17 +157,17 @@ def test_c15_slices(node: ConformanceNode) -> None:
     assert (spec["driver"], spec["nodeName"]) == (DRIVER, NODE)
     assert spec["pool"] == {"name": NODE, "generation": 1, "resourceSliceCount": 1}
     assert not {"nodeSelector", "allNodes", "perDeviceNodeSelection"} & spec.keys()
-    node.delete_slices()
+    node.wipe()
     node.wait_devices(8)
     node.machine.remove_gpu(3)
     node.wait_devices(7)
     assert [one["spec"]["pool"]["resourceSliceCount"] for one in node.slices()] == [1]
 
 
-def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) -> None:
+def test_c16_rolling_update(make_node: MakeNode) -> None:
     """Pods start throughout an update, one that never registers included, and slices are not even updated."""
     node = make_node()
-    old = spawn(node, POD_UID=OLD)
+    old = node.spawn(POD_UID=OLD)
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
     published = node.slices()
@@ -176,7 +176,7 @@ def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) 
 
     node.kubelet.inject("Validate", "refused by the kubelet", times=1000)
     asked = len(node.kubelet.calls("NotifyRegistrationStatus"))
-    failed = spawn(node, POD_UID=NEW)
+    failed = node.spawn(POD_UID=NEW)
     eventually(lambda: len(node.kubelet.calls("NotifyRegistrationStatus")) > asked)
     other = node.claim("meanwhile")
     assert isinstance(node.prepare(other)[other.uid], Prepared), "the old instance serves"
@@ -184,7 +184,7 @@ def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) 
     assert node.slices() == published
 
     node.use_kubelet_quietly().wait_registered(DRIVER)
-    new = spawn(node, POD_UID=NEW)
+    new = node.spawn(POD_UID=NEW)
     node.kubelet.wait_registered(DRIVER, count=2)
     assert node.prepare(running) == answer
     end(old)
@@ -193,7 +193,7 @@ def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) 
 
     end(new)
     node.kubelet.wait_registered(DRIVER, count=0)
-    spawn(node, POD_UID=OLD)
+    node.spawn(POD_UID=OLD)
     node.kubelet.wait_registered(DRIVER)
     assert node.prepare(running) == answer
     assert node.unprepare(running) == {running.uid: None}
@@ -203,7 +203,6 @@ def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) 
 def test_c17_driver_starts_after_the_pod(node: ConformanceNode) -> None:
     """Without the driver the pod waits with the kubelet's words; it runs once the driver is there."""
     ref = node.claim("early")
-    assert node.driver is not None
     node.driver.stop()
     node.kubelet.wait_registered(DRIVER, count=0)
     with pytest.raises(KubeletError, match="is not registered"):
@@ -310,7 +309,7 @@ def test_c20_versions_of_the_api(make_node: MakeNode, served: tuple[str, ...]) -
     node.unprepare(ref)
     driver.stop()
 
-    node.delete_slices()
+    node.wipe()
     node.server.served = served
     before = len(node.server.requests)
     node.start_driver()

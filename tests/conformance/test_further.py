@@ -18,7 +18,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.conformance.conftest import ConformanceNode, LockHolder, Process, in_background, quietly
+from tests.conformance.conftest import ConformanceNode, LockHolder, in_background, quietly
 from tests.conformance.test_cluster_level import Publishing
 from tests.fakes.samples import NODE, h100, inventory
 from tests.integration.conftest import DRIVER, Json, eventually
@@ -46,10 +46,10 @@ def test_c23_retry_beside_a_call_that_still_runs(node: ConformanceNode) -> None:
     assert len(node.records()) == 1
 
 
-def test_c23_killed_daemon(make_node: MakeNode, spawn: Callable[..., Process]) -> None:
+def test_c23_killed_daemon(make_node: MakeNode) -> None:
     """A daemon that is killed while calls are under way leaves nothing that its successor does not put right."""
     node = make_node()
-    process = spawn(node)
+    process = node.spawn()
     node.kubelet.wait_registered(DRIVER)
     refs = [node.allocated_by_hand(device["name"], device["name"]) for device in node.wait_devices(8)]
     calls = [in_background(lambda ref=ref: quietly(node, ref)) for ref in refs]
@@ -58,7 +58,7 @@ def test_c23_killed_daemon(make_node: MakeNode, spawn: Callable[..., Process]) -
     process.wait()
     for thread, _ in calls:
         thread.join(30)
-    spawn(node)
+    node.spawn()
     for ref in refs:
         assert isinstance(eventually(lambda ref=ref: quietly(node, ref)), Prepared)
     assert len(node.records()) == len(node.specs()) == 8
@@ -72,7 +72,6 @@ def test_c23_reboot(node: ConformanceNode) -> None:
     answer = node.prepare(ref)
     [spec] = node.cdi.iterdir()
     content = spec.read_bytes()
-    assert node.driver is not None
     node.driver.stop()
     node.machine.reboot()
     spec.unlink()
@@ -201,7 +200,7 @@ def test_c25_foreign_changes_and_dropped_fields(make_node: MakeNode, monkeypatch
     driver = node.start_driver(**shared)
     node.wait_devices(8)
     for _ in range(3):
-        node.delete_slices()
+        node.wipe()
         node.wait_devices(8)
     eventually(lambda: not driver.problems())
     eventually(lambda: node.slice_writes() == ["POST"] * 4)
@@ -213,7 +212,7 @@ def test_c25_foreign_changes_and_dropped_fields(make_node: MakeNode, monkeypatch
 def test_c25_expired_watch(node: ConformanceNode) -> None:
     """A watch whose history is gone is listed anew; a change during that is seen."""
     node.server.store.forget()
-    node.delete_slices()
+    node.wipe()
     node.wait_devices(8)
 
 
@@ -242,13 +241,13 @@ def test_c25_token_rotation(make_node: MakeNode) -> None:
     accept("first", "second")
     write("second")
     accept("second")
-    node.delete_slices()
+    node.wipe()
     node.wait_devices(8)
     ref = node.claim("one")
     assert isinstance(node.prepare(ref)[ref.uid], Prepared)
 
     accept("third")
-    node.delete_slices()
+    node.wipe()
     eventually(lambda: any(request.status == 401 for request in list(node.server.requests)))
     assert node.slices() == []
     write("third")

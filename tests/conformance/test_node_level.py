@@ -50,7 +50,6 @@ def test_c01_registration(make_node: MakeNode) -> None:
 def test_c02_pod_created_while_the_kubelet_is_down(node: ConformanceNode) -> None:
     """A pod that came while kubelet and driver were down gets its devices when both are up."""
     node.kubelet.stop()
-    assert node.driver is not None
     node.driver.stop()
     ref = node.claim("one")
     node.kubelet.start()
@@ -85,7 +84,6 @@ def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytes
     def refuse(_uid: str) -> None:
         raise StateError("cannot remove the record: the file system is read-only")
 
-    assert node.driver is not None
     with monkeypatch.context() as broken:
         broken.setattr(node.driver.records, "delete", refuse)
         assert isinstance(node.unprepare(ref)[ref.uid], Failed)
@@ -240,7 +238,6 @@ def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
     kubelet = node.use_kubelet(wipe_after_s=0.1)
     kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
-    assert node.driver is not None
     node.driver.stop()
     eventually(lambda: node.slices() == [])
     node.start_driver()
@@ -261,7 +258,6 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
 
     monkeypatch.setattr(HealthStream, "watch", counted)
     monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
-    assert node.driver is not None
     node.driver.stop()
     kubelet = node.use_kubelet(health=version, health_retry_s=0.05)
     driver = node.start_driver()

@@ -14,7 +14,6 @@ Json = dict[str, Any]
 
 def told(node: Node) -> list[tuple[str, str, str]]:
     """Claim, pod and UUID of each series."""
-    assert node.driver is not None
     found = list(labelled(scraped(node.driver.metrics), "nvidia_dra_claim_info"))
     assert {(entry["namespace"], entry["node"]) for entry in found} <= {("default", NODE)}
     return sorted((entry["claim"], entry["pod"], entry["uuid"]) for entry in found)
@@ -47,7 +46,6 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
     # Another pod comes and one goes, of which the kubelet says nothing to the driver.
     node.scheduler.allocate_claim("default", "shared", pod=pod("second"))
     node.scheduler.release_claim("default", "shared", pod=pod("first"))
-    assert node.driver is not None
     reconciler = node.driver.claims.reconciler
     assert reconciler.look() is None
     now = ["pod-of-shared", "second"]

@@ -188,7 +188,6 @@ def test_commands_work(command: list[str], tmp_path: Path) -> None:
 
 def test_run_and_doctor_work(node: Node, command: list[str]) -> None:
     settings = node.settings
-    assert node.driver is not None
     node.driver.stop()
     node.driver = None
     shared = [

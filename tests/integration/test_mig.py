@@ -151,7 +151,6 @@ def test_restart_clears_away_what_no_claim_holds(node: Node, make_node: Callable
     lost = node.allocated_by_hand("lost", named(node, "1g.10gb", 1))
     for ref in (kept, lost):
         node.prepare(ref)
-    assert node.driver is not None
     node.driver.stop()
     node.driver.records.delete(lost.uid)
     next(path for path in node.cdi.glob(f"*{lost.uid}*")).unlink()
@@ -165,7 +164,6 @@ def test_restart_clears_away_what_no_claim_holds(node: Node, make_node: Callable
 def test_switching_it_off_keeps_running_devices(node: Node) -> None:
     ref = node.allocated_by_hand("runs", named(node, "1g.10gb", 0))
     before = node.prepare(ref)[ref.uid]
-    assert node.driver is not None
     node.driver.stop()
     node.start_driver(dynamic_mig=False)
     eventually(lambda: 0 < len(node.devices()) < 10)
@@ -328,7 +326,6 @@ def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
 
 def errors_of(node: Node) -> tuple[float, float]:
     """How many creations of MIG devices failed, and how many Prepares."""
-    assert node.driver is not None
     creations = by_label(node.driver.metrics, "nvidia_dra_mig_errors_total", "operation", "error_type")
     prepares = by_label(node.driver.metrics, "nvidia_dra_node_prepare_errors_total", "error_type")
     return creations["create", "busy"], prepares["busy",]
@@ -338,7 +335,6 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another GPU is plugged in meanwhile; that is no time to adopt what others made."""
-    assert node.driver is not None
     reconciled, looked = [], []
     monkeypatch.setattr(node.driver.mig.collector, "reconcile", reconciled.append)
     monkeypatch.setattr(node.driver.mig.collector, "look_soon", lambda: looked.append(1))

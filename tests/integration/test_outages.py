@@ -73,7 +73,6 @@ def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) 
     """Prepared claims prepare again and Unprepare works; what changed meanwhile is published afterwards."""
     answers = prepared(node, 3)
     refs = stored_refs(node)
-    assert node.driver is not None
     node.driver.stop()
     port_taken = node.server
     port_taken.stop()
@@ -463,7 +462,6 @@ def test_clock_that_jumps_changes_nothing(node: Node, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "time", JumpedTime(jump_s))
     for restart in (False, True):
         if restart:
-            assert node.driver is not None
             node.driver.stop()
             driver = node.start_driver()
             eventually(lambda driver=driver: not driver.problems())

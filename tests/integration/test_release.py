@@ -345,7 +345,6 @@ def test_stale_claim_stays_while_a_process_computes_on_its_device(
 def test_who_waits_for_a_stale_claim_hears_of_the_process(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert node.driver is not None
     line = node.driver.claims.line
     monkeypatch.setattr(line, "_timeouts", WaitTimeouts(ask_again_s=0.05, stop_s=0))
     [device] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 0]

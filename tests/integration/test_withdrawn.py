@@ -29,14 +29,12 @@ def until_named(node: Node, expected: Iterable[str]) -> None:
 def hear_all(node: Node) -> None:
     """NVML tells of an Xid only whoever has registered for the GPU before."""
     driver = node.driver
-    assert driver is not None
     eventually(lambda: len(driver.health.monitor._heard) == 8)
 
 
 def well_again(node: Node) -> None:
     node.machine.restore_gpu(0)
     driver = node.driver
-    assert driver is not None
     driver.discovery.request_rescan()
     driver.health.monitor._next_poll = 0.0
 
@@ -106,7 +104,6 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
     node.prepare(ref)
     hear_all(node)
     driver = node.driver
-    assert driver is not None
     read = driver.publishing._records
     ended: list[str] = []
 
