@@ -53,10 +53,6 @@ class ConformanceNode(Node):
         kubelet.start()
         return kubelet
 
-    def delete_claim(self, name: str) -> None:
-        resource = self.server.resource("resourceclaims")
-        self.server.operations.delete(resource, ("default", name), {})
-
     def stored_claim(self, name: str) -> Json:
         return next(one for one in self.server.objects("resourceclaims") if one["metadata"]["name"] == name)
 

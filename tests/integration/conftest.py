@@ -141,6 +141,10 @@ class Node(PlaygroundNode):
             allocation["devices"]["config"] = config
         return self.claim(name, status={"allocation": allocation})
 
+    def delete_claim(self, name: str) -> None:
+        """It is gone from the API server; the kubelet has not unprepared it yet."""
+        self.server.operations.delete(self.server.resource("resourceclaims"), ("default", name), {})
+
     def prepare(self, *refs: ClaimRef) -> dict[str, Any]:
         return self.kubelet.prepare(DRIVER, list(refs))
 
