@@ -114,11 +114,13 @@ class Node(PlaygroundNode):
         [found] = eventually(lambda: [devices] if len(devices := self.devices()) == count else [])
         return found
 
-    def claim(self, name: str, devices: Json | None = None, *, status: Json | None = None) -> ClaimRef:
+    def claim(
+        self, name: str, devices: Json | None = None, *, status: Json | None = None, **metadata: Any
+    ) -> ClaimRef:
         """Add a claim (by default for one GPU) and, unless a status is given, have it allocated; a pod uses it."""
         one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
         body: Json = {
-            "metadata": {"name": name, "namespace": "default"},
+            "metadata": {"name": name, "namespace": "default", **metadata},
             "spec": {"devices": devices or one},
         }
         pod = {"metadata": {"name": f"pod-of-{name}", "uid": f"pod-of-{name}"}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from dra_driver.diagnostics.state_on_disk import read_state
-from dra_driver.model.claim import Prepared
 from tests.fakes.scrapes import labelled, scraped
 from tests.integration.conftest import NODE, Node
 
@@ -38,7 +37,7 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
         for device in node.devices()
         if device["name"] == result["device"]
     )
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     first = ["pod-of-shared", "first"]
     assert told(node) == sorted(("shared", name, uuid) for name in first)
     assert written(node) == {"shared": first}
@@ -54,7 +53,7 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
 
     # A kubelet that starts anew has it prepared again: that is noted, and written down later.
     node.scheduler.allocate_claim("default", "shared", pod=pod("third"))
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     assert told(node) == sorted(("shared", name, uuid) for name in [*now, "third"])
     assert written(node) == {"shared": now}
     assert reconciler.look() is None
@@ -63,5 +62,5 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
     node.driver.stop()
     node.start_driver()
     assert told(node) == sorted(("shared", name, uuid) for name in [*now, "third"]), "from the record"
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert (told(node), written(node)) == ([], {})
