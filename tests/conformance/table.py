@@ -16,6 +16,34 @@ ITEMS = range(1, 26)
 """1 to 22 are what upstream's own tests check of drivers, 23 to 25 what else can go wrong."""
 
 ELSEWHERE = {
+    "tests/e2e/test_outages.py::test_restart_of_every_component_under_load_loses_nothing": (
+        1,
+        "A kubelet that starts anew, as any other component, finds the driver, and pods start.",
+    ),
+    "tests/e2e/test_health.py::test_an_xid_is_told_everywhere_and_so_is_recovery": (
+        10,
+        "The kubelet shows the health of a pod's device, bad and good again.",
+    ),
+    "tests/e2e/test_release.py::test_force_deleted_pods_are_replaced_within_seconds": (
+        12,
+        "Claims of force-deleted pods are unprepared, and pods that need the same devices run after that.",
+    ),
+    "tests/e2e/test_slices.py::test_rolling_update_serves_throughout_and_writes_nothing": (
+        16,
+        "Pods that come during an update run, and the slices are as before.",
+    ),
+    "tests/e2e/test_health.py::test_claim_status_is_there_while_it_is_allocated": (
+        18,
+        "The API server keeps our entry of a claim's status: the device, its data, and that it is ready.",
+    ),
+    "tests/e2e/test_pods.py::test_extended_resource_needs_no_claim": (
+        21,
+        "A limit in the pod is enough to get a GPU.",
+    ),
+    "tests/e2e/test_pods.py::test_admin_access_sees_all_gpus_while_one_is_in_use": (
+        21,
+        "Admin access sees all GPUs while one is in use.",
+    ),
     "tests/e2e/test_permissions.py::test_own_nodes_slice_is_allowed": (
         19,
         "In every version of the API a slice of the own node may be written.",
@@ -52,7 +80,7 @@ ELSEWHERE = {
 """Tests outside of this directory that show more of a number, each with what it shows."""
 
 _NAME = re.compile(r"test_c(\d\d)_\w+")
-_ON_CLUSTER = "pytestmark = pytest.mark.cluster"
+_ON_CLUSTER = re.compile(r"^pytestmark = \[?pytest\.mark\.cluster", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,12 +115,12 @@ def _elsewhere(test: str, number: int, what: str) -> Entry:
     text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
     if name not in {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}:
         raise LookupError(f"there is no test {test}; correct the list of tests elsewhere")
-    return Entry(number, _ON_CLUSTER in text, test, what)
+    return Entry(number, bool(_ON_CLUSTER.search(text)), test, what)
 
 
 def _of_file(file: Path) -> Iterator[Entry]:
     tree = ast.parse(file.read_text())
-    on_cluster = _ON_CLUSTER in file.read_text()
+    on_cluster = bool(_ON_CLUSTER.search(file.read_text()))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and (match := _NAME.fullmatch(node.name)):
             what = " ".join((ast.get_docstring(node) or "").split())

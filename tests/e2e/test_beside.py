@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
-from tests.e2e.conftest import Cluster, claim_and_pod, install, wait_for
+from tests.e2e.conftest import Cluster, install, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -82,8 +81,7 @@ def nics(cluster: Cluster) -> Iterator[dict[str, str]]:
             "the kubelet to know the second driver",
             lambda: plugin.registrar.status is not None and plugin.registrar.status.registered,
         )
-        cluster.apply(json.dumps(CLASS))
-        cluster.apply(json.dumps(published))
+        cluster.apply([CLASS, published])
         yield {device["name"]: root for device, root in zip(devices, roots, strict=True)}
         cluster.kubectl("delete", "-f", "examples/gpu-and-nic", "--ignore-not-found", "--timeout=300s")
         wait_for("the claim to be gone", lambda: not cluster.get("resourceclaims", "-A")["items"])
@@ -158,8 +156,7 @@ def test_nvidias_compute_domains_are_installed_beside_it(cluster: Cluster, nvidi
     names = {device["name"] for device in cluster.devices()}
     cluster.kubectl("delete", "resourceslices", "--field-selector", "spec.driver=gpu.nvidia.com")
     wait_for("the slices to be back", lambda: {one["name"] for one in cluster.devices()} == names)
-    cluster.apply(claim_and_pod("beside"))
-    cluster.wait_running("beside")
+    cluster.start("beside")
     assert len(cluster.seen_by("beside")) == 1
     cluster.kubectl("delete", "pod/beside", "resourceclaim/beside", "--timeout=300s")
 
@@ -186,8 +183,7 @@ def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidi
         wait_for("NVIDIA's plugin to be off the node", lambda: wanted() == 0)
         install(cluster, "e2e")
         assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == {**theirs, **ours}
-        cluster.apply(claim_and_pod("moved"))
-        cluster.wait_running("moved")
+        cluster.start("moved")
         nvidias.uninstall()  # that takes its classes away, which are ours too
         assert not cluster.kubectl("get", "deviceclass", "gpu.nvidia.com", "-o", "name", "--ignore-not-found")
         install(cluster, "e2e")

@@ -14,7 +14,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, gpu_config, wait_for
 
 # Some waits are the kubelet's, which by default tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -24,9 +24,8 @@ XID, LOST, RESTART = 5, 4, 3
 SPARE = (6, 1)
 TAINTED_WITHIN_S = 2.0
 # Kubernetes takes that for a quantity, and so does the policy for parameters.
-BEYOND_REASON = (
-    '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "MPS", '
-    '"mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1e65"}}}'
+BEYOND_REASON = gpu_config(
+    sharing={"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1e65"}}
 )
 
 
@@ -130,8 +129,7 @@ def healthy(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
-    healthy.apply(claim_and_pod("victim", selector=only(XID)))
-    healthy.wait_running("victim")
+    healthy.start("victim", selector=only(XID))
     wait_for("the pod's device to be healthy", lambda: pod_health(healthy, "victim") == {"Healthy"})
     took = [taint_by_xid_79(healthy, XID)]
     assert ("gpu.nvidia.com/xid", "79", "NoSchedule") in taints(healthy, XID)
@@ -153,18 +151,9 @@ def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
     print("tainted after " + ", ".join(f"{seconds:.2f}" for seconds in took) + " s")
     assert min(took) <= TAINTED_WITHIN_S, took
 
-    healthy.apply(
-        "".join(claim_and_pod(f"other-{number}") for number in range(7))
-        + claim_and_pod("wants-it", selector=only(XID))
-    )
-    healthy.wait_running(*(f"other-{number}" for number in range(7)))
-    wait_for(
-        "the pod that wants the bad GPU to be unschedulable",
-        lambda: any(
-            one.get("reason") == "Unschedulable"
-            for one in healthy.pod("wants-it")["status"].get("conditions", [])
-        ),
-    )
+    healthy.apply(claim_and_pod("wants-it", selector=only(XID)))
+    healthy.start(*(f"other-{number}" for number in range(7)))
+    healthy.wait_unschedulable("wants-it")
 
     healthy.simulate("reset", str(XID), "--force")
     wait_for("no taint", lambda: not taints(healthy, XID))
@@ -176,8 +165,7 @@ def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
 
 
 def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
-    cluster.apply(claim_and_pod("told"))
-    cluster.wait_running("told")
+    cluster.start("told")
 
     def status() -> list[dict[str, Any]]:
         return cluster.get("resourceclaim", "told")["status"].get("devices", [])
@@ -213,13 +201,7 @@ def test_lost_gpu_stays_published_and_is_avoided(cluster: Cluster) -> None:
         )
         assert len(cluster.devices()) == 8
         cluster.apply(claim_and_pod("elsewhere", selector=only(LOST)))
-        wait_for(
-            "the pod to be unschedulable",
-            lambda: any(
-                one.get("reason") == "Unschedulable"
-                for one in cluster.pod("elsewhere")["status"].get("conditions", [])
-            ),
-        )
+        cluster.wait_unschedulable("elsewhere")
     finally:
         cluster.simulate("restore", str(LOST))
     wait_for("no taint", lambda: not taints(cluster, LOST))
@@ -231,8 +213,7 @@ def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:
     cluster.simulate("xid", str(RESTART), "79")
     wait_for("both taints", lambda: len(taints(cluster, RESTART)) == 2)
     before = device(cluster, RESTART)["taints"]
-    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.roll_out()
     wait_for("the driver to have settled", cluster.driver_has_settled)
     assert device(cluster, RESTART)["taints"] == before
     cluster.simulate("reset", str(RESTART), "--force")
