@@ -44,6 +44,26 @@ ELSEWHERE = {
         21,
         "Admin access sees all GPUs while one is in use.",
     ),
+    "tests/kubelet/test_playground_kubelet.py::test_dra_socket_may_come_after_the_registration": (
+        5,
+        "The DRA service may come up after its registration, and come back.",
+    ),
+    "tests/kubelet/test_playground_kubelet.py::test_one_socket_may_serve_registration_and_dra": (
+        5,
+        "One socket may serve both.",
+    ),
+    "tests/kubelet/test_lifecycle.py::test_stale_sockets_are_replaced_and_those_of_others_left_alone": (
+        24,
+        "Sockets of a dead instance are replaced.",
+    ),
+    "tests/kubelet/test_dra.py::test_odd_authority_is_accepted": (
+        24,
+        "A caller with an odd authority is served.",
+    ),
+    "tests/slices/test_diff.py::test_generation_grows_when_a_slice_is_created_or_several_change": (
+        25,
+        "The pool keeps its generation while one slice changes and none is made, and moves on with all slices else.",
+    ),
     "tests/e2e/test_permissions.py::test_own_nodes_slice_is_allowed": (
         19,
         "In every version of the API a slice of the own node may be written.",

@@ -24,7 +24,7 @@ from tests.conformance.conftest import (
     in_background,
     quietly,
 )
-from tests.integration.conftest import DRIVER, NODE, eventually
+from tests.integration.conftest import DRIVER, eventually, result
 from tests.kubelet.support import FakeClaims
 
 MakeNode = Callable[..., ConformanceNode]
@@ -91,11 +91,8 @@ def test_c07_restarts_during_calls_of_two_drivers(
     process = node.spawn(before=DIE_BEFORE_THE_RECORD_SAYS_PREPARED)
     registered(node)
     ours = node.devices()[0]["name"]
-    results = [
-        {"request": "nic", "driver": OTHER_DRIVER, "pool": NODE, "device": "eth1"},
-        {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": ours},
-    ]
-    ref = node.claim("doomed", status={"allocation": {"devices": {"results": results}}})
+    theirs = result("eth1", "nic") | {"driver": OTHER_DRIVER}
+    ref = node.allocated_by_hand("doomed", theirs, ours)
 
     thread, theirs = in_background(lambda: node.kubelet.prepare(OTHER_DRIVER, [ref]))
     assert gate.entered.wait(SLOW_S)
@@ -190,7 +187,7 @@ def test_c23_killed_between_cdi_file_and_record(make_node: MakeNode) -> None:
     assert isinstance(again[0], Prepared)
     assert {record.phase for record in driver.records.all().values()} == {"prepared"}
     assert len(node.records()) == len(node.specs()) == 2
-    assert node.unprepare(doomed, waiting) == {doomed.uid: None, waiting.uid: None}
+    node.take_back(doomed, waiting)
     assert node.is_clean()
 
 
@@ -212,10 +209,10 @@ def test_c23_killed_while_it_takes_back(make_node: MakeNode) -> None:
     registered(node)
     device = node.devices()[0]["name"]
     ref, successor = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     dies(process, lambda: node.unprepare(ref))
     assert (node.specs(), node.records()) == ([], [f"{ref.uid}.json"])
     node.start_driver()
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert node.is_clean()
-    assert isinstance(node.prepare(successor)[successor.uid], Prepared)
+    node.ready(successor)
