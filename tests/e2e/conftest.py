@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,16 @@ def install_plain(cluster: Cluster, instead_of: str) -> None:
         )
         wait_for("the MPS host's pod to be gone", lambda: not _mps_pods(cluster))
     install(cluster, "e2e")
+
+
+@contextmanager
+def installed(cluster: Cluster, overlay: str, is_there: Callable[[], Any]) -> Iterator[Cluster]:
+    """The driver of another overlay, by which something is published; afterwards the plain one again."""
+    install(cluster, overlay)
+    wait_for(f"what {overlay} publishes", lambda: is_there() and cluster.pool_is_whole())
+    yield cluster
+    install_plain(cluster, instead_of=overlay)
+    wait_for("plain devices", lambda: cluster.devices() and not is_there() and cluster.pool_is_whole())
 
 
 def _rendered(cluster: Cluster, overlay: str) -> list[Json]:

@@ -14,19 +14,15 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
-from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, gpu_config, wait_for
+from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, wait_for
 
 # Some waits are the kubelet's, which by default tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 # A GPU that goes bad again and again is held back, so each test has one of its own.
-XID, LOST, RESTART = 5, 4, 3
+XID, RESTART = 5, 3
 SPARE = (6, 1)
 TAINTED_WITHIN_S = 2.0
-# Kubernetes takes that for a quantity, and so does the policy for parameters.
-BEYOND_REASON = gpu_config(
-    sharing={"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1e65"}}
-)
 
 
 def only(index: int) -> str:
@@ -176,36 +172,6 @@ def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
     assert [(one["type"], one["status"]) for one in entry["conditions"]] == [("Ready", "True")]
     cluster.kubectl("delete", "pod/told")
     wait_for("the claim's status to be gone", lambda: not status())
-
-
-def test_cause_of_a_failure_is_in_the_claims_description(cluster: Cluster) -> None:
-    cluster.apply(claim_and_pod("wrong", parameters=BEYOND_REASON))
-
-    def events() -> str:
-        return cluster.kubectl("describe", "resourceclaim", "wrong").partition("Events:")[2]
-
-    wait_for("the cause", lambda: "PrepareFailed" in events())
-    assert "sharing.mpsConfig" in events()
-    wait_for("the event on the pod", lambda: "PrepareFailed" in cluster.kubectl("describe", "pod", "wrong"))
-
-
-def test_lost_gpu_stays_published_and_is_avoided(cluster: Cluster) -> None:
-    cluster.simulate("lose", str(LOST))
-    try:
-        wait_for(
-            "the taint",
-            lambda: (
-                ("gpu.nvidia.com/gpu-lost", "", "NoSchedule")
-                in [(key, "", effect) for key, _, effect in taints(cluster, LOST)]
-            ),
-        )
-        assert len(cluster.devices()) == 8
-        cluster.apply(claim_and_pod("elsewhere", selector=only(LOST)))
-        cluster.wait_unschedulable("elsewhere")
-    finally:
-        cluster.simulate("restore", str(LOST))
-    wait_for("no taint", lambda: not taints(cluster, LOST))
-    cluster.wait_running("elsewhere", timeout_s=SLOW_S)
 
 
 def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from tests.e2e.conftest import (
     pod,
     wait_for,
 )
+from tests.fakes.json_stream import json_documents
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -81,12 +81,7 @@ def files_in(cluster: Cluster, pod: str, container: str) -> list[str]:
 
 def documents(text: str) -> list[Json]:
     """The objects of a stream of JSON."""
-    decoder, rest, found = json.JSONDecoder(), text.strip(), []
-    while rest:
-        value, end = decoder.raw_decode(rest)
-        found.append(value)
-        rest = rest[end:].lstrip()
-    return found
+    return list(json_documents(text))
 
 
 def results_of(cluster: Cluster, claim: str) -> list[Json]:

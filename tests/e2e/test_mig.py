@@ -17,8 +17,7 @@ from tests.e2e.conftest import (
     SLOW_S,
     Cluster,
     claim_and_pod,
-    install,
-    install_plain,
+    installed,
     wait_for,
 )
 
@@ -35,11 +34,8 @@ CHURN_S = float(os.environ.get("MIG_CHURN_S", "100"))
 @pytest.fixture(scope="module")
 def _mig(_cluster: Cluster) -> Iterator[Cluster]:
     """The driver with MIG on demand; afterwards the plain one again."""
-    install(_cluster, "e2e-mig")
-    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
-    yield _cluster
-    install_plain(_cluster, instead_of="e2e-mig")
-    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
+    with installed(_cluster, "e2e-mig", lambda: len(_cluster.devices()) > GPUS) as cluster:
+        yield cluster
 
 
 @pytest.fixture

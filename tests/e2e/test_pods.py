@@ -381,23 +381,29 @@ def test_a_quota_of_kubernetes_counts_as_the_page_on_schedulers_says(cluster: Cl
 
 
 @pytest.mark.core
-def test_refused_parameters_are_shown_on_the_pod_and_touch_nobody_else(cluster: Cluster) -> None:
+def test_refused_parameters_are_shown_on_the_pod_and_the_claim(cluster: Cluster) -> None:
+    """By the kubelet with the driver's words, and by the driver."""
     # Kubernetes takes that for a quantity, and so does the policy for parameters.
     beyond = gpu_config(sharing={"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1e65"}})
-    template = claim_template("burst", parameters=beyond)
-    template["spec"]["spec"]["devices"]["config"][0]["requests"] = ["gpu"]
-    cluster.apply([template, *pods_of("burst", "burst-0")])
-    # Pods of this name were there before, and their events still are.
-    uid = cluster.pod("burst-0")["metadata"]["uid"]
+    wrong, pod = claim_and_pod("wrong", parameters=beyond)
+    wrong["spec"]["devices"]["config"][0]["requests"] = ["device"]
+    cluster.apply([wrong, pod])
+    uid = cluster.pod("wrong")["metadata"]["uid"]
 
     def messages() -> list[str]:
         found = cluster.get("events", "--field-selector", f"involvedObject.uid={uid}")["items"]
         return [one["message"] for one in found if one["reason"] == "FailedPrepareDynamicResources"]
 
+    def told(kind: str) -> str:
+        return cluster.kubectl("describe", kind, "wrong").partition("Events:")[2]
+
     wait_for(
         "the cause in the kubelet's event",
-        lambda: any("1e65" in message and "requests gpu" in message for message in messages()),
+        lambda: any("1e65" in message and "requests device" in message for message in messages()),
     )
+    wait_for("the cause on the claim", lambda: "PrepareFailed" in told("resourceclaim"))
+    assert "sharing.mpsConfig" in told("resourceclaim")
+    wait_for("the event on the pod", lambda: "PrepareFailed" in told("pod"))
 
 
 def test_kubelet_measures_prepare_and_unprepare(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import cdi_hook
 import pytest
+import yaml
 
 from tests.e2e.conftest import (
     DAEMONSET,
@@ -27,8 +28,7 @@ from tests.e2e.conftest import (
     claim_and_pod,
     container,
     gpu_config,
-    install,
-    install_plain,
+    installed,
     pod,
     wait_for,
 )
@@ -53,12 +53,9 @@ def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     shutil.rmtree(MACHINE, ignore_errors=True)
     _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
     cdi_hook.put_cdi_hook(MACHINE / "root")
-    install(_cluster, "e2e-restricted")
-    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
-    yield _cluster
-    install_plain(_cluster, instead_of="e2e-restricted")
+    with installed(_cluster, "e2e-restricted", lambda: len(_cluster.devices()) > GPUS) as cluster:
+        yield cluster
     _cluster.kubectl("delete", "runtimeclass", "nvidia", "--ignore-not-found")
-    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
     # Whoever writes there has ended: `install` waits for it.
     shutil.rmtree(MACHINE)
 
@@ -175,15 +172,8 @@ def driver_name(volume: str) -> str:
 @pytest.fixture
 def as_installed(cluster: Cluster) -> Iterator[Json]:
     """A pod as `daemonset/base` makes it, with the simulated driver root as the host's; nothing of it stays."""
-    text = cluster.kubectl("kustomize", "daemonset/base", "-o", "/dev/stdout")
-    made = cluster.kubectl("create", "--dry-run=client", "-o", "json", "-f", "-", stdin=text)
-    decoder, rest, documents = json.JSONDecoder(), made.lstrip(), []
-    while rest:
-        document, end = decoder.raw_decode(rest)
-        documents.append(document)
-        rest = rest[end:].lstrip()
-    documents = [one for entry in documents for one in entry.get("items", [entry])]
-    [daemonset] = [entry for entry in documents if entry["kind"] == "DaemonSet"]
+    rendered = yaml.safe_load_all(cluster.kubectl("kustomize", "daemonset/base"))
+    [daemonset] = [one for one in rendered if one["kind"] == "DaemonSet"]
     spec = daemonset["spec"]["template"]["spec"]
     [container] = spec["containers"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

@@ -16,8 +16,7 @@ from tests.e2e.conftest import (
     Cluster,
     Json,
     claim_and_pod,
-    install,
-    install_plain,
+    installed,
     wait_for,
     with_test_workload,
 )
@@ -32,11 +31,8 @@ SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
 @pytest.fixture(scope="module")
 def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
     """The driver with shared devices and its MPS host; afterwards the plain one again."""
-    install(_cluster, "e2e-sharing")
-    wait_for("the shared GPU to be published", lambda: shared_devices(_cluster) and _cluster.pool_is_whole())
-    yield _cluster
-    install_plain(_cluster, instead_of="e2e-sharing")
-    wait_for("plain devices", lambda: not shared_devices(_cluster) and _cluster.pool_is_whole())
+    with installed(_cluster, "e2e-sharing", lambda: shared_devices(_cluster)) as cluster:
+        yield cluster
 
 
 @pytest.fixture

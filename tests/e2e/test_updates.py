@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, WORKLOAD, Cluster, Json, pods_of, wait_for
 from tests.e2e.test_pods import BURST
 from tests.e2e.test_slices import versions
+from tests.fakes.json_stream import json_documents
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
@@ -126,14 +127,9 @@ def watched(cluster: Cluster, file: Path) -> Iterator[Callable[[], list[Json]]]:
         process = subprocess.Popen(command, stdout=output)
 
     def changes() -> list[Json]:
-        decoder, text, found = json.JSONDecoder(), file.read_text().lstrip(), []
-        while text:
-            try:
-                value, end = decoder.raw_decode(text)
-            except json.JSONDecodeError:
-                break  # half of it is written
-            found.append(value)
-            text = text[end:].lstrip()
+        found: list[Json] = []
+        with suppress(json.JSONDecodeError):  # half of the last one is written
+            found.extend(json_documents(file.read_text()))
         return found
 
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.model.claim import ClaimRef, Prepared
+from tests.fakes.json_stream import json_documents
 from tests.integration.conftest import DRIVER, NODE, Node
 
 Json = dict[str, Any]
@@ -26,16 +27,7 @@ def mounted(node: Node, prepared: Prepared) -> dict[str, list[Json]]:
             for mount in device["containerEdits"].get("mounts", ()):
                 if mount["containerPath"].startswith(INSIDE):
                     assert mount["options"] == ["ro", "bind"]
-                    found[mount["containerPath"]] = documents(Path(mount["hostPath"]))
-    return found
-
-
-def documents(path: Path) -> list[Json]:
-    text, decoder, found = path.read_text(), json.JSONDecoder(), []
-    while text.strip():
-        document, end = decoder.raw_decode(text)
-        found.append(document)
-        text = text[end:].lstrip()
+                    found[mount["containerPath"]] = list(json_documents(Path(mount["hostPath"]).read_text()))
     return found
 
 
