@@ -150,10 +150,6 @@ class Node(PlaygroundNode):
     def prepare(self, *refs: ClaimRef) -> dict[str, Any]:
         return self.kubelet.prepare(DRIVER, list(refs))
 
-    def prepare_in_a_hurry(self, *refs: ClaimRef) -> dict[str, Any]:
-        """With a short deadline: while the API server is away, the driver tries again until shortly before it."""
-        return self.kubelet.prepare(DRIVER, list(refs), timeout_s=10)
-
     def ready(self, ref: ClaimRef) -> Prepared:
         """The answer to a Prepare that must succeed."""
         outcome = self.prepare(ref)[ref.uid]

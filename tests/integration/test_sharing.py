@@ -278,17 +278,6 @@ def test_independent_claims_share_one_gpu_by_memory_each_with_its_limit(shared: 
     assert snapshot(node) == before
 
 
-def test_shares_of_a_mig_device(shared: Callable[..., Node]) -> None:
-    node = shared(SharingRule("shares", 2, enforce="mps"), machine="h100-mig-static", count=13)
-    request = {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
-    refs = [node.claim(f"half-{number}", request) for number in range(2)]
-    outcomes = [node.ready(ref) for ref in refs]
-    assert len({outcome.devices[0].device for outcome in outcomes}) == 1
-    assert {environment(edits(node, ref)[0])["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for ref in refs} == {"50"}
-    for ref in refs:
-        node.take_back(ref)
-
-
 def test_running_claims_keep_what_they_got_when_the_policy_changes(shared: Callable[..., Node]) -> None:
     node = shared(SharingRule("shares", 4, enforce="mps"))
     refs = [node.claim(f"part-{number}") for number in range(2)]
@@ -511,9 +500,8 @@ def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
     node.take_back(ref)
     assert node.records() == []
     assert [key for key in snapshot(node) if key.startswith("process")] != [], "nobody could stop it"
-    for number, name in enumerate(names):
-        next_one = node.allocated_by_hand(f"next-{number}", name)
-        node.refused(next_one, "the end of the MPS daemon of device")
-        node.take_back(next_one)
+    next_one = node.allocated_by_hand("next", names[-1])
+    node.refused(next_one, "the end of the MPS daemon of device")
+    node.take_back(next_one)
     node.restart_driver(mps_host="child")
     eventually(lambda: _settled(node) == before)
