@@ -118,6 +118,19 @@ def test_file_that_is_no_yaml_is_refused(write, text: str | bytes) -> None:
     assert wrong in str(refusal(write(text)))
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[" * 5000, "is nested too deep"),
+        ("#" * (1 << 20) + "\n", "has more than 1 MiB; is it the right file?"),
+    ],
+    ids=["deep", "large"],
+)
+def test_file_that_is_another_one_is_refused(write, content: str, why: str) -> None:
+    path = write(content)
+    assert str(refusal(path)) == f"configuration file {path} {why}"
+
+
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert str(refusal(tmp_path / "gone.yaml")) == (
         f"cannot read the configuration file {tmp_path / 'gone.yaml'}: No such file or directory"

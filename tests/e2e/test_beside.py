@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
-from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
 from tests.e2e.conftest import Cluster, install, wait_for
+from tests.kubelet.support import FakeClaims
 
 pytestmark = pytest.mark.cluster
 
@@ -23,26 +24,6 @@ CLASS = {
     "metadata": {"name": "dranet"},
     "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{NICS}"'}}]},
 }
-
-
-class Adapters:
-    """What the other driver does with a claim: nothing that a container would see."""
-
-    def prepare(
-        self,
-        claims: Sequence[ClaimRef],
-        deadline_s: float | None,
-        has_left: Callable[[], bool] | None = None,
-    ) -> Mapping[str, Prepared]:
-        return {ref.uid: Prepared(()) for ref in claims}
-
-    def unprepare(
-        self,
-        claims: Sequence[ClaimRef],
-        deadline_s: float | None,
-        has_left: Callable[[], bool] | None = None,
-    ) -> Mapping[str, None]:
-        return {ref.uid: None for ref in claims}
 
 
 @pytest.fixture
@@ -74,7 +55,10 @@ def nics(cluster: Cluster) -> Iterator[dict[str, str]]:
             "devices": devices,
         },
     }
-    plugin = KubeletPlugin(PluginSettings(NICS), Adapters(), ready=lambda: True)
+    adapters = FakeClaims()
+    # Nothing that a container would see.
+    adapters.on_prepare = lambda claims: {ref.uid: Prepared(()) for ref in claims}
+    plugin = KubeletPlugin(PluginSettings(NICS), adapters, ready=lambda: True)
     plugin.start()
     try:
         wait_for(

@@ -209,13 +209,6 @@ def test_demo_says_where_it_is_now() -> None:
     assert "make demo" in done.stderr
 
 
-def test_help_of_every_command() -> None:
-    for command in ([], ["run"], ["inspect"], ["simulate"], ["demo"]):
-        done = call(*command, "--help")
-        assert done.returncode == 0
-        assert "Usage:" in done.stdout
-
-
 def test_inspect_fails_where_the_library_cannot_be_loaded(tmp_path: Path) -> None:
     """Whether or not sysfs shows a GPU: an empty list would say that the node has none."""
     library = tmp_path / "usr/lib64/libnvidia-ml.so.580.95.05"
@@ -267,18 +260,3 @@ def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert caught.value.code == 130
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("a: 1".encode("utf-16"), "is not a text file in UTF-8"),
-        (b"[" * 5000, "is nested too deep"),
-        (b"#" * (1 << 20) + b"\n", "has more than 1 MiB; is it the right file?"),
-    ],
-)
-def test_a_configuration_file_that_is_none_is_one_sentence(tmp_path: Path, content: bytes, why: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_bytes(content)
-    done = call("inspect", "--simulate", "t4-4", "--config", str(file))
-    assert (done.returncode, done.stderr) == (2, f"gpu-dra-driver: configuration file {file} {why}\n")
