@@ -285,20 +285,6 @@ def test_c20_versions_of_the_api(make_node: MakeNode, served: tuple[str, ...]) -
     assert used <= set(served)
 
 
-@pytest.mark.parametrize(
-    "known", [("v1.DRAPlugin",), ("v1beta1.DRAPlugin",), ("v1.DRAPlugin", "v1beta1.DRAPlugin")]
-)
-def test_c20_versions_of_the_kubelet(node: ConformanceNode, known: tuple[str, ...]) -> None:
-    """A kubelet that knows one version of the DRA service, or both, gets the same devices."""
-    expected = names(node)[0]
-    kubelet = node.use_kubelet_quietly(dra_apis=known)
-    [instance] = kubelet.wait_registered(DRIVER)
-    assert instance.version == known[0]
-    ref = node.allocated_by_hand("one", expected)
-    assert [entry.device for entry in node.prepare(ref)[ref.uid].devices] == [expected]
-    node.take_back(ref)
-
-
 def test_c21_admin_access_and_request_names(node: ConformanceNode) -> None:
     """Admin access shares what is held; a subrequest is answered by its request, any request name by itself."""
     device = names(node)[0]

@@ -103,13 +103,6 @@ def test_c25_foreign_changes_and_dropped_fields(make_node: MakeNode, monkeypatch
     assert node.slice_writes() == ["POST"] * 4
 
 
-def test_c25_expired_watch(node: ConformanceNode) -> None:
-    """A watch whose history is gone is listed anew; a change during that is seen."""
-    node.server.store.forget()
-    node.wipe()
-    node.wait_devices(8)
-
-
 def test_c25_token_rotation(make_node: MakeNode) -> None:
     """A token that is replaced in its volume is used from then on, also when the old one was refused before."""
     node = make_node()
