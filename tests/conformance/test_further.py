@@ -103,6 +103,24 @@ def test_c25_foreign_changes_and_dropped_fields(make_node: MakeNode, monkeypatch
     assert node.slice_writes() == ["POST"] * 4
 
 
+def test_c25_restart_where_fields_are_dropped(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several slices without the fields that the server drops stay as they are, and get them once it keeps them."""
+    monkeypatch.setattr("dra_driver.slices.rules.build.MAX_DEVICES_PER_SLICE", 4)
+    node = make_node()
+    node.server.gates["DRAConsumableCapacity"] = False
+    shared = {"sharing": share_all(SharingRule("shares", 4))}
+    node.running(**shared)
+    before = node.slices()
+    assert len(before) == 2
+    assert not any("allowMultipleAllocations" in device for device in node.devices())
+    node.restart_driver(**shared)
+    assert node.slices() == before
+    node.driver.stop()
+    node.server.gates["DRAConsumableCapacity"] = True
+    node.start_driver(**shared)
+    eventually(lambda: all("allowMultipleAllocations" in device for device in node.devices()))
+
+
 def test_c25_token_rotation(make_node: MakeNode) -> None:
     """A token that is replaced in its volume is used from then on, also when the old one was refused before."""
     node = make_node()
