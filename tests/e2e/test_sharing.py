@@ -101,14 +101,14 @@ def printed(cluster: Cluster, pod: str, *names: str, namespace: str = "default")
     return got
 
 
-def memory_pod(name: str, namespace: str, memory: str = "8000Mi") -> list[Json]:
+def memory_pod(name: str, namespace: str) -> list[Json]:
     return claim_and_pod(
         name,
         "shares.gpu.nvidia.com",
         namespace=namespace,
         selector=f'device.attributes["resource.kubernetes.io"].pciBusID == "{BY_MEMORY}"',
         command="nvidia-smi -L; mps-client; exec sleep 3600",
-        capacity={"requests": {"memory": memory}},
+        capacity={"requests": {"memory": "8000Mi"}},
     )
 
 
