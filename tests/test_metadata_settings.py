@@ -30,14 +30,6 @@ def test_versions_are_newest_first(
     assert resolve({"node_name": "n", "device_metadata": given}, path).metadata_versions == versions
 
 
-@pytest.mark.parametrize("value", ["true", "v1", "[both]"])
-def test_other_values_in_the_file_are_refused(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(f"deviceMetadata: {value}")
-    with pytest.raises(InvalidConfigError, match="deviceMetadata"):
-        resolve({"node_name": "n"}, path)
-
-
 def test_other_values_on_the_command_line_are_refused() -> None:
     with pytest.raises(InvalidConfigError, match="off, v1alpha1, v1beta1 or both"):
         resolve({"node_name": "n", "device_metadata": "v1"}, None)

@@ -46,23 +46,6 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (found.dynamic_mig, found.adopt_mig) == (False, "leave")
 
 
-@pytest.mark.parametrize(
-    ("section", "fault"),
-    [
-        ("dynamicMig: {}", "dynamicMig.enabled"),
-        ("dynamicMig: {enabled: 1}", "dynamicMig.enabled"),
-        ("dynamicMig: {enabled: true, adopt: keep}", "dynamicMig.adopt"),
-        (f"dynamicMig: {{enabled: true, gpus: {{uuids: [{MIG}]}}}}", "name the GPU"),
-        ("dynamicMig: {enabled: true, gpus: {uuids: []}}", "dynamicMig.gpus.uuids"),
-        ("dynamicMig: {enabled: true, gpus: {pciBusIDs: [nonsense]}}", "is not a PCI bus ID"),
-        ("dynamicMig: {enabled: true, gpu: {}}", "dynamicMig.gpu"),
-    ],
-)
-def test_faults_are_named_with_their_path(tmp_path: Path, section: str, fault: str) -> None:
-    with pytest.raises(InvalidConfigError, match=fault):
-        settings(tmp_path, section)
-
-
 def test_unknown_adoption_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match="expected leave or destroy"):
         resolve({"node_name": "n", "adopt_mig": "keep"}, None)

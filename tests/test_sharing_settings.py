@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,56 +80,6 @@ def test_off_needs_no_quotes(write, mode: str) -> None:
     assert policy(write(f"sharing: [{{mode: {mode}}}]")).entries == (SharingEntry(GpuSelector(), None),)
 
 
-@pytest.mark.parametrize(
-    ("entry", "fault"),
-    [
-        ("{}", "0.mode: is required"),
-        ("5", "0: expected keys and values"),
-        ("{mode: half}", "0.mode: expected 'off', 'shares', 'memory' or 'unlimited'"),
-        ("{mode: true}", "0.mode: expected 'off'"),
-        ("{mode: shares}", "0.shares: mode shares needs their number"),
-        ("{mode: shares, shares: 0}", "0.shares: expected 1 or more"),
-        ("{mode: shares, shares: 4097}", "0.shares: expected 4096 or less"),
-        ("{mode: shares, shares: '4'}", "0.shares: expected a whole number"),
-        ("{mode: shares, shares: 1.5}", "0.shares: expected a whole number"),
-        ("{mode: shares, shares: 61, enforce: mps}", "0.shares: MPS serves at most 60 clients"),
-        ("{mode: memory, shares: 4}", "0.shares: does not fit mode memory; remove it or use mode shares"),
-        ("{mode: unlimited, shares: 4}", "0.shares: does not fit mode unlimited"),
-        ("{mode: off, shares: 4}", "0.shares: does not fit mode off"),
-        ("{mode: off, enforce: none}", "0.enforce: does not fit mode off"),
-        ("{mode: off, multiprocessors: false}", "0.multiprocessors: does not fit mode off"),
-        ("{mode: memory, enforce: cgroup}", "0.enforce: expected 'mps' or 'none'"),
-        ("{mode: memory, multiprocessors: 66}", "0.multiprocessors: expected true or false"),
-        ("{mode: off, multiUser: false}", "0.multiUser: needs enforce mps"),
-        ("{mode: memory, multiUser: true}", "0.multiUser: needs enforce mps"),
-        ("{mode: memory, enforce: mps, multiUser: 1}", "0.multiUser: expected true or false"),
-        ("{mode: memory, typo: 1}", "0.typo: there is no such key"),
-        ("{mode: memory, selector: {typo: 1}}", "0.selector.typo: there is no such key"),
-        ("{mode: memory, selector: []}", "0.selector: expected keys and values"),
-        (
-            "{mode: memory, selector: {productName: ''}}",
-            "0.selector.productName: expected a length of 1 or more",
-        ),
-        ("{mode: memory, selector: {uuids: []}}", "0.selector.uuids: expected 1 or more entries"),
-        ("{mode: memory, selector: {uuids: [GPU-0]}}", "0.selector.uuids.0: 'GPU-0' is not a UUID of a GPU"),
-        (
-            "{mode: memory, selector: {pciBusIDs: ['0000:1b:00.0', 1b]}}",
-            "0.selector.pciBusIDs.1: '1b' is not a PCI bus ID",
-        ),
-        ("{mode: memory, selector: {pciBusIDs: [27]}}", "0.selector.pciBusIDs.0: expected a text"),
-        ("{mode: memory, selector: {devices: vfio}}", "0.selector.devices: expected 'gpu', 'mig'"),
-        (
-            f"{{mode: memory, selector: {{devices: gpu, uuids: [{MIG}]}}}}",
-            "0.selector.devices: the UUIDs are those of MIG devices, so nothing can match",
-        ),
-    ],
-)
-def test_fault_is_told_with_its_path(write, entry: str, fault: str) -> None:
-    found = faults(write(f"sharing: [{entry}]"))
-    assert len(found) == 1
-    assert found[0].startswith(f"sharing.{fault}")
-
-
 def test_all_faults_are_told_at_once(write) -> None:
     path = write("sharing: [{mode: shares}, {mode: memory, shares: 2}, {selector: {uuids: [x, y]}}]")
     assert [fault.partition(": ")[0] for fault in faults(path)] == [
@@ -141,20 +88,6 @@ def test_all_faults_are_told_at_once(write) -> None:
         "sharing.2.mode",
         "sharing.2.selector.uuids.0",
         "sharing.2.selector.uuids.1",
-    ]
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        "{mode: memory}, {mode: off}",
-        "{mode: memory, selector: {devices: gpu}}, {mode: off, selector: {devices: gpu, productName: T4}}",
-        f"{{mode: memory, selector: {{uuids: [{GPU}, {MIG}]}}}}, {{mode: off, selector: {{uuids: [{MIG}]}}}}",
-    ],
-)
-def test_entry_that_can_never_apply_is_a_fault(write, entries: str) -> None:
-    assert faults(write(f"sharing: [{entries}]")) == [
-        "sharing: entry 1 can never apply: entry 0 takes all its devices; order them"
     ]
 
 
@@ -186,16 +119,6 @@ def test_flag_and_section_contradict_each_other_unless_the_flag_is_off(write) ->
     assert policy(path, consumable_shares="disabled") == share_all(SharingRule("memory"))
     with pytest.raises(InvalidConfigError, match="contradict each other; remove one"):
         policy(path, consumable_shares="4")
-
-
-def test_inspect_shows_what_the_file_asks_for(write) -> None:
-    path = write("nodeName: from-file\nsharing: [{mode: shares, shares: 4}]\n")
-    command = [sys.executable, "-m", "dra_driver.cli.main", "inspect", "--simulate", "t4-4", "-o", "json"]
-    outcome = subprocess.run([*command, "--config", str(path)], capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    (item,) = json.loads(outcome.stdout)["items"]
-    assert item["spec"]["nodeName"] == "from-file"
-    assert [device["capacity"]["shares"]["value"] for device in item["spec"]["devices"]] == ["4"] * 4
 
 
 def test_example_of_the_documentation_is_valid(write) -> None:

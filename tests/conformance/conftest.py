@@ -16,6 +16,7 @@ import pytest
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 from playground.kubelet_client import KubeletError
 
+from dra_driver.app.daemon import Driver
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef
 from tests.e2e.conftest import _cluster, cluster, example
@@ -39,7 +40,7 @@ class ConformanceNode(Node):
     def use_kubelet(self, **settings: Any) -> PlaygroundKubelet:
         """Another kubelet over the same directories takes over; it begins with deleting the node's slices."""
         return self._exchange(
-            PlaygroundKubelet(self.registry, KubeletSettings(**settings), on_wipe=self._wipe)
+            PlaygroundKubelet(self.registry, KubeletSettings(**settings), on_wipe=lambda _: self.wipe())
         )
 
     def use_kubelet_quietly(self, **settings: Any) -> PlaygroundKubelet:
@@ -51,15 +52,6 @@ class ConformanceNode(Node):
         self.kubelet = kubelet
         kubelet.start()
         return kubelet
-
-    def delete_slices(self) -> None:
-        resource = self.server.resource("resourceslices")
-        for entry in self.slices():
-            self.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
-
-    def delete_claim(self, name: str) -> None:
-        resource = self.server.resource("resourceclaims")
-        self.server.operations.delete(resource, ("default", name), {})
 
     def stored_claim(self, name: str) -> Json:
         return next(one for one in self.server.objects("resourceclaims") if one["metadata"]["name"] == name)
@@ -82,14 +74,10 @@ class ConformanceNode(Node):
     def is_clean(self) -> bool:
         return (self.specs(), self.records()) == ([], [])
 
-    def restart_driver(self, **changes: Any) -> None:
-        assert self.driver is not None
-        self.driver.stop()
-        driver = self.start_driver(**changes)
+    def restart_driver(self, **changes: Any) -> Driver:
+        driver = super().restart_driver(**changes)
         eventually(lambda: not driver.problems())
-
-    def _wipe(self, driver: str | None) -> None:
-        self.delete_slices()
+        return driver
 
 
 @pytest.fixture
@@ -115,39 +103,6 @@ def node(make_node: Callable[..., ConformanceNode]) -> ConformanceNode:
     made.wait_devices(8)
     eventually(lambda: not driver.problems())
     return made
-
-
-@pytest.fixture
-def spawn() -> Iterator[Callable[..., Process]]:
-    """Starts the daemon as a process, as an update needs it: NVML is one for all of a process.
-
-    `before` is Python that runs before the daemon, in its process.
-    """
-    started: list[Process] = []
-
-    def start(node: Node, *, before: str = "", **environment: str) -> Process:
-        settings = node.settings
-        variables = {
-            "NODE_NAME": settings.node_name,
-            "CDI_ROOT": settings.cdi_root,
-            "KUBELET_REGISTRAR_DIRECTORY_PATH": settings.kubelet_registrar_directory_path,
-            "KUBELET_PLUGINS_DIRECTORY_PATH": settings.kubelet_plugins_directory_path,
-            **node.service_account(),
-            "SIMULATE": str(settings.simulate),
-            "SIMULATOR_DIR": str(settings.simulator_dir),
-            "LOG_LEVEL": "warning",
-        }
-        command = [sys.executable, "-m", "dra_driver.cli.main", "run"]
-        if before:
-            command[1:3] = ["-c", f"{before}\nfrom dra_driver.cli.main import main\nmain()"]
-        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        started.append(subprocess.Popen(command, env=kept | variables | environment))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DOCUMENT = ROOT / "docs" / "conformance.md"
@@ -15,44 +17,10 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 ITEMS = range(1, 26)
 """1 to 22 are what upstream's own tests check of drivers, 23 to 25 what else can go wrong."""
 
-ELSEWHERE = {
-    "tests/e2e/test_permissions.py::test_own_nodes_slice_is_allowed": (
-        19,
-        "In every version of the API a slice of the own node may be written.",
-    ),
-    "tests/e2e/test_permissions.py::test_what_is_not_its_own_is_refused": (
-        19,
-        "New slices of another node, of the whole cluster and of another driver are refused.",
-    ),
-    "tests/e2e/test_permissions.py::test_touching_another_nodes_slice_is_refused": (
-        19,
-        "Another node's slice that is there can be neither changed nor deleted.",
-    ),
-    "tests/kubelet/test_lifecycle.py::test_longest_paths_are_served": (
-        24,
-        "A socket is served at a path of 106 and of 107 bytes.",
-    ),
-    "tests/kubelet/test_sockets.py::test_directory_without_room_is_refused_with_its_name_and_the_room_there_is": (
-        24,
-        "A directory that leaves no room for a socket is refused with its name and how long it may be.",
-    ),
-    "tests/kubelet/test_sockets.py::test_registrar_name_is_the_first_that_fits_in_107_bytes": (
-        24,
-        "Names of sockets are shortened in steps until the path has no more than 107 bytes.",
-    ),
-    "tests/kube/test_endpoint.py::test_token_file_keeps_last_token_while_unreadable": (
-        25,
-        "The last token serves on while the file is empty or gone.",
-    ),
-    "tests/kube/test_client.py::test_request_is_repeated_when_another_thread_read_the_new_token_first": (
-        25,
-        "A request that was refused with the old token is sent again with the new one.",
-    ),
-}
-"""Tests outside of this directory that show more of a number, each with what it shows."""
+ELSEWHERE = yaml.safe_load((HERE / "elsewhere.yaml").read_text())
 
 _NAME = re.compile(r"test_c(\d\d)_\w+")
-_ON_CLUSTER = "pytestmark = pytest.mark.cluster"
+_ON_CLUSTER = re.compile(r"^pytestmark = \[?pytest\.mark\.cluster", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,7 +37,7 @@ class Entry:
         """As the document explains it."""
         if self.on_cluster:
             return "real cluster"
-        return "part" if self.test in ELSEWHERE else "socket"
+        return "part" if "/" in self.test else "socket"
 
 
 def entries() -> list[Entry]:
@@ -79,20 +47,20 @@ def entries() -> list[Entry]:
 
 def entries_elsewhere() -> list[Entry]:
     """Tests of other directories that count as well. Raises: LookupError if one of them is not there."""
-    return [_elsewhere(test, number, what) for test, (number, what) in ELSEWHERE.items()]
+    return [_elsewhere(**row) for row in ELSEWHERE]
 
 
-def _elsewhere(test: str, number: int, what: str) -> Entry:
+def _elsewhere(number: int, test: str, shows: str) -> Entry:
     file, name = test.split("::")
     text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
     if name not in {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}:
         raise LookupError(f"there is no test {test}; correct the list of tests elsewhere")
-    return Entry(number, _ON_CLUSTER in text, test, what)
+    return Entry(number, bool(_ON_CLUSTER.search(text)), test, shows)
 
 
 def _of_file(file: Path) -> Iterator[Entry]:
     tree = ast.parse(file.read_text())
-    on_cluster = _ON_CLUSTER in file.read_text()
+    on_cluster = bool(_ON_CLUSTER.search(file.read_text()))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and (match := _NAME.fullmatch(node.name)):
             what = " ".join((ast.get_docstring(node) or "").split())

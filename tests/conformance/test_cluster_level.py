@@ -30,37 +30,19 @@ from dra_driver.slices.rules.api_limits import (
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.validation.rules.allocator import AllocationError
-from tests.conformance.conftest import ConformanceNode, Process, end, in_background
+from tests.conformance.conftest import ConformanceNode, end, in_background
 from tests.fakes.samples import h100, inventory
 from tests.fakes.slices import publisher_of
-from tests.integration.conftest import DRIVER, NODE, Json, eventually
+from tests.integration.conftest import DRIVER, NODE, Json, eventually, result, sliced
 
 MakeNode = Callable[..., ConformanceNode]
 OLD, NEW = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
 
 
 def interval(name: str, *requests: str, source: str = "FromClaim", driver: str = DRIVER) -> Json:
-    body = {
-        "apiVersion": "resource.nvidia.com/v1beta1",
-        "kind": "GpuConfig",
-        "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": name}},
-    }
-    return {
-        "source": source,
-        "requests": list(requests),
-        "opaque": {"driver": driver, "parameters": body},
-    }
-
-
-def allocation(*results: tuple[str, str], config: list[Json] | None = None) -> Json:
-    """A claim's status with these (request, device) pairs."""
-    devices: Json = {
-        "results": [
-            {"request": request, "driver": DRIVER, "pool": NODE, "device": device}
-            for request, device in results
-        ]
-    }
-    return {"allocation": {"devices": devices | ({"config": config} if config else {})}}
+    [entry] = sliced(name)
+    opaque = entry["opaque"] | {"driver": driver}
+    return {"source": source, "requests": list(requests), "opaque": opaque}
 
 
 def names(node: ConformanceNode) -> list[str]:
@@ -71,58 +53,48 @@ def test_c12_claim_that_is_not_ready_and_device_that_is_not_free(node: Conforman
     """A failed Prepare leaves nothing that a pod could run with; a new pod gets a device only after the old claim."""
     device = names(node)[0]
     old, new = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
-    broken = node.claim("broken", status=allocation(("gpu", "gpu-00000000")))
+    broken = node.allocated_by_hand("broken", "gpu-00000000")
     assert isinstance(node.prepare(broken)[broken.uid], Failed)
     assert node.is_clean()
-    assert isinstance(node.prepare(old)[old.uid], Prepared)
+    node.ready(old)
     node.delete_claim("old")
     thread, answers = in_background(lambda: node.kubelet.prepare(DRIVER, [new], timeout_s=20)[new.uid])
     eventually(lambda: any("/new" in request.path for request in node.server.requests))
     # By itself the driver finds out that the old claim was deleted, which may be now; there are never both.
     assert set(node.records()) in ({f"{old.uid}.json"}, {f"{new.uid}.json"}, set())
-    assert node.unprepare(old) == {old.uid: None}
+    node.take_back(old)
     thread.join(20)
     [waited] = answers
     assert isinstance(waited, Prepared) or isinstance(node.prepare(new)[new.uid], Prepared)
     assert node.records() == [f"{new.uid}.json"]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ([interval("Long", source="FromClass")], (3, 3)),
-        ([interval("Long", source="FromClass"), interval("Short")], (1, 1)),
-        ([interval("Short"), interval("Long", "one")], (3, 1)),
-        ([interval("Long", "two/large"), interval("Short", "two")], (0, 1)),
-        ([interval("Long", "two"), interval("Short", "two/large")], (0, 1)),
-        ([interval("Long", "two/small")], (0, 0)),
-        ([interval("Long", driver="nic.example.com")], (0, 0)),
-    ],
-    ids=[
-        "class",
-        "claim over class",
-        "request",
-        "parent last",
-        "subrequest last",
-        "other subrequest",
-        "other",
-    ],
-)
-def test_c13_configs_reach_their_requests(
-    node: ConformanceNode, config: list[Json], expected: tuple[int, int]
-) -> None:
+CONFIGS: dict[str, tuple[list[Json], tuple[int, int]]] = {
+    "class": ([interval("Long", source="FromClass")], (3, 3)),
+    "claim over class": ([interval("Long", source="FromClass"), interval("Short")], (1, 1)),
+    "request": ([interval("Short"), interval("Long", "one")], (3, 1)),
+    "parent last": ([interval("Long", "two/large"), interval("Short", "two")], (0, 1)),
+    "subrequest last": ([interval("Long", "two"), interval("Short", "two/large")], (0, 1)),
+    "other subrequest": ([interval("Long", "two/small")], (0, 0)),
+    "other": ([interval("Long", driver="nic.example.com")], (0, 0)),
+}
+"""What is configured, and the time slices of request one and of subrequest two/large."""
+
+
+def test_c13_configs_reach_their_requests(node: ConformanceNode) -> None:
     """Class before claim, a request's own configs and those of the chosen subrequest alone; never another driver's."""
     first, second = names(node)[:2]
-    ref = node.claim("two", status=allocation(("one", first), ("two/large", second), config=config))
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Prepared), outcome
-    assert [(entry.requests, entry.device) for entry in outcome.devices] == [
-        (("one",), first),
-        (("two",), second),
-    ]
-    assert (node.machine.timeslice(0), node.machine.timeslice(1)) == expected
-    assert node.unprepare(ref) == {ref.uid: None}
-    assert (node.machine.timeslice(0), node.machine.timeslice(1)) == (0, 0)
+    for number, (what, (config, expected)) in enumerate(CONFIGS.items()):
+        results = result(first, "one"), result(second, "two/large")
+        ref = node.allocated_by_hand(f"two-{number}", *results, config=config)
+        outcome = node.ready(ref)
+        assert [(entry.requests, entry.device) for entry in outcome.devices] == [
+            (("one",), first),
+            (("two",), second),
+        ]
+        assert (node.machine.timeslice(0), node.machine.timeslice(1)) == expected, what
+        node.take_back(ref)
+        assert (node.machine.timeslice(0), node.machine.timeslice(1)) == (0, 0)
 
 
 def test_c14_claims_of_several_pods(node: ConformanceNode) -> None:
@@ -136,7 +108,7 @@ def test_c14_claims_of_several_pods(node: ConformanceNode) -> None:
     assert both[shared.uid] == answers[0][shared.uid]
     assert isinstance(both[new.uid], Prepared)
     assert len(node.records()) == len(node.specs()) == 2
-    assert node.unprepare(shared, new) == {shared.uid: None, new.uid: None}
+    node.take_back(shared, new)
     assert node.is_clean()
 
 
@@ -157,17 +129,17 @@ def test_c15_slices(node: ConformanceNode) -> None:
     assert (spec["driver"], spec["nodeName"]) == (DRIVER, NODE)
     assert spec["pool"] == {"name": NODE, "generation": 1, "resourceSliceCount": 1}
     assert not {"nodeSelector", "allNodes", "perDeviceNodeSelection"} & spec.keys()
-    node.delete_slices()
+    node.wipe()
     node.wait_devices(8)
     node.machine.remove_gpu(3)
     node.wait_devices(7)
     assert [one["spec"]["pool"]["resourceSliceCount"] for one in node.slices()] == [1]
 
 
-def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) -> None:
+def test_c16_rolling_update(make_node: MakeNode) -> None:
     """Pods start throughout an update, one that never registers included, and slices are not even updated."""
     node = make_node()
-    old = spawn(node, POD_UID=OLD)
+    old = node.spawn(POD_UID=OLD)
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
     published = node.slices()
@@ -176,7 +148,7 @@ def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) 
 
     node.kubelet.inject("Validate", "refused by the kubelet", times=1000)
     asked = len(node.kubelet.calls("NotifyRegistrationStatus"))
-    failed = spawn(node, POD_UID=NEW)
+    failed = node.spawn(POD_UID=NEW)
     eventually(lambda: len(node.kubelet.calls("NotifyRegistrationStatus")) > asked)
     other = node.claim("meanwhile")
     assert isinstance(node.prepare(other)[other.uid], Prepared), "the old instance serves"
@@ -184,32 +156,31 @@ def test_c16_rolling_update(make_node: MakeNode, spawn: Callable[..., Process]) 
     assert node.slices() == published
 
     node.use_kubelet_quietly().wait_registered(DRIVER)
-    new = spawn(node, POD_UID=NEW)
+    new = node.spawn(POD_UID=NEW)
     node.kubelet.wait_registered(DRIVER, count=2)
     assert node.prepare(running) == answer
     end(old)
     node.kubelet.wait_registered(DRIVER, count=1)
-    assert node.unprepare(other) == {other.uid: None}
+    node.take_back(other)
 
     end(new)
     node.kubelet.wait_registered(DRIVER, count=0)
-    spawn(node, POD_UID=OLD)
+    node.spawn(POD_UID=OLD)
     node.kubelet.wait_registered(DRIVER)
     assert node.prepare(running) == answer
-    assert node.unprepare(running) == {running.uid: None}
+    node.take_back(running)
     assert node.slices() == published, "one after the other, within the kubelet's patience"
 
 
 def test_c17_driver_starts_after_the_pod(node: ConformanceNode) -> None:
     """Without the driver the pod waits with the kubelet's words; it runs once the driver is there."""
     ref = node.claim("early")
-    assert node.driver is not None
     node.driver.stop()
     node.kubelet.wait_registered(DRIVER, count=0)
     with pytest.raises(KubeletError, match="is not registered"):
         node.prepare(ref)
     node.start_driver()
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
 
 
 def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
@@ -232,17 +203,9 @@ def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
         "networkData": {"interfaceName": "eth1", "ips": ["10.0.0.1/24"], "hardwareAddress": "aa:bb"},
     }
     ours = names(node)[0]
-    status = allocation(("gpu", ours))
-    status["allocation"]["devices"]["results"].append(
-        {
-            "request": "nic",
-            "driver": "nic.example.com",
-            "pool": NODE,
-            "device": "eth1",
-            "shareID": foreign["shareID"],
-        }
-    )
-    ref = node.claim("told", status=status | {"devices": [foreign]})
+    theirs = {"request": "nic", **{key: foreign[key] for key in ("driver", "pool", "device", "shareID")}}
+    allocated = {"allocation": {"devices": {"results": [result(ours), theirs]}}}
+    ref = node.claim("told", status=allocated | {"devices": [foreign]})
 
     def told() -> dict[str, Json]:
         return {entry["driver"]: entry for entry in node.stored_claim("told")["status"].get("devices", [])}
@@ -310,7 +273,7 @@ def test_c20_versions_of_the_api(make_node: MakeNode, served: tuple[str, ...]) -
     node.unprepare(ref)
     driver.stop()
 
-    node.delete_slices()
+    node.wipe()
     node.server.served = served
     before = len(node.server.requests)
     node.start_driver()
@@ -322,27 +285,13 @@ def test_c20_versions_of_the_api(make_node: MakeNode, served: tuple[str, ...]) -
     assert used <= set(served)
 
 
-@pytest.mark.parametrize(
-    "known", [("v1.DRAPlugin",), ("v1beta1.DRAPlugin",), ("v1.DRAPlugin", "v1beta1.DRAPlugin")]
-)
-def test_c20_versions_of_the_kubelet(node: ConformanceNode, known: tuple[str, ...]) -> None:
-    """A kubelet that knows one version of the DRA service, or both, gets the same devices."""
-    expected = names(node)[0]
-    kubelet = node.use_kubelet_quietly(dra_apis=known)
-    [instance] = kubelet.wait_registered(DRIVER)
-    assert instance.version == known[0]
-    ref = node.allocated_by_hand("one", expected)
-    assert [entry.device for entry in node.prepare(ref)[ref.uid].devices] == [expected]
-    assert node.unprepare(ref) == {ref.uid: None}
-
-
 def test_c21_admin_access_and_request_names(node: ConformanceNode) -> None:
     """Admin access shares what is held; a subrequest is answered by its request, any request name by itself."""
     device = names(node)[0]
     holder = node.allocated_by_hand("holder", device)
     watcher = node.allocated_by_hand("watcher", device, adminAccess=True)
     for ref in (holder, watcher):
-        assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+        node.ready(ref)
     prioritized = {
         "requests": [
             {
@@ -366,16 +315,14 @@ def test_c21_admin_access_and_request_names(node: ConformanceNode) -> None:
 
 def test_c21_counters_are_consumed_and_freed(make_node: MakeNode) -> None:
     """Devices that overlap in silicon exclude each other through counters, until the first is given back."""
-    node = make_node()
-    node.start_driver(dynamic_mig=True)
-    node.wait_devices(8 * 26)
+    node = make_node().running(8 * 26, dynamic_mig=True)
     whole = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
     part = {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
     first = node.claim("part", part)
-    assert isinstance(node.prepare(first)[first.uid], Prepared)
+    node.ready(first)
     with pytest.raises(AllocationError):
         node.claim("all", whole)
-    assert node.unprepare(first) == {first.uid: None}
+    node.take_back(first)
     node.scheduler.release_claim("default", "part")
     node.scheduler.allocate_claim("default", "all")
     stored = node.stored_claim("all")
@@ -387,9 +334,8 @@ def test_c21_counters_are_consumed_and_freed(make_node: MakeNode) -> None:
 
 def test_c21_capacity_is_consumed(make_node: MakeNode) -> None:
     """A shared device gives its capacity away in the amounts that claims ask for, and no more than there is."""
-    node = make_node()
-    node.start_driver(sharing=share_all(SharingRule("shares", 2)))
-    device = node.wait_devices(8)[0]
+    node = make_node().running(sharing=share_all(SharingRule("shares", 2)))
+    device = node.devices()[0]
     assert device["allowMultipleAllocations"] is True
     uuid = device["attributes"]["uuid"]["string"]
     selector = f"device.attributes['{DRIVER}'].uuid == '{uuid}'"

@@ -13,15 +13,12 @@ from playground.kubelet_client import Instance, KubeletError
 
 from dra_driver.errors import FatalError, StateError
 from dra_driver.health.kubelet_stream import HealthStream
-from dra_driver.kubelet.dra import DraService
 from dra_driver.kubelet.pb import dra_health_v1_pb2
-from dra_driver.kubelet.registration import Registrar
 from dra_driver.kubelet.server import KubeletPlugin
-from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
-from tests.integration.conftest import DRIVER, NODE, Json, eventually
+from tests.integration.conftest import DRIVER, NODE, eventually, result
 from tests.kubelet.support import FakeClaims
 
 SHARE_IDS = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(2)]
@@ -50,12 +47,11 @@ def test_c01_registration(make_node: MakeNode) -> None:
 def test_c02_pod_created_while_the_kubelet_is_down(node: ConformanceNode) -> None:
     """A pod that came while kubelet and driver were down gets its devices when both are up."""
     node.kubelet.stop()
-    assert node.driver is not None
     node.driver.stop()
     ref = node.claim("one")
     node.kubelet.start()
     node.start_driver()
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
 
 
 def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +68,7 @@ def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytes
     node.kubelet.inject("NodeUnprepareResources", "deadline exceeded", after=True)
     with pytest.raises(KubeletError):
         node.unprepare(ref)
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert node.is_clean()
     node.server.faults.fail(20, 403, reason="Forbidden", path="resourceclaims")
     assert isinstance(node.prepare(ref)[ref.uid], Failed)
@@ -85,69 +81,30 @@ def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytes
     def refuse(_uid: str) -> None:
         raise StateError("cannot remove the record: the file system is read-only")
 
-    assert node.driver is not None
     with monkeypatch.context() as broken:
         broken.setattr(node.driver.records, "delete", refuse)
         assert isinstance(node.unprepare(ref)[ref.uid], Failed)
     node.kubelet.restart()
     node.kubelet.wait_registered(DRIVER)
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert node.is_clean()
 
 
 def test_c04_unprepare_of_deleted_pods(node: ConformanceNode) -> None:
     """Unprepare needs no claim in the API server, no memory of the kubelet, and no Prepare before it."""
     ref, never = node.claim("gone"), node.claim("never")
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     for name in ("gone", "never"):
         node.delete_claim(name)
     node.kubelet.restart()
     node.kubelet.wait_registered(DRIVER)
     asked = len(node.server.requests)
-    assert node.unprepare(ref, never) == {ref.uid: None, never.uid: None}
+    node.take_back(ref, never)
     assert node.is_clean()
     read = [request.path for request in node.server.requests[asked:] if request.method == "GET"]
     assert [path for path in read if "resourceclaims" in path] == []
     assert isinstance(node.prepare(never)[never.uid], Failed), "a late Prepare of it gets nothing"
     assert node.is_clean()
-
-
-@pytest.mark.parametrize("common", [False, True], ids=["separate sockets", "common socket"])
-def test_c05_service_socket_after_registration(node: ConformanceNode, common: bool) -> None:
-    """The DRA service may come up after its registration, on a socket of its own or the common one, and come back."""
-    registration = node.registry / f"{OTHER_DRIVER}-reg.sock"
-    endpoint = registration if common else node.root / "late.sock"
-    registrar = Registrar(OTHER_DRIVER, endpoint, ("v1.DRAPlugin",))
-    ref = node.allocated_by_hand("late", "eth1")
-
-    def serve(path: Path, served: Any) -> SocketServer:
-        server = SocketServer("late", path, served)
-        server.start()
-        return server
-
-    def dra() -> Any:
-        return DraService(FakeClaims()).methods()
-
-    def asked() -> Any:
-        try:
-            return node.kubelet.prepare(OTHER_DRIVER, [ref], timeout_s=5)
-        except KubeletError:  # a socket that comes anew is registered anew, which ends the calls
-            return None
-
-    servers = [serve(registration, registrar.methods() | (dra() if common else {}))]
-    eventually(lambda: node.kubelet.instances(OTHER_DRIVER))
-    if not common:
-        with pytest.raises(KubeletError):
-            node.kubelet.prepare(OTHER_DRIVER, [ref], timeout_s=0.2)
-        servers.append(serve(endpoint, dra()))
-    for _ in range(2):
-        assert isinstance(eventually(asked)[ref.uid], Prepared)
-        servers.pop().stop(0)
-        again = registrar.methods() | dra() if common else dra()
-        servers.append(serve(endpoint, again))
-        eventually(lambda: any(one.connected for one in node.kubelet.instances(OTHER_DRIVER)))
-    for server in servers:
-        server.stop(0)
 
 
 def test_c05_serving_error_ends_the_daemon(node: ConformanceNode) -> None:
@@ -199,11 +156,8 @@ def test_c07_two_drivers_in_one_claim(
     claims.on_prepare = lambda refs: {ref.uid: Failed("no link") for ref in refs}
     plugin = other_driver(node, claims)
     ours = node.devices()[0]["name"]
-    results = [
-        {"request": "nic", "driver": OTHER_DRIVER, "pool": NODE, "device": "eth1"},
-        {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": ours},
-    ]
-    ref = node.claim("mixed", status={"allocation": {"devices": {"results": results}}})
+    theirs = result("eth1", "nic") | {"driver": OTHER_DRIVER}
+    ref = node.allocated_by_hand("mixed", theirs, ours)
     answer = node.prepare(ref)
     assert [device.device for device in answer[ref.uid].devices] == [ours]
     assert node.kubelet.prepare(OTHER_DRIVER, [ref]) == {ref.uid: Failed("no link")}
@@ -240,7 +194,6 @@ def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
     kubelet = node.use_kubelet(wipe_after_s=0.1)
     kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
-    assert node.driver is not None
     node.driver.stop()
     eventually(lambda: node.slices() == [])
     node.start_driver()
@@ -261,7 +214,6 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
 
     monkeypatch.setattr(HealthStream, "watch", counted)
     monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
-    assert node.driver is not None
     node.driver.stop()
     kubelet = node.use_kubelet(health=version, health_retry_s=0.05)
     driver = node.start_driver()
@@ -334,14 +286,11 @@ def test_c11_share_ids(make_node: MakeNode, shares: int) -> None:
     node = make_node()
     node.start_driver(**({"sharing": share_all(SharingRule("shares", 4))} if shares else {}))
     device = node.wait_devices(8)[0]["name"]
-    results: list[Json] = [{"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device}]
-    if shares:
-        results = [results[0] | {"shareID": SHARE_IDS[number]} for number in range(shares)]
-    ref = node.claim("shares", status={"allocation": {"devices": {"results": results}}})
-    answer = node.prepare(ref)[ref.uid]
-    assert isinstance(answer, Prepared), answer
+    results = [result(device, shareID=share) for share in SHARE_IDS[:shares]] or [device]
+    ref = node.allocated_by_hand("shares", *results)
+    answer = node.ready(ref)
     told: list[tuple[str, str | None]] = [(entry.device, entry.share_id) for entry in answer.devices]
     assert told == [(device, share) for share in (SHARE_IDS[:shares] or [None])]
     assert all(isinstance(entry, PreparedDevice) and entry.cdi_ids for entry in answer.devices)
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert node.is_clean()

@@ -24,11 +24,10 @@ from tests.conformance.conftest import (
     in_background,
     quietly,
 )
-from tests.integration.conftest import DRIVER, NODE, eventually
+from tests.integration.conftest import DRIVER, eventually, result
 from tests.kubelet.support import FakeClaims
 
 MakeNode = Callable[..., ConformanceNode]
-Spawn = Callable[..., Process]
 
 DIE_BEFORE_THE_RECORD_SAYS_PREPARED = """
 import os, signal
@@ -81,7 +80,6 @@ def dies(process: Process, call: Callable[[], Any]) -> None:
 
 def test_c07_restarts_during_calls_of_two_drivers(
     make_node: MakeNode,
-    spawn: Spawn,
     other_driver: Callable[[ConformanceNode, FakeClaims], KubeletPlugin],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,14 +88,11 @@ def test_c07_restarts_during_calls_of_two_drivers(
     claims = FakeClaims()
     claims.on_prepare = gate = Hold(claims.on_prepare)
     other_driver(node, claims)
-    process = spawn(node, before=DIE_BEFORE_THE_RECORD_SAYS_PREPARED)
+    process = node.spawn(before=DIE_BEFORE_THE_RECORD_SAYS_PREPARED)
     registered(node)
     ours = node.devices()[0]["name"]
-    results = [
-        {"request": "nic", "driver": OTHER_DRIVER, "pool": NODE, "device": "eth1"},
-        {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": ours},
-    ]
-    ref = node.claim("doomed", status={"allocation": {"devices": {"results": results}}})
+    theirs = result("eth1", "nic") | {"driver": OTHER_DRIVER}
+    ref = node.allocated_by_hand("doomed", theirs, ours)
 
     thread, theirs = in_background(lambda: node.kubelet.prepare(OTHER_DRIVER, [ref]))
     assert gate.entered.wait(SLOW_S)
@@ -130,10 +125,10 @@ def test_c07_restarts_during_calls_of_two_drivers(
     assert node.is_clean()
 
 
-def test_c09_plugin_that_stops_responding(make_node: MakeNode, spawn: Spawn) -> None:
+def test_c09_plugin_that_stops_responding(make_node: MakeNode) -> None:
     """A plugin that hangs keeps its slices until a kubelet starts; one that is dead loses them; both get them back."""
     node = make_node()
-    process = spawn(node)
+    process = node.spawn()
     registered(node)
     published, ref = node.slices(), node.claim("one")
     process.send_signal(signal.SIGSTOP)
@@ -166,10 +161,10 @@ def test_c09_plugin_that_stops_responding(make_node: MakeNode, spawn: Spawn) -> 
     assert eventually(lambda: quietly(node, ref)) == answer
 
 
-def test_c23_killed_between_cdi_file_and_record(make_node: MakeNode, spawn: Spawn) -> None:
+def test_c23_killed_between_cdi_file_and_record(make_node: MakeNode) -> None:
     """A kill between CDI file and record, beside a call that still runs, costs neither claim more than a retry."""
     node = make_node()
-    process = spawn(node, before=DIE_BEFORE_THE_RECORD_SAYS_PREPARED)
+    process = node.spawn(before=DIE_BEFORE_THE_RECORD_SAYS_PREPARED)
     registered(node)
     first, second = (device["name"] for device in node.devices()[:2])
     doomed, waiting = node.allocated_by_hand("doomed", first), node.allocated_by_hand("waiting", second)
@@ -192,7 +187,7 @@ def test_c23_killed_between_cdi_file_and_record(make_node: MakeNode, spawn: Spaw
     assert isinstance(again[0], Prepared)
     assert {record.phase for record in driver.records.all().values()} == {"prepared"}
     assert len(node.records()) == len(node.specs()) == 2
-    assert node.unprepare(doomed, waiting) == {doomed.uid: None, waiting.uid: None}
+    node.take_back(doomed, waiting)
     assert node.is_clean()
 
 
@@ -207,17 +202,17 @@ def one_is_left(node: ConformanceNode, ref: ClaimRef, phase: str) -> bool:
     )
 
 
-def test_c23_killed_while_it_takes_back(make_node: MakeNode, spawn: Spawn) -> None:
+def test_c23_killed_while_it_takes_back(make_node: MakeNode) -> None:
     """A kill after the CDI file went and before the record did: Unprepare is asked again, and the device is free."""
     node = make_node()
-    process = spawn(node, before=DIE_BEFORE_THE_RECORD_GOES)
+    process = node.spawn(before=DIE_BEFORE_THE_RECORD_GOES)
     registered(node)
     device = node.devices()[0]["name"]
     ref, successor = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     dies(process, lambda: node.unprepare(ref))
     assert (node.specs(), node.records()) == ([], [f"{ref.uid}.json"])
     node.start_driver()
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert node.is_clean()
-    assert isinstance(node.prepare(successor)[successor.uid], Prepared)
+    node.ready(successor)

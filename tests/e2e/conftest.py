@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,29 +162,58 @@ class Cluster:
             check=False,
         )
 
-    def apply(self, manifest: str) -> None:
-        self.kubectl("apply", "-f", "-", stdin=manifest)
+    def apply(self, objects: Iterable[Json]) -> None:
+        self.kubectl("apply", "-f", "-", stdin=manifest(objects))
 
-    def refused(self, manifest: str) -> str:
-        """What the API server says of a manifest that it does not take."""
-        done = self._run_kubectl(("apply", "-f", "-", "--dry-run=server"), manifest)
+    def delete(self, objects: Iterable[Json]) -> None:
+        """Those that are still there."""
+        self.kubectl("delete", "-f", "-", "--ignore-not-found", "--timeout=300s", stdin=manifest(objects))
+
+    def start(self, *names: str, **how: Any) -> None:
+        """Claims and pods of these names, `how` as for `claim_and_pod`; they run, prepared at the first try."""
+        self.apply(one for name in names for one in claim_and_pod(name, **how))
+        self.wait_running(*names)
+
+    def refused(self, objects: Iterable[Json]) -> str:
+        """What the API server says of objects that it does not take."""
+        done = self._run_kubectl(("apply", "-f", "-", "--dry-run=server"), manifest(objects))
         assert done.returncode, done.stdout
         return done.stderr
 
-    def apply_in_turn(self, manifest: str) -> None:
-        """Apply the documents one after the other, and see each pod run before the next.
+    def apply_in_turn(self, objects: Iterable[Json]) -> None:
+        """Apply the objects one after the other, and see each pod run before the next.
 
         For claims that fill a shared device to the brim: while the scheduler stores an allocation, it can count
         the capacity twice, once as in flight and once as stored, and a pod that would fit is put back for up
         to five minutes.
         """
-        for document in yaml.safe_load_all(manifest):
-            if not document:
-                continue
-            self.apply(json.dumps(document))
-            if document["kind"] == "Pod":
-                metadata = document["metadata"]
+        for one in objects:
+            self.apply([one])
+            if one["kind"] == "Pod":
+                metadata = one["metadata"]
                 self.wait_running(metadata["name"], namespace=metadata.get("namespace", "default"))
+
+    def rolled_out(self, what: str = DAEMONSET, namespace: str = NAMESPACE) -> None:
+        self.kubectl("rollout", "status", what, "-n", namespace, "--timeout=300s")
+
+    def roll_out(self) -> None:
+        """Another instance of the driver takes the place of the one that is there."""
+        self.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
+        self.rolled_out()
+
+    def token_of(self, pod: str, account: str = "gpu-dra-driver", namespace: str = NAMESPACE) -> str:
+        """As a pod of the account has it, bound to the pod and so to the node."""
+        bound = ("--bound-object-kind", "Pod", "--bound-object-name", pod)
+        return self.kubectl("create", "token", account, "-n", namespace, *bound).strip()
+
+    def wait_unschedulable(self, pod: str, why: str = "", namespace: str = "default") -> None:
+        def told() -> bool:
+            conditions = self.pod(pod, namespace)["status"].get("conditions", [])
+            return any(
+                one.get("reason") == "Unschedulable" and why in one.get("message", "") for one in conditions
+            )
+
+        wait_for(f"pod {pod} to be unschedulable", told)
 
     def slices(self) -> list[Json]:
         return self.get("resourceslices")["items"]
@@ -319,7 +349,7 @@ class Cluster:
     def make_namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
         """With its default account, which a controller makes, and without which no pod is let in."""
         metadata = {"name": name, "labels": labels or {}}
-        self.apply(json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}))
+        self.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}])
         account = ("get", "serviceaccount", "default", "-n", name, "--ignore-not-found")
         wait_for(f"the default account of {name}", lambda: self.kubectl(*account))
 
@@ -344,7 +374,7 @@ class Cluster:
 def install(cluster: Cluster, overlay: str) -> None:
     """Apply an overlay of `daemonset/overlays` over what is installed, and see it rolled out and the old one gone."""
     applied = cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.rolled_out()
     if "daemonset.apps/gpu-dra-driver-mps" in applied:
         # A moment later there may be no pod of it yet, and the others are all ready.
         wait_for("the MPS host's pod", lambda: cluster.staying_pods("mps"))
@@ -365,6 +395,16 @@ def install_plain(cluster: Cluster, instead_of: str) -> None:
     install(cluster, "e2e")
 
 
+@contextmanager
+def installed(cluster: Cluster, overlay: str, is_there: Callable[[], Any]) -> Iterator[Cluster]:
+    """The driver of another overlay, by which something is published; afterwards the plain one again."""
+    install(cluster, overlay)
+    wait_for(f"what {overlay} publishes", lambda: is_there() and cluster.pool_is_whole())
+    yield cluster
+    install_plain(cluster, instead_of=overlay)
+    wait_for("plain devices", lambda: cluster.devices() and not is_there() and cluster.pool_is_whole())
+
+
 def _rendered(cluster: Cluster, overlay: str) -> list[Json]:
     text = cluster.kubectl("kustomize", f"daemonset/overlays/{overlay}")
     return [one for one in yaml.safe_load_all(text) if one]
@@ -378,41 +418,92 @@ def _mps_pods(cluster: Cluster) -> list[Json]:
     return [pod for pod in cluster.driver_pods() if "gpu-dra-driver-mps" in pod["metadata"]["name"]]
 
 
+WORKLOAD, UBUNTU = "local/workload:e2e", "docker.io/library/ubuntu:22.04"
+STAY = "nvidia-smi -L; exec sleep 3600"
+
+
+def manifest(objects: Iterable[Json]) -> str:
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+
+
+def container(
+    name: str = "main", *claims: str, command: str = STAY, image: str = WORKLOAD, **more: Any
+) -> Json:
+    """One that uses these claims of its pod."""
+    used = {"claims": [{"name": one} for one in claims]} if claims else {}
+    return {"name": name, "image": image, "command": ["sh", "-c", command], "resources": used, **more}
+
+
+def pod(name: str, *containers: Json, namespace: str = "default", **spec: Any) -> Json:
+    """One that is ended quickly and not started again."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "containers": list(containers),
+            **spec,
+        },
+    }
+
+
+def pods_of(template: str, *names: str, image: str = UBUNTU) -> list[Json]:
+    """Each with a claim of this template."""
+    claims = [{"name": "gpu", "resourceClaimTemplateName": template}]
+    return [pod(name, container("main", "gpu", image=image), resourceClaims=claims) for name in names]
+
+
+def claim(
+    name: str,
+    device_class: str = "gpu.nvidia.com",
+    *,
+    request: str = "device",
+    namespace: str = "default",
+    selector: str = "",
+    parameters: Json | None = None,
+    **exactly: Any,
+) -> Json:
+    """`selector` is CEL, `parameters` are the driver's, and `exactly` is what else the request says."""
+    if selector:
+        exactly["selectors"] = [{"cel": {"expression": selector}}]
+    devices: Json = {"requests": [{"name": request, "exactly": {"deviceClassName": device_class, **exactly}}]}
+    if parameters:
+        devices["config"] = [{"opaque": {"driver": "gpu.nvidia.com", "parameters": parameters}}]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"devices": devices},
+    }
+
+
+def claim_template(name: str, **how: Any) -> Json:
+    """A template of such claims."""
+    made = claim(name, request="gpu", **how)
+    return made | {"kind": "ResourceClaimTemplate", "spec": {"spec": made["spec"]}}
+
+
+def gpu_config(**fields: Any) -> Json:
+    """Parameters of the driver."""
+    return {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **fields}
+
+
 def claim_and_pod(
     name: str,
     device_class: str = "gpu.nvidia.com",
     *,
-    selector: str = "",
-    parameters: str = "",
-    command: str = "nvidia-smi -L; exec sleep 3600",
-) -> str:
-    """A pod and a claim of its own, both of this name; `selector` is CEL, `parameters` are the driver's, as JSON."""
-    more = f", selectors: [{{cel: {{expression: '{selector}'}}}}]" if selector else ""
-    opaque = (
-        f"config: [{{opaque: {{driver: gpu.nvidia.com, parameters: {parameters}}}}}]" if parameters else ""
-    )
-    return f"""apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {{name: {name}, namespace: default}}
-spec:
-  devices:
-    requests: [{{name: device, exactly: {{deviceClassName: {device_class}{more}}}}}]
-    {opaque}
----
-apiVersion: v1
-kind: Pod
-metadata: {{name: {name}, namespace: default}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: local/workload:e2e
-      command: [sh, -c, "{command}"]
-      resources: {{claims: [{{name: device}}]}}
-  resourceClaims: [{{name: device, resourceClaimName: {name}}}]
----
-"""
+    namespace: str = "default",
+    command: str = STAY,
+    **how: Any,
+) -> list[Json]:
+    """A pod and a claim of its own, both of this name."""
+    used = [{"name": "device", "resourceClaimName": name}]
+    return [
+        claim(name, device_class, namespace=namespace, **how),
+        pod(name, container("main", "device", command=command), namespace=namespace, resourceClaims=used),
+    ]
 
 
 _APIS = {
@@ -503,11 +594,11 @@ def example(cluster: Cluster) -> Iterator[Callable[..., None]]:
     def apply(name: str, *, in_turn: bool = False) -> None:
         applied.append(name)
         if in_turn:
-            for file in sorted((ROOT / "examples" / name).glob("*.yaml")):
-                cluster.apply_in_turn(file.read_text(encoding="utf-8"))
+            cluster.apply_in_turn(objects_of(name))
         else:
-            for namespace in _namespaces(ROOT / "examples" / name):
-                cluster.make_namespace(namespace["name"], namespace.get("labels"))
+            for one in objects_of(name):
+                if one["kind"] == "Namespace":
+                    cluster.make_namespace(one["metadata"]["name"], one["metadata"].get("labels"))
             cluster.kubectl("apply", "-f", f"examples/{name}")
 
     yield apply
@@ -515,10 +606,16 @@ def example(cluster: Cluster) -> Iterator[Callable[..., None]]:
         cluster.kubectl("delete", "-f", f"examples/{name}", "--ignore-not-found", "--timeout=300s")
 
 
+def objects_of(example: str) -> list[Json]:
+    """The documents of an example."""
+    files = sorted((ROOT / "examples" / example).glob("*.yaml"))
+    documents = (one for file in files for one in yaml.safe_load_all(file.read_text(encoding="utf-8")))
+    return [one for one in documents if one]
+
+
 def with_test_workload(name: str) -> list[Json]:
     """The objects of an example, whose programs the test workload stands for: it prints its GPUs. A Job's ends then."""
-    text = (ROOT / "examples" / name / f"{name}.yaml").read_text(encoding="utf-8")
-    documents = list(yaml.safe_load_all(text))
+    documents = objects_of(name)
     for document in documents:
         pod = document.get("spec", {}).get("template", {}).get("spec", {})
         rest = "" if document["kind"] == "Job" else "; exec sleep 3600"
@@ -529,13 +626,3 @@ def with_test_workload(name: str) -> list[Json]:
             for key in ("args", "startupProbe", "readinessProbe"):
                 container.pop(key, None)
     return documents
-
-
-def _namespaces(example: Path) -> list[Json]:
-    """The metadata of those that the example brings with it."""
-    documents = [
-        document
-        for file in sorted(example.glob("*.yaml"))
-        for document in yaml.safe_load_all(file.read_text(encoding="utf-8"))
-    ]
-    return [one["metadata"] for one in documents if one and one["kind"] == "Namespace"]

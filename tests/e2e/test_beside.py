@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 import yaml
 
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
-from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
-from tests.e2e.conftest import Cluster, claim_and_pod, install, wait_for
+from tests.e2e.conftest import Cluster, install, wait_for
+from tests.kubelet.support import FakeClaims
 
 pytestmark = pytest.mark.cluster
 
@@ -24,26 +24,6 @@ CLASS = {
     "metadata": {"name": "dranet"},
     "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{NICS}"'}}]},
 }
-
-
-class Adapters:
-    """What the other driver does with a claim: nothing that a container would see."""
-
-    def prepare(
-        self,
-        claims: Sequence[ClaimRef],
-        deadline_s: float | None,
-        has_left: Callable[[], bool] | None = None,
-    ) -> Mapping[str, Prepared]:
-        return {ref.uid: Prepared(()) for ref in claims}
-
-    def unprepare(
-        self,
-        claims: Sequence[ClaimRef],
-        deadline_s: float | None,
-        has_left: Callable[[], bool] | None = None,
-    ) -> Mapping[str, None]:
-        return {ref.uid: None for ref in claims}
 
 
 @pytest.fixture
@@ -75,15 +55,17 @@ def nics(cluster: Cluster) -> Iterator[dict[str, str]]:
             "devices": devices,
         },
     }
-    plugin = KubeletPlugin(PluginSettings(NICS), Adapters(), ready=lambda: True)
+    adapters = FakeClaims()
+    # Nothing that a container would see.
+    adapters.on_prepare = lambda claims: {ref.uid: Prepared(()) for ref in claims}
+    plugin = KubeletPlugin(PluginSettings(NICS), adapters, ready=lambda: True)
     plugin.start()
     try:
         wait_for(
             "the kubelet to know the second driver",
             lambda: plugin.registrar.status is not None and plugin.registrar.status.registered,
         )
-        cluster.apply(json.dumps(CLASS))
-        cluster.apply(json.dumps(published))
+        cluster.apply([CLASS, published])
         yield {device["name"]: root for device, root in zip(devices, roots, strict=True)}
         cluster.kubectl("delete", "-f", "examples/gpu-and-nic", "--ignore-not-found", "--timeout=300s")
         wait_for("the claim to be gone", lambda: not cluster.get("resourceclaims", "-A")["items"])
@@ -158,8 +140,7 @@ def test_nvidias_compute_domains_are_installed_beside_it(cluster: Cluster, nvidi
     names = {device["name"] for device in cluster.devices()}
     cluster.kubectl("delete", "resourceslices", "--field-selector", "spec.driver=gpu.nvidia.com")
     wait_for("the slices to be back", lambda: {one["name"] for one in cluster.devices()} == names)
-    cluster.apply(claim_and_pod("beside"))
-    cluster.wait_running("beside")
+    cluster.start("beside")
     assert len(cluster.seen_by("beside")) == 1
     cluster.kubectl("delete", "pod/beside", "resourceclaim/beside", "--timeout=300s")
 
@@ -186,8 +167,7 @@ def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidi
         wait_for("NVIDIA's plugin to be off the node", lambda: wanted() == 0)
         install(cluster, "e2e")
         assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == {**theirs, **ours}
-        cluster.apply(claim_and_pod("moved"))
-        cluster.wait_running("moved")
+        cluster.start("moved")
         nvidias.uninstall()  # that takes its classes away, which are ours too
         assert not cluster.kubectl("get", "deviceclass", "gpu.nvidia.com", "-o", "name", "--ignore-not-found")
         install(cluster, "e2e")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,10 @@ from tests.e2e.conftest import (
     NAMESPACE,
     PLUGIN_DIR,
     Cluster,
-    claim_and_pod,
     install,
     wait_for,
 )
+from tests.e2e.test_permissions import a_slice, refusal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -55,8 +54,13 @@ class Chart:
         self.rolled_out(name)
         return done.stdout
 
+    def take_over(self) -> None:
+        """Unless an earlier test did."""
+        if not self.release_is_there():
+            self.upgrade(*TAKE_OVER)
+
     def rolled_out(self, name: str = RELEASE) -> None:
-        self.cluster.kubectl("rollout", "status", f"daemonset/{name}", "-n", NAMESPACE, "--timeout=300s")
+        self.cluster.rolled_out(f"daemonset/{name}")
         wait_for("the driver to have settled", self.cluster.driver_has_settled)
 
     def variables(self, name: str = RELEASE) -> dict[str, str]:
@@ -99,8 +103,7 @@ def released(_cluster: Cluster) -> Iterator[Chart]:
 @pytest.fixture
 def chart(released: Chart, cluster: Cluster) -> Iterator[Chart]:
     """With one pod that has a GPU; nothing that happens to the release may disturb it."""
-    cluster.apply(claim_and_pod("before"))
-    cluster.wait_running("before")
+    cluster.start("before")
     before = container_of(cluster, "before")
     yield released
     assert container_of(cluster, "before") == before
@@ -109,6 +112,11 @@ def chart(released: Chart, cluster: Cluster) -> Iterator[Chart]:
 def container_of(cluster: Cluster, pod: str) -> tuple[str, int]:
     [status] = cluster.pod(pod)["status"]["containerStatuses"]
     return status["containerID"], status["restartCount"]
+
+
+def delete(cluster: Cluster, name: str) -> None:
+    """A pod and its claim."""
+    cluster.kubectl("delete", "pods,resourceclaims", name, "-n", "default", "--timeout=300s")
 
 
 def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> None:
@@ -129,18 +137,16 @@ def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> N
     spec = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]
     assert spec["updateStrategy"]["rollingUpdate"] == {"maxSurge": "10%", "maxUnavailable": 0}
     assert len(cluster.devices()) == GPUS
-    cluster.apply(claim_and_pod("after"))
-    cluster.wait_running("after")
+    cluster.start("after")
     assert len(cluster.seen_by("after")) == 1
-    cluster.kubectl("delete", "pods,resourceclaims", "after", "-n", "default", "--timeout=300s")
+    delete(cluster, "after")
     wait_for("its claim to be unprepared", lambda: len(cluster.leftovers()) == 2)
 
 
 def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_back(
     chart: Chart, cluster: Cluster
 ) -> None:
-    if not chart.release_is_there():
-        chart.upgrade(*TAKE_OVER)
+    chart.take_over()
     before = chart.cluster.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
     wrong = VALUES | {"kubeletPlugin": {"tolerationz": []}}
     done = chart.cluster.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
@@ -157,9 +163,8 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
         lambda: sum(bool(device.get("allowMultipleAllocations")) for device in cluster.devices()) == 1,
     )
     assert "deviceclass.resource.k8s.io/shares.gpu.nvidia.com" in chart.objects()
-    cluster.apply(claim_and_pod("shared", "shares.gpu.nvidia.com"))
-    cluster.wait_running("shared")
-    cluster.kubectl("delete", "pods,resourceclaims", "shared", "-n", "default", "--timeout=300s")
+    cluster.start("shared", device_class="shares.gpu.nvidia.com")
+    delete(cluster, "shared")
     done = chart.cluster.helm("rollback", RELEASE, "-n", NAMESPACE)
     assert done.returncode == 0, done.stderr
     chart.rolled_out()
@@ -172,10 +177,8 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
 
 def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: Cluster) -> None:
     """Two DaemonSets for a moment, as in an update: the claims of one are ended by the other."""
-    if not chart.release_is_there():
-        chart.upgrade(*TAKE_OVER)
-    cluster.apply(claim_and_pod("earlier"))
-    cluster.wait_running("earlier")
+    chart.take_over()
+    cluster.start("earlier")
     published = len(cluster.devices())
     chart.upgrade(values={"fullnameOverride": "graphics", "nameOverride": "cards"}, name="graphics")
     names = [name.rpartition("/")[2] for name in chart.objects()]
@@ -186,48 +189,17 @@ def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: 
         "serviceAccountName"
     ]
     [pod] = cluster.staying_pods("node")
-    name = pod["metadata"]["name"]
-    bound = ("--bound-object-kind", "Pod", "--bound-object-name", name)
-    token = cluster.kubectl("create", "token", account, "-n", NAMESPACE, *bound).strip()
-    refused = refusal_of_a_foreign_slice(cluster, token)
+    token = cluster.token_of(pod["metadata"]["name"], account)
+    foreign = a_slice("v1", "of-another-node", pool="another", where={"nodeName": "another"})
+    refused = refusal(cluster, token, foreign)
     assert "may not modify" in refused, "the policy knows the driver by its new name"
-    cluster.kubectl("delete", "pods,resourceclaims", "earlier", "-n", "default", "--timeout=300s")
+    delete(cluster, "earlier")
     wait_for("its claim to be unprepared", lambda: len(cluster.leftovers()) == 2)
     chart.upgrade()
 
 
-def refusal_of_a_foreign_slice(cluster: Cluster, token: str) -> str:
-    """What the server answers to the driver's token that makes a slice for another node, as a dry run."""
-    slice_ = {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceSlice",
-        "metadata": {"name": "of-another-node"},
-        "spec": {
-            "driver": "gpu.nvidia.com",
-            "nodeName": "another",
-            "pool": {"name": "another", "generation": 1, "resourceSliceCount": 1},
-            "devices": [],
-        },
-    }
-    api = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))["clusters"][0]["cluster"]
-    # Without the administrator's certificate, which would win over the token.
-    command = [
-        str(cluster.local.kubectl()),
-        "--kubeconfig",
-        "/dev/null",
-        "--server",
-        api["server"],
-        "--insecure-skip-tls-verify",
-    ]
-    command += ["--token", token, "create", "--dry-run=server", "-f", "-"]
-    done = subprocess.run(command, input=json.dumps(slice_), capture_output=True, text=True, check=False)
-    assert done.returncode
-    return done.stderr
-
-
 def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cluster) -> None:
-    if not chart.release_is_there():
-        chart.upgrade(*TAKE_OVER)
+    chart.take_over()
     before = chart.objects()
     second = ("install", "second", "daemonset/chart", "-n", "second", "--create-namespace")
     done = chart.cluster.helm(*second, values=VALUES)
@@ -252,8 +224,7 @@ def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cl
 
 
 def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
-    if not chart.release_is_there():
-        chart.upgrade(*TAKE_OVER)
+    chart.take_over()
 
     def notes() -> str:
         values = VALUES | {"kubeletPlugin": {"gpuNodesOnly": True}}
@@ -278,11 +249,9 @@ def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
 
 def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     """Neither objects nor sockets nor specs, and the kubelet takes the slices away."""
-    if not released.release_is_there():
-        released.upgrade(*TAKE_OVER)
-    cluster.apply(claim_and_pod("last"))
-    cluster.wait_running("last")
-    cluster.kubectl("delete", "pods,resourceclaims", "last", "-n", "default", "--timeout=300s")
+    released.take_over()
+    cluster.start("last")
+    delete(cluster, "last")
     wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
     done = released.cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,9 +24,13 @@ from tests.e2e.conftest import (
     PLUGIN_DIR,
     SIMULATOR_DIR,
     Cluster,
+    claim,
     claim_and_pod,
+    container,
+    gpu_config,
     install,
     install_plain,
+    pod,
     wait_for,
 )
 from tests.e2e.test_health import only
@@ -40,24 +43,10 @@ GRACE_S = 1.0
 ENDS_WITHIN_S = GRACE_S + 15.0
 
 
-BYSTANDER = """apiVersion: v1
-kind: Pod
-metadata: {name: bystander, namespace: default}
-spec:
-  terminationGracePeriodSeconds: 1
-  containers: [{name: main, image: local/workload:e2e, command: [sleep, "3600"]}]
----
-"""
+BYSTANDER = pod("bystander", container(command="exec sleep 3600"))
 """A pod without claims, as every node has some: by it the driver sees that processes show their pods."""
-
-
-def config(sharing: dict[str, Any]) -> str:
-    kind = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
-    return json.dumps(kind | {"sharing": sharing})
-
-
-SLICED = config({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}})
-MPS = config({"strategy": "MPS"})
+SLICED = gpu_config(sharing={"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}})
+MPS = gpu_config(sharing={"strategy": "MPS"})
 
 
 @contextmanager
@@ -119,8 +108,7 @@ def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_
     assert drained_within(cluster, "wants-mps") <= ENDS_WITHIN_S
     cluster.kubectl("delete", "resourceclaim/wants-mps", "-n", "default")
     assert (cluster.leftovers(), debts()) == ([], []), "nothing was done, so nothing is owed"
-    cluster.apply(claim_and_pod("next", selector=only(7)))
-    cluster.wait_running("next")
+    cluster.start("next", selector=only(7))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +143,7 @@ def test_drain_ends_while_nvidia_smi_is_broken(cluster: Cluster, broken: str) ->
 def test_drain_ends_when_the_mps_host_is_gone_and_the_gpu_is_kept_until_it_is_back(cluster: Cluster) -> None:
     install(cluster, "e2e-sharing")
     try:
-        cluster.apply(claim_and_pod("served", selector=only(6), parameters=MPS))
-        cluster.wait_running("served")
+        cluster.start("served", selector=only(6), parameters=MPS)
         cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE, "--cascade=orphan")
         for pod in cluster.staying_pods("mps"):  # its daemons end with it, but their records and modes stay
             name = pod["metadata"]["name"]
@@ -180,8 +167,8 @@ def tainted(cluster: Cluster, index: int) -> bool:
 
 def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
     names = [f"pod-{index}" for index in (2, 3, 4)]
-    cluster.apply("".join(claim_and_pod(name, selector=only(int(name[-1]))) for name in names))
-    cluster.wait_running(*names)
+    for name in names:
+        cluster.start(name, selector=only(int(name[-1])))
     cluster.simulate("lose", "4")
     cluster.simulate("fault", "*", "--delay", "600")
     try:
@@ -191,8 +178,7 @@ def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
         cluster.simulate("clear-faults")
         cluster.simulate("restore", "4")
         # Calls that began before still wait in this instance.
-        cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-        cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+        cluster.roll_out()
         wait_for("the driver to have settled", cluster.driver_has_settled)
         cluster.simulate("reset", "4", "--force")
 
@@ -269,27 +255,11 @@ def overloaded_for_pods() -> Iterator[list[str]]:
 def test_eight_claims_of_one_pod_wait_for_nvidia_smi_at_the_same_time(cluster: Cluster) -> None:
     """With steps of three seconds the pod ran after 24 s, and with longer ones never."""
     claims = [f"part-{index}" for index in range(8)]
-    documents = [
-        claim_and_pod(name, selector=only(index), parameters=SLICED).partition("---")[0]
-        for index, name in enumerate(claims)
-    ]
-    entries = ", ".join(f"{{name: {name}, resourceClaimName: {name}}}" for name in claims)
-    used = ", ".join(f"{{name: {name}}}" for name in claims)
-    pod = f"""apiVersion: v1
-kind: Pod
-metadata: {{name: all-eight, namespace: default}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: local/workload:e2e
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {{claims: [{used}]}}
-  resourceClaims: [{entries}]
-"""
+    asked = [claim(name, selector=only(index), parameters=SLICED) for index, name in enumerate(claims)]
+    entries = [{"name": name, "resourceClaimName": name} for name in claims]
+    user = pod("all-eight", container("main", *claims), resourceClaims=entries)
     with nvidia_smi('case "$*" in *set-timeslice*) sleep 3 ;; esac'):
-        cluster.apply("---\n".join([*documents, pod]))
+        cluster.apply([*asked, user])
         cluster.wait_running("all-eight")
         took = durations(cluster, *claims)
         assert len(took) == 8
@@ -302,14 +272,7 @@ spec:
 def test_a_busy_gpu_holds_up_neither_a_monitor_nor_a_claim_on_another_gpu(cluster: Cluster) -> None:
     [busy] = [one for one in cluster.devices() if one["attributes"]["index"]["int"] == 1]
     uuid = busy["attributes"]["uuid"]["string"]
-    monitor = f"""apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {{name: monitor, namespace: admin}}
-spec:
-  devices:
-    requests: [{{name: device, exactly: {{deviceClassName: gpu.nvidia.com, allocationMode: All, adminAccess: true}}}}]
----
-{claim_and_pod("monitor").partition("---")[2].replace("namespace: default", "namespace: admin")}"""
+    monitor = claim_and_pod("monitor", namespace="admin", allocationMode="All", adminAccess=True)
     cluster.make_namespace("admin", {"resource.kubernetes.io/admin-access": "true"})
     try:
         with locked(PLUGIN_DIR / "locks" / f"{uuid}.lock"):
@@ -327,7 +290,7 @@ spec:
 
 def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Cluster) -> None:
     """Its record is all that is left; the next pod waited for 75 s."""
-    cluster.apply(claim_and_pod("ended", selector=only(3)) + BYSTANDER)
+    cluster.apply([*claim_and_pod("ended", selector=only(3)), BYSTANDER])
     cluster.wait_running("ended", "bystander")
     kept = {
         file: file.read_bytes() for place in (PLUGIN_DIR / "claims", CDI_DIR) for file in place.glob("*.json")
@@ -340,8 +303,7 @@ def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Clus
             file.write_bytes(content)
     finally:
         start(cluster)
-    cluster.apply(claim_and_pod("next", selector=only(3)))
-    cluster.wait_running("next")
+    cluster.start("next", selector=only(3))
     assert max(durations(cluster, "next")) < 10
     assert len(cluster.leftovers()) == 2, "the record and the CDI spec of the next one"
 
@@ -352,8 +314,7 @@ def detach(cluster: Cluster, *words: str, check: bool = True) -> str:
 
 
 def test_a_gpu_is_reset_beside_a_running_pod_while_the_driver_is_detached(cluster: Cluster) -> None:
-    cluster.apply(claim_and_pod("stays", selector=only(0)))
-    cluster.wait_running("stays")
+    cluster.start("stays", selector=only(0))
     refused = cluster.simulate("reset", "3", check=False)
     assert "in use by" in refused, "the driver has NVML open"
     assert detach(cluster, check=False) == "", "a claim is in the way"
@@ -362,8 +323,7 @@ def test_a_gpu_is_reset_beside_a_running_pod_while_the_driver_is_detached(cluste
     cluster.simulate("reset", "3")
     wait_for("the devices to be withdrawn", lambda: not cluster.devices())
     # A restart of the driver opens NVML no earlier.
-    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.roll_out()
     cluster.simulate("reset", "3")
     assert drained_within(cluster, "stays") <= ENDS_WITHIN_S
     detach(cluster, "--end")

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import CDI_DIR, DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import (
+    CDI_DIR,
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    Cluster,
+    Json,
+    claim_template,
+    container,
+    pod,
+    wait_for,
+)
+from tests.fakes.json_stream import json_documents
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
-
-Json = dict[str, Any]
 
 INSIDE = "/var/run/kubernetes.io/dra-device-attributes"
 FILE = "gpu.nvidia.com-metadata.json"
 VERSIONS = ["metadata.resource.k8s.io/v1beta1", "metadata.resource.k8s.io/v1alpha1"]
 
-OF_TEMPLATE = """apiVersion: resource.k8s.io/v1
-kind: ResourceClaimTemplate
-metadata: {name: pair, namespace: default}
-spec:
-  spec:
-    devices:
-      requests:
-        - {name: first, exactly: {deviceClassName: gpu.nvidia.com, count: 2}}
-        - {name: second, firstAvailable: [{name: any, deviceClassName: gpu.nvidia.com}]}
----
-apiVersion: v1
-kind: Pod
-metadata: {name: pair, namespace: default}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: both
-      image: local/workload:e2e
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {claims: [{name: gpus}]}
-    - name: second
-      image: local/workload:e2e
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {claims: [{name: gpus, request: second}]}
-  resourceClaims: [{name: gpus, resourceClaimTemplateName: pair}]
-"""
+REQUESTS = [
+    {"name": "first", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 2}},
+    {"name": "second", "firstAvailable": [{"name": "any", "deviceClassName": "gpu.nvidia.com"}]},
+]
+
+
+def pair() -> list[Json]:
+    """A claim of two requests, with a container that uses both and one that uses the second."""
+    template = claim_template("pair")
+    template["spec"]["spec"]["devices"]["requests"] = REQUESTS
+    both, second = container("both", "gpus"), container("second", "gpus")
+    second["resources"]["claims"][0]["request"] = "second"
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "pair"}]
+    return [template, pod("pair", both, second, resourceClaims=claims)]
 
 
 def roll_out(cluster: Cluster, setting: str) -> None:
     """Change a variable of the driver's environment, and see the new version alone."""
     cluster.kubectl("set", "env", DAEMONSET, "-n", NAMESPACE, setting)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.rolled_out()
 
     def is_alone() -> bool:
         pods = cluster.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node")["items"]
@@ -86,12 +81,7 @@ def files_in(cluster: Cluster, pod: str, container: str) -> list[str]:
 
 def documents(text: str) -> list[Json]:
     """The objects of a stream of JSON."""
-    decoder, rest, found = json.JSONDecoder(), text.strip(), []
-    while rest:
-        value, end = decoder.raw_decode(rest)
-        found.append(value)
-        rest = rest[end:].lstrip()
-    return found
+    return list(json_documents(text))
 
 
 def results_of(cluster: Cluster, claim: str) -> list[Json]:
@@ -145,8 +135,7 @@ def delete_pod(cluster: Cluster, name: str) -> None:
 
 
 def test_a_container_reads_what_its_gpu_is(describing: Cluster) -> None:
-    describing.apply(claim_and_pod("described"))
-    describing.wait_running("described")
+    describing.start("described")
     path = f"resourceclaims/described/device/{FILE}"
     assert files_in(describing, "described", "main") == [path]
     text = inside(describing, "described", "main", f"cat {INSIDE}/{path}")
@@ -167,7 +156,7 @@ def test_a_container_reads_what_its_gpu_is(describing: Cluster) -> None:
 
 def test_each_request_of_a_claim_has_a_file_of_its_own(describing: Cluster) -> None:
     """And a container that uses one request finds that one only."""
-    describing.apply(OF_TEMPLATE)
+    describing.apply(pair())
     describing.wait_running("pair")
     [claim] = describing.claims_of("pair")
     paths = {name: f"resourceclaimtemplates/gpus/{name}/{FILE}" for name in ("first", "second")}
@@ -191,16 +180,14 @@ def test_each_request_of_a_claim_has_a_file_of_its_own(describing: Cluster) -> N
 
 def test_a_pod_keeps_its_file_when_the_setting_is_taken_away(describing: Cluster) -> None:
     """Later pods get none, and the file goes with its claim all the same."""
-    describing.apply(claim_and_pod("lasting"))
-    describing.wait_running("lasting")
+    describing.start("lasting")
     path = f"{INSIDE}/resourceclaims/lasting/device/{FILE}"
     before = inside(describing, "lasting", "main", f"cat {path}")
     assert documents(before) == expected(describing, "lasting", "device")
     try:
         roll_out(describing, "DEVICE_METADATA-")
         assert inside(describing, "lasting", "main", f"cat {path}") == before
-        describing.apply(claim_and_pod("later"))
-        describing.wait_running("later")
+        describing.start("later")
         assert "none" in inside(describing, "later", "main", f"test -e {INSIDE} || echo none")
         describing.kubectl("delete", "pod", "later", "-n", "default", "--timeout=300s")
         delete_pod(describing, "lasting")

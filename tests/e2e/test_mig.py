@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import (
-    DAEMONSET,
-    NAMESPACE,
     PLUGIN_DIR,
     SIMULATOR_DIR,
     SLOW_S,
     Cluster,
     claim_and_pod,
-    install,
-    install_plain,
+    installed,
     wait_for,
 )
 
@@ -37,11 +34,8 @@ CHURN_S = float(os.environ.get("MIG_CHURN_S", "100"))
 @pytest.fixture(scope="module")
 def _mig(_cluster: Cluster) -> Iterator[Cluster]:
     """The driver with MIG on demand; afterwards the plain one again."""
-    install(_cluster, "e2e-mig")
-    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
-    yield _cluster
-    install_plain(_cluster, instead_of="e2e-mig")
-    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
+    with installed(_cluster, "e2e-mig", lambda: len(_cluster.devices()) > GPUS) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -93,6 +87,7 @@ def fingerprint(cluster: Cluster) -> list[tuple[str, int]]:
 
 
 ON_ONE_GPU = f'device.attributes["resource.kubernetes.io"].pciBusID == "{ONE_GPU}"'
+SMALL = {"device_class": "mig-1g.10gb.nvidia.com", "selector": ON_ONE_GPU}
 
 
 def status_of(cluster: Cluster, claim: str) -> list[dict[str, Any]]:
@@ -104,10 +99,16 @@ def events_of(cluster: Cluster, name: str) -> list[tuple[str, str]]:
     return [(event["reason"], event.get("message", "")) for event in found]
 
 
+def wait_for_the_making(cluster: Cluster, claim: str) -> None:
+    wait_for(
+        "an event of the making",
+        lambda: "MigDeviceCreated" in [reason for reason, _ in events_of(cluster, claim)],
+    )
+
+
 def test_seven_small_devices_on_one_gpu_at_once(mig: Cluster) -> None:
     names = [f"small-{number}" for number in range(7)]
-    mig.apply("".join(claim_and_pod(name, "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU) for name in names))
-    mig.wait_running(*names)
+    mig.start(*names, **SMALL)
     seen = [mig.seen_by(name) for name in names]
     assert all(len(uuids) == 1 for uuids in seen)
     assert len({uuids[0] for uuids in seen}) == 7
@@ -117,10 +118,7 @@ def test_seven_small_devices_on_one_gpu_at_once(mig: Cluster) -> None:
     assert entry["data"]["parentUUID"].startswith("GPU-")
     assert {"gpuInstanceID", "computeInstanceID"} <= entry["data"].keys()
     assert [one["status"] for one in entry["conditions"] if one["type"] == "Ready"] == ["True"]
-    wait_for(
-        "an event of the making",
-        lambda: any(reason == "MigDeviceCreated" for reason, _ in events_of(mig, "small-3")),
-    )
+    wait_for_the_making(mig, "small-3")
 
 
 def test_four_devices_of_one_gpu_in_one_claim(mig: Cluster, example: Callable[[str], None]) -> None:
@@ -134,16 +132,9 @@ def test_four_devices_of_one_gpu_in_one_claim(mig: Cluster, example: Callable[[s
 
 
 def test_whole_gpu_waits_for_its_slices_and_starts_after(mig: Cluster) -> None:
-    mig.apply(claim_and_pod("small", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
-    mig.wait_running("small")
+    mig.start("small", **SMALL)
     mig.apply(claim_and_pod("whole", "gpu.nvidia.com", selector=ON_ONE_GPU))
-    wait_for(
-        "the pod to be unschedulable",
-        lambda: any(
-            "cannot allocate all claims" in one.get("message", "")
-            for one in mig.pod("whole")["status"].get("conditions", [])
-        ),
-    )
+    mig.wait_unschedulable("whole", "cannot allocate all claims")
     mig.kubectl("delete", "pod/small", "resourceclaim/small")
     mig.wait_running("whole", timeout_s=SLOW_S)
     assert mig.seen_by("whole")[0].startswith("GPU-")
@@ -154,21 +145,11 @@ def test_an_agent_for_all_devices_waits_while_a_part_is_held(mig: Cluster) -> No
     """kube-scheduler counts counters for adminAccess too; the stand-in does so after it."""
     space = "agents"
     mig.make_namespace(space, {"resource.kubernetes.io/admin-access": "true"})
-    agent = (
-        claim_and_pod("agent")
-        .replace("namespace: default", f"namespace: {space}")
-        .replace(
-            "deviceClassName: gpu.nvidia.com",
-            "deviceClassName: gpu.nvidia.com, allocationMode: All, adminAccess: true",
-        )
-    )
+    agent = claim_and_pod("agent", namespace=space, allocationMode="All", adminAccess=True)
     try:
-        mig.apply(claim_and_pod("small", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
-        mig.wait_running("small")
+        mig.start("small", **SMALL)
         mig.apply(agent)
-        wait_for(
-            "the agent to be unschedulable", lambda: "cannot allocate all" in mig.told_of("agent", space)
-        )
+        mig.wait_unschedulable("agent", "cannot allocate all", space)
         mig.kubectl("delete", "pod/small", "resourceclaim/small")
         wait_for(
             "the agent to run",
@@ -209,15 +190,11 @@ def refuse_compute_instances(cluster: Cluster, *how_often: str) -> None:
 def test_creation_that_is_refused_once_is_tried_again_within_the_call(mig: Cluster) -> None:
     refuse_compute_instances(mig, "--count", "1")
     try:
-        mig.apply(claim_and_pod("healed", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
-        mig.wait_running("healed")
+        mig.start("healed", **SMALL)
         assert not faults(), "nothing was refused"
     finally:
         mig.simulate("clear-faults")
-    wait_for(
-        "an event of the making",
-        lambda: any(reason == "MigDeviceCreated" for reason, _ in events_of(mig, "healed")),
-    )
+    wait_for_the_making(mig, "healed")
     assert "PrepareFailed" not in [reason for reason, _ in events_of(mig, "healed")]
     assert len(instances()) == 1
 
@@ -225,7 +202,7 @@ def test_creation_that_is_refused_once_is_tried_again_within_the_call(mig: Clust
 def test_creation_that_stays_refused_is_told_and_leaves_nothing_and_succeeds_later(mig: Cluster) -> None:
     refuse_compute_instances(mig)
     try:
-        mig.apply(claim_and_pod("late", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
+        mig.apply(claim_and_pod("late", **SMALL))
         wait_for(
             "the cause in the claim's events",
             lambda: any(
@@ -245,8 +222,7 @@ def test_a_device_in_use_is_destroyed_when_its_process_ends(clean: Cluster) -> N
     """The pod ends all the same, and nobody gets the place meanwhile."""
     wait_for("all slices to be written", clean.pool_is_whole)
     offered = len(clean.devices())
-    clean.apply(claim_and_pod("held", "mig-1g.10gb.nvidia.com", selector=ON_ONE_GPU))
-    clean.wait_running("held")
+    clean.start("held", **SMALL)
     [(uuid, _, _)] = instances()
     [index] = [number for number, gpu in enumerate(machine()) if gpu["uuid"] == uuid]
     [one] = machine()[index]["instances"]
@@ -287,11 +263,9 @@ def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:
 
 
 def test_update_and_kubelet_restart_keep_running_devices(clean: Cluster) -> None:
-    clean.apply(claim_and_pod("stays", "mig-2g.20gb.nvidia.com"))
-    clean.wait_running("stays")
+    clean.start("stays", device_class="mig-2g.20gb.nvidia.com")
     before, uuid = instances(), clean.seen_by("stays")
-    clean.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    clean.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    clean.roll_out()
     wiped = {entry["metadata"]["uid"] for entry in clean.slices()}
     clean.local.restart("kubelet")
     # Each start of a kubelet deletes all slices of its node, some time after it serves.
@@ -328,8 +302,10 @@ def test_churn_of_whole_gpus_and_slices_leaks_nothing(mig: Cluster) -> None:
     while time.monotonic() < until:
         fresh = [f"churn-{number + extra}" for extra in range(choose.randint(1, BURST))]
         number += len(fresh)
-        wanted = "".join(claim_and_pod(name, choose.choice(classes)) for name in fresh)
-        mig.apply(wanted.replace("restartPolicy: Never", "restartPolicy: OnFailure"))
+        wanted = [one for name in fresh for one in claim_and_pod(name, choose.choice(classes))]
+        for pod in wanted[1::2]:
+            pod["spec"]["restartPolicy"] = "OnFailure"
+        mig.apply(wanted)
         alive += fresh
         mig.wait_running(*fresh, timeout_s=SLOW_S)
         ran += len(fresh)

@@ -6,14 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import urllib3
-import yaml
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SIMULATOR_DIR, SLOW_S, Cluster, wait_for
-from tests.e2e.test_pods import TEMPLATE
+from tests.e2e.conftest import NAMESPACE, SIMULATOR_DIR, SLOW_S, Cluster, Json, pods_of, wait_for
+from tests.e2e.test_pods import BURST
 
 pytestmark = pytest.mark.cluster
 
@@ -22,28 +20,7 @@ GPUS = 8
 # The scheduler looks at a pod again after five minutes if it missed, in an outage, that something was freed.
 SETTLE_S = 600.0
 
-POD = """apiVersion: v1
-kind: Pod
-metadata: {{name: {name}}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: docker.io/library/ubuntu:22.04
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {{claims: [{{name: gpu}}]}}
-  resourceClaims:
-    - {{name: gpu, resourceClaimTemplateName: burst}}
-"""
-
-
 PODS = "/api/v1/namespaces/default/pods"
-Json = dict[str, Any]
-
-
-def pod(name: str) -> Json:
-    return yaml.safe_load(POD.format(name=name))
 
 
 class Load:
@@ -76,7 +53,7 @@ class Load:
         while not self._stop.is_set():
             number += 1
             name = f"load-{worker}-{number}"
-            self._until(lambda name=name: self._answered("POST", PODS, (201, 409), pod(name)))
+            self._until(lambda name=name: self._answered("POST", PODS, (201, 409), pods_of("burst", name)[0]))
             # One whose container was being made when its runtime went away may fail, as it may not be made again.
             self._until(lambda name=name: self._phase(name) in ("Running", "Failed"))
             if self._phase(name) == "Running":
@@ -126,11 +103,6 @@ def state(cluster: Cluster) -> Json:
     }
 
 
-def roll_out(cluster: Cluster) -> None:
-    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
-
-
 def kill_driver(cluster: Cluster) -> None:
     """Its pod is deleted without grace, as by a node that is in trouble."""
     cluster.kubectl("delete", "pod", "-n", NAMESPACE, "--all", "--grace-period=0", "--force")
@@ -149,11 +121,11 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
 @pytest.mark.timeout(7200)
 def test_restart_of_every_component_under_load_loses_nothing(mended: Cluster) -> None:
     """Pods start after each restart, those that ran through all of them were not touched, and nothing is left over."""
-    mended.apply(TEMPLATE)
+    mended.apply([BURST])
     wait_for("the driver to have settled", mended.driver_has_settled)
     before = state(mended)
     assert len(before["devices"]) >= GPUS
-    mended.apply(POD.format(name="witness"))
+    mended.apply(pods_of("burst", "witness"))
     mended.wait_running("witness")
     seen = mended.seen_by("witness")
     with Load(mended) as load:
@@ -162,7 +134,7 @@ def test_restart_of_every_component_under_load_loses_nothing(mended: Cluster) ->
             print(f"restart of {component}, {load.ran} pods ran", flush=True)
             mended.local.restart(component)
             load.wait_for_more()
-        for name, action in (("rollout", roll_out), ("killed driver", kill_driver)):
+        for name, action in (("rollout", Cluster.roll_out), ("killed driver", kill_driver)):
             print(f"{name}, {load.ran} pods ran", flush=True)
             action(mended)
             load.wait_for_more()

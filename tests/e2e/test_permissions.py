@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import NAMESPACE, ROOT, Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import NAMESPACE, ROOT, Cluster, claim, container, pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -32,9 +32,7 @@ Json = dict[str, Any]
 def token(cluster: Cluster) -> str:
     """A token as the driver's pod has it, bound to the pod and so to the node."""
     # One that is ending takes its tokens with it.
-    pod = cluster.staying_pods("node")[-1]["metadata"]["name"]
-    bound = ["--bound-object-kind", "Pod", "--bound-object-name", pod]
-    return cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE, *bound).strip()
+    return cluster.token_of(cluster.staying_pods("node")[-1]["metadata"]["name"])
 
 
 def a_slice(version: str, name: str, *, driver: str = "gpu.nvidia.com", pool: str, where: Json) -> Json:
@@ -52,26 +50,23 @@ def a_slice(version: str, name: str, *, driver: str = "gpu.nvidia.com", pool: st
 
 
 def denied(cluster: Cluster, token: str, manifest: Json, action: str = "create") -> bool:
-    """Whether the API server forbids this to the driver's token; a dry run changes nothing."""
+    """Whether the API server forbids this to the driver's token."""
+    said = refusal(cluster, token, manifest, action)
+    assert not said or "orbidden" in said or "denied" in said, said
+    return bool(said)
+
+
+def refusal(cluster: Cluster, token: str, manifest: Json, action: str = "create") -> str:
+    """What the API server says to the driver's token; a dry run changes nothing."""
     config = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))
-    server = config["clusters"][0]["cluster"]
-    command = [str(cluster.local.kubectl()), "--kubeconfig=/dev/null", "--token", token]
-    command += [
-        "--server",
-        server["server"],
-        "--insecure-skip-tls-verify",
-        action,
-        "--dry-run=server",
-        "-f",
-        "-",
-    ]
+    server = config["clusters"][0]["cluster"]["server"]
+    # Without the administrator's certificate, which would win over the token.
+    command = [str(cluster.local.kubectl()), "--kubeconfig=/dev/null", "--token", token, "--server", server]
+    command += ["--insecure-skip-tls-verify", action, "--dry-run=server", "-f", "-"]
     if action != "delete":
         command.append("--validate=false")
     done = subprocess.run(command, input=json.dumps(manifest), capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return False
-    assert "orbidden" in done.stderr or "denied" in done.stderr, done.stderr
-    return True
+    return done.stderr if done.returncode else ""
 
 
 @pytest.mark.core
@@ -164,14 +159,7 @@ def claims(_cluster: Cluster) -> Iterator[dict[str, tuple[str, str]]]:
     }
     _cluster.kubectl("create", "namespace", SPACE)
     for name, (driver, pool) in found.items():
-        request = {"name": "any", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
-        claim = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {"name": name, "namespace": SPACE},
-            "spec": {"devices": {"requests": [request]}},
-        }
-        _cluster.apply(json.dumps(claim))
+        _cluster.apply([claim(name, request="any", namespace=SPACE)])
         device = {"request": "any", "driver": driver, "pool": pool, "device": "one"}
         node = {"key": "metadata.name", "operator": "In", "values": [pool]}
         allocation = {
@@ -279,7 +267,7 @@ def older_server(cluster: Cluster) -> Iterator[None]:
         "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": OLDER},
         "subjects": accounts,
     }
-    cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": [role, binding]}))
+    cluster.apply([role, binding])
     yield
     cluster.kubectl("delete", "clusterrolebinding,clusterrole", OLDER)
     # The API server's authorizer hears of it as everybody does, a little later.
@@ -304,6 +292,13 @@ def test_the_policy_alone_confines_the_status_as_well(
     assert apply_status(nobody, version, "mine", [entry(driver, pool)]).refused_by(POLICY)
 
 
+def of_account(name: str, account: str, namespace: str) -> Json:
+    """A pod that does nothing, and ends at once."""
+    stays = container(command="exec sleep 3600")
+    more = {"serviceAccountName": account, "terminationGracePeriodSeconds": 0}
+    return pod(name, stays, namespace=namespace, **more)
+
+
 @pytest.fixture
 def renamed(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
     """A token of the driver as kustomize renames it, in another namespace; only its policies are there meanwhile."""
@@ -323,21 +318,10 @@ def renamed(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
         entry.pop("status", None)
     cluster.kubectl("delete", *policies)
     try:
-        cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests}))
-        cluster.apply(
-            f"""apiVersion: v1
-kind: Pod
-metadata: {{name: renamed, namespace: {namespace}}}
-spec:
-  serviceAccountName: {account}
-  terminationGracePeriodSeconds: 0
-  containers:
-    - {{name: main, image: "local/workload:e2e", command: [sleep, "3600"]}}
-"""
-        )
+        cluster.apply(manifests)
+        cluster.apply([of_account("renamed", account, namespace)])
         wait_for("the pod to be bound", lambda: cluster.pod("renamed", namespace)["spec"].get("nodeName"))
-        bound = ["--bound-object-kind", "Pod", "--bound-object-name", "renamed"]
-        yield cluster.kubectl("create", "token", account, "-n", namespace, *bound).strip()
+        yield cluster.token_of("renamed", account, namespace)
     finally:
         kinds = (
             "validatingadmissionpolicies,validatingadmissionpolicybindings,clusterroles,clusterrolebindings"
@@ -345,7 +329,7 @@ spec:
         mine = [entry["metadata"]["name"] for entry in manifests if entry["kind"] != "Namespace"]
         cluster.kubectl("delete", kinds, "--ignore-not-found", *sorted(set(mine)))
         cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=300s")
-        cluster.apply(json.dumps(before))
+        cluster.apply(before["items"])
 
 
 @pytest.mark.usefixtures("older_server")
@@ -394,8 +378,7 @@ def test_doctor_proves_both_policies(cluster: Cluster, claims: dict[str, tuple[s
     assert claims
     pod = cluster.staying_pods("node")[-1]["metadata"]["name"]
     inside = ("exec", pod, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor", "-o", "json")
-    cluster.apply(claim_and_pod("proof"))
-    cluster.wait_running("proof")
+    cluster.start("proof")
     found = findings(cluster.kubectl(*inside, check=False))
     assert found["admission policy"] == (
         "OK",
@@ -494,19 +477,9 @@ def test_what_a_stolen_token_might_try_is_refused(
 
 def test_the_token_ends_with_its_pod(cluster: Cluster) -> None:
     """Whoever copied it has nothing left once the pod is gone."""
-    manifest = f"""apiVersion: v1
-kind: Pod
-metadata: {{name: short-lived, namespace: {NAMESPACE}}}
-spec:
-  serviceAccountName: gpu-dra-driver
-  terminationGracePeriodSeconds: 0
-  containers:
-    - {{name: main, image: "local/workload:e2e", command: [sleep, "3600"]}}
-"""
-    cluster.apply(manifest)
+    cluster.apply([of_account("short-lived", "gpu-dra-driver", NAMESPACE)])
     wait_for("the pod to be bound", lambda: cluster.pod("short-lived", NAMESPACE)["spec"].get("nodeName"))
-    bound = ["--bound-object-kind", "Pod", "--bound-object-name", "short-lived"]
-    api = Api(cluster, cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE, *bound).strip())
+    api = Api(cluster, cluster.token_of("short-lived"))
     slices = "/apis/resource.k8s.io/v1/resourceslices"
     assert api.ask("GET", slices).status == 200
     cluster.kubectl("delete", "pod", "short-lived", "-n", NAMESPACE, "--timeout=300s")

@@ -9,12 +9,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.conftest import ROOT, Cluster, claim_and_pod, wait_for, with_test_workload
+from tests.e2e.conftest import (
+    ROOT,
+    Cluster,
+    Json,
+    claim,
+    claim_and_pod,
+    claim_template,
+    gpu_config,
+    objects_of,
+    pods_of,
+    wait_for,
+    with_test_workload,
+)
 from tests.e2e.podresources import uses
 
 pytestmark = pytest.mark.cluster
@@ -23,35 +34,8 @@ EXAMPLES = ROOT / "examples"
 Example = Callable[[str], None]
 
 
-def pods(count: int, template: str, grace: str = "") -> str:
-    return "---\n".join(
-        f"""apiVersion: v1
-kind: Pod
-metadata: {{name: {template}-{number}}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: docker.io/library/ubuntu:22.04
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {{claims: [{{name: gpu}}]}}
-  resourceClaims:
-    - {{name: gpu, resourceClaimTemplateName: {template}}}
-"""
-        for number in range(count)
-    )
-
-
-TEMPLATE = """apiVersion: resource.k8s.io/v1
-kind: ResourceClaimTemplate
-metadata: {name: burst}
-spec:
-  spec:
-    devices:
-      requests:
-        - {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}
-"""
+BURST = claim_template("burst")
+NAMES = [f"burst-{number}" for number in range(8)]
 
 
 @pytest.mark.core
@@ -66,29 +50,19 @@ def test_pod_sees_exactly_its_gpu(cluster: Cluster, example: Example) -> None:
 
 @pytest.mark.core
 def test_eight_pods_at_once_get_eight_gpus(cluster: Cluster) -> None:
-    cluster.apply(TEMPLATE)
-    cluster.apply(pods(8, "burst"))
-    names = [f"burst-{number}" for number in range(8)]
-    took = cluster.wait_running(*names)
+    cluster.apply([BURST, *pods_of("burst", *NAMES)])
+    took = cluster.wait_running(*NAMES)
     print(f"eight pods running after {took:.2f} s")
-    seen = [uuid for name in names for uuid in cluster.seen_by(name)]
+    seen = [uuid for name in NAMES for uuid in cluster.seen_by(name)]
     assert len(seen) == len(set(seen)) == 8
 
 
 @pytest.mark.core
 def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
-    cluster.apply(TEMPLATE)
-    cluster.apply(pods(8, "burst"))
-    names = [f"burst-{number}" for number in range(8)]
-    cluster.wait_running(*names)
-    cluster.apply(pods(9, "burst"))
-    wait_for(
-        "the ninth pod to be unschedulable",
-        lambda: any(
-            one["type"] == "PodScheduled" and one["status"] == "False"
-            for one in cluster.pod("burst-8")["status"].get("conditions", [])
-        ),
-    )
+    cluster.apply([BURST, *pods_of("burst", *NAMES)])
+    cluster.wait_running(*NAMES)
+    cluster.apply(pods_of("burst", "burst-8"))
+    cluster.wait_unschedulable("burst-8")
     [_, row, _, *waiting] = shown(cluster).splitlines()
     assert row.split()[:6] == [cluster.node, "8", "0", "8", "0", "0"]
     assert re.match(r"claim default/burst-8-gpu-\w+ has no devices:", waiting[0])
@@ -158,18 +132,8 @@ def test_cel_selects_by_product_memory_and_compute_capability(cluster: Cluster, 
     ],
 )
 def test_cel_refuses_what_does_not_fit(cluster: Cluster, expression: str) -> None:
-    selector = f"selectors: [{{cel: {{expression: '{expression}'}}}}]"
-    cluster.apply(
-        TEMPLATE.replace("deviceClassName: gpu.nvidia.com", f"deviceClassName: gpu.nvidia.com, {selector}")
-    )
-    cluster.apply(pods(1, "burst"))
-    wait_for(
-        "the pod to be unschedulable",
-        lambda: any(
-            "cannot allocate all claims" in one.get("message", "")
-            for one in cluster.pod("burst-0")["status"].get("conditions", [])
-        ),
-    )
+    cluster.apply([claim_template("burst", selector=expression), *pods_of("burst", "burst-0")])
+    cluster.wait_unschedulable("burst-0", "cannot allocate all claims")
 
 
 @pytest.mark.core
@@ -220,19 +184,19 @@ def test_extended_resource_needs_no_claim(cluster: Cluster, example: Example) ->
 @pytest.fixture
 def workload(cluster: Cluster) -> Iterator[Callable[[str], None]]:
     """Applies an example with the test workload in the place of its programs, and deletes it afterwards."""
-    applied: list[str] = []
+    applied: list[list[Json]] = []
 
     def apply(name: str) -> None:
         documents = with_test_workload(name)
         for document in documents:
             if document["kind"] == "Namespace":
                 cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
-        applied.append(yaml.safe_dump_all(documents))
-        cluster.apply(applied[-1])
+        applied.append(documents)
+        cluster.apply(documents)
 
     yield apply
-    for manifest in applied:
-        cluster.kubectl("delete", "-f", "-", "--ignore-not-found", "--timeout=300s", stdin=manifest)
+    for documents in applied:
+        cluster.delete(documents)
 
 
 def test_each_pod_of_a_job_has_a_gpu_that_is_free_after_it(
@@ -259,7 +223,7 @@ def test_monitoring_daemonset_sees_all_gpus_and_takes_none(
     cluster: Cluster, example: Example, workload: Callable[[str], None]
 ) -> None:
     workload("monitoring-daemonset")
-    cluster.kubectl("rollout", "status", "daemonset/dcgm-exporter", *MONITORING, "--timeout=300s")
+    cluster.rolled_out("daemonset/dcgm-exporter", "gpu-monitoring")
     (seen,) = cluster.logs_of("app.kubernetes.io/name=dcgm-exporter", namespace="gpu-monitoring")
     assert set(seen) == {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
     inside = cluster.kubectl("exec", "daemonset/dcgm-exporter", *MONITORING, "--", "ls", "/dev/nvidia-caps")
@@ -279,7 +243,7 @@ def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
     example("two-claims")
     example("shared-claim")
     cluster.wait_running("two-claims", "reader", "writer")
-    cluster.kubectl("rollout", "status", "daemonset/dcgm-exporter", *MONITORING, "--timeout=300s")
+    cluster.rolled_out("daemonset/dcgm-exporter", "gpu-monitoring")
     uuids = {
         (entry["spec"]["driver"], entry["spec"]["pool"]["name"], device["name"]): device["attributes"]["uuid"]
         for entry in cluster.slices()
@@ -310,22 +274,19 @@ def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
 
 def test_management_needs_admin_access_and_admin_access_the_label_of_the_namespace(cluster: Cluster) -> None:
     """Kubernetes looks at the label, the policy and the driver at adminAccess."""
-    managing = '{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "management": true}'
-    wanted = claim_and_pod("manager", parameters=managing)
-    refused = cluster.refused(wanted)
+    managing = gpu_config(management=True)
+    refused = cluster.refused(claim_and_pod("manager", parameters=managing))
     assert "management works only with adminAccess: true, which request 'device' lacks" in refused
-    asks = wanted.replace("deviceClassName: gpu", "adminAccess: true, deviceClassName: gpu")
+    asks = claim_and_pod("manager", parameters=managing, adminAccess=True)
     assert "resource.kubernetes.io/admin-access" in cluster.refused(asks)
     # A class of another's making: only the driver knows what it gives.
-    own = json.dumps(
-        {
-            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "any.example.com"},
-            "spec": {"selectors": [{"cel": {"expression": 'device.driver == "gpu.nvidia.com"'}}]},
-        }
-    )  # fmt: skip
-    cluster.apply(own)
+    own = {
+        "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "any.example.com"},
+        "spec": {"selectors": [{"cel": {"expression": 'device.driver == "gpu.nvidia.com"'}}]},
+    }  # fmt: skip
+    cluster.apply([own])
     try:
-        cluster.apply(wanted.replace("deviceClassName: gpu.nvidia.com", "deviceClassName: any.example.com"))
+        cluster.apply(claim_and_pod("manager", "any.example.com", parameters=managing))
         wait_for(
             "the driver's refusal",
             lambda: any(
@@ -341,7 +302,7 @@ def test_feature_discovery_needs_no_privileges_to_see_all_gpus(
 ) -> None:
     name = "gpu-feature-discovery"
     workload(name)
-    cluster.kubectl("rollout", "status", f"daemonset/{name}", "-n", name, "--timeout=300s")
+    cluster.rolled_out(f"daemonset/{name}", name)
     (seen,) = cluster.logs_of(f"app.kubernetes.io/name={name}", namespace=name)
     assert set(seen) == {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
 
@@ -353,15 +314,14 @@ FOREIGN = (
 """API groups of other projects, which this cluster does not have."""
 
 
-def check_at_the_server(cluster: Cluster, documents: list[dict[str, Any]]) -> None:
+def check_at_the_server(cluster: Cluster, documents: list[Json]) -> None:
     """The API server must know each field and each value of them."""
     for document in documents:
         if document["kind"] == "Namespace":
             cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
     known = [document for document in documents if not document["apiVersion"].startswith(FOREIGN)]
-    told = cluster.kubectl(
-        "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(known)
-    )
+    strictly = ("apply", "--dry-run=server", "--validate=strict", "-f", "-")
+    told = cluster.kubectl(*strictly, stdin=yaml.safe_dump_all(known))
     assert len(told.splitlines()) == len(known)
 
 
@@ -369,8 +329,7 @@ def check_at_the_server(cluster: Cluster, documents: list[dict[str, Any]]) -> No
     "folder", sorted(path for path in EXAMPLES.iterdir() if path.is_dir()), ids=lambda it: it.name
 )
 def test_api_server_takes_every_example(cluster: Cluster, folder: Path) -> None:
-    documents = list(yaml.safe_load_all((folder / f"{folder.name}.yaml").read_text()))
-    check_at_the_server(cluster, documents)
+    check_at_the_server(cluster, objects_of(folder.name))
 
 
 def test_api_server_takes_what_the_page_on_schedulers_shows(cluster: Cluster) -> None:
@@ -393,21 +352,17 @@ def test_a_quota_of_kubernetes_counts_as_the_page_on_schedulers_says(cluster: Cl
         counted = ("get", "resourcequota", "gpus", "-n", "team-a", "-o", "jsonpath={.status.used}")
         wait_for("the quota to be counted", lambda: cluster.kubectl(*counted))
 
-        def refusal(request: dict[str, Any]) -> str | None:
+        def refusal(request: Json) -> str | None:
             """Of a claim with this request; nothing is stored."""
-            claim = {
-                "apiVersion": "resource.k8s.io/v1",
-                "kind": "ResourceClaim",
-                "metadata": {"name": "tried", "namespace": "team-a"},
-                "spec": {"devices": {"requests": [{"name": "gpu", **request}]}},
-            }
+            tried = claim("tried", namespace="team-a")
+            tried["spec"]["devices"]["requests"] = [{"name": "gpu", **request}]
             try:
-                cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(claim))
+                cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(tried))
             except AssertionError as error:
                 return "quota" if "exceeded quota: gpus" in str(error) else str(error)
             return None
 
-        def some(count: int, name: str) -> dict[str, Any]:
+        def some(count: int, name: str) -> Json:
             return {"exactly": {"deviceClassName": name, "count": count}}
 
         whole, share, mig = "gpu.nvidia.com", "shares.gpu.nvidia.com", "mig.nvidia.com"
@@ -426,42 +381,29 @@ def test_a_quota_of_kubernetes_counts_as_the_page_on_schedulers_says(cluster: Cl
 
 
 @pytest.mark.core
-def test_refused_parameters_are_shown_on_the_pod_and_touch_nobody_else(cluster: Cluster) -> None:
-    cluster.apply(
-        """apiVersion: resource.k8s.io/v1
-kind: ResourceClaimTemplate
-metadata: {name: burst}
-spec:
-  spec:
-    devices:
-      requests:
-        - {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}
-      config:
-        - requests: [gpu]
-          opaque:
-            driver: gpu.nvidia.com
-            parameters:
-              apiVersion: resource.nvidia.com/v1beta1
-              kind: GpuConfig
-              sharing:
-                strategy: MPS
-                # Kubernetes takes that for a quantity, and so does the policy for parameters.
-                mpsConfig: {defaultPinnedDeviceMemoryLimit: "1e65"}
-"""
-    )
-    cluster.apply(pods(1, "burst"))
-    uid = cluster.pod("burst-0")["metadata"][
-        "uid"
-    ]  # pods of this name were there before, and their events still are
+def test_refused_parameters_are_shown_on_the_pod_and_the_claim(cluster: Cluster) -> None:
+    """By the kubelet with the driver's words, and by the driver."""
+    # Kubernetes takes that for a quantity, and so does the policy for parameters.
+    beyond = gpu_config(sharing={"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1e65"}})
+    wrong, pod = claim_and_pod("wrong", parameters=beyond)
+    wrong["spec"]["devices"]["config"][0]["requests"] = ["device"]
+    cluster.apply([wrong, pod])
+    uid = cluster.pod("wrong")["metadata"]["uid"]
 
     def messages() -> list[str]:
         found = cluster.get("events", "--field-selector", f"involvedObject.uid={uid}")["items"]
         return [one["message"] for one in found if one["reason"] == "FailedPrepareDynamicResources"]
 
+    def told(kind: str) -> str:
+        return cluster.kubectl("describe", kind, "wrong").partition("Events:")[2]
+
     wait_for(
         "the cause in the kubelet's event",
-        lambda: any("1e65" in message and "requests gpu" in message for message in messages()),
+        lambda: any("1e65" in message and "requests device" in message for message in messages()),
     )
+    wait_for("the cause on the claim", lambda: "PrepareFailed" in told("resourceclaim"))
+    assert "sharing.mpsConfig" in told("resourceclaim")
+    wait_for("the event on the pod", lambda: "PrepareFailed" in told("pod"))
 
 
 def test_kubelet_measures_prepare_and_unprepare(cluster: Cluster) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from imagebuild import architectures, archives, base, image, places
@@ -29,7 +27,8 @@ from tests.e2e.conftest import (
     PLUGIN_DIR,
     ROOT,
     Cluster,
-    claim_and_pod,
+    claim,
+    container,
     install,
     wait_for,
 )
@@ -52,7 +51,6 @@ else:
 """
 
 
-Json = dict[str, Any]
 REGISTRY = "registry.example.com/gpu"
 DEVICE_PLUGIN = {
     "apiVersion": "apps/v1",
@@ -64,9 +62,7 @@ DEVICE_PLUGIN = {
             "metadata": {"labels": {"name": "device-plugin"}},
             "spec": {
                 "terminationGracePeriodSeconds": 1,
-                "containers": [
-                    {"name": "plugin", "image": "local/workload:e2e", "command": ["sleep", "2147483647"]}
-                ],
+                "containers": [container("plugin", command="exec sleep 2147483647")],
             },
         },
     },
@@ -110,16 +106,21 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     )
     (programs / "docker").write_text(text)
     (programs / "docker").chmod(0o755)
-    (programs / "kubectl").symlink_to(cluster.local.kubectl())
     (programs / "helm").symlink_to(cluster.local.helm())
-    yield {
+    yield with_kubectl(cluster, programs)
+    cluster.kubectl("delete", "-f", "examples/one-gpu", "--ignore-not-found", "--timeout=300s")
+    install(cluster, "e2e")
+
+
+def with_kubectl(cluster: Cluster, programs: Path) -> dict[str, str]:
+    """The environment of a shell with kubectl and these programs."""
+    (programs / "kubectl").symlink_to(cluster.local.kubectl())
+    return {
         **os.environ,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "KUBECONFIG": str(cluster.local.kubeconfig()),
         "REGISTRY": REGISTRY,
     }
-    cluster.kubectl("delete", "-f", "examples/one-gpu", "--ignore-not-found", "--timeout=300s")
-    install(cluster, "e2e")
 
 
 def checkout(folder: Path) -> Path:
@@ -196,17 +197,10 @@ def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     ]
     name = f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
     subprocess.run([*ctr, "images", "tag", "--force", places.IMAGE, name], check=True, capture_output=True)
-    cluster.apply(json.dumps(DEVICE_PLUGIN))
+    cluster.apply([DEVICE_PLUGIN])
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "kubectl").symlink_to(cluster.local.kubectl())
-    yield {
-        **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "KUBECONFIG": str(cluster.local.kubeconfig()),
-        "NODE": cluster.node,
-        "REGISTRY": REGISTRY,
-    }
+    yield with_kubectl(cluster, programs) | {"NODE": cluster.node}
     cluster.kubectl("uncordon", cluster.node)
     cluster.kubectl("label", "node", cluster.node, "gpus-by-")
     cluster.kubectl(
@@ -235,11 +229,8 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
     [upgrade, replace_mps_host] = printed_blocks("Upgrade")
     [claims, delete, remove_state] = printed_blocks("Uninstall")
 
-    cluster.apply(claim_and_pod("left"))
-    cluster.wait_running("left")
-    unallocated = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "waits"}}
-    request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
-    cluster.apply(json.dumps({**unallocated, "spec": {"devices": {"requests": [request]}}}))
+    cluster.start("left")
+    cluster.apply([claim("waits")])
     assert run(claims) == "default/left\n"
     cluster.kubectl("delete", "pod/left", "resourceclaim/left", "resourceclaim/waits", "--timeout=300s")
     wait_for("the claim to end", lambda: not cluster.leftovers())

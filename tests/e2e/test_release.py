@@ -7,10 +7,9 @@ import time
 from datetime import datetime
 
 import pytest
-import yaml
 
-from tests.e2e.conftest import SLOW_S, Cluster, wait_for
-from tests.e2e.test_pods import TEMPLATE, pods
+from tests.e2e.conftest import SLOW_S, UBUNTU, Cluster, Json, container, pod, pods_of, wait_for
+from tests.e2e.test_pods import BURST
 
 pytestmark = pytest.mark.cluster
 
@@ -21,24 +20,17 @@ TIMES_PLAIN = 3.0
 cores that do nothing else."""
 
 
-def generation(name: str, number: int) -> tuple[str, list[str]]:
+def generation(name: str, number: int) -> tuple[list[Json], list[str]]:
     """Eight pods of a name of their own, and their names."""
     names = [f"{name}-{number}-{index}" for index in range(GPUS)]
-    manifest = pods(GPUS, "burst")
-    for index, fresh in enumerate(names):
-        manifest = manifest.replace(f"metadata: {{name: burst-{index}}}", f"metadata: {{name: {fresh}}}")
-    return manifest, names
+    return pods_of("burst", *names), names
 
 
-def plain_generation(number: int) -> tuple[str, list[str]]:
+def plain_generation(number: int) -> tuple[list[Json], list[str]]:
     """Eight pods that want no device."""
-    manifest, names = generation("plain", number)
-    documents = []
-    for pod in yaml.safe_load_all(manifest):
-        del pod["spec"]["resourceClaims"], pod["spec"]["containers"][0]["resources"]
-        pod["spec"]["containers"][0]["command"] = ["sh", "-c", "echo here; exec sleep 3600"]
-        documents.append(pod)
-    return yaml.safe_dump_all(documents), names
+    _, names = generation("plain", number)
+    here = container(image=UBUNTU, command="echo here; exec sleep 3600")
+    return [pod(name, here) for name in names], names
 
 
 def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float:
@@ -58,11 +50,11 @@ def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float
     return max(took)
 
 
-def replaced(cluster: Cluster, old: list[str], manifest: str, fresh: list[str]) -> float:
+def replaced(cluster: Cluster, old: list[str], pods: list[Json], fresh: list[str]) -> float:
     """Seconds until the new pods run, which are created at once after the old ones were deleted by force."""
     cluster.kubectl("delete", "pod", *old, "--grace-period=0", "--force", "--wait=false")
     asked = time.time()
-    cluster.apply(manifest)
+    cluster.apply(pods)
     # Looking takes the processor from those who are to start them, so not all the time.
     seen_after = cluster.wait_running(*fresh, timeout_s=SLOW_S, every_s=0.25)
     wait_for("output of the pods", lambda: all(cluster.logs(name) for name in fresh))
@@ -77,20 +69,18 @@ def test_force_deleted_pods_are_replaced_within_seconds(cluster: Cluster) -> Non
     gets a GPU that its former holder has not let go of yet. The same is done with pods that want no device: where a
     machine that is busy with something else needs long for those already, it may take three times as long as they do.
     """
-    cluster.apply(TEMPLATE)
-    manifest, names = generation("burst", 0)
-    plain_manifest, plain_names = plain_generation(0)
-    cluster.apply(manifest)
-    cluster.apply(plain_manifest)
+    pods, names = generation("burst", 0)
+    plain_pods, plain_names = plain_generation(0)
+    cluster.apply([BURST, *pods, *plain_pods])
     cluster.wait_running(*names, *plain_names)
     took: list[float] = []
     plain: list[float] = []
     for number in range(1, ROUNDS + 1):
-        manifest, fresh = plain_generation(number)
-        plain.append(replaced(cluster, plain_names, manifest, fresh))
+        pods, fresh = plain_generation(number)
+        plain.append(replaced(cluster, plain_names, pods, fresh))
         plain_names = fresh
-        manifest, fresh = generation("burst", number)
-        took.append(replaced(cluster, names, manifest, fresh))
+        pods, fresh = generation("burst", number)
+        took.append(replaced(cluster, names, pods, fresh))
         names = fresh
         seen = [uuid for name in fresh for uuid in cluster.seen_by(name)]
         assert len(seen) == len(set(seen)) == GPUS

@@ -20,7 +20,7 @@ import release
 from imagebuild import places
 
 from tests.deploy.test_image import check_layout, read_archive
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, ROOT, Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, ROOT, Cluster, pod, wait_for
 from tests.e2e.test_updates import rolled_out
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -216,31 +216,24 @@ def released(cluster: Cluster, dist: Path) -> Iterator[str]:
 def test_released_image_serves_a_node(cluster: Cluster, released: str) -> None:
     said = cluster.kubectl("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "--version")
     assert said == f"gpu-dra-driver {VERSION}\n"
-    cluster.apply(claim_and_pod("released"))
-    cluster.wait_running("released")
+    cluster.start("released")
     assert cluster.seen_by("released") == cluster.allocated("released")
 
 
 def test_commands_of_the_image_run_without_root_and_without_writing(cluster: Cluster, released: str) -> None:
-    container = {
+    security = {
+        "runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    inspects = {
         "name": "main",
         "image": released,
         "imagePullPolicy": "Never",
         "args": ["inspect", "--simulate", "dgx-h100", "--node-name", "somewhere", "-o", "json"],
-        "securityContext": {
-            "runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "readOnlyRootFilesystem": True,
-            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
-        },
-    }  # fmt: skip
-    container["volumeMounts"] = [{"name": "tmp", "mountPath": "/tmp"}]
-    spec = {"restartPolicy": "Never", "containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]}
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "nobody", "namespace": "default"},
-        "spec": spec,
+        "securityContext": security,
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
-    cluster.apply(json.dumps(pod))
+    cluster.apply([pod("nobody", inspects, volumes=[{"name": "tmp", "emptyDir": {}}])])
     wait_for(
         "the command to end", lambda: cluster.pod("nobody")["status"]["phase"] in ("Succeeded", "Failed")
     )

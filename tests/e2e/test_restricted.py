@@ -16,6 +16,7 @@ from typing import Any
 
 import cdi_hook
 import pytest
+import yaml
 
 from tests.e2e.conftest import (
     DAEMONSET,
@@ -25,8 +26,10 @@ from tests.e2e.conftest import (
     SLOW_S,
     Cluster,
     claim_and_pod,
-    install,
-    install_plain,
+    container,
+    gpu_config,
+    installed,
+    pod,
     wait_for,
 )
 
@@ -40,13 +43,7 @@ CAP_SYS_ADMIN = 21
 HOST_NODE = Path("/dev/gpu-dra-driver-e2e")
 NVIDIA_MAJOR = 195
 """Of the nodes of GPUs; without NVIDIA's module in the kernel nobody answers at it."""
-LONG_SLICES = json.dumps(
-    {
-        "apiVersion": "resource.nvidia.com/v1beta1",
-        "kind": "GpuConfig",
-        "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}},
-    }
-)
+LONG_SLICES = gpu_config(sharing={"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}})
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +53,9 @@ def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     shutil.rmtree(MACHINE, ignore_errors=True)
     _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
     cdi_hook.put_cdi_hook(MACHINE / "root")
-    install(_cluster, "e2e-restricted")
-    wait_for("MIG devices in the slices", lambda: len(_cluster.devices()) > GPUS and _cluster.pool_is_whole())
-    yield _cluster
-    install_plain(_cluster, instead_of="e2e-restricted")
+    with installed(_cluster, "e2e-restricted", lambda: len(_cluster.devices()) > GPUS) as cluster:
+        yield cluster
     _cluster.kubectl("delete", "runtimeclass", "nvidia", "--ignore-not-found")
-    wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
     # Whoever writes there has ended: `install` waits for it.
     shutil.rmtree(MACHINE)
 
@@ -85,12 +79,7 @@ def process_of(pod: Json) -> Path:
 
 def test_the_kernel_grants_it_nothing(restricted: Cluster) -> None:
     """No capability and no way to one, filtered system calls, and a root file system that is read-only."""
-    [driver] = [
-        pod
-        for pod in restricted.driver_pods()
-        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "node"
-        and "deletionTimestamp" not in pod["metadata"]
-    ]
+    [driver] = restricted.staying_pods("node")
     process = process_of(driver)
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
     sets = {name: int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")}
@@ -183,15 +172,8 @@ def driver_name(volume: str) -> str:
 @pytest.fixture
 def as_installed(cluster: Cluster) -> Iterator[Json]:
     """A pod as `daemonset/base` makes it, with the simulated driver root as the host's; nothing of it stays."""
-    text = cluster.kubectl("kustomize", "daemonset/base", "-o", "/dev/stdout")
-    made = cluster.kubectl("create", "--dry-run=client", "-o", "json", "-f", "-", stdin=text)
-    decoder, rest, documents = json.JSONDecoder(), made.lstrip(), []
-    while rest:
-        document, end = decoder.raw_decode(rest)
-        documents.append(document)
-        rest = rest[end:].lstrip()
-    documents = [one for entry in documents for one in entry.get("items", [entry])]
-    [daemonset] = [entry for entry in documents if entry["kind"] == "DaemonSet"]
+    rendered = yaml.safe_load_all(cluster.kubectl("kustomize", "daemonset/base"))
+    [daemonset] = [one for one in rendered if one["kind"] == "DaemonSet"]
     spec = daemonset["spec"]["template"]["spec"]
     [container] = spec["containers"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -229,7 +211,7 @@ def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
     """The daemon of `daemonset/base` runs; without any one of its mounts it does not, or a command does not."""
     assert {one["name"] for one in as_installed["spec"]["volumes"]} == {*WITHOUT, "dev"}, "dev is below"
     pods = [without(as_installed, volume) for volume in ("nothing", *WITHOUT)]
-    cluster.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": pods}))
+    cluster.apply(pods)
     for volume, (command, words) in WITHOUT.items():
         wait_for(f"{words!r} without {volume}", partial(tells, cluster, volume, command, words), every_s=1.0)
         if command != "terminated":
@@ -241,35 +223,23 @@ def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
     )
 
 
-OPENERS = """apiVersion: v1
-kind: Pod
-metadata: {name: openers}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: as-in-base
-      image: local/workload:e2e
-      command: [sleep, "3600"]
-      securityContext: {privileged: true}
-      volumeMounts: [{name: dev, mountPath: /dev, mountPropagation: HostToContainer}]
-    - name: without-mount
-      image: local/workload:e2e
-      command: [sleep, "3600"]
-      securityContext: {privileged: true, capabilities: {drop: [ALL]}}
-    - name: without-privileges
-      image: local/workload:e2e
-      command: [sleep, "3600"]
-      securityContext: {capabilities: {add: [ALL]}}
-      volumeMounts: [{name: dev, mountPath: /dev, mountPropagation: HostToContainer}]
-  volumes:
-    - {name: dev, hostPath: {path: /dev}}
-"""
+def opener(name: str, security: Json, **more: Any) -> Json:
+    return container(name, command="exec sleep 3600", securityContext=security, **more)
+
+
+DEV = {"volumeMounts": [{"name": "dev", "mountPath": "/dev", "mountPropagation": "HostToContainer"}]}
+OPENERS = pod(
+    "openers",
+    opener("as-in-base", {"privileged": True}, **DEV),
+    opener("without-mount", {"privileged": True, "capabilities": {"drop": ["ALL"]}}),
+    opener("without-privileges", {"capabilities": {"add": ["ALL"]}}, **DEV),
+    volumes=[{"name": "dev", "hostPath": {"path": "/dev"}}],
+)
 
 
 def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: Cluster) -> None:
     """Neither the mount nor all capabilities are enough: the device group lets nobody else open the host's devices."""
-    cluster.apply(OPENERS)
+    cluster.apply([OPENERS])
     cluster.wait_running("openers")
     HOST_NODE.unlink(missing_ok=True)  # a run that was killed may have left it
     os.mknod(HOST_NODE, stat.S_IFCHR | 0o666, os.makedev(NVIDIA_MAJOR, 0))

@@ -8,17 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 from nvidia_programs import Programs
 
 from tests.e2e.conftest import (
-    DAEMONSET,
-    NAMESPACE,
     PLUGIN_DIR,
     SIMULATOR_DIR,
     Cluster,
-    install,
-    install_plain,
+    Json,
+    claim_and_pod,
+    installed,
     wait_for,
     with_test_workload,
 )
@@ -33,11 +31,8 @@ SETTINGS = SIMULATOR_DIR / "root/var/lib/nvidia-simulator"
 @pytest.fixture(scope="module")
 def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
     """The driver with shared devices and its MPS host; afterwards the plain one again."""
-    install(_cluster, "e2e-sharing")
-    wait_for("the shared GPU to be published", lambda: shared_devices(_cluster) and _cluster.pool_is_whole())
-    yield _cluster
-    install_plain(_cluster, instead_of="e2e-sharing")
-    wait_for("plain devices", lambda: not shared_devices(_cluster) and _cluster.pool_is_whole())
+    with installed(_cluster, "e2e-sharing", lambda: shared_devices(_cluster)) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -106,35 +101,15 @@ def printed(cluster: Cluster, pod: str, *names: str, namespace: str = "default")
     return got
 
 
-def memory_pod(name: str, namespace: str, memory: str) -> str:
-    return f"""apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {{name: {name}, namespace: {namespace}}}
-spec:
-  devices:
-    requests:
-      - name: gpu
-        exactly:
-          deviceClassName: shares.gpu.nvidia.com
-          selectors:
-            - cel: {{expression: 'device.attributes["resource.kubernetes.io"].pciBusID == "{BY_MEMORY}"'}}
-          capacity: {{requests: {{memory: {memory}}}}}
----
-apiVersion: v1
-kind: Pod
-metadata: {{name: {name}, namespace: {namespace}}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: local/workload:e2e
-      command: [sh, -c, "nvidia-smi -L; mps-client; exec sleep 3600"]
-      resources: {{claims: [{{name: gpu}}]}}
-  resourceClaims:
-    - {{name: gpu, resourceClaimName: {name}}}
----
-"""
+def memory_pod(name: str, namespace: str) -> list[Json]:
+    return claim_and_pod(
+        name,
+        "shares.gpu.nvidia.com",
+        namespace=namespace,
+        selector=f'device.attributes["resource.kubernetes.io"].pciBusID == "{BY_MEMORY}"',
+        command="nvidia-smi -L; mps-client; exec sleep 3600",
+        capacity={"requests": {"memory": "8000Mi"}},
+    )
 
 
 def test_time_slice_is_set_while_the_pods_run_and_reset_after(
@@ -205,12 +180,11 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
     names = [(f"part-{number}", "default" if number % 2 else "other-team") for number in range(11)]
     try:
         # Half of them at once, which leaves room for what the scheduler may count twice.
-        sharing.apply("".join(memory_pod(name, namespace, "8000Mi") for name, namespace in names[:5]))
+        parts = [memory_pod(*name) for name in names]
+        sharing.apply(one for part in parts[:5] for one in part)
         for name, namespace in names[:5]:
             sharing.wait_running(name, namespace=namespace)
-        sharing.apply_in_turn(
-            "".join(memory_pod(name, namespace, "8000Mi") for name, namespace in names[5:10])
-        )
+        sharing.apply_in_turn(one for part in parts[5:10] for one in part)
         seen = {uuid for name, space in names[:10] for uuid in sharing.seen_by(name, namespace=space)}
         assert len(seen) == 1
         assert len(daemons()) == 1
@@ -218,14 +192,8 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
             got = printed(sharing, name, "mps", "pinned_device_mem_limit_mib", namespace=space)
             assert got["mps"] == "connected", got
             assert got["pinned_device_mem_limit_mib"] == "8000"
-        sharing.apply(memory_pod(*names[10], "8000Mi"))
-        wait_for(
-            "the eleventh pod to be unschedulable",
-            lambda: any(
-                "cannot allocate all claims" in one.get("message", "")
-                for one in sharing.pod(names[10][0], names[10][1])["status"].get("conditions", [])
-            ),
-        )
+        sharing.apply(parts[10])
+        sharing.wait_unschedulable(names[10][0], "cannot allocate all claims", names[10][1])
     finally:
         sharing.kubectl("delete", "namespace", "other-team", "--timeout=300s")
 
@@ -250,15 +218,15 @@ def test_example_of_independent_claims(
 
 
 def test_replicas_of_a_deployment_share_a_gpu(sharing: Cluster) -> None:
-    manifest = yaml.safe_dump_all(with_test_workload("vllm"))
-    sharing.apply(manifest)
+    objects = with_test_workload("vllm")
+    sharing.apply(objects)
     try:
-        sharing.kubectl("rollout", "status", "deployment/vllm", "--timeout=300s")
+        sharing.rolled_out("deployment/vllm", "default")
         first, second = sharing.logs_of("app.kubernetes.io/name=vllm")
         assert first == second
         assert len(daemons()) == 1
     finally:
-        sharing.kubectl("delete", "-f", "-", "--timeout=300s", stdin=manifest)
+        sharing.delete(objects)
 
 
 def test_first_available_is_a_share_where_no_mig_device_is(
@@ -301,8 +269,7 @@ def test_update_of_the_plugin_restarts_no_daemon(sharing: Cluster, example: Call
     before = daemons()
     assert len(before) == 1
     plugin = {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
-    sharing.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    sharing.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    sharing.roll_out()
     assert daemons() == before
     assert plugin != {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
     assert all(alive(int(pid)) for pid in before.values())

@@ -125,5 +125,5 @@ def test_rolling_update_serves_throughout_and_writes_nothing(cluster: Cluster, e
     cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
     example("one-gpu")
     cluster.wait_running("one-gpu")
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.rolled_out()
     assert versions(cluster) == before

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, claim_and_pod, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, Json, wait_for
 from tests.e2e.test_health import pod_health
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -18,9 +18,8 @@ NOWHERE = "gpu-dra-driver.e2e/no-node-has-this"
 SHOWN_S = 300.0
 
 
-def driver_pods(cluster: Cluster) -> list[str]:
-    found = cluster.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node")["items"]
-    return [pod["metadata"]["name"] for pod in found]
+def driver_pods(cluster: Cluster) -> list[Json]:
+    return cluster.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node")["items"]
 
 
 def choose_nodes(cluster: Cluster, value: str | None) -> None:
@@ -37,7 +36,7 @@ def stop(cluster: Cluster) -> None:
 def start(cluster: Cluster) -> None:
     choose_nodes(cluster, None)
     wait_for("one pod of the driver", lambda: len(driver_pods(cluster)) == 1, 300)
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.rolled_out()
     wait_for("the driver to be ready", cluster.driver_is_ready, 300)
 
 
@@ -52,8 +51,7 @@ def stoppable(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_health_is_unknown_without_a_driver_and_told_when_it_is_back(stoppable: Cluster) -> None:
-    stoppable.apply(claim_and_pod("watched"))
-    stoppable.wait_running("watched")
+    stoppable.start("watched")
     wait_for("the device to be healthy", lambda: pod_health(stoppable, "watched") == {"Healthy"}, SHOWN_S)
     stop(stoppable)
     wait_for("its health to be unknown", lambda: pod_health(stoppable, "watched") == {"Unknown"}, SHOWN_S)
@@ -72,8 +70,7 @@ def test_a_gpu_that_goes_bad_while_no_driver_runs_is_found_by_the_next_one(stopp
     """What a look tells is told by the first look; until then nothing is claimed."""
     index = 2  # of no test of test_health, where each that goes bad is one test's own
     chosen = f'device.attributes["gpu.nvidia.com"].index == {index}'
-    stoppable.apply(claim_and_pod("unlucky", selector=chosen))
-    stoppable.wait_running("unlucky")
+    stoppable.start("unlucky", selector=chosen)
     wait_for("the device to be healthy", lambda: pod_health(stoppable, "unlucky") == {"Healthy"}, SHOWN_S)
     stop(stoppable)
     stoppable.simulate("recovery-action", str(index), "1")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.e2e.conftest import SLOW_S, Cluster, wait_for
-from tests.e2e.test_pods import TEMPLATE, pods
+from tests.e2e.conftest import SLOW_S, Cluster, pods_of, wait_for
+from tests.e2e.test_pods import BURST, NAMES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.core]
 
@@ -39,8 +39,7 @@ def test_pods_get_the_other_gpus_and_none_hangs_on_a_lost_one(cluster: Cluster) 
     try:
         expected = others | {LOST: False} if keeps_taints(cluster) else others
         wait_for("the lost GPU to be kept from pods", lambda: on_offer(cluster) == expected)
-        cluster.apply(TEMPLATE)
-        cluster.apply(pods(8, "burst"))
+        cluster.apply([BURST, *pods_of("burst", *NAMES)])
 
         def phases() -> dict[str, str]:
             found = cluster.get("pods", "-n", "default")["items"]

@@ -5,41 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, wait_for
-from tests.e2e.test_pods import TEMPLATE
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, WORKLOAD, Cluster, Json, pods_of, wait_for
+from tests.e2e.test_pods import BURST
 from tests.e2e.test_slices import versions
+from tests.fakes.json_stream import json_documents
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
-Json = dict[str, Any]
 REGISTRY = Path("/var/lib/kubelet/plugins_registry")
-
-POD = """apiVersion: v1
-kind: Pod
-metadata: {{name: {name}}}
-spec:
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: local/workload:e2e
-      command: [sh, -c, "nvidia-smi -L; exec sleep 3600"]
-      resources: {{claims: [{{name: gpu}}]}}
-  resourceClaims:
-    - {{name: gpu, resourceClaimTemplateName: burst}}
-"""
 
 
 def start_pods(cluster: Cluster, *names: str) -> None:
     """One after the other; each of them runs and has its GPU."""
     for name in names:
-        cluster.apply(POD.format(name=name))
+        cluster.apply(pods_of("burst", name, image=WORKLOAD))
         cluster.wait_running(name, timeout_s=SLOW_S)
         assert len(cluster.seen_by(name)) == 1
 
@@ -51,7 +36,7 @@ def change(cluster: Cluster, **container: Any) -> None:
 
 
 def rolled_out(cluster: Cluster) -> None:
-    cluster.kubectl("rollout", "status", DAEMONSET, "-n", NAMESPACE, "--timeout=300s")
+    cluster.rolled_out()
     wait_for("one ready pod of the driver", lambda: len(staying(cluster)) == 1 and cluster.driver_is_ready())
 
 
@@ -83,7 +68,7 @@ def updating(cluster: Cluster) -> Iterator[Cluster]:
     """A cluster with a claim template; afterwards it has the version of before, whatever the test rolled out."""
     rolled_out(cluster)
     template = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]
-    cluster.apply(TEMPLATE)
+    cluster.apply([BURST])
     yield cluster
     back = [
         {"op": "replace", "path": "/spec/template", "value": template},
@@ -142,14 +127,9 @@ def watched(cluster: Cluster, file: Path) -> Iterator[Callable[[], list[Json]]]:
         process = subprocess.Popen(command, stdout=output)
 
     def changes() -> list[Json]:
-        decoder, text, found = json.JSONDecoder(), file.read_text().lstrip(), []
-        while text:
-            try:
-                value, end = decoder.raw_decode(text)
-            except json.JSONDecodeError:
-                break  # half of it is written
-            found.append(value)
-            text = text[end:].lstrip()
+        found: list[Json] = []
+        with suppress(json.JSONDecodeError):  # half of the last one is written
+            found.extend(json_documents(file.read_text()))
         return found
 
     try:
@@ -167,7 +147,7 @@ def watched(cluster: Cluster, file: Path) -> Iterator[Callable[[], list[Json]]]:
 
         def told() -> bool:
             cluster.kubectl("delete", "resourceslice", "mark", "--ignore-not-found")
-            cluster.apply(json.dumps(mark))
+            cluster.apply([mark])
             return bool(changes())
 
         wait_for("the watch of slices", told)

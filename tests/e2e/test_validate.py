@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.conftest import Cluster, Json, claim_and_pod, wait_for
+from tests.e2e.conftest import Cluster, Json, claim_and_pod, container, gpu_config, wait_for
+from tests.e2e.conftest import claim as a_claim
 
 pytestmark = pytest.mark.cluster
 
@@ -51,20 +53,17 @@ def validate(kubeconfig: Path, documents: list[Json], directory: Path) -> tuple[
     return done.returncode, json.loads(done.stdout)["documents"], shown.stdout.splitlines()[-1]
 
 
-def claim(name: str, count: int = 1, **more: object) -> Json:
-    exactly = {"deviceClassName": "gpu.nvidia.com", "count": count, **more}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name},
-        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}},
-    }
+def claim(name: str, device_class: str = "gpu.nvidia.com", **exactly: Any) -> Json:
+    """One without a namespace, as most files have it."""
+    made = a_claim(name, device_class, request="gpu", **{"count": 1, **exactly})
+    del made["metadata"]["namespace"]
+    return made
 
 
 def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: str, tmp_path: Path) -> None:
     there = claim("there")
     cluster.kubectl("apply", "-n", space, "-f", "-", stdin=json.dumps(there))
-    pod = list(yaml.safe_load_all(claim_and_pod("p")))[1]
+    _, pod = claim_and_pod("p")
     del pod["metadata"]["namespace"]
     template = {"metadata": {"labels": {"a": "b"}}, "spec": pod["spec"] | {"restartPolicy": "Always"}}
     deployment = {
@@ -73,15 +72,7 @@ def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: 
         "metadata": {"name": "d"},
         "spec": {"replicas": 2, "selector": {"matchLabels": {"a": "b"}}, "template": template},
     }
-    parameters = {
-        "apiVersion": "resource.nvidia.com/v1beta1",
-        "kind": "GpuConfig",
-        "sharing": {"strategy": "Magic"},
-    }
-    refused = claim("refused")
-    refused["spec"]["devices"]["config"] = [
-        {"opaque": {"driver": "gpu.nvidia.com", "parameters": parameters}}
-    ]
+    refused = claim("refused", parameters=gpu_config(sharing={"strategy": "Magic"}))
     elsewhere = claim("elsewhere")
     elsewhere["metadata"]["namespace"] = "not-there-yet"
     missing = claim("missing")
@@ -92,7 +83,7 @@ def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: 
     }
     documents: list[Json] = [
         there,
-        claim("there", 2),
+        claim("there", count=2),
         claim("second"),
         deployment,
         refused,
@@ -100,7 +91,7 @@ def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: 
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "not-there-yet"}},
         elsewhere,
         missing,
-        claim("no-class", deviceClassName="no.example.com"),
+        claim("no-class", "no.example.com"),
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "trainer"}},
         accounted,
         {"apiVersion": "example.com/v1", "kind": "Unknown", "metadata": {"name": "u"}},
@@ -158,16 +149,9 @@ def test_extended_resources_become_the_claim_that_the_scheduler_makes(
     cluster.kubectl("delete", "quota", "gpus", "-n", space)
     resource = "deviceclass.resource.kubernetes.io/gpu.nvidia.com"
 
-    def container(name: str, gpus: int, command: str, **more: str) -> Json:
-        limits = {resource: str(gpus)}
-        shell = ["sh", "-c", command]
-        return {
-            "name": name,
-            "image": "local/workload:e2e",
-            "command": shell,
-            "resources": {"limits": limits},
-            **more,
-        }
+    def limited(name: str, gpus: int, command: str, **more: str) -> Json:
+        limits = {"limits": {resource: str(gpus)}}
+        return container(name, command=command, **more) | {"resources": limits}
 
     stay = "exec sleep 3600"
     # A pod takes three devices: two for what stays, and one more while the first of its init containers runs.
@@ -175,10 +159,10 @@ def test_extended_resources_become_the_claim_that_the_scheduler_makes(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,
         "initContainers": [
-            container("first", 3, "true"),
-            container("beside", 1, stay, restartPolicy="Always"),
+            limited("first", 3, "true"),
+            limited("beside", 1, stay, restartPolicy="Always"),
         ],
-        "containers": [container("main", 1, stay)],
+        "containers": [limited("main", 1, stay)],
     }
     job = {
         "apiVersion": "batch/v1",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
@@ -16,7 +19,7 @@ from playground.node import DRIVER, PlaygroundNode
 from playground.scheduler import reserve
 
 from dra_driver.app.daemon import Driver
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
 
 NODE = "node-a"
 
@@ -32,12 +35,31 @@ def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
     return value
 
 
+def result(device: str, request: str = "gpu", **more: Any) -> Json:
+    """A device in the allocation of a claim."""
+    return {"request": request, "driver": DRIVER, "pool": NODE, "device": device, **more}
+
+
+def parameters(kind: str = "GpuConfig", **sharing: Any) -> list[Json]:
+    """A claim's config of an allocation, with parameters about sharing."""
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, "sharing": sharing}
+    return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
+
+
+def sliced(interval: str) -> list[Json]:
+    return parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": interval})
+
+
 class Node(PlaygroundNode):
     """One node below `root`. `start_driver` may be called again after `driver.stop()`, as after a restart."""
 
+    driver: Any
+    """The daemon in this process; None before the first start."""
+
     def __init__(self, root: Path, machine: str = "dgx-h100", **server: Any) -> None:
         super().__init__(root, machine, name=NODE, server=PlaygroundApiServer(**server))
-        self.driver: Driver | None = None
+        self.driver = None
+        self._processes: list[Any] = []
 
     def start_driver(self, **changes: Any) -> Driver:
         driver = self.driver = Driver(replace(self.settings, **changes))
@@ -47,7 +69,40 @@ class Node(PlaygroundNode):
         eventually(lambda: any(entry.connected for entry in self.kubelet.instances(DRIVER)))
         return driver
 
+    def running(self, devices: int = 8, **changes: Any) -> Self:
+        """The node with a driver that has published so many devices."""
+        self.start_driver(**changes)
+        self.wait_devices(devices)
+        return self
+
+    def restart_driver(self, **changes: Any) -> Driver:
+        self.driver.stop()
+        return self.start_driver(**changes)
+
+    def spawn(
+        self, *, behind: Sequence[str] = (), before: str = "", umask: int = -1, **environment: str
+    ) -> Any:
+        """The daemon as a process, which ends with the node at the latest: NVML is one for all of a process.
+
+        `behind` is a command that runs it, `before` is Python that runs in it first.
+        """
+        main = ["-c", f"{before}\nfrom dra_driver.cli.main import main\nmain()"]
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+        own = self.environment() | self.service_account() | {"KUBECONFIG": "", "LOG_LEVEL": "warning"}
+        process = subprocess.Popen(
+            [*behind, sys.executable, *(main if before else ["-m", "dra_driver.cli.main"]), "run"],
+            env=kept | own | environment,
+            umask=umask,
+            stderr=subprocess.PIPE,
+        )
+        self._processes.append(process)
+        return process
+
     def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stderr.close()
         if self.driver is not None:
             self.driver.stop()
         super().stop()
@@ -56,13 +111,16 @@ class Node(PlaygroundNode):
         return self.server.objects("resourceslices")
 
     def wait_devices(self, count: int) -> list[Json]:
-        return eventually(lambda: devices if len(devices := self.devices()) == count else None)
+        [found] = eventually(lambda: [devices] if len(devices := self.devices()) == count else [])
+        return found
 
-    def claim(self, name: str, devices: Json | None = None, *, status: Json | None = None) -> ClaimRef:
+    def claim(
+        self, name: str, devices: Json | None = None, *, status: Json | None = None, **metadata: Any
+    ) -> ClaimRef:
         """Add a claim (by default for one GPU) and, unless a status is given, have it allocated; a pod uses it."""
         one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
         body: Json = {
-            "metadata": {"name": name, "namespace": "default"},
+            "metadata": {"name": name, "namespace": "default", **metadata},
             "spec": {"devices": devices or one},
         }
         pod = {"metadata": {"name": f"pod-of-{name}", "uid": f"pod-of-{name}"}}
@@ -76,26 +134,51 @@ class Node(PlaygroundNode):
         return ClaimRef("default", name, stored["metadata"]["uid"])
 
     def allocated_by_hand(
-        self, name: str, *devices: str, config: list[Json] | None = None, **more: Any
+        self, name: str, *devices: str | Json, config: list[Json] | None = None, **more: Any
     ) -> ClaimRef:
-        """A claim whose allocation names these devices, whatever a scheduler would say."""
-        results = [
-            {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device, **more} for device in devices
-        ]
+        """A claim whose allocation names these devices, or has these results, whatever a scheduler would say."""
+        results = [result(one, **more) if isinstance(one, str) else one for one in devices]
         allocation: Json = {"devices": {"results": results}}
         if config is not None:
             allocation["devices"]["config"] = config
         return self.claim(name, status={"allocation": allocation})
 
+    def delete_claim(self, name: str) -> None:
+        """It is gone from the API server; the kubelet has not unprepared it yet."""
+        self.server.operations.delete(self.server.resource("resourceclaims"), ("default", name), {})
+
     def prepare(self, *refs: ClaimRef) -> dict[str, Any]:
         return self.kubelet.prepare(DRIVER, list(refs))
 
-    def prepare_in_a_hurry(self, *refs: ClaimRef) -> dict[str, Any]:
-        """With a short deadline: while the API server is away, the driver tries again until shortly before it."""
-        return self.kubelet.prepare(DRIVER, list(refs), timeout_s=10)
+    def ready(self, ref: ClaimRef) -> Prepared:
+        """The answer to a Prepare that must succeed."""
+        outcome = self.prepare(ref)[ref.uid]
+        assert isinstance(outcome, Prepared), outcome
+        return outcome
+
+    def refused(self, ref: ClaimRef, *parts: str) -> str:
+        """The error of a Prepare that must fail: one line that has these parts, and nothing is left of it."""
+        before = self.specs(), self.records()
+        outcome = self.prepare(ref)[ref.uid]
+        assert isinstance(outcome, Failed), outcome
+        assert "\n" not in outcome.error
+        assert all(part in outcome.error for part in parts), outcome.error
+        assert (self.specs(), self.records()) == before
+        return outcome.error
 
     def unprepare(self, *refs: ClaimRef) -> dict[str, Any]:
         return self.kubelet.unprepare(DRIVER, list(refs))
+
+    def take_back(self, *refs: ClaimRef) -> None:
+        """An Unprepare that must succeed."""
+        assert self.unprepare(*refs) == {ref.uid: None for ref in refs}
+
+    def events(self, reason: str) -> list[Json]:
+        return [event for event in self.server.objects("events", group="") if event["reason"] == reason]
+
+    def recorded(self) -> list[ClaimRef]:
+        """What an Unprepare needs of each claim with a record."""
+        return [ClaimRef("default", "any", name.removesuffix(".json")) for name in self.records()]
 
     def specs(self) -> list[str]:
         return sorted(path.name for path in self.cdi.glob("*")) if self.cdi.exists() else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from dra_driver.diagnostics.state_on_disk import read_state
-from dra_driver.model.claim import Prepared
 from tests.fakes.scrapes import labelled, scraped
 from tests.integration.conftest import NODE, Node
 
@@ -14,7 +13,6 @@ Json = dict[str, Any]
 
 def told(node: Node) -> list[tuple[str, str, str]]:
     """Claim, pod and UUID of each series."""
-    assert node.driver is not None
     found = list(labelled(scraped(node.driver.metrics), "nvidia_dra_claim_info"))
     assert {(entry["namespace"], entry["node"]) for entry in found} <= {("default", NODE)}
     return sorted((entry["claim"], entry["pod"], entry["uuid"]) for entry in found)
@@ -39,7 +37,7 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
         for device in node.devices()
         if device["name"] == result["device"]
     )
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     first = ["pod-of-shared", "first"]
     assert told(node) == sorted(("shared", name, uuid) for name in first)
     assert written(node) == {"shared": first}
@@ -47,7 +45,6 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
     # Another pod comes and one goes, of which the kubelet says nothing to the driver.
     node.scheduler.allocate_claim("default", "shared", pod=pod("second"))
     node.scheduler.release_claim("default", "shared", pod=pod("first"))
-    assert node.driver is not None
     reconciler = node.driver.claims.reconciler
     assert reconciler.look() is None
     now = ["pod-of-shared", "second"]
@@ -56,7 +53,7 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
 
     # A kubelet that starts anew has it prepared again: that is noted, and written down later.
     node.scheduler.allocate_claim("default", "shared", pod=pod("third"))
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     assert told(node) == sorted(("shared", name, uuid) for name in [*now, "third"])
     assert written(node) == {"shared": now}
     assert reconciler.look() is None
@@ -65,5 +62,5 @@ def test_each_pod_of_a_claim_is_joined_to_its_gpu(node: Node) -> None:
     node.driver.stop()
     node.start_driver()
     assert told(node) == sorted(("shared", name, uuid) for name in [*now, "third"]), "from the record"
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert (told(node), written(node)) == ([], {})

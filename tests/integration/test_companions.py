@@ -4,7 +4,7 @@ storage."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import structlog
 
 from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.host import imex
-from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.companions import HOST_DEVICES
 from dra_driver.model.plan import Plan
 from tests.api.parameter_table import parameters
@@ -57,22 +57,6 @@ def beside(node: Node, ref: ClaimRef) -> dict[str, list[str]]:
     }
 
 
-def ready(node: Node, ref: ClaimRef) -> Prepared:
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Prepared), outcome
-    return outcome
-
-
-def refused(node: Node, ref: ClaimRef, *parts: str) -> None:
-    """The claim fails with one sentence that has these parts, and leaves nothing."""
-    before = node.specs(), node.records()
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Failed), outcome
-    assert "\n" not in outcome.error
-    assert all(part in outcome.error for part in parts), outcome.error
-    assert (node.specs(), node.records()) == before
-
-
 def asking(node: Node, name: str, *kinds: str, request: str = "gpu", count: int = 1) -> ClaimRef:
     opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=list(kinds))}
     asked = {"name": request, "exactly": {"deviceClassName": "gpu.nvidia.com", "count": count}}
@@ -82,25 +66,19 @@ def asking(node: Node, name: str, *kinds: str, request: str = "gpu", count: int 
 # --- IMEX channels ------------------------------------------------------------------------------
 
 
-def test_claims_on_gpus_in_a_fabric_get_the_channel(tray: Node) -> None:
-    tray.start_driver(imex_channel=3)
-    devices = tray.wait_devices(4)
-    assert {json.dumps(device["attributes"]["imexChannels"]) for device in devices} == {'{"int": 2048}'}
-    ref = tray.claim("training")
-    ready(tray, ref)
-    assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
-    assert not (tray.machine.host_root / f"{CHANNEL}3".lstrip("/")).exists()  # described, as MIG's nodes are
-    tray.unprepare(ref)
-    assert (tray.specs(), tray.records()) == ([], [])
-
-
-def test_all_channels(tray: Node) -> None:
+@pytest.mark.parametrize(("channel", "numbers"), [(3, [3]), ("all", range(16))])
+def test_claims_on_gpus_in_a_fabric_get_the_channel(
+    tray: Node, channel: int | str, numbers: Sequence[int]
+) -> None:
     tray.machine.set_imex("ready", channels=16)
-    tray.start_driver(imex_channel="all")
-    tray.wait_devices(4)
+    devices = tray.running(4, imex_channel=channel).devices()
+    assert {json.dumps(device["attributes"]["imexChannels"]) for device in devices} == {'{"int": 16}'}
     ref = tray.claim("training")
-    ready(tray, ref)
-    assert channels(tray, ref) == [(f"{CHANNEL}{number}", 236, number) for number in range(16)]
+    tray.ready(ref)
+    assert channels(tray, ref) == [(f"{CHANNEL}{number}", 236, number) for number in numbers]
+    assert not (tray.machine.host_root / f"{CHANNEL}3".lstrip("/")).exists()  # described, as MIG's nodes are
+    tray.take_back(ref)
+    assert (tray.specs(), tray.records()) == ([], [])
 
 
 def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,92 +94,65 @@ def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.Mon
     tray.start_driver()
     assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
     ref = tray.claim("training")
-    ready(tray, ref)
+    tray.ready(ref)
     assert channels(tray, ref) == []
     [record] = tray.records()
     held = json.loads((tray.plugin_dir / "claims" / record).read_text())["devices"]
     assert all(one.keys() == {"device", "kind", "uuid", "gpuUUID"} for one in held)
 
 
-def test_gpus_in_no_fabric_get_no_channel(make_node: Make) -> None:
-    node = make_node("dgx-h100")
-    node.start_driver(imex_channel=0)
-    assert all("imexChannels" not in device["attributes"] for device in node.wait_devices(8))
-    ref = node.claim("training")
-    ready(node, ref)
-    assert channels(node, ref) == []
-
-
-def test_who_only_looks_gets_no_channel(tray: Node) -> None:
-    tray.machine.set_imex("stopped")
-    tray.start_driver(imex_channel=0)
-    name = tray.wait_devices(4)[0]["name"]
+def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
+    tray.machine.set_imex("initializing")
+    name = tray.running(4, imex_channel=0).devices()[0]["name"]
     monitor = tray.allocated_by_hand("monitor", name, adminAccess=True)
-    ready(tray, monitor)
-    assert channels(tray, monitor) == []
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ("initializing", "says 'INITIALIZING'"),
-        ("hung", "does not answer"),
-        ("killed", "Connection refused"),
-        ("stopped", "its control socket /etc/nvidia-imex/imex_ctrl.sock is not there"),
-    ],
-)
-def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node, state: str, said: str) -> None:
-    tray.machine.set_imex(state)
-    tray.start_driver(imex_channel=0)
-    names = [device["name"] for device in tray.wait_devices(4)]
-    monitor = tray.allocated_by_hand("monitor", names[0], adminAccess=True)
     training = tray.claim("training")
-    outcomes = tray.prepare(training, monitor)
-    assert isinstance(outcomes[monitor.uid], Prepared)
-    assert said in outcomes[training.uid].error
-    assert "systemctl status nvidia-imex" in outcomes[training.uid].error
-    assert tray.records() == [f"{monitor.uid}.json"]
+    for state, said in {
+        "initializing": "says 'INITIALIZING'",
+        "hung": "does not answer",
+        "killed": "Connection refused",
+        "stopped": "its control socket /etc/nvidia-imex/imex_ctrl.sock is not there",
+    }.items():
+        tray.machine.set_imex(state)
+        outcomes = tray.prepare(training, monitor)
+        assert isinstance(outcomes[monitor.uid], Prepared)
+        assert said in outcomes[training.uid].error
+        assert "systemctl status nvidia-imex" in outcomes[training.uid].error
+        assert tray.records() == [f"{monitor.uid}.json"]
+    assert channels(tray, monitor) == []
     tray.machine.set_imex("ready")
-    ready(tray, training)
+    tray.ready(training)
     assert channels(tray, training) == [(f"{CHANNEL}0", 236, 0)]
 
 
 def test_a_daemon_that_listens_nowhere_is_told_how(tray: Node) -> None:
     config = tray.machine.host_root / imex.CONFIG.lstrip("/")
     config.write_text("IMEX_CMD_ENABLED=0\n")
-    tray.start_driver(imex_channel=0)
-    tray.wait_devices(4)
-    refused(
-        tray, tray.claim("training"), "set IMEX_CMD_ENABLED=1 and IMEX_CMD_UNIX_DOMAIN_PATH=", imex.CONFIG
-    )
+    tray.running(4, imex_channel=0)
+    tray.refused(tray.claim("training"), "set IMEX_CMD_ENABLED=1 and IMEX_CMD_UNIX_DOMAIN_PATH=", imex.CONFIG)
     config.unlink()
-    refused(tray, tray.claim("more"), f"is not installed: {imex.CONFIG} is not there")
+    tray.refused(tray.claim("more"), f"is not installed: {imex.CONFIG} is not there")
 
 
-def test_a_channel_that_the_driver_does_not_have(tray: Node) -> None:
-    tray.machine.set_imex("ready", channels=8)
-    tray.start_driver(imex_channel=8)
-    tray.wait_devices(4)
-    refused(tray, tray.claim("training"), "IMEX channel 8", "has channels 0 to 7", "NVreg_ImexChannelCount")
-
-
-def test_more_channels_than_a_container_can_have(tray: Node) -> None:
-    tray.machine.set_imex("ready", channels=5000)
-    tray.start_driver(imex_channel="all")
-    tray.wait_devices(4)
-    refused(tray, tray.claim("training"), "all IMEX channels", "has 5000", "imex.channel to a number")
-
-
-def test_a_driver_without_channels(tray: Node) -> None:
-    tray.machine.set_imex("ready", channels=0)
-    tray.start_driver(imex_channel=0)
-    assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
-    refused(tray, tray.claim("training"), "has no IMEX channels", "gpu-dra-driver doctor")
+@pytest.mark.parametrize(
+    ("there", "channel", "words"),
+    [
+        (8, 8, ("IMEX channel 8", "has channels 0 to 7", "NVreg_ImexChannelCount")),
+        (5000, "all", ("all IMEX channels", "has 5000", "imex.channel to a number")),
+        (0, 0, ("has no IMEX channels", "gpu-dra-driver doctor")),
+    ],
+    ids=["a channel that the driver does not have", "more than a container can have", "none"],
+)
+def test_channels_that_a_container_cannot_get(
+    tray: Node, there: int, channel: int | str, words: tuple[str, ...]
+) -> None:
+    tray.machine.set_imex("ready", channels=there)
+    devices = tray.running(4, imex_channel=channel).devices()
+    assert [("imexChannels" in device["attributes"]) for device in devices] == [there > 0] * 4
+    tray.refused(tray.claim("training"), *words)
 
 
 def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = tray.start_driver(imex_channel=0)
-    tray.wait_devices(4)
+    driver = tray.running(4, imex_channel=0).driver
     check = CompanionFinder.check
 
     def then_gone(self: CompanionFinder, plan: Plan) -> None:
@@ -209,26 +160,25 @@ def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch
         tray.machine.set_imex("ready", channels=0)
 
     monkeypatch.setattr(CompanionFinder, "check", then_gone)
-    refused(tray, tray.claim("training"), "the kernel lists no nvidia-caps-imex-channels")
+    tray.refused(tray.claim("training"), "the kernel lists no nvidia-caps-imex-channels")
     monkeypatch.undo()
     tray.machine.set_imex("ready", channels=2048)
     driver.discovery.scan_now(10)
-    ready(tray, tray.claim("more"))
+    tray.ready(tray.claim("more"))
 
 
 def test_a_prepared_claim_keeps_what_it_has(tray: Node) -> None:
     tray.machine.set_host_devices(["gds", "gdrcopy"])
-    driver = tray.start_driver(imex_channel=3, host_devices=("gdrcopy",))
-    tray.wait_devices(4)
+    driver = tray.running(4, imex_channel=3, host_devices=("gdrcopy",)).driver
     ref = tray.claim("training")
-    first = ready(tray, ref)
+    first = tray.ready(ref)
     spec = spec_of(tray, ref)
     driver.stop()
     tray.machine.set_imex("stopped")
     for changes in ({}, {"imex_channel": 5, "host_devices": ("gds",)}):
         driver = tray.start_driver(**changes)
         eventually(lambda driver=driver: driver.discovery.inventory)
-        assert ready(tray, ref) == first
+        assert tray.ready(ref) == first
         assert spec_of(tray, ref) == spec
         driver.stop()
     tray.start_driver()
@@ -240,14 +190,13 @@ def test_a_prepared_claim_keeps_what_it_has(tray: Node) -> None:
 
 
 def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> None:
-    node = make_node("dgx-h100")
+    node = make_node()
     node.machine.set_host_devices(["mofed", "gds"])
-    node.start_driver(host_devices=("gds", "mofed", "gdrcopy", "nvswitch"))
-    node.wait_devices(8)
+    node.running(host_devices=("gds", "mofed", "gdrcopy", "nvswitch"))
     first, second = node.claim("first"), node.claim("second")
     with structlog.testing.capture_logs() as logs:
-        ready(node, first)
-        ready(node, second)
+        node.ready(first)
+        node.ready(second)
     [paths] = beside(node, first).values()
     assert paths == [
         *(f"/dev/nvidia-fs{number}" for number in range(8)),
@@ -268,10 +217,9 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
 
 
 def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> None:
-    node = make_node("dgx-h100")
+    node = make_node()
     node.machine.set_host_devices(["gdrcopy"])
-    node.start_driver(claim_host_devices=HOST_DEVICES)
-    node.wait_devices(8)
+    node.running(claim_host_devices=HOST_DEVICES)
     opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=["gdrcopy", "nvswitch", "gdrcopy"])}
     one = {"deviceClassName": "gpu.nvidia.com"}
     ref = node.claim(
@@ -281,7 +229,7 @@ def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> Non
             "config": [{"requests": ["with"], "opaque": opaque}],
         },
     )
-    outcome = ready(node, ref)
+    outcome = node.ready(ref)
     by_request = {device.requests[0]: device.device for device in outcome.devices}
     found = beside(node, ref)
     assert found[by_request["without"]] == []
@@ -291,10 +239,9 @@ def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> Non
 
 
 def test_what_a_claim_asks_for_and_the_node_lacks(make_node: Make) -> None:
-    node = make_node("dgx-h100")
+    node = make_node()
     node.machine.set_host_devices(["gds"])
-    node.start_driver(claim_host_devices=HOST_DEVICES)
-    node.wait_devices(8)
+    node.running(claim_host_devices=HOST_DEVICES)
     lacking, fine = asking(node, "lacking", "gds", "mofed"), asking(node, "fine", "gds")
     outcomes = node.prepare(lacking, fine)
     assert isinstance(outcomes[fine.uid], Prepared)
@@ -304,19 +251,22 @@ def test_what_a_claim_asks_for_and_the_node_lacks(make_node: Make) -> None:
         "from the parameters"
     )
     assert node.records() == [f"{fine.uid}.json"]
+    # The simulated storage nodes belong to root only; one of another group would not open for other users.
+    [device] = spec_of(node, fine)["devices"]
+    modes = {one["fileMode"] for one in device["containerEdits"]["deviceNodes"] if "nvidia-fs" in one["path"]}
+    assert modes == {0o660}
     node.machine.set_host_devices(["gds", "mofed"])
-    ready(node, lacking)
+    node.ready(lacking)
 
 
 def test_nodes_that_vanish_before_the_spec_is_written(
     make_node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = make_node("dgx-h100")
+    node = make_node()
     node.machine.set_host_devices(["gds"])
-    node.start_driver(claim_host_devices=HOST_DEVICES)
-    node.wait_devices(8)
+    node.running(claim_host_devices=HOST_DEVICES)
     other = node.claim("other")
-    ready(node, other)
+    node.ready(other)
     spec = spec_of(node, other)
     check = CompanionFinder.check
 
@@ -325,7 +275,7 @@ def test_nodes_that_vanish_before_the_spec_is_written(
         node.machine.set_host_devices([])
 
     monkeypatch.setattr(CompanionFinder, "check", then_gone)
-    refused(node, asking(node, "training", "gds"), "hostDevices gds", "/dev/nvidia-fs*", "modprobe nvidia-fs")
+    node.refused(asking(node, "training", "gds"), "hostDevices gds", "/dev/nvidia-fs*", "modprobe nvidia-fs")
     assert spec_of(node, other) == spec
 
 
@@ -338,30 +288,17 @@ def test_no_mig_device_is_made_for_a_claim_that_lacks_something(make_node: Make)
     config = [{"source": "FromClaim", "requests": [], "opaque": opaque}]
     ref = node.allocated_by_hand("training", name, config=config)
     before = node.machine.current().by_uuid
-    refused(node, ref, "hostDevices gds")
+    node.refused(ref, "hostDevices gds")
     assert all(not gpu.instances for gpu in node.machine.current().present)
     assert {uuid: gpu.mig_serial for uuid, gpu in node.machine.current().by_uuid.items()} == {
         uuid: gpu.mig_serial for uuid, gpu in before.items()
     }
     node.machine.set_host_devices(["gds"])
-    ready(node, ref)
+    node.ready(ref)
     [paths] = beside(node, ref).values()
     assert [path for path in paths if "nvidia-cap" not in path] == [
         f"/dev/nvidia-fs{number}" for number in range(8)
     ]
-
-
-def test_a_node_of_a_group_brings_the_group(make_node: Make) -> None:
-    """The simulated storage nodes belong to root only; one of another group would not open for other users."""
-    node = make_node("dgx-h100")
-    node.machine.set_host_devices(["gds"])
-    node.start_driver(claim_host_devices=HOST_DEVICES)
-    node.wait_devices(8)
-    ref = asking(node, "training", "gds")
-    ready(node, ref)
-    [device] = spec_of(node, ref)["devices"]
-    modes = {one["fileMode"] for one in device["containerEdits"]["deviceNodes"] if "nvidia-fs" in one["path"]}
-    assert modes == {0o660}
 
 
 def test_paths_of_a_real_host(tmp_path: Path) -> None:

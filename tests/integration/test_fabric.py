@@ -12,12 +12,10 @@ import pytest
 from dra_driver.app.daemon import Driver
 from dra_driver.health import monitor
 from dra_driver.host import imex
-from dra_driver.model.claim import ClaimRef, Prepared
-from dra_driver.model.gpu import UnreadyFabric
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
 from tests.integration.conftest import Node, eventually
-from tests.integration.test_companions import CHANNEL, TRAY, channels, ready, refused
+from tests.integration.test_companions import CHANNEL, TRAY, channels
 
 Json = dict[str, Any]
 CLUSTER, CLIQUE = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 32766
@@ -29,7 +27,6 @@ COMPLETE = {
     "imexChannels": {"int": 2048},
 }
 PENDING = ["pending"]
-UNDER_WAY = UnreadyFabric("pending", "the registration is in progress")
 IN_A_WHILE = 1000.0
 
 
@@ -69,10 +66,6 @@ def published(node: Node) -> Iterator[tuple[list[str], Json]]:
             yield from map(fabric_of, change.after["spec"].get("devices", []))
 
 
-def inventory(driver: Driver) -> Inventory:
-    return driver.discovery.latest() or Inventory()
-
-
 def has_polled(driver: Driver, node: Node) -> bool:
     return all(driver.health.monitor.polled_at(gpu.uuid) for gpu in node.machine.current().present)
 
@@ -90,13 +83,11 @@ def by_hand(node: Node, name: str, index: int = 0, **more: Any) -> ClaimRef:
 @pytest.mark.usefixtures("often")
 def test_a_claim_waits_for_the_fabric_and_then_gets_its_channel(tray: Node) -> None:
     tray.machine.set_fabric(state=IN_PROGRESS)
-    tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
+    tray.running(4, imex_channel=3)
     assert fabrics(tray) == [(PENDING, {})] * 4
     ref = by_hand(tray, "training")
     gpu = tray.devices()[0]["attributes"]["uuid"]["string"]
-    refused(
-        tray,
+    tray.refused(
         ref,
         f"GPU {gpu}",
         "is not registered with its NVLink fabric yet: the registration is in progress",
@@ -105,19 +96,18 @@ def test_a_claim_waits_for_the_fabric_and_then_gets_its_channel(tray: Node) -> N
     )
     tray.machine.set_fabric(state=COMPLETED)
     complete(tray)
-    ready(tray, ref)
+    tray.ready(ref)
     assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
 
 
 @pytest.mark.usefixtures("seldom")
 def test_a_prepare_that_comes_before_the_next_poll_looks_at_the_fabric_itself(tray: Node) -> None:
     tray.machine.set_fabric(state=NOT_STARTED)
-    driver = tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
+    driver = tray.running(4, imex_channel=3).driver
     eventually(lambda: has_polled(driver, tray))
     tray.machine.set_fabric(state=COMPLETED)
     ref = by_hand(tray, "training")
-    ready(tray, ref)
+    tray.ready(ref)
     assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
     complete(tray)
 
@@ -127,8 +117,7 @@ def test_the_taint_stays_until_discovery_has_read_the_fabric(
     tray: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tray.machine.set_fabric(state=IN_PROGRESS)
-    driver = tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
+    driver = tray.running(4, imex_channel=3).driver
     eventually(lambda: has_polled(driver, tray))
     may_read, read = threading.Event(), NvmlReader.read_inventory
 
@@ -155,56 +144,30 @@ def test_the_taint_stays_until_discovery_has_read_the_fabric(
     complete(tray)
 
 
-@pytest.mark.usefixtures("often")
-def test_a_fabric_that_is_set_up_anew_is_never_published_without_its_taint(tray: Node) -> None:
-    tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
+@pytest.mark.parametrize("finds", ["often", "seldom"])
+def test_a_fabric_that_is_set_up_anew_is_never_published_without_its_taint(
+    tray: Node, request: pytest.FixtureRequest, finds: str
+) -> None:
+    """Whether a poll of health or discovery finds it first. Who was prepared before is answered meanwhile."""
+    request.getfixturevalue(finds)
+    discovery = tray.running(4, imex_channel=3).driver.discovery
     complete(tray)
+    ref = by_hand(tray, "training")
+    first = tray.ready(ref)
     tray.machine.set_fabric(state=IN_PROGRESS)
+    if finds == "seldom":
+        discovery.request_rescan()
     eventually(lambda: fabrics(tray) == [(PENDING, {})] * 4)
+    assert tray.ready(ref) == first
+    assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
     tray.machine.set_fabric(state=COMPLETED)
+    if finds == "seldom":
+        discovery.request_rescan()
     complete(tray)
 
 
-@pytest.mark.usefixtures("seldom")
-def test_what_discovery_finds_first_is_tainted_too(tray: Node) -> None:
-    driver = tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
-    complete(tray)
-    tray.machine.set_fabric(state=IN_PROGRESS)
-    driver.discovery.request_rescan()
-    eventually(lambda: fabrics(tray) == [(PENDING, {})] * 4)
-    tray.machine.set_fabric(state=COMPLETED)
-    driver.discovery.request_rescan()
-    complete(tray)
-
-
-@pytest.mark.usefixtures("often")
-def test_the_time_of_the_taint_stays_while_the_fabric_is_not_ready(tray: Node) -> None:
-    def times() -> set[str]:
-        return {
-            taint["timeAdded"]
-            for change in tray.server.store.changes_after(1)
-            if change.resource.plural == "resourceslices" and change.after is not None
-            for device in change.after["spec"].get("devices", [])
-            for taint in device.get("taints", [])
-            if fabric_of(device) == (PENDING, {})
-        }
-
-    tray.machine.set_fabric(state=NOT_STARTED)
-    driver = tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
-    eventually(lambda: has_polled(driver, tray))
-    tray.machine.set_fabric(state=IN_PROGRESS)
-    eventually(lambda: {gpu.unready_fabric for gpu in inventory(driver).gpus} == {UNDER_WAY})
-    tray.machine.set_fabric(state=COMPLETED)
-    complete(tray)
-    assert len(times()) == 1
-
-
-@pytest.mark.parametrize(
-    ("facts", "told"),
-    [
+def test_a_fabric_that_fails_for_ever_is_told_with_what_to_look_at(tray: Node) -> None:
+    told: list[tuple[Json, str]] = [
         ({"state": NOT_STARTED}, "yet: the registration has not started"),
         ({"state": IN_PROGRESS}, "yet: the registration is in progress"),
         (
@@ -212,68 +175,35 @@ def test_the_time_of_the_taint_stays_while_the_fabric_is_not_ready(tray: Node) -
             "could not be registered with its NVLink fabric: registration ended with NVML error 999",
         ),
         ({"state": 7}, "does not tell whether it is registered with an NVLink fabric: NVML tells state 7"),
-    ],
-)
-def test_a_fabric_that_fails_for_ever_is_told_with_what_to_look_at(
-    tray: Node, facts: Json, told: str
-) -> None:
-    tray.machine.set_fabric(0, **facts)
-    tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
-    ref, other = by_hand(tray, "training", 0), by_hand(tray, "other", 1)
-    for _ in range(2):
-        refused(tray, ref, told, "nvidia-fabricmanager", "nvidia-smi nvlink -s")
-    ready(tray, other)
-    assert channels(tray, other) == [(f"{CHANNEL}3", 236, 3)]
+    ]
+    for index, (facts, _) in enumerate(told):
+        tray.machine.set_fabric(index, **facts)
+    tray.running(4, imex_channel=3)
+    refs = [by_hand(tray, f"training-{index}", index) for index in range(4)]
+    for ref, (_, said) in zip(refs * 2, told * 2, strict=True):
+        tray.refused(ref, said, "nvidia-fabricmanager", "nvidia-smi nvlink -s")
 
 
 def test_a_fabric_that_cannot_be_read_now_is_not_taken_for_none(tray: Node) -> None:
     tray.machine.set_fault("nvmlDeviceGetGpuFabricInfoV", code="unknown", gpu=0)
-    tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
+    tray.running(4, imex_channel=3)
     ref = by_hand(tray, "training")
-    refused(tray, ref, "does not tell whether", "Unknown Error", "the kubelet tries again")
+    tray.refused(ref, "does not tell whether", "Unknown Error", "the kubelet tries again")
     tray.machine.clear_faults()
-    ready(tray, ref)
+    tray.ready(ref)
     assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
 
 
 def test_only_who_uses_a_gpu_with_a_fabric_waits(tray: Node) -> None:
     tray.machine.set_fabric(state=IN_PROGRESS)
     tray.machine.set_fabric(1, state=0)
-    tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
+    tray.running(4, imex_channel=3)
     assert fabrics(tray) == [(PENDING, {}), ([], {}), (PENDING, {}), (PENDING, {})]
     looks, without = by_hand(tray, "monitor", 0, adminAccess=True), by_hand(tray, "single", 1)
-    refused(tray, by_hand(tray, "training", 0), "the registration is in progress")
+    tray.refused(by_hand(tray, "training", 0), "the registration is in progress")
     for ref in (looks, without):
-        ready(tray, ref)
+        tray.ready(ref)
         assert channels(tray, ref) == []
-
-
-def test_nobody_waits_where_no_channel_is_given(tray: Node) -> None:
-    tray.machine.set_fabric(state=IN_PROGRESS)
-    driver = tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
-    ref = by_hand(tray, "training")
-    refused(tray, ref, "the registration is in progress")
-    driver.stop()
-    driver = tray.start_driver()
-    eventually(driver.discovery.latest)
-    ready(tray, ref)
-    assert fabrics(tray)[0] == (PENDING, {})
-
-
-@pytest.mark.usefixtures("often")
-def test_a_claim_that_is_prepared_is_answered_while_the_fabric_is_set_up_anew(tray: Node) -> None:
-    tray.start_driver(imex_channel=3)
-    tray.wait_devices(4)
-    ref = by_hand(tray, "training")
-    first = ready(tray, ref)
-    tray.machine.set_fabric(state=IN_PROGRESS)
-    eventually(lambda: fabrics(tray) == [(PENDING, {})] * 4)
-    assert ready(tray, ref) == first
-    assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
 
 
 @pytest.mark.usefixtures("often")
@@ -282,11 +212,10 @@ def test_a_board_whose_fabric_ends_at_the_board_is_well_when_it_is_complete(
 ) -> None:
     node = make_node()
     node.machine.set_fabric(state=IN_PROGRESS)
-    node.start_driver(imex_channel=0)
-    node.wait_devices(8)
+    node.running(8, imex_channel=0)
     ref = by_hand(node, "training")
-    refused(node, ref, "the registration is in progress")
+    node.refused(ref, "the registration is in progress")
     node.machine.set_fabric(state=COMPLETED)
     eventually(lambda: [taints for taints, _ in fabrics(node)] == [[]] * 8)
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     assert channels(node, ref) == []

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from dra_driver.errors import ApiUnavailableError
-from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.model.health import HealthTarget
 from tests.integration.conftest import Json, Node, eventually
 from tests.integration.test_mig import named
@@ -16,8 +12,7 @@ from tests.integration.test_mig import named
 
 def told(node: Node, reason: str) -> list[str]:
     """`kind/name` of what has an event with this reason; one entry for each event."""
-    found = [event for event in node.server.objects("events", group="") if event["reason"] == reason]
-    return sorted("{kind}/{name}".format(**event["involvedObject"]) for event in found)
+    return sorted("{kind}/{name}".format(**event["involvedObject"]) for event in node.events(reason))
 
 
 def ready(node: Node) -> dict[str, tuple[str, str]]:
@@ -35,12 +30,10 @@ PREPARED = ("True", "Prepared")
 
 
 def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    driver = node.start_driver(dynamic_mig=True)
-    eventually(lambda: len(node.devices()) > 8)
+    node = make_node().running(8 * 26, dynamic_mig=True)
+    driver = node.driver
     for number, name in enumerate("ab"):
-        ref = node.allocated_by_hand(name, named(node, "1g.10gb", number))
-        node.prepare(ref)
+        node.ready(node.allocated_by_hand(name, named(node, "1g.10gb", number)))
     eventually(lambda: ready(node) == {"a": PREPARED, "b": PREPARED})
     made: Any = driver.mig.created_instance(named(node, "1g.10gb", 0))
     node.machine.raise_xid(
@@ -57,29 +50,13 @@ def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Nod
 
 
 def test_the_status_follows_a_gpu_that_is_lost_and_comes_back(node: Node) -> None:
-    ref = node.claim("one")
-    node.prepare(ref)
+    node.ready(node.claim("one"))
     eventually(lambda: ready(node) == {"one": PREPARED})
     node.machine.lose_gpu(0)
     eventually(lambda: ready(node) == {"one": ("False", "GPULost")})
     node.machine.restore_gpu(0)
     node.driver.discovery.request_rescan()
     node.driver.health.monitor._next_poll = 0.0
-    eventually(lambda: ready(node) == {"one": PREPARED})
-
-
-def test_a_status_that_an_earlier_run_did_not_write_is_written_after_the_start(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> bool:
-        raise ApiUnavailableError("away")
-
-    with monkeypatch.context() as away:
-        away.setattr(ClaimStatusClient, "write", refuse)
-        node.prepare(node.claim("one"))
-        node.driver.stop()
-    assert ready(node) == {}
-    node.start_driver()
     eventually(lambda: ready(node) == {"one": PREPARED})
 
 

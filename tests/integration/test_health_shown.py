@@ -10,15 +10,9 @@ import pytest
 from dra_driver.app.daemon import Driver
 from dra_driver.health import monitor
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
-from dra_driver.model.claim import Prepared
 from tests.fakes.scrapes import by_label
 from tests.integration.conftest import Node, eventually
 from tests.integration.test_mig import named
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "_WAIT_S", 0.05)
 
 
 def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], float]:
@@ -40,9 +34,8 @@ def health_of(driver: Driver, device: str) -> int:
 def test_an_nvidia_driver_that_goes_away_is_a_problem_though_the_plugin_is_ready(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node()
-    driver = node.start_driver()
-    node.wait_devices(8)
+    node = make_node().running()
+    driver = node.driver
     eventually(lambda: list(shown(driver, "node_problem", "driver").values()) == [0])
     node.machine.unload_driver()
     eventually(lambda: list(shown(driver, "node_problem", "driver").values()) == [1])
@@ -75,15 +68,14 @@ def test_gpus_of_a_confidential_machine_get_no_pods_until_they_are_ready(
 def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = make_node()
     monkeypatch.setattr(monitor, "_POLL_EVERY_S", 1000.0)
-    driver = node.start_driver(dynamic_mig=True)
-    eventually(lambda: len(node.devices()) == 8 * 26)
+    node = make_node().running(8 * 26, dynamic_mig=True)
+    driver = node.driver
     name = named(node, "1g.10gb", 0)
     bystander = named(node, "1g.10gb", 1)
     for claim, device in (("keeps", bystander), ("first", name)):
         ref = node.allocated_by_hand(claim, device)
-        assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+        node.ready(ref)
     made = driver.mig.created_instance(name)
     assert made is not None
     ids = (made.gpu_instance_id, made.compute_instance_id)
@@ -98,10 +90,9 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     assert shown(driver, "mig_severity", *labels) == {(made.gpu_uuid, made.uuid, f"{ids[0]}/{ids[1]}"): 3}
     assert shown(driver, "gpu_severity", "uuid")[made.gpu_uuid,] == 0
     assert (health_of(driver, name), health_of(driver, bystander)) == (v1.UNHEALTHY, v1.HEALTHY)
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     eventually(lambda: tainted() == [])
-    again = node.allocated_by_hand("again", name)
-    assert isinstance(node.prepare(again)[again.uid], Prepared)
+    node.ready(node.allocated_by_hand("again", name))
     successor = driver.mig.created_instance(name)
     assert successor is not None
     assert (successor.gpu_instance_id, successor.compute_instance_id) == ids

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.integration.conftest import Node, eventually
@@ -17,11 +15,8 @@ from tests.integration.conftest import Node, eventually
 CALLS, CLAIMS, GPUS = 64, 100, 16
 
 
-def test_hundred_claims_at_once_on_sixteen_gpus(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hundred_claims_at_once_on_sixteen_gpus(make_node: Callable[..., Node]) -> None:
     """All are answered, each with its device and its share; when they are gone nothing of them is left."""
-    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     node = make_node("dgx-2")
     node.start_driver(sharing=share_all(SharingRule("shares", 8)))
     names = [device["name"] for device in node.wait_devices(GPUS)]

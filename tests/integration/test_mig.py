@@ -19,7 +19,6 @@ import yaml
 from dra_driver.app import daemon
 from dra_driver.app.wiring import mig as migparts
 from dra_driver.claims.waiting_line import WaitTimeouts
-from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
@@ -64,10 +63,7 @@ def directory_of_nodes() -> None:
 
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
-    made = make_node()
-    made.start_driver(dynamic_mig=True)
-    eventually(lambda: len(made.devices()) == 8 * PER_GPU)
-    return made
+    return make_node().running(8 * PER_GPU, dynamic_mig=True)
 
 
 def gpus(node: Node) -> list[Any]:
@@ -83,8 +79,7 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
     published = node.slices()
     name = named(node, "2g.20gb", 2)
     ref = node.allocated_by_hand("one", name)
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Prepared)
+    outcome = node.ready(ref)
     [gpu] = [gpu for gpu in gpus(node) if gpu.instances]
     [instance] = gpu.instances
     assert (instance.profile_id, instance.start, len(instance.compute)) == (14, 2, 1)
@@ -93,45 +88,42 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
     paths = [entry["path"] for entry in device["containerEdits"]["deviceNodes"]]
     assert "/dev/nvidia0" in paths
     assert sum(path.startswith("/dev/nvidia-caps/") for path in paths) == 2
-    assert node.prepare(ref)[ref.uid] == outcome
-    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.ready(ref) == outcome
+    node.take_back(ref)
     assert clean(node)
     assert node.slices() == published
+    for reason, kind, count in (
+        ("MigDeviceCreated", "ResourceClaim", 1),
+        ("MigDeviceDestroyed", "ResourceClaim", 1),
+        ("MigModeChanged", "Node", 2),
+    ):
+        eventually(lambda reason=reason, count=count: len(node.events(reason)) == count)
+        for event in node.events(reason):
+            assert (event["involvedObject"]["kind"], event["type"]) == (kind, "Normal")
+            assert re.search(r" in \d+\.\d", event["message"])
+    assert not node.events("SchedulerOutdated")
 
 
 def test_overlapping_claims_are_refused_and_neighbours_are_not(node: Node) -> None:
+    """Nor is the GPU given out whole before its last part is back."""
+    whole = next(iter(devices_of(node, 0)))
     first = node.allocated_by_hand("first", named(node, "3g.40gb", 4))
-    assert isinstance(node.prepare(first)[first.uid], Prepared)
+    node.ready(first)
     clash = node.allocated_by_hand("clash", named(node, "1g.10gb", 5))
-    failed = node.prepare(clash)[clash.uid]
-    assert isinstance(failed, Failed)
-    assert "is held by claim default/first" in failed.error
+    all_of_it = node.allocated_by_hand("whole", whole)
+    for ref in (clash, all_of_it):
+        node.refused(ref, "is held by claim default/first")
     beside = node.allocated_by_hand("beside", named(node, "1g.10gb", 3))
-    assert isinstance(node.prepare(beside)[beside.uid], Prepared)
-    for ref in (first, clash, beside):
-        assert node.unprepare(ref) == {ref.uid: None}
+    node.ready(beside)
+    node.take_back(first, clash, beside)
+    node.ready(all_of_it)
     assert clean(node)
-
-
-def test_whole_gpu_comes_back_out_of_mig_mode(node: Node) -> None:
-    ref = node.allocated_by_hand("part", named(node, "1g.10gb", 0))
-    node.prepare(ref)
-    [whole] = [
-        name
-        for name, device in devices_of(node, 0).items()
-        if device["attributes"]["type"] == {"string": "gpu"}
-    ]
-    other = node.allocated_by_hand("whole", whole)
-    assert isinstance(node.prepare(other)[other.uid], Failed)
-    assert node.unprepare(ref) == {ref.uid: None}
-    assert isinstance(node.prepare(other)[other.uid], Prepared)
-    assert node.unprepare(other) == {other.uid: None}
+    node.take_back(all_of_it)
 
 
 def test_instances_made_by_hand_are_withheld_and_offered_no_more(node: Node) -> None:
     node.machine.set_mig_mode(3, True)
     instance, *_ = node.machine.create_mig(3, "3g.40gb", 0)
-    eventually(lambda: len(node.devices()) < 8 * PER_GPU)
     eventually(lambda: not [one for one in node.devices() if one["attributes"].get("index") == {"int": 3}])
 
     def places() -> set[str]:
@@ -143,83 +135,66 @@ def test_instances_made_by_hand_are_withheld_and_offered_no_more(node: Node) -> 
     eventually(lambda: places() and not places() & {"0", "1", "2", "3"})
     node.machine.destroy_mig(3, instance)
     node.machine.set_mig_mode(3, False)
-    eventually(lambda: len(node.devices()) == 8 * PER_GPU)
+    node.wait_devices(8 * PER_GPU)
 
 
-def test_restart_clears_away_what_no_claim_holds(node: Node, make_node: Callable[..., Node]) -> None:
+def test_restart_clears_away_what_no_claim_holds(node: Node) -> None:
     kept = node.allocated_by_hand("kept", named(node, "1g.10gb", 0))
     lost = node.allocated_by_hand("lost", named(node, "1g.10gb", 1))
     for ref in (kept, lost):
         node.prepare(ref)
-    assert node.driver is not None
     node.driver.stop()
     node.driver.records.delete(lost.uid)
     next(path for path in node.cdi.glob(f"*{lost.uid}*")).unlink()
     node.start_driver(dynamic_mig=True)
     eventually(lambda: sum(len(gpu.instances) for gpu in gpus(node)) == 1)
-    assert isinstance(node.prepare(kept)[kept.uid], Prepared)
-    assert node.unprepare(kept) == {kept.uid: None}
+    node.ready(kept)
+    node.take_back(kept)
     eventually(lambda: clean(node))
 
 
 def test_switching_it_off_keeps_running_devices(node: Node) -> None:
     ref = node.allocated_by_hand("runs", named(node, "1g.10gb", 0))
-    before = node.prepare(ref)[ref.uid]
-    assert node.driver is not None
-    node.driver.stop()
-    node.start_driver(dynamic_mig=False)
+    before = node.ready(ref)
+    node.restart_driver(dynamic_mig=False)
     eventually(lambda: 0 < len(node.devices()) < 10)
-    assert node.prepare(ref)[ref.uid] == before
-    assert node.unprepare(ref) == {ref.uid: None}
+    assert node.ready(ref) == before
+    node.take_back(ref)
     assert clean(node)
 
 
-def test_server_without_counters_gets_whole_gpus_only(make_node: Callable[..., Node]) -> None:
-    made = make_node()
-    made.server.gates["DRAPartitionableDevices"] = False
-    made.start_driver(dynamic_mig=True)
-    devices = made.wait_devices(8)
-    assert not [one for one in devices if "consumesCounters" in one]
-    assert all(entry["spec"]["nodeName"] == NODE for entry in made.slices())
-
-
-def test_server_that_counts_later_gets_everything(
+def test_server_without_counters_gets_whole_gpus_only_until_it_counts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partitionsupport, "_ASK_AGAIN_S", 0.05)
     made = make_node()
     made.server.gates["DRAPartitionableDevices"] = False
-    driver = made.start_driver(dynamic_mig=True)
-    made.wait_devices(8)
-    assert driver.publishing.publisher.wait_published(10)
+    made.running(dynamic_mig=True)
+    assert made.driver.publishing.publisher.wait_published(10)
+    assert not [one for one in made.devices() if "consumesCounters" in one]
+    assert all(entry["spec"]["nodeName"] == NODE for entry in made.slices())
     made.server.gates["DRAPartitionableDevices"] = True
     made.wait_devices(8 * PER_GPU)
-
-
-def failure(node: Node, ref: ClaimRef) -> str:
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Failed)
-    return outcome.error
 
 
 def test_orphan_of_ours_is_cleared_by_the_next_claim_of_its_place(node: Node) -> None:
     """The scheduler chose before the slices were without what the orphan is in the way of."""
     names = [named(node, "1g.10gb", 2), named(node, "2g.20gb", 2), *list(devices_of(node, 0))[-1:]]
     first = node.allocated_by_hand("first", names[0])
-    assert isinstance(node.prepare(first)[first.uid], Prepared)
+    node.ready(first)
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="gpu-is-lost")
-    assert node.unprepare(first) == {first.uid: None}
+    node.take_back(first)
     eventually(lambda: names[0] not in {device["name"] for device in node.devices()})
     for number, name in enumerate(names):
         ref = node.allocated_by_hand(f"next-{number}", name)
-        assert "destroy GPU instance" in failure(node, ref)
+        assert "destroy GPU instance" in str(node.prepare(ref)[ref.uid])
     node.machine.clear_faults()
     ref = node.allocated_by_hand("last", names[1])
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     assert [(instance.profile_id, instance.start) for instance in node.machine.gpu(0).instances] == [(14, 2)]
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     eventually(lambda: clean(node))
-    eventually(lambda: len(node.devices()) == 8 * PER_GPU)
+    node.wait_devices(8 * PER_GPU)
 
 
 def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., Node], tmp_path: Path) -> None:
@@ -228,11 +203,8 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     body = yaml.safe_load((MACHINES / "dgx-h100.yaml").read_text())
     machine = tmp_path / "without-nodes.yaml"
     machine.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
-    made = make_node(str(machine))
-    made.start_driver(
-        dynamic_mig=True, mps_host="child", sharing=share_all(SharingRule("memory", enforce="mps"))
-    )
-    eventually(lambda: len(made.devices()) == 8 * PER_GPU)
+    sharing = share_all(SharingRule("memory", enforce="mps"))
+    made = make_node(str(machine)).running(8 * PER_GPU, dynamic_mig=True, mps_host="child", sharing=sharing)
     name = named(made, "2g.20gb", 2)
     refs = [
         made.allocated_by_hand(
@@ -243,8 +215,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
         )
         for number in (1, 2)
     ]
-    outcomes = [made.prepare(ref)[ref.uid] for ref in refs]
-    assert all(isinstance(outcome, Prepared) for outcome in outcomes)
+    outcomes = [made.ready(ref) for ref in refs]
     [instance] = made.machine.gpu(0).instances
     for number, ref in enumerate(refs, 1):
         [edits] = [
@@ -261,41 +232,18 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
         check=False,
     )
     assert client.stdout.splitlines()[:2] == ["mps=connected", f"device={instance.compute[0].uuid}"]
-    assert made.unprepare(refs[0]) == {refs[0].uid: None}
-    assert made.prepare(refs[1])[refs[1].uid] == outcomes[1]
+    made.take_back(refs[0])
+    assert made.ready(refs[1]) == outcomes[1]
     assert (made.machine.gpu(0).instances[0].compute[0].uuid, pid.read_text()) == (
         instance.compute[0].uuid,
         daemon,
     )
-    assert made.unprepare(refs[1]) == {refs[1].uid: None}
+    made.take_back(refs[1])
     assert not pid.exists()
     assert clean(made)
-    events = eventually(lambda: told(made, "SchedulerOutdated"))
-    assert [event["involvedObject"]["name"] for event in events] == [NODE]
-    assert "forgets what shared devices take" in events[0]["message"]
-
-
-def told(node: Node, reason: str) -> list[dict[str, Any]]:
-    return [event for event in node.server.objects("events", group="") if event["reason"] == reason]
-
-
-def test_users_are_told_what_was_made_and_switched(node: Node) -> None:
-    ref = node.allocated_by_hand("told", named(node, "1g.10gb", 0))
-    node.prepare(ref)
-    assert node.unprepare(ref) == {ref.uid: None}
-    for reason, kind, count in (
-        ("MigDeviceCreated", "ResourceClaim", 1),
-        ("MigDeviceDestroyed", "ResourceClaim", 1),
-        ("MigModeChanged", "Node", 2),
-    ):
-        events = eventually(
-            lambda reason=reason, count=count: told(node, reason)[count - 1 :] and told(node, reason)
-        )
-        assert [(event["involvedObject"]["kind"], event["type"]) for event in events] == [
-            (kind, "Normal")
-        ] * count
-        assert all(re.search(r" in \d+\.\d", event["message"]) for event in events)
-    assert not told(node, "SchedulerOutdated")
+    [event] = eventually(lambda: made.events("SchedulerOutdated"))
+    assert event["involvedObject"]["name"] == NODE
+    assert "forgets what shared devices take" in event["message"]
 
 
 def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
@@ -303,32 +251,31 @@ def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
 ) -> None:
     quick = partial(WaitTimeouts, refused_pause_s=0.01, refused_pause_most_s=0.01, refused_s=0.3)
     monkeypatch.setattr(daemon, "WaitTimeouts", quick)
-    node = make_node()
-    node.start_driver(dynamic_mig=True)
-    eventually(lambda: len(node.devices()) == 8 * PER_GPU)
+    node = make_node().running(8 * PER_GPU, dynamic_mig=True)
     refused = "nvmlGpuInstanceCreateComputeInstance"
     node.machine.set_fault(refused, code="insufficient-resources", count=1)
     healed = node.allocated_by_hand("healed", named(node, "1g.10gb", 0))
-    assert isinstance(node.prepare(healed)[healed.uid], Prepared)
+    node.ready(healed)
     assert errors_of(node) == (1, 0)
     node.machine.set_fault(refused, code="insufficient-resources")
     late = node.allocated_by_hand("late", named(node, "1g.10gb", 1))
-    assert re.search("create a compute instance .*; refused [0-9]+ times in ", failure(node, late))
+    assert re.search(
+        "create a compute instance .*; refused [0-9]+ times in ", str(node.prepare(late)[late.uid])
+    )
     assert len(node.machine.gpu(0).instances) == 1
-    for event in eventually(lambda: told(node, "PrepareFailed")):
+    for event in eventually(lambda: node.events("PrepareFailed")):
         assert re.search("claim default/late .*create a compute instance .*; refused", event["message"])
     creations, prepares = errors_of(node)
     assert creations > prepares + 1
     assert prepares == 1
     node.machine.clear_faults()
-    assert isinstance(node.prepare(late)[late.uid], Prepared)
+    node.ready(late)
     assert node.unprepare(healed, late) == {healed.uid: None, late.uid: None}
     assert clean(node)
 
 
 def errors_of(node: Node) -> tuple[float, float]:
     """How many creations of MIG devices failed, and how many Prepares."""
-    assert node.driver is not None
     creations = by_label(node.driver.metrics, "nvidia_dra_mig_errors_total", "operation", "error_type")
     prepares = by_label(node.driver.metrics, "nvidia_dra_node_prepare_errors_total", "error_type")
     return creations["create", "busy"], prepares["busy",]
@@ -338,12 +285,11 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another GPU is plugged in meanwhile; that is no time to adopt what others made."""
-    assert node.driver is not None
     reconciled, looked = [], []
     monkeypatch.setattr(node.driver.mig.collector, "reconcile", reconciled.append)
     monkeypatch.setattr(node.driver.mig.collector, "look_soon", lambda: looked.append(1))
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     initialise, begun, gate, waits = NvmlSession._open, Event(), Event(), Event()
 
     def slowly(session: NvmlSession) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from playground.kubelet_client import Failed, Prepared
 
 from dra_driver.model.claim import ClaimRef
 from tests.integration.conftest import NODE, Json, Node, eventually
@@ -69,7 +68,7 @@ def left(make_node: Callable[..., Node]) -> tuple[Node, ClaimRef, bytes]:
 def test_claim_of_the_other_driver_ends_and_its_spec_goes(left: tuple[Node, ClaimRef, bytes]) -> None:
     node, ref, content = left
     assert spec_file(node, ref).exists(), "a pod that runs may restart its containers"
-    assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(ref)
     assert not spec_file(node, ref).exists()
     assert (node.plugin_dir / "checkpoint.json").read_bytes() == content, "the way back stays open"
 
@@ -77,11 +76,8 @@ def test_claim_of_the_other_driver_ends_and_its_spec_goes(left: tuple[Node, Clai
 def test_claim_of_the_other_driver_is_not_prepared_anew(left: tuple[Node, ClaimRef, bytes]) -> None:
     """As after a reboot, when the kubelet asks again: the names of devices are others, and a guess could be wrong."""
     node, ref, _ = left
-    answer = node.prepare(ref)[ref.uid]
-    assert isinstance(answer, Failed)
-    assert "device gpu-0 of pool node-a does not exist on this node" in answer.error
-    assert "delete the pod and its claim" in answer.error
-    assert node.records() == []
+    told = "device gpu-0 of pool node-a does not exist on this node"
+    node.refused(ref, told, "delete the pod and its claim")
     assert spec_file(node, ref).exists()
 
 
@@ -89,8 +85,8 @@ def test_gpu_of_the_other_drivers_claim_is_on_offer(left: tuple[Node, ClaimRef, 
     """Why the node must be drained first: the scheduler knows the GPU by a new name, which no claim has."""
     node, _, _ = left
     ours = [node.claim(f"ours-{number}") for number in range(8)]
-    prepared = node.prepare(*ours)
-    assert all(isinstance(prepared[ref.uid], Prepared) for ref in ours)
+    for ref in ours:
+        node.ready(ref)
 
 
 def test_way_back_leaves_nothing_of_ours_in_the_way(left: tuple[Node, ClaimRef, bytes]) -> None:
@@ -99,7 +95,6 @@ def test_way_back_leaves_nothing_of_ours_in_the_way(left: tuple[Node, ClaimRef, 
     node.prepare(ours)
     node.unprepare(ours)
     node.unprepare(theirs)
-    assert node.driver is not None
     node.driver.stop()
     eventually(lambda: not node.kubelet.instances("gpu.nvidia.com"))
     assert (node.specs(), node.records()) == ([], [])

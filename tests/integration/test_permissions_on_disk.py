@@ -6,13 +6,12 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.model.claim import ClaimRef
 from tests.integration.conftest import DRIVER, Node, eventually
 
 FOR_ALL = {"cdi", "dra-device-metadata"}
@@ -21,40 +20,18 @@ PLUGIN_DIRECTORY = 0o750
 """The mode that the kubelet's other plugins give theirs; group root may look."""
 
 
-def start(node: Node, *without: str) -> subprocess.Popen[bytes]:
-    """The daemon as a process with the most generous umask, behind the command `without`."""
-    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LANG", "TMPDIR")}
-    env = kept | {
-        "NODE_NAME": node.settings.node_name,
-        "CDI_ROOT": node.settings.cdi_root,
-        "KUBELET_REGISTRAR_DIRECTORY_PATH": node.settings.kubelet_registrar_directory_path,
-        "KUBELET_PLUGINS_DIRECTORY_PATH": node.settings.kubelet_plugins_directory_path,
-        **node.service_account(),
-        "SIMULATE": "dgx-h100",
-        "SIMULATOR_DIR": str(node.settings.simulator_dir),
-        "DYNAMIC_MIG": "true",
-        "DEVICE_METADATA": "both",
-        "LOG_LEVEL": "warning",
-    }
-    command = [*without, sys.executable, "-m", "dra_driver.cli.main", "run"]
-    return subprocess.Popen(command, env=env, umask=0, stderr=subprocess.PIPE)
-
-
 @pytest.fixture
-def spawn(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
-    processes: list[subprocess.Popen[bytes]] = []
+def spawn(make_node: Callable[..., Node]) -> Callable[..., Node]:
+    """A node whose daemon is a process with the most generous umask, behind the command `without`."""
 
     def make(*without: str) -> Node:
         node = make_node()
-        processes.append(start(node, *without))
+        node.spawn(behind=without, umask=0, DYNAMIC_MIG="true", DEVICE_METADATA="both")
         node.kubelet.wait_registered(DRIVER)
         eventually(lambda: len(node.devices()) > 200)
         return node
 
-    yield make
-    for process in processes:
-        process.kill()
-        process.communicate()
+    return make
 
 
 def in_use(node: Node) -> list[ClaimRef]:
@@ -71,8 +48,7 @@ def in_use(node: Node) -> list[ClaimRef]:
         node.allocated_by_hand("mig", mig),
     ]
     for ref in refs:
-        outcome = node.prepare(ref)[ref.uid]
-        assert isinstance(outcome, Prepared), outcome
+        node.ready(ref)
     return refs
 
 
@@ -123,7 +99,5 @@ def test_no_capability_is_needed_on_the_side_of_the_kernel(spawn: Callable[..., 
     ).stdout
     assert "CapEff:\t0000000000000000" in status
     node = spawn(*without)
-    refs = in_use(node)
-    for ref in refs:
-        assert node.unprepare(ref) == {ref.uid: None}
+    node.take_back(*in_use(node))
     assert (node.specs(), node.records()) == ([], [])

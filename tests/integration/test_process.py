@@ -14,11 +14,9 @@ from pathlib import Path
 
 import forked_commands
 import pytest
-from playground.kubelet_client import KubeletError
 
 from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
-from dra_driver.model.claim import Prepared
 from tests.integration.conftest import DRIVER, Node, eventually
 
 
@@ -31,31 +29,12 @@ def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return forked_commands.run(arguments, env=environment(**env))
 
 
-@pytest.fixture
-def spawn(make_node: Callable[..., Node]):
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(node: Node, **env: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "dra_driver.cli.main", "run"]
-        in_pod = node.service_account() | {"KUBECONFIG": ""}
-        variables = environment(**(node.environment() | in_pod | {"LOG_LEVEL": "warning"} | env))
-        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def test_run_serves_until_sigterm_and_leaves_no_socket(make_node: Callable[..., Node], spawn) -> None:
+def test_run_serves_until_sigterm_and_leaves_no_socket(make_node: Callable[..., Node]) -> None:
     node = make_node()
-    process = spawn(node)
+    process = node.spawn()
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
-    ref = node.claim("one")
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(node.claim("one"))
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
@@ -63,26 +42,9 @@ def test_run_serves_until_sigterm_and_leaves_no_socket(make_node: Callable[..., 
     assert len(node.slices()) == 1, "slices stay over a restart"
 
 
-def test_run_survives_a_kill_between_calls(make_node: Callable[..., Node], spawn) -> None:
+def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., Node]) -> None:
     node = make_node()
-    process = spawn(node)
-    node.kubelet.wait_registered(DRIVER)
-    node.wait_devices(8)
-    ref = node.claim("one")
-    before = node.prepare(ref)
-    process.kill()
-    process.communicate()
-    spawn(node)
-    eventually(lambda: node.kubelet.instances(DRIVER))
-    assert eventually(lambda: _prepared(node, ref)) == before
-    # A connection to the killed process may be closed as late as this; the kubelet asks again.
-    assert eventually(lambda: _unprepared(node, ref)) == {ref.uid: None}
-    assert (node.specs(), node.records()) == ([], [])
-
-
-def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., Node], spawn) -> None:
-    node = make_node()
-    process = spawn(node, LOG_LEVEL="info")
+    process = node.spawn(LOG_LEVEL="info")
     lines = (json.loads(line) for line in process.stderr)
 
     def next_event(*names: str) -> dict:
@@ -94,7 +56,7 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
     ref = node.claim("one")
-    assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+    node.ready(ref)
     received = next(line for line in lines if line.get("method") == "NodePrepareResources")
     assert (received["event"], received["level"]) == ("rpc_received", "debug")
     prepared = next_event("claim_prepared")
@@ -112,11 +74,11 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
 
 
 def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(
-    make_node: Callable[..., Node], spawn
+    make_node: Callable[..., Node],
 ) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        process = spawn(make_node(), LOG_LEVEL="info", HEALTHCHECK_PORT=str(port))
+        process = make_node().spawn(LOG_LEVEL="info", HEALTHCHECK_PORT=str(port))
         _, log = process.communicate(timeout=60)
     assert process.returncode == 2
     *events, said = log.decode().splitlines()
@@ -127,27 +89,9 @@ def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(
     assert {json.loads(line)["level"] for line in events} <= {"info", "warning"}
 
 
-def _unprepared(node: Node, ref) -> object:
-    """What NodeUnprepareResources answered; None if the call came to nobody."""
-    try:
-        return node.unprepare(ref)
-    except KubeletError:
-        return None
-
-
-def _prepared(node: Node, ref) -> object:
-    try:
-        outcome = node.prepare(ref)
-    except Exception:
-        return None
-    return outcome if isinstance(outcome[ref.uid], Prepared) else None
-
-
-def test_http_endpoint_serves_metrics_and_reasons(
-    make_node: Callable[..., Node], spawn, free_port: int
-) -> None:
+def test_http_endpoint_serves_metrics_and_reasons(make_node: Callable[..., Node], free_port: int) -> None:
     node = make_node()
-    spawn(node, HTTP_ENDPOINT=f"127.0.0.1:{free_port}", METRICS_PATH="/gpu-metrics")
+    node.spawn(HTTP_ENDPOINT=f"127.0.0.1:{free_port}", METRICS_PATH="/gpu-metrics")
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
 
@@ -170,8 +114,6 @@ def _quietly(ask: Callable[[], str]) -> str | None:
 
 @pytest.fixture
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -195,15 +137,6 @@ def test_wrong_configuration_is_one_line_and_exit_code_two(
     assert done.returncode == 2, done
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     for word in words:
-        assert word in done.stderr
-
-
-def test_config_file_reports_every_fault_with_its_path(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("nodeName: 7\nhealthcheckPort: 99999\ncdiRot: /x\n")
-    done = call("run", "--config", str(file))
-    assert done.returncode == 2
-    for word in ("nodeName", "healthcheckPort", "cdiRot", str(file)):
         assert word in done.stderr
 
 
@@ -237,14 +170,14 @@ def test_run_tells_every_fault_of_flags_environment_and_file(tmp_path: Path) -> 
 
 
 def test_the_daemon_of_a_pod_imports_no_reader_of_kubeconfigs(
-    make_node: Callable[..., Node], spawn, tmp_path: Path
+    make_node: Callable[..., Node], tmp_path: Path
 ) -> None:
     node = make_node()
     (tmp_path / "kubernetes.py").write_text("open(f'{__file__}.imported', 'w').close()")
-    spawn(node, PYTHONPATH=str(tmp_path))
+    node.spawn(PYTHONPATH=str(tmp_path))
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
-    assert isinstance(node.prepare(ref := node.claim("plain"))[ref.uid], Prepared)
+    node.ready(node.claim("plain"))
     assert not (tmp_path / "kubernetes.py.imported").exists()
 
 
@@ -266,13 +199,6 @@ def test_inspect_prints_json_yaml_and_a_table() -> None:
     assert as_json == as_yaml
     table = call("inspect", "--simulate", "l40s-8").stdout
     assert table.count("NVIDIA L40S") == 8
-
-
-def test_help_of_every_command() -> None:
-    for command in ([], ["run"], ["inspect"], ["simulate"]):
-        done = call(*command, "--help")
-        assert done.returncode == 0
-        assert "Usage:" in done.stdout
 
 
 def test_inspect_fails_where_the_library_cannot_be_loaded(tmp_path: Path) -> None:
@@ -326,18 +252,3 @@ def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert caught.value.code == 130
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("a: 1".encode("utf-16"), "is not a text file in UTF-8"),
-        (b"[" * 5000, "is nested too deep"),
-        (b"#" * (1 << 20) + b"\n", "has more than 1 MiB; is it the right file?"),
-    ],
-)
-def test_a_configuration_file_that_is_none_is_one_sentence(tmp_path: Path, content: bytes, why: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_bytes(content)
-    done = call("inspect", "--simulate", "t4-4", "--config", str(file))
-    assert (done.returncode, done.stderr) == (2, f"gpu-dra-driver: configuration file {file} {why}\n")

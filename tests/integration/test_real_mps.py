@@ -15,8 +15,8 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.layout import mps_layout
-from tests.integration.conftest import NODE, Node
-from tests.integration.test_sharing import error, parameters, ready, snapshot
+from tests.integration.conftest import Node, parameters
+from tests.integration.test_sharing import snapshot
 
 KNOWS_USERS, KNOWS_NO_MEMORY_LIMITS = ("R555",), ("R470",)
 
@@ -26,30 +26,40 @@ def directory_of_nodes() -> None:
     """On the disk: MPS daemons have a /dev/shm of their own."""
 
 
+def with_programs_of(node: Node, programs: Programs) -> Node:
+    """The node with the control program and the NVIDIA driver of a branch."""
+    with node.machine._change() as state:  # loading another version would end its MIG devices
+        state.driver_version = programs.version
+    for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
+        program = node.machine.host_root / "usr/bin" / name
+        program.unlink()
+        [own] = programs.root.rglob(name)
+        shutil.copy(own, program)
+    return node
+
+
 @pytest.fixture
-def real(make_node: Callable[..., Node], nvidia: Programs) -> Iterator[Callable[..., Node]]:
-    """A node with a control program and an NVIDIA driver of that branch; nothing of MPS may be left."""
+def leaving_nothing() -> Iterator[Callable[[Node], Node]]:
+    """For a node that runs; nothing of MPS may be left on it."""
     made: list[tuple[Node, dict[str, bytes]]] = []
 
-    def make(machine: str = "dgx-h100", count: int = 8, rule: SharingRule | None = None) -> Node:
-        node = make_node(machine)
-        with node.machine._change() as state:  # loading another version would end its MIG devices
-            state.driver_version = nvidia.version
-        for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
-            program = node.machine.host_root / "usr/bin" / name
-            program.unlink()
-            [own] = nvidia.root.rglob(name)
-            shutil.copy(own, program)
-        node.start_driver(mps_host="child", **({} if rule is None else {"sharing": share_all(rule)}))
-        node.wait_devices(count)
+    def note(node: Node) -> Node:
         made.append((node, snapshot(node)))
         return node
 
-    yield make
+    yield note
     for node, before in made:
-        refs = [ClaimRef("default", "any", name.removesuffix(".json")) for name in node.records()]
-        assert all(outcome is None for outcome in node.unprepare(*refs).values())
+        node.take_back(*node.recorded())
         assert snapshot(node) == before
+
+
+@pytest.fixture
+def real(
+    make_node: Callable[..., Node], nvidia: Programs, leaving_nothing: Callable[[Node], Node]
+) -> Callable[..., Node]:
+    return lambda **settings: leaving_nothing(
+        with_programs_of(make_node(), nvidia).running(mps_host="child", **settings)
+    )
 
 
 def by_hand(node: Node, name: str, index: int = 0, kind: str = "GpuConfig", **mps: Any) -> ClaimRef:
@@ -65,73 +75,59 @@ def daemon(node: Node, device: str) -> list[str]:
     return [argument.decode() for argument in arguments]
 
 
-def test_claims_without_limits_share_nothing_but_their_user(real: Callable[..., Node]) -> None:
+def test_claims_get_what_the_branch_knows(real: Callable[..., Node], nvidia: Programs) -> None:
+    """Users share nothing unless asked; limits are set and read back."""
     node = real()
-    ref = by_hand(node, "plain")
-    ready(node, ref)
-    assert daemon(node, node.devices()[0]["name"]) == ["-f"]
+    names = [device["name"] for device in node.devices()]
+    plain = by_hand(node, "plain")
+    outcome = node.ready(plain)
+    assert daemon(node, names[0]) == ["-f"]
     assert node.machine.compute_mode(node.devices()[0]["attributes"]["uuid"]["string"]) == 3
-
-
-def test_limits_are_set_and_read_back(real: Callable[..., Node], nvidia: Programs) -> None:
-    node = real()
-    ready(node, by_hand(node, "threads", defaultActiveThreadPercentage=25))
-    both = by_hand(node, "both", 1, defaultActiveThreadPercentage=25, defaultPinnedDeviceMemoryLimit="1536Mi")
+    node.ready(by_hand(node, "threads", 1, defaultActiveThreadPercentage=25))
+    both = by_hand(node, "both", 2, defaultActiveThreadPercentage=25, defaultPinnedDeviceMemoryLimit="1536Mi")
     if nvidia.branch in KNOWS_NO_MEMORY_LIMITS:
-        assert 'Unknown command "set_default_device_pinned_mem_limit"' in error(node, both)
+        node.refused(both, 'Unknown command "set_default_device_pinned_mem_limit"')
     else:
-        ready(node, both)
-
-
-def test_several_users_are_served_or_refused_by_the_branch(
-    real: Callable[..., Node], nvidia: Programs
-) -> None:
-    node = real()
-    ref = by_hand(node, "users", multiUser=True)
+        node.ready(both)
+    users = by_hand(node, "users", 3, multiUser=True)
     if nvidia.branch in KNOWS_USERS:
-        ready(node, ref)
-        assert daemon(node, node.devices()[0]["name"]) == ["-f", "-multiuser-server"]
+        node.ready(users)
+        assert daemon(node, names[3]) == ["-f", "-multiuser-server"]
     else:
-        text = error(node, ref)
-        assert f"the node has NVIDIA driver {nvidia.version}; update it to R555 or newer" in text
-        assert node.records() == []
+        node.refused(users, f"the node has NVIDIA driver {nvidia.version}; update it to R555 or newer")
+    pipe = mps_layout(node.plugin_dir).directories(names[0]).pipe
+    before = processes.users_of(pipe)
+    node.restart_driver(mps_host="child")
+    assert node.ready(plain) == outcome
+    assert processes.users_of(pipe) == before, "daemons outlive the host"
 
 
 def test_shares_get_a_daemon_for_all_their_users_where_the_branch_can(
     real: Callable[..., Node], nvidia: Programs
 ) -> None:
-    node = real(rule=SharingRule("memory", enforce="mps"))
+    node = real(sharing=share_all(SharingRule("memory", enforce="mps")))
     device = node.devices()[0]["name"]
-    refs = []
-    for number in (1, 2):
-        result = {
-            "request": "gpu", "driver": "gpu.nvidia.com", "pool": NODE, "device": device,
-            "shareID": f"{number}1111111-1111-1111-1111-111111111111",
-            "consumedCapacity": {"memory": f"{number}Gi"},
-        }  # fmt: skip
-        allocation = {"devices": {"results": [result]}}
-        refs.append(node.claim(f"share-{number}", status={"allocation": allocation}))
-        ready(node, refs[-1])
+    refs = [
+        node.allocated_by_hand(
+            f"share-{number}",
+            device,
+            shareID=f"{number}1111111-1111-1111-1111-111111111111",
+            consumedCapacity={"memory": f"{number}Gi"},
+        )
+        for number in (1, 2)
+    ]
+    for ref in refs:
+        node.ready(ref)
     assert daemon(node, device) == ["-f", *(["-multiuser-server"] if nvidia.branch in KNOWS_USERS else [])]
-    assert node.unprepare(refs[0]) == {refs[0].uid: None}
+    node.take_back(refs[0])
     assert daemon(node, device)[:1] == ["-f"], "the other share uses it"
 
 
-def test_a_mig_device_has_a_daemon_of_its_own(real: Callable[..., Node]) -> None:
-    node = real("h100-mig-static", 13)
+def test_a_mig_device_has_a_daemon_of_its_own(
+    make_node: Callable[..., Node], newest_nvidia: Programs, leaving_nothing: Callable[[Node], Node]
+) -> None:
+    node = with_programs_of(make_node("h100-mig-static"), newest_nvidia)
+    leaving_nothing(node.running(13, mps_host="child"))
     index, device = next((n, one) for n, one in enumerate(node.devices()) if "-mig-" in one["name"])
-    ready(node, by_hand(node, "part", index, "MigDeviceConfig", defaultActiveThreadPercentage=50))
+    node.ready(by_hand(node, "part", index, "MigDeviceConfig", defaultActiveThreadPercentage=50))
     assert daemon(node, device["name"]) == ["-f"]
-
-
-def test_daemons_outlive_the_host_and_are_taken_over(real: Callable[..., Node]) -> None:
-    node = real()
-    ref = by_hand(node, "long", defaultActiveThreadPercentage=25)
-    outcome = ready(node, ref)
-    pipe = mps_layout(node.plugin_dir).directories(node.devices()[0]["name"]).pipe
-    before = processes.users_of(pipe)
-    assert node.driver is not None
-    node.driver.stop()
-    node.start_driver(mps_host="child")
-    assert ready(node, ref) == outcome
-    assert processes.users_of(pipe) == before

@@ -14,25 +14,17 @@ from dra_driver.app import daemon
 from dra_driver.claims.consumers import ClaimConsumers
 from dra_driver.claims.fetch import ClaimLookup
 from dra_driver.claims.reconciler import Rhythm
-from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
+from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node as SmallNode
 from tests.fakes.preparing import reconciler_of
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE
-from tests.fakes.samples import result as allocated
-from tests.integration.conftest import Node, eventually
-
-
-def delete(node: Node, ref: ClaimRef) -> None:
-    """The claim and its pod are gone from the API server; the kubelet has not unprepared it yet."""
-    resource = node.server.resource("resourceclaims")
-    node.server.operations.delete(resource, (ref.namespace, ref.name), {})
+from tests.fakes.samples import GPU_0, GPU_1, MIXED, NODE
+from tests.integration.conftest import Node, eventually, result, sliced
 
 
 def looked_at(node: Node, ref: ClaimRef) -> bool:
@@ -53,7 +45,7 @@ def change_hands(node: Node, old: ClaimRef, new: ClaimRef) -> None:
         waiting = begin(pool, node, new)
         eventually(lambda: looked_at(node, old) or waiting.done())
         assert not waiting.done(), waiting.result()
-        assert node.unprepare(old) == {old.uid: None}
+        node.take_back(old)
         assert isinstance(waiting.result(20), Prepared)
 
 
@@ -62,14 +54,14 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
     old = [node.allocated_by_hand(f"old-{number}", device) for number, device in enumerate(devices)]
     assert all(isinstance(outcome, Prepared) for outcome in node.prepare(*old).values())
     for ref in old:
-        delete(node, ref)
+        node.delete_claim(ref.name)
     new = [node.allocated_by_hand(f"new-{number}", device) for number, device in enumerate(devices)]
     with ThreadPoolExecutor(8) as pool:
         waiting = [begin(pool, node, ref) for ref in new]
         eventually(lambda: all(looked_at(node, ref) for ref in old))
         assert not [one.result() for one in waiting if one.done()]
         for ref in reversed(old):
-            assert node.unprepare(ref) == {ref.uid: None}
+            node.take_back(ref)
         assert all(isinstance(one.result(20), Prepared) for one in waiting)
     assert node.records() == sorted(f"{ref.uid}.json" for ref in new)
     assert len(node.specs()) == 8
@@ -78,9 +70,7 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
 def test_gpu_is_waited_for_while_a_mig_device_of_another_claim_is_on_it(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node()
-    node.start_driver(dynamic_mig=True)
-    eventually(lambda: len(node.devices()) == 8 * 26)
+    node = make_node().running(8 * 26, dynamic_mig=True)
     [whole] = [
         device["name"]
         for device in node.devices()
@@ -92,43 +82,39 @@ def test_gpu_is_waited_for_while_a_mig_device_of_another_claim_is_on_it(
         if device["name"].startswith(whole) and device["name"] != whole
     )
     first = node.allocated_by_hand("part", part)
-    assert isinstance(node.prepare(first)[first.uid], Prepared)
-    delete(node, first)
+    node.ready(first)
+    node.delete_claim(first.name)
     second = node.allocated_by_hand("whole", whole)
     change_hands(node, first, second)
     assert not node.machine.gpu(0).instances
-    delete(node, second)
+    node.delete_claim(second.name)
     third = node.allocated_by_hand("part-again", part)
     change_hands(node, second, third)
     assert len(node.machine.gpu(0).instances) == 1
-    assert node.unprepare(third) == {third.uid: None}
+    node.take_back(third)
 
 
 def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    node.start_driver(sharing=share_all(SharingRule("shares", 4)))
-    device = node.wait_devices(8)[0]["name"]
-
-    def sliced(name: str, number: int, interval: str) -> ClaimRef:
-        sharing = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}}
-        body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
-        config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
-        share_id = f"{number:08x}-06c0-4d70-8a51-e59b25b2c16c"
-        return node.allocated_by_hand(
-            name, device, config=config, shareID=share_id, consumedCapacity={"shares": "1"}
+    node = make_node().running(sharing=share_all(SharingRule("shares", 4)))
+    device = node.devices()[0]["name"]
+    first, second = (
+        node.allocated_by_hand(
+            interval.lower(),
+            device,
+            config=sliced(interval),
+            shareID=f"{number:08x}-06c0-4d70-8a51-e59b25b2c16c",
+            consumedCapacity={"shares": "1"},
         )
-
-    first, second = sliced("long", 1, "Long"), sliced("short", 2, "Short")
-    assert isinstance(node.prepare(first)[first.uid], Prepared)
-    refused = node.prepare(second)[second.uid]
-    assert isinstance(refused, Failed)
-    assert "it asked for Long, this one for Short" in refused.error
-    delete(node, first)
+        for number, interval in enumerate(("Long", "Short"))
+    )
+    node.ready(first)
+    node.refused(second, "it asked for Long, this one for Short")
+    node.delete_claim(first.name)
     with ThreadPoolExecutor(1) as pool:
         before = len(node.server.requests)
         waiting = begin(pool, node, second)
         eventually(lambda: any(one.path.endswith("/long") for one in list(node.server.requests)[before:]))
-        assert node.unprepare(first) == {first.uid: None}
+        node.take_back(first)
         assert isinstance(waiting.result(20), Prepared)
     assert node.machine.timeslice(0) == 1
 
@@ -173,17 +159,12 @@ class Stage:
         assert all(isinstance(outcome, Prepared) for outcome in outcomes.values())
 
     def claim(self, name: str, device: str) -> ClaimRef:
-        wanted = AllocatedClaim(ClaimRef("default", name, ""), (allocated(device),))
-        results = [
-            {"request": item.request, "driver": item.driver, "pool": item.pool, "device": item.device}
-            for item in wanted.results
-        ]
         spec = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
         reserved = [{"resource": "pods", "name": name, "uid": name}]
         body = {
             "metadata": {"name": name, "namespace": "default"},
             "spec": spec,
-            "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved},
+            "status": {"allocation": {"devices": {"results": [result(device)]}}, "reservedFor": reserved},
         }
         stored = self.server.add("resourceclaims", body, group="resource.k8s.io")
         return ClaimRef("default", name, stored["metadata"]["uid"])
@@ -213,20 +194,14 @@ def test_deleted_claim_is_taken_back_and_the_one_in_use_is_kept(stage: Stage) ->
     assert (stage.look(), stage.held) == (None, ["one", "two"])
     assert (stage.look(), stage.held) == (None, ["two"])
     assert stage.told.recovered_claims == ["one was deleted"]
-    gets = len(
-        [one for one in stage.server.requests if one.method == "GET" and "/resourceclaims/" in one.path]
-    )
-    stage.look()
-    more = [one for one in stage.server.requests if one.method == "GET" and "/resourceclaims/" in one.path]
-    assert len(more) == gets + 1, "one request a record"
 
+    def gets() -> int:
+        asked = [one for one in stage.server.requests if "/resourceclaims/" in one.path]
+        return sum(one.method == "GET" for one in asked)
 
-def test_claim_that_was_made_anew_under_its_name_frees_the_old_one(stage: Stage) -> None:
-    stage.delete("one")
-    stage.claim("one", GPU_0)
+    before = gets()
     stage.look()
-    stage.look()
-    assert stage.told.recovered_claims == ["one was deleted and made anew"]
+    assert gets() == before + 1, "one request a record"
 
 
 def outage(server: PlaygroundApiServer) -> None:
@@ -281,86 +256,48 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
 ) -> None:
     """By the whole driver, which stops at once though somebody waits."""
     monkeypatch.setattr(daemon, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
-    node = make_node()
-    driver = node.start_driver()
-    node.wait_devices(8)
+    node = make_node().running()
     old, kept = node.claim("old"), node.claim("kept")
     node.prepare(old, kept)
-    delete(node, old)
+    node.delete_claim(old.name)
     eventually(lambda: node.records() == [f"{kept.uid}.json"])
     assert len(node.specs()) == 1
-    events = eventually(
-        lambda: [one for one in node.server.objects("events", group="") if one["reason"] == "ClaimRecovered"]
-    )
-    assert events[0]["message"].startswith(
-        f"Took the devices of claim default/old (UID {old.uid}) back: it was "
-    )
-    driver.stop()
+    [event] = eventually(lambda: node.events("ClaimRecovered"))
+    assert event["message"].startswith(f"Took the devices of claim default/old (UID {old.uid}) back: it was ")
+    node.driver.stop()
 
 
 # --- processes that outlive their claim ------------------------------------------------------------
 
 
-def events(node: Node, reason: str) -> list[dict[str, Any]]:
-    return [one for one in node.server.objects("events", group="") if one["reason"] == reason]
-
-
-@pytest.mark.parametrize("kind", ["gpu", "mig", "mig on demand"])
+@pytest.mark.parametrize("kind", ["gpu", "mig on demand"])
 def test_stale_claim_stays_while_a_process_computes_on_its_device(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(daemon, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1))
     node = make_node()
-    if kind == "mig":
-        node.machine.set_mig_mode(0, on=True)
-        node.machine.create_mig(0, "1g.10gb", 0)
     node.start_driver(dynamic_mig=kind == "mig on demand")
     wanted = {
         "gpu": lambda device: device["attributes"]["index"]["int"] == 0,
-        "mig": lambda device: device["attributes"]["type"]["string"] == "mig",
         "mig on demand": lambda device: device["name"].endswith("-mig-1g10gb-19-0"),
     }[kind]
     eventually(lambda: len(node.devices()) >= 8)
     device = next(device["name"] for device in node.devices() if wanted(device))
     old = node.allocated_by_hand("old", device)
-    assert isinstance(node.prepare(old)[old.uid], Prepared)
+    node.ready(old)
     gpu = next(gpu for gpu in node.machine.current().gpus if device.startswith(f"gpu-{gpu.uuid[4:12]}"))
     instance = gpu.instances[0].id if kind != "gpu" else None
     node.machine.hold_gpu(gpu.uuid, 4711, "python3", gpu_instance=instance)
-    delete(node, old)
-    [told] = eventually(lambda: events(node, "ClaimStillInUse"))
+    node.delete_claim(old.name)
+    [told] = eventually(lambda: node.events("ClaimStillInUse"))
     assert told["message"].startswith(
         f"Claim default/old (UID {old.uid}) was deleted, but process 4711 (python3) still computes on {device} "
         f"(GPU {gpu.uuid}); end that on the node"
     )
     assert (node.records(), len(node.specs())) == ([f"{old.uid}.json"], 1)
-    assert events(node, "ClaimRecovered") == []
+    assert node.events("ClaimRecovered") == []
     node.machine.release_gpu(gpu.uuid)
     eventually(lambda: node.records() == [])
-    assert (node.specs(), len(events(node, "ClaimStillInUse"))) == ([], 1)
+    assert (node.specs(), len(node.events("ClaimStillInUse"))) == ([], 1)
     if kind == "mig on demand":
         eventually(lambda: not node.machine.gpu(gpu.uuid).instances)
-
-
-def test_who_waits_for_a_stale_claim_hears_of_the_process(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert node.driver is not None
-    line = node.driver.claims.line
-    monkeypatch.setattr(line, "_timeouts", WaitTimeouts(ask_again_s=0.05, stop_s=0))
-    [device] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 0]
-    old, new = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
-    assert isinstance(node.prepare(old)[old.uid], Prepared)
-    node.machine.hold_gpu(0, 4711, "python3")
-    delete(node, old)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = begin(pool, node, new)
-        eventually(lambda: any(attempt.users for attempt in node.driver.claims.line.line) or waiting.done())
-        line.stop()  # as at the end of the kubelet's deadline
-        failed = waiting.result(20)
-    assert isinstance(failed, Failed)
-    assert (
-        f"device {device} is still being torn down for claim default/old (UID {old.uid}), which was deleted, but "
-        f"process 4711 (python3) still computes on {device} (GPU {node.machine.gpu(0).uuid}): end that process on "
-        "the node"
-    ) in failed.error

@@ -52,9 +52,7 @@ def test_the_role_has_what_the_daemon_asks_for_and_nothing_else(
 ) -> None:
     soon = partial(EventRecorder, limits=ReportLimits(again_s=0.1))
     monkeypatch.setattr("dra_driver.app.wiring.reporting.EventRecorder", soon)
-    node = make_node()
-    node.start_driver()
-    node.wait_devices(8)
+    node = make_node().running()
     ref = node.claim("one")
     node.prepare(ref)
     node.machine.raise_xid(0, 79)
@@ -63,8 +61,7 @@ def test_the_role_has_what_the_daemon_asks_for_and_nothing_else(
     stray["metadata"] = {"name": "stray"}
     node.server.add("resourceslices", stray, group="resource.k8s.io")
     eventually(lambda: len(node.slices()) == 1)
-    absent = node.claim("absent", status={"allocation": {"devices": {"results": [
-        {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "node-a", "device": "gpu-none"}]}}})  # fmt: skip
+    absent = node.allocated_by_hand("absent", "gpu-none")
     for _ in range(2):  # the second event of a kind changes the first
         node.prepare(absent)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 import pynvml
 import pytest
 
-from dra_driver.model.claim import ClaimRef
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import ClaimRecord
 from tests.integration.conftest import Node, eventually
@@ -28,49 +27,35 @@ def until_named(node: Node, expected: Iterable[str]) -> None:
 
 def hear_all(node: Node) -> None:
     """NVML tells of an Xid only whoever has registered for the GPU before."""
-    driver = node.driver
-    assert driver is not None
-    eventually(lambda: len(driver.health.monitor._heard) == 8)
+    eventually(lambda: len(node.driver.health.monitor._heard) == 8)
 
 
 def well_again(node: Node) -> None:
     node.machine.restore_gpu(0)
-    driver = node.driver
-    assert driver is not None
-    driver.discovery.request_rescan()
-    driver.health.monitor._next_poll = 0.0
+    node.driver.discovery.request_rescan()
+    node.driver.health.monitor._next_poll = 0.0
 
 
-def error_of(node: Node, ref: ClaimRef) -> str:
-    return str(node.prepare(ref)[ref.uid])
-
-
-def told(node: Node, reason: str) -> list[str]:
-    return [
-        event["message"] for event in node.server.objects("events", group="") if event["reason"] == reason
-    ]
-
-
-@pytest.mark.parametrize("minor", [34, 35])
-def test_a_lost_gpu_is_withdrawn_where_taints_are_dropped_and_comes_back(
-    make_node: MakeNode, minor: int
+@pytest.mark.parametrize(
+    ("minor", "settings"), [(34, {}), (35, {}), (36, {"unhealthy_devices": "withdraw"})], ids=str
+)
+def test_a_lost_gpu_is_withdrawn_where_taints_keep_nobody_away_and_comes_back(
+    make_node: MakeNode, minor: int, settings: dict
 ) -> None:
-    node = make_node(minor=minor)
-    node.start_driver()
-    node.wait_devices(8)
+    """As the server drops them, or the scheduler ignores them, which only a person knows."""
+    node = make_node(minor=minor).running(**settings)
     published = names(node)
     node.machine.lose_gpu(0)
     until_named(node, published[1:])
-    eventually(lambda: told(node, "SliceFieldsDropped"))
+    if not settings:
+        eventually(lambda: node.events("SliceFieldsDropped"))
     well_again(node)
     until_named(node, published)
 
 
 def test_a_restart_writes_nothing(make_node: MakeNode) -> None:
     """The server is asked what it drops before a slice is written: no pod gets the device in between."""
-    node = make_node(minor=35)
-    node.start_driver()
-    node.wait_devices(8)
+    node = make_node(minor=35).running()
     hear_all(node)
     node.machine.raise_xid(0, 79)
     eventually(lambda: len(names(node)) == 7)
@@ -82,12 +67,11 @@ def test_a_restart_writes_nothing(make_node: MakeNode) -> None:
 
 
 def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
-    node = make_node(minor=35)
-    node.start_driver()
-    node.wait_devices(8)
+    """A monitor with admin access keeps nothing on offer."""
+    node = make_node(minor=35).running()
     published = names(node)
     ref = node.claim("one")
-    node.prepare(ref)
+    node.prepare(ref, node.allocated_by_hand("monitor", *published, adminAccess=True))
     hear_all(node)
     node.machine.raise_xid(0, 79)
     node.machine.raise_xid(1, 79)
@@ -98,15 +82,12 @@ def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
 
 def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_node: MakeNode) -> None:
     """Its record was read before, and the GPU judged after."""
-    node = make_node(minor=35)
-    node.start_driver()
-    node.wait_devices(8)
+    node = make_node(minor=35).running()
     published = names(node)
     ref = node.claim("one")
     node.prepare(ref)
     hear_all(node)
     driver = node.driver
-    assert driver is not None
     read = driver.publishing._records
     ended: list[str] = []
 
@@ -121,50 +102,6 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
     node.machine.raise_xid(0, 79)
     until_named(node, published[1:])
     assert ended == [ref.uid]
-
-
-def test_a_monitor_with_admin_access_keeps_nothing_on_offer(make_node: MakeNode) -> None:
-    node = make_node(minor=35)
-    node.start_driver()
-    node.wait_devices(8)
-    published = names(node)
-    node.prepare(node.allocated_by_hand("monitor", *published, adminAccess=True))
-    hear_all(node)
-    node.machine.raise_xid(0, 79)
-    until_named(node, published[1:])
-
-
-def test_taints_are_enough_where_they_are_kept(make_node: MakeNode) -> None:
-    node = make_node()
-    node.start_driver()
-    node.wait_devices(8)
-    node.machine.lose_gpu(0)
-    eventually(
-        lambda: [device["name"] for device in node.devices() if device.get("taints")] == names(node)[:1]
-    )
-    assert len(names(node)) == 8
-
-
-def test_the_setting_withdraws_for_schedulers_that_ignore_taints(make_node: MakeNode) -> None:
-    node = make_node()
-    node.start_driver(unhealthy_devices="withdraw")
-    node.wait_devices(8)
-    published = names(node)
-    node.machine.lose_gpu(0)
-    until_named(node, published[1:])
-    well_again(node)
-    until_named(node, published)
-
-
-def test_information_withdraws_nothing(make_node: MakeNode) -> None:
-    node = make_node(minor=35)
-    node.start_driver()
-    node.wait_devices(8)
-    driver = node.driver
-    node.machine.raise_xid(0, 63)
-    eventually(lambda: any(state.reasons for state in driver.health.monitor.states().values()))
-    node.machine.raise_xid(1, 79)
-    eventually(lambda: len(names(node)) == 7)
 
 
 def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -> None:
@@ -185,9 +122,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
 
 
 def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make_node: MakeNode) -> None:
-    node = make_node(minor=34, gates={"DRADeviceTaints": True})
-    node.start_driver()
-    node.wait_devices(8)
+    node = make_node(minor=34, gates={"DRADeviceTaints": True}).running()
     node.machine.raise_xid(0, 95)
     node.machine.raise_event(0, pynvml.nvmlEventTypeDoubleBitEccError, 0)
     node.machine.set_fabric(0, state=pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS)
@@ -218,12 +153,9 @@ ELSEWHERE = "delete the pod so that it starts elsewhere"
     ],
 )
 def test_a_prepare_advises_what_helps(make_node: MakeNode, minor: int, settings: dict, advice: str) -> None:
-    node = make_node(minor=minor)
-    node.start_driver(**settings)
-    node.wait_devices(8)
+    node = make_node(minor=minor).running(**settings)
     ref = node.claim("one")
     node.machine.lose_gpu(0)
-    driver = node.driver
-    eventually(lambda: driver.discovery.latest().lost_uuids)
-    eventually(lambda: advice in error_of(node, ref))
-    assert (f"or {ELSEWHERE}" in error_of(node, ref)) == ("elsewhere" in advice)
+    eventually(lambda: node.driver.discovery.latest().lost_uuids)
+    eventually(lambda: advice in str(node.prepare(ref)[ref.uid]))
+    assert (f"or {ELSEWHERE}" in str(node.prepare(ref)[ref.uid])) == ("elsewhere" in advice)

@@ -129,7 +129,7 @@ def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: Driver
 
 
 def multi_user(
-    versions: DriverVersions, policy: SharingPolicy = NO_SHARING, *, asked: bool | None = None
+    versions: DriverVersions, policy: SharingPolicy = NO_SHARING, *gpus: Gpu, asked: bool | None = None
 ) -> bool:
     """Whether the MPS daemon of a claim serves several users; a share where there is a policy."""
     share = result(GPU_0, share_id="11111111-1111-1111-1111-111111111111" if policy.entries else None)
@@ -143,7 +143,7 @@ def multi_user(
     one = replace(claim(uid="uid-1"), results=(share,), configs=() if is_plain_share else (config,))
     [step] = [
         step
-        for step in plan_claim(one, node(versions), NODE, DRIVER, (), policy).steps
+        for step in plan_claim(one, node(versions, *gpus), NODE, DRIVER, (), policy).steps
         if isinstance(step, RunMps)
     ]
     return step.spec.multi_user
@@ -169,6 +169,12 @@ def test_several_users_are_refused_when_the_driver_is_older_than_r555(policy: Sh
         f"request gpu: multiUser is not possible on device {GPU_0}, because the node has NVIDIA driver 550.163.01; "
         "update it to R555 or newer, or leave multiUser out and run all pods of the device as one user"
     )
+
+
+def test_several_users_are_refused_when_the_gpu_is_older_than_volta() -> None:
+    assert multi_user(R555, NO_SHARING, pascal(0)) is False
+    with pytest.raises(ClaimRefusedError, match="older than Volta"):
+        multi_user(R555, NO_SHARING, pascal(0), asked=True)
 
 
 def test_shares_serve_several_users_where_the_driver_can() -> None:

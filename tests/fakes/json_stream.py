@@ -1,0 +1,16 @@
+"""JSON documents that stand one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+def json_documents(text: str) -> Iterator[Any]:
+    """Raises: JSONDecodeError at one that is not whole."""
+    decoder, rest = json.JSONDecoder(), text.lstrip()
+    while rest:
+        value, end = decoder.raw_decode(rest)
+        yield value
+        rest = rest[end:].lstrip()
