@@ -9,12 +9,7 @@ from typing import Any
 
 from dra_driver.model.json_copy import copy_json
 from dra_driver.validation.rules.manifests import default_claim_spec
-from playground.apiserver.claimrules import (
-    claim_faults,
-    class_faults,
-    drop_deallocated,
-    template_faults,
-)
+from playground.apiserver.claimrules import claim_faults, drop_deallocated, template_faults
 from playground.apiserver.eventrules import event_faults
 from playground.apiserver.failure import (
     Cause,
@@ -33,7 +28,6 @@ from playground.apiserver.store import Key, Object, Store
 _CHECKS: Mapping[str, Callable[[Object, Object | None], list[Cause]]] = {
     "ResourceClaim": claim_faults,
     "ResourceClaimTemplate": template_faults,
-    "DeviceClass": class_faults,
     "Event": event_faults,
 }
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "namespace", "generateName")
