@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "hack"))
 
 import structlog  # noqa: E402
-from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
 from fuzz.inputs import inputs  # noqa: E402
@@ -52,6 +52,7 @@ def _holds(target: str, seconds: float) -> bool:
         deadline=None,
         database=DirectoryBasedExampleDatabase(KNOWN / target),
         suppress_health_check=list(HealthCheck),
+        phases=[Phase.reuse, Phase.generate, Phase.shrink],  # to explain it would trace every line
     )
     @given(inputs(target))
     def batch(content: bytes) -> None:
@@ -69,7 +70,7 @@ def _holds(target: str, seconds: float) -> bool:
         try:
             batch()
         except Exception:
-            traceback.print_exc()
+            traceback.print_exc(limit=-3)
     print(f"{target:16} {runs:8} runs{', and a finding' if failed else ''}", flush=True)
     return not failed
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 
 _SAMPLES = yaml.safe_load(Path(__file__).with_name("samples.yaml").read_text())
-_LARGEST = 1 << 16
+_LARGEST = 1 << 14
 _TEXTS = (
-    "../", "/", "\\", "..", ".", "\0", "\n", "%2e%2e%2f", "\u202e", "\ud7ff", "{}", "[]", "[" * 500, '{"a":' * 500,
+    "../", "/", "\\", "..", ".", "\0", "\n", "%2e%2e%2f", "\u202e", "\ud7ff", "{}", "[]", "[" * 200, '{"a":' * 500,
     "null", "true", "false", "-1", "0", "1e999", "-1e999", "NaN", "Infinity", "9" * 30, "9" * 5000, '""', '"', ":",
     ",", '"\\ud800"', "&a [*a]", "!!python/object:os.system", "!!binary x", "2024-13-45", "0x", "<<: *a", "- ",
     "a" * 300,
@@ -70,7 +70,7 @@ def inputs(target: str) -> st.SearchStrategy[bytes]:
         st.integers(0, _LARGEST),
         st.sampled_from((0, 0, 1, 2, 4, 8, 32, 256)),
         pieces,
-        st.sampled_from((1, 1, 1, 2, 16)),
+        st.sampled_from((1, 1, 1, 2, 8)),
         st.booleans(),
     )
     edited = st.builds(_edited, st.sampled_from(good), st.lists(edits, max_size=5))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import tempfile
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,8 +69,9 @@ from dra_driver.validation.rules.selectors import compiled, hints
 DRIVER = "gpu.nvidia.com"
 UID = "6a1b2c3d-0000-4000-8000-000000000001"
 GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
-CPU_S, CPU_S_PER_BYTE = 2.0, 40e-6
-MEMORY, MEMORY_PER_BYTE = 4 << 20, 2_000
+CPU_S, CPU_S_PER_BYTE = 4.0, 50e-6
+MEMORY, MEMORY_PER_BYTE = 32 << 20, 2_000
+_DEPTH = 1000  # Python's own, as the driver has it
 _BASE = Path("/base")
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files are what most targets wait for
 _SMI = DriverPrograms("/", {"nvidia-smi": "/nvidia-smi"}, "/bin")
@@ -99,20 +100,28 @@ def bounded(size: int) -> Iterator[None]:
     def late(*_: object) -> None:
         raise _TooLongError
 
-    before = signal.signal(signal.SIGVTALRM, late)
+    before, depth = signal.signal(signal.SIGVTALRM, late), sys.getrecursionlimit()
+    sys.setrecursionlimit(_DEPTH)  # hypothesis raises it
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S + CPU_S_PER_BYTE * size)
-    tracemalloc.start()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    resident = _kib("VmRSS")
     try:
         yield
-        peak = tracemalloc.get_traced_memory()[1]
     except _TooLongError as error:
         raise AssertionError(f"too much work for {size} bytes") from error
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-        tracemalloc.stop()
+        sys.setrecursionlimit(depth)
+    peak = (_kib("VmHWM") - resident) * 1024
     if peak > MEMORY + MEMORY_PER_BYTE * size:
         raise AssertionError(f"{peak} bytes of memory for an input of {size}")
+
+
+def _kib(field: str) -> int:
+    """A line of this process' status in /proc."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1])
 
 
 class _TooLongError(BaseException):
