@@ -82,12 +82,13 @@ def keep(
     arrange: Callable[[Path], Path],
     component: str = "main",
 ) -> None:
-    """Have packages as `unpack` has them in ``target``, a folder of the cache: once, however many ask for it.
+    """Have what ``arrange`` makes of packages as ``target`` in the cache: once, however many ask for it.
 
-    ``arrange`` gets the folder of their files and returns the one to keep. Raises: ClusterError as `unpack` does.
+    It gets the folder of their files, as `unpack` has them, and returns the folder or file to keep.
+    Raises: ClusterError as `unpack` does.
     """
     with locking.exclusive(target.parent / "lock", wait=True):
-        if target.is_dir():
+        if target.exists():
             return
         with progress.step(title), tempfile.TemporaryDirectory(dir=target.parent) as top:
             unpack(packages, release, Path(top, "tree"), component)
