@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 # The cluster beside us has what fetches packages.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
-from localcluster import debian, locking, progress, shell
+from localcluster import debian, progress, shell
 from localcluster.errors import ClusterError
 from localcluster.layout import Layout
 
@@ -69,22 +68,17 @@ def _fetch_neighbours() -> None:
 
 
 def _fetch(release: str) -> None:
-    target = _folder(release)
-    with locking.exclusive(target.parent / "lock", wait=True):
-        if target.is_dir():
-            return
-        with (
-            progress.step(f"the C library of {release}"),
-            tempfile.TemporaryDirectory(dir=target.parent) as top,
-        ):
-            tree, unfinished = Path(top, "tree"), Path(top, "libc")
-            debian.unpack(["libc6"], release, tree)
-            unfinished.mkdir()
-            found = next(path for path in tree.rglob("libc.so.6"))
-            for path in sorted(found.parent.iterdir()):
-                if path.name in FILES or path.name.startswith("ld-linux"):
-                    shutil.copy(path, unfinished / path.name)
-            unfinished.rename(target)
+    debian.keep(_folder(release), f"the C library of {release}", ["libc6"], release, _libraries)
+
+
+def _libraries(tree: Path) -> Path:
+    """The files of the C library beside one another."""
+    found, chosen = next(tree.rglob("libc.so.6")), tree / "chosen"
+    chosen.mkdir()
+    for path in sorted(found.parent.iterdir()):
+        if path.name in FILES or path.name.startswith("ld-linux"):
+            shutil.copy(path, chosen / path.name)
+    return chosen
 
 
 def _cached(releases: tuple[str, ...]) -> Path | None:

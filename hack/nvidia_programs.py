@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 # The cluster beside us has what fetches packages.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
-from localcluster import debian, locking, progress, shell
+from localcluster import debian, progress, shell
 from localcluster.errors import ClusterError
 from localcluster.layout import Layout
 
@@ -77,22 +76,18 @@ def main() -> int:
 
 
 def _fetch(suite: str) -> None:
-    target = _folder(suite)
-    with locking.exclusive(target.parent / "lock", wait=True):
-        if target.is_dir():
-            return
-        with (
-            progress.step(f"NVIDIA's programs of {suite}"),
-            tempfile.TemporaryDirectory(dir=target.parent) as top,
-        ):
-            tree = Path(top, "tree")
-            debian.unpack(_PACKAGES, suite, tree, "non-free")
-            if _programs(tree) is None:
-                raise ClusterError(f"Debian's libnvidia-ml1 of {suite} has no library below {_LIBRARIES}.")
-            _link(tree, "usr/bin/nvidia-smi", "/usr/lib/nvidia/current/nvidia-smi")
-            for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
-                _link(tree, f"{_LIBRARIES}/{name}", f"/{_LIBRARIES}/nvidia/current/{name}")
-            tree.rename(target)
+    debian.keep(
+        _folder(suite), f"NVIDIA's programs of {suite}", _PACKAGES, suite, _as_installed, component="non-free"
+    )
+
+
+def _as_installed(tree: Path) -> Path:
+    if _programs(tree) is None:
+        raise ClusterError(f"Debian's libnvidia-ml1 has no library below {_LIBRARIES}.")
+    _link(tree, "usr/bin/nvidia-smi", "/usr/lib/nvidia/current/nvidia-smi")
+    for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
+        _link(tree, f"{_LIBRARIES}/{name}", f"/{_LIBRARIES}/nvidia/current/{name}")
+    return tree
 
 
 def _link(tree: Path, path: str, target: str) -> None:

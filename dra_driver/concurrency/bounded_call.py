@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class NotAnsweredError(RetryableError):
-    """What was asked hangs, or no thread could ask it."""
+    """What was asked hangs."""
 
 
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
@@ -30,10 +30,7 @@ def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
         except BaseException as error:  # noqa: BLE001  it is raised where the answer is waited for
             answer.set_exception(error)
 
-    try:
-        threading.Thread(target=ask, name=f"ask {what}", daemon=True).start()
-    except RuntimeError as error:
-        raise NotAnsweredError(f"{what} could not be asked: {error}") from error
+    threading.Thread(target=ask, name=f"ask {what}", daemon=True).start()
     try:
         return answer.result(wait_s)
     except FutureTimeout:

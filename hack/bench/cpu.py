@@ -22,45 +22,45 @@ from processes import wait_for
 _HERE = Path(__file__).resolve().parent
 
 # By a part of the path of the code, the first that fits.
-_PARTS = (
-    ("grpc/", "gRPC and protobuf"),
-    ("google/", "gRPC and protobuf"),
-    ("dra_driver/kubelet/", "gRPC and protobuf"),
-    ("urllib3/", "asking the API server"),
-    ("/http/", "asking the API server"),
-    ("/email/", "asking the API server"),
-    ("urllib/", "asking the API server"),
-    ("/ssl.py", "asking the API server"),
-    ("socket", "asking the API server"),
-    ("dra_driver/kube/", "asking the API server"),
-    ("/json/", "JSON, records as text"),
-    ("_codec.py", "JSON, records as text"),
-    ("json_fields.py", "JSON, records as text"),
-    ("structlog/", "logs, metrics, reports"),
-    ("logs.py", "logs, metrics, reports"),
-    ("prometheus_client/", "logs, metrics, reports"),
-    ("dra_driver/reporting/", "logs, metrics, reports"),
-    ("dra_driver/observability/", "logs, metrics, reports"),
-    ("posix.", "files, locks"),
-    ("fcntl", "files, locks"),
-    ("pathlib.py", "files, locks"),
-    ("posixpath", "files, locks"),
-    ("/os.py", "files, locks"),
-    ("dra_driver/files/", "files, locks"),
-    ("dra_driver/journal/", "files, locks"),
-    ("weakrefset", "files, locks"),
-    ("dra_driver/cdi/", "the CDI spec"),
-    ("dra_driver/host/", "the CDI spec"),
-    ("dra_driver/simulator/", "the CDI spec"),
-    ("dra_driver/claims/", "planning, waiting line"),
-    ("dra_driver/sharing/", "planning, waiting line"),
-    ("dra_driver/model/", "planning, waiting line"),
-    ("dra_driver/mig/", "planning, waiting line"),
-    ("dra_driver/inventory/", "planning, waiting line"),
-    ("threading.py", "threads, locks, contexts"),
-    ("_thread", "threads, locks, contexts"),
-    ("contextlib.py", "threads, locks, contexts"),
-)
+_PARTS = {
+    "gRPC and protobuf": ("grpc/", "google/", "dra_driver/kubelet/"),
+    "asking the API server": (
+        "urllib3/",
+        "/http/",
+        "/email/",
+        "urllib/",
+        "/ssl.py",
+        "socket",
+        "dra_driver/kube/",
+    ),
+    "JSON, records as text": ("/json/", "_codec.py", "json_fields.py"),
+    "logs, metrics, reports": (
+        "structlog/",
+        "logs.py",
+        "prometheus_client/",
+        "dra_driver/reporting/",
+        "dra_driver/observability/",
+    ),
+    "files, locks": (
+        "posix.",
+        "fcntl",
+        "pathlib.py",
+        "posixpath",
+        "/os.py",
+        "dra_driver/files/",
+        "dra_driver/journal/",
+        "weakrefset",
+    ),
+    "the CDI spec": ("dra_driver/cdi/", "dra_driver/host/", "dra_driver/simulator/"),
+    "planning, waiting line": (
+        "dra_driver/claims/",
+        "dra_driver/sharing/",
+        "dra_driver/model/",
+        "dra_driver/mig/",
+        "dra_driver/inventory/",
+    ),
+    "threads, locks, contexts": ("threading.py", "_thread", "contextlib.py"),
+}
 _REST = "the rest"
 
 _Function = tuple[str, int, str]
@@ -71,7 +71,7 @@ def part_of(function: _Function) -> str:
     """The part that a function belongs to: by its file, a built-in by its name."""
     file, _, name = function
     where = name if file == "~" else file
-    return next((part for sign, part in _PARTS if sign in where), _REST)
+    return next((part for part, signs in _PARTS.items() if any(sign in where for sign in signs)), _REST)
 
 
 def shares(cycles: int) -> tuple[dict[str, float], float]:

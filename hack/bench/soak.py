@@ -5,9 +5,9 @@ reloaded, GPUs fail, the API server is away and the machine boots. At the end re
 and settings of GPUs, MPS daemons and slices must be those of a fresh node; the exit code is 1 if they are not, or if
 a claim failed while nothing was broken.
 
-    python hack/bench soak                 about five minutes
-    python hack/soak/soak.py --minutes 60    longer
-    python hack/soak/soak.py --seed 7        the same choices again
+    python hack/bench soak               about five minutes
+    python hack/bench soak --minutes 60  longer
+    python hack/bench soak --seed 7      the same choices again
 """
 
 from __future__ import annotations

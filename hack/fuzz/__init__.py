@@ -1,1 +1,1 @@
-"""A fuzzer for everything that reads bytes which others wrote: `make fuzz`."""
+"""Properties of everything that reads bytes which others wrote: `make fuzz`."""

@@ -61,7 +61,7 @@ def printed(arguments: Sequence[str], columns: int, cwd: Path, environment: Mapp
             text += piece
     finally:
         os.close(ours)
-        process.wait(60)
+        process.join(60)
     return text.decode().replace("\r\n", "\n")
 
 

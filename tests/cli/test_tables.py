@@ -78,7 +78,7 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
         if not more:
             break
         printed += more
-    process.wait(20)
+    process.join(20)
     os.close(master)
     return printed.decode().splitlines()
 

@@ -28,6 +28,7 @@ import manifests as hack  # noqa: E402
 pytestmark = pytest.mark.cluster
 
 CHART = DAEMONSET / "chart"
+DATA = Path(__file__).with_name("values")
 NAME = hack.NAME
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 Values = dict[str, Any]
@@ -388,59 +389,7 @@ def unused_values() -> Values:
 
 def incumbents_defaults() -> Values:
     """The values file of NVIDIA's chart 0.4 with every key that it has, as an operator copies it."""
-    own = {
-        "nvidiaDriverRoot": "/",
-        "nvidiaCDIHookPath": "",
-        "nameOverride": "",
-        "fullnameOverride": "",
-        "namespaceOverride": "",
-        "selectorLabelsOverride": {},
-        "gpuResourcesEnabledOverride": True,
-        "consumableShares": "",
-        "allowDefaultNamespace": False,
-        "resourceApiVersion": "",
-        "imagePullSecrets": [],
-        "image": {"repository": "mirror.example.com/gpu-dra-driver", "pullPolicy": "IfNotPresent", "tag": ""},
-        "serviceAccount": {"create": True, "annotations": {}, "name": ""},
-        "resources": {"gpus": {"enabled": True}, "computeDomains": {"enabled": True}},
-        "featureGates": {"DynamicMIG": True, "MPSSupport": True, "NVMLDeviceHealthCheck": True},
-        "logVerbosity": "6",
-        "webhook": {"enabled": True, "replicas": 2},
-        "kubeletPlugin": {
-            "metrics": {"enabled": True, "gpuHttpEndpoint": ":8090", "metricsPath": "/m"},
-            "priorityClassName": "system-node-critical",
-            "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}},
-            "podAnnotations": {"a": "b"},
-            "podSecurityContext": {},
-            "nodeSelector": {"pool": "gpu"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            "kubeletRegistrarDirectoryPath": "/k/plugins_registry",
-            "kubeletPluginsDirectoryPath": "/k/plugins",
-            "containers": {
-                "gpus": {
-                    "env": [{"name": "NVIDIA_FABRICMANAGER_ADDRESS", "value": "x"}],
-                    "securityContext": {"privileged": True},
-                    "resources": {},
-                    "healthcheckPort": 51516,
-                }
-            },
-            "affinity": {
-                "nodeAffinity": {
-                    "requiredDuringSchedulingIgnoredDuringExecution": {
-                        "nodeSelectorTerms": [
-                            {
-                                "matchExpressions": [
-                                    {"key": "nvidia.com/gpu.present", "operator": "In", "values": ["true"]}
-                                ]
-                            }
-                        ]
-                    }
-                }
-            },
-            "networkPolicy": {"enabled": True},
-        },
-    }
-    return merged(unused_values(), own)
+    return merged(unused_values(), yaml.safe_load((DATA / "incumbents-values.yaml").read_text()))
 
 
 def test_a_values_file_of_nvidias_chart_installs_this_driver() -> None:
@@ -518,66 +467,10 @@ def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..
     assert "Values without meaning" not in notes(unused_values())
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"kubeletPlugn": {}}, "additional properties 'kubeletPlugn' not allowed"),
-        ({"kubeletPlugin": {"tolerationz": []}}, "at '/kubeletPlugin': additional properties 'tolerationz'"),
-        ({"image": {"tag": 5}}, "at '/image/tag': got number, want string"),
-        ({"mps": {"enabled": "yes"}}, "at '/mps/enabled': got string, want boolean"),
-        ({"driverRootPreset": "gcp"}, "value must be one of '', 'host', 'gpu-operator', 'gke'"),
-        ({"nvidiaDriverRoot": "run/nvidia"}, "at '/nvidiaDriverRoot'"),
-        ({"fullnameOverride": "x" * 64}, "at '/fullnameOverride': maxLength: got 64, want 63"),
-        ({"fullnameOverride": "Upper"}, "at '/fullnameOverride'"),
-        ({"sharing": [{"mode": "halves"}]}, "at '/sharing/0/mode': value must be one of"),
-        ({"imex": {"channel": "some"}}, "at '/imex/channel'"),
-        (
-            {"hostDevices": ["nic"]},
-            "at '/hostDevices/0': value must be one of 'gds', 'mofed', 'gdrcopy', 'nvswitch'",
-        ),
-        ({"health": {"taintz": {}}}, "at '/health': additional properties 'taintz' not allowed"),
-        ({"config": {"kubeApiQps": 3}}, "at '/config': additional properties 'kubeApiQps' not allowed"),
-        ({"config": {"nodeName": "x"}}, "at '/config': additional properties 'nodeName' not allowed"),
-        ({"consumableShares": "0"}, "at '/consumableShares'"),
-        ({"featureGates": {"DynamicMIG": "true"}}, "at '/featureGates/DynamicMIG': got string, want boolean"),
-        ({"kubeletPlugin": {"updateStrategy": {"rollingUpdate": {"maxSurge": "ten"}}}}, "maxSurge"),
-        ({"resources": {"gpus": {"enabled": False}}}, "this driver serves GPUs and nothing else"),
-        ({"image": {"repository": "nvcr.io/nvidia/k8s-dra-driver-gpu"}}, "is the image of NVIDIA's driver"),
-        ({"nvidiaDriverRoot": "/opt"}, "nvidiaDriverRoot /opt cannot be a driver root"),
-        ({"nvidiaDriverRoot": "/run/../etc"}, "cannot be a driver root"),
-        ({"driverRootPreset": "gke", "nvidiaDriverRoot": "/run/nvidia/driver"}, "set only one of them"),
-        ({"cdiHook": {"enabled": True}}, "needs cdiHook.image.repository"),
-        ({"serviceAccount": {"create": False}}, "set serviceAccount.name"),
-        ({"consumableShares": 4, **SHARES}, "consumableShares and sharing contradict each other"),
-        (
-            {"kubeletPlugin": {"updateStrategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": "5%"}}}},
-            "Kubernetes takes one of them",
-        ),
-        (
-            {"kubeletPlugin": {"containers": {"gpus": {"env": [{"name": "CDI_ROOT", "value": "/x"}]}}}},
-            "env sets CDI_ROOT, which the chart sets itself",
-        ),
-        (
-            {
-                "kubeletPlugin": {
-                    "gpuNodesOnly": True,
-                    "affinity": {
-                        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"a": 1}}
-                    },
-                }
-            },
-            "gpuNodesOnly and a required node affinity",
-        ),
-        ({"resourceApiVersion": "resource.k8s.io/v1alpha3"}, "at '/resourceApiVersion'"),
-        ({"driverRootPreset": "gke", "kubeletPlugin": {"priorityClassName": ""}}, "name a priority class"),
-        ({"selectorLabelsOverride": {"app.kubernetes.io/component": "x"}}, "leave it out"),
-        ({"networkPolicies": {"enabled": True, "egress": {"enabled": True, "ports": []}}}, "name the ports"),
-        ({"image": {"repository": "r.example.com/g@sha256:ab", "tag": "1"}}, "leave one of them out"),
-    ],
-)
-def test_bad_values_are_refused_with_the_path_or_a_sentence(values: Values, words: str) -> None:
-    text = refusal(values)
-    assert words in text, text
+@pytest.mark.parametrize("case", yaml.safe_load((DATA / "refused-values.yaml").read_text()))
+def test_bad_values_are_refused_with_the_path_or_a_sentence(case: dict[str, Any]) -> None:
+    text = refusal(case["values"])
+    assert case["says"] in text, text
     faults = [line for line in text.splitlines() if line.startswith("- at") or "execution error" in line]
     assert len(faults) == 1, text
 

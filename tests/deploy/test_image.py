@@ -23,6 +23,7 @@ from imagebuild import archives, image, places, wheels
 from imagebuild.architectures import ARCHITECTURES
 from localcluster import debian
 from localcluster.errors import ClusterError
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -46,20 +47,12 @@ def locked(file: Path) -> dict[str, str]:
 
 def environment(python: str, machine: str) -> dict[str, str]:
     """What markers see in the image, whatever they would see here."""
-    return {
-        "implementation_name": "cpython",
-        "implementation_version": f"{python}.0",
-        "os_name": "posix",
-        "platform_machine": machine,
-        "platform_python_implementation": "CPython",
-        "platform_release": "",
-        "platform_system": "Linux",
-        "platform_version": "",
-        "python_full_version": f"{python}.0",
+    others = {
         "python_version": python,
-        "sys_platform": "linux",
-        "extra": "",
+        "python_full_version": f"{python}.0",
+        "implementation_version": f"{python}.0",
     }
+    return {**default_environment(), **others, "platform_machine": machine, "extra": ""}
 
 
 def needed(python: str, machine: str) -> dict[str, set[str]]:

@@ -127,7 +127,7 @@ class Terminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.join(20)
         os.close(self.master)
         os.close(self.slave)
 
@@ -145,9 +145,10 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
         if end == "q":
             os.write(terminal.master, b"q")
         else:
-            terminal.process.send_signal(signal.Signals[end])
+            os.kill(terminal.process.pid, signal.Signals[end])
         terminal.read_until(b"\x1b[?25h\x1b[?1049l")
-        assert terminal.process.wait(20) == 0
+        terminal.process.join(20)
+        assert terminal.process.exitcode == 0
         assert b"Traceback" not in terminal.seen
         assert termios.tcgetattr(terminal.slave) == terminal.before
     finally:
@@ -176,7 +177,8 @@ def test_keys_sort_and_scroll(tmp_path: Path) -> None:
             os.write(terminal.master, key)
             terminal.read_until(said)
         os.write(terminal.master, b"q")
-        assert terminal.process.wait(20) == 0
+        terminal.process.join(20)
+        assert terminal.process.exitcode == 0
     finally:
         terminal.close()
 

@@ -1,7 +1,7 @@
 """The fuzzer's targets are the tests' too, so both agree on what a parser may do."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,3 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "hack"))
 def _quiet() -> Iterator[None]:
     with structlog.testing.capture_logs():
         yield
-
-
-@pytest.fixture(scope="module")
-def scratch(make_memory_path: Callable[[], Path]) -> Path:
-    """For the targets that read files."""
-    return make_memory_path()

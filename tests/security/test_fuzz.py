@@ -1,16 +1,22 @@
-"""The fuzzer finds what it is for, every parser stands a short run of it, and what it once found stays mended."""
+"""Every parser stands a short run, what was found once stays mended, and what is a finding is found."""
 
 from __future__ import annotations
 
 import json
-import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
-from fuzz.loop import LINES, MEMORY, Report, Target, fuzz, smaller
-from fuzz.parsers import targets
+from fuzz import targets
+from fuzz.inputs import inputs, samples
+from fuzz.targets import OF_BYTES, OF_FILES, bounded, check
+from hypothesis import find, given, settings
 
-from dra_driver.model.units import parse_quantity
+PACKAGE = str(Path(__file__).parents[2] / "dra_driver") + "/"
 
 FOUND = {
     "claim": [b'{"results":[{"request":[],"driver":"","pool":"","device":""}]}', b'{"config":[{"opaque":1}]}'],
@@ -32,72 +38,79 @@ FOUND = {
     "documents": [b"\0", b"a: &x0 [1]\n" + b"".join(b"b%d: &x%d [%s]\n" % (n, n, b", ".join([b"*x%d" % (n - 1)] * 9))
                                             for n in range(1, 9))],
 }  # fmt: skip
+DOCUMENTS = (
+    "claim", "parameters", "record", "record-file", "ledger-file", "health-file", "lock-file", "cdi-file",
+    "metadata-file", "mps-record", "mps-message",
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def known(scratch: Path) -> dict[str, Target]:
-    return {target.name: target for target in targets(scratch)}
+def steps_of(run: Callable[[], object]) -> set[tuple[str, int, int]]:
+    """The pairs of lines of the package that run one after the other in a function."""
+    seen: set[tuple[str, int, int]] = set()
+
+    def enter(frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
+        last = 0
+
+        def line(frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any]:
+            nonlocal last
+            seen.add((frame.f_code.co_filename, last, frame.f_lineno))
+            last = frame.f_lineno
+            return line
+
+        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return seen
 
 
-def short_run(target: Target, runs: int, *more: bytes) -> Report:
-    return fuzz(target, random.Random(target.name), lambda done: done < runs, more)
+@pytest.mark.parametrize("target", [*OF_BYTES, *OF_FILES])
+def test_parser_returns_or_raises_what_it_announces(target: str) -> None:
+    @settings(max_examples=60)
+    @given(inputs(target))
+    def some(content: bytes) -> None:
+        check(target, content)
 
-
-def test_no_parser_fails_on_inputs_near_its_own(known: dict[str, Target]) -> None:
-    reports = [short_run(target, 80) for target in known.values()]
-    assert [finding for report in reports for finding in report.findings] == []
     # A target that reaches nothing would pass for ever.
-    assert {report.target: report.places for report in reports if report.places < 5} == {}
-    assert len(reports) > 20
-
-
-def test_no_parser_fails_on_what_was_found_before(known: dict[str, Target]) -> None:
-    for name, inputs in FOUND.items():
-        assert short_run(known[name], 0, *inputs).findings == [], name
-
-
-def _planted(content: bytes) -> None:
-    """Without guidance all three bytes would have to come right at once."""
-    if content[:1] != b"1":
+    good = steps_of(lambda: [check(target, content) for content in samples(target)])
+    assert len(good) > 5
+    if target not in DOCUMENTS:
+        some()
         return
-    if content[1:2] != b"k":
-        return
-    if content[2:3] == b"!":
-        raise KeyError("planted")
+    assert steps_of(some) - good, "refusals are reached, which good documents do not do"
 
 
-def test_a_fault_behind_several_checks_is_found_and_made_small() -> None:
-    target = Target("planted", (b"0j ",), _planted)
-    report = fuzz(target, random.Random(7), lambda runs: runs < 20_000, code=__file__)
-    [finding] = report.findings
-    assert finding.fault == "KeyError: 'planted'"
-    assert [content[:2] for content in report.corpus if content.startswith(b"1")][-1] == b"1k", "step by step"
+@pytest.mark.parametrize("target", FOUND)
+def test_parser_stands_what_was_found_before(target: str) -> None:
+    for content in FOUND[target]:
+        check(target, content)
 
-    def fails(content: bytes) -> bool:
-        try:
-            _planted(content)
-        except KeyError:
-            return True
+
+def test_values_deep_in_a_document_are_replaced() -> None:
+    def is_bad(content: bytes) -> bool:
+        with suppress(ValueError, RecursionError, LookupError, TypeError):
+            return json.loads(content)["metadata"]["generation"] is None
         return False
 
-    assert smaller(finding, fails) == b"1k!"
+    found = find(inputs("metadata-file"), is_bad, settings=settings(max_examples=3000))
+    assert json.loads(found)["kind"] == "DeviceMetadata"
 
 
-def test_too_much_work_and_too_much_memory_are_findings() -> None:
-    def work(content: bytes) -> None:
-        for number in range(LINES if content == b"bad" else 1):
-            parse_quantity(str(number))  # no two are the same: it knows the answers that it gave
-
-    def memory(content: bytes) -> None:
-        bytearray(2 * MEMORY if content == b"bad" else 1)
-
-    for run, fault in ((work, "TooMuchWork"), (memory, "MemoryError")):
-        assert fuzz(Target("ok", (b"good",), run), random.Random(1), lambda _runs: False).findings == []
-        [finding] = fuzz(Target("bad", (b"bad",), run), random.Random(1), lambda _runs: False).findings
-        assert finding.fault.startswith(fault)
+def _spin() -> None:
+    while True:
+        with suppress(Exception):
+            sum(range(100))
 
 
-def test_the_same_seed_repeats_a_run(known: dict[str, Target]) -> None:
-    first, second = (short_run(known["record"], 200) for _ in range(2))
-    assert first.corpus == second.corpus
-    assert json.loads(first.corpus[0])["version"] == 1
+def test_too_much_work_and_too_much_memory_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "CPU_S", 0.05)
+    with bounded(1):
+        pass
+    with pytest.raises(AssertionError, match="too much work"), bounded(1):
+        _spin()
+    with pytest.raises(AssertionError, match="bytes of memory"), bounded(1):
+        assert b"x" * (2 * targets.MEMORY)

@@ -9,7 +9,7 @@ from functools import partial
 
 from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
 from dra_driver.concurrency.deadline import seconds_for, time_left
-from dra_driver.errors import DraDriverError, NvmlUnavailableError
+from dra_driver.errors import DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.journal.executor import StepRunner
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -134,6 +134,8 @@ class MigParts:
             return bounded(f"NVML about the minor number of GPU {gpu_uuid}", read, time_left(_MINOR_S))
         except NotAnsweredError:
             raise
+        except RuntimeError as error:  # no thread can start
+            raise RetryableError(str(error)) from error
         except DraDriverError:
             return None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from localcluster import progress, shell
+from localcluster import locking, progress, shell
 from localcluster.errors import ClusterError
 
 # A file or program that shows a package to be there, and the package.
@@ -72,6 +72,27 @@ def unpack(packages: Sequence[str], release: str, folder: Path, component: str =
         folder.mkdir(parents=True)
         for file in sorted(Path(name).glob("*.deb")):
             shell.run(["dpkg-deb", "--extract", file, folder])
+
+
+def keep(
+    target: Path,
+    title: str,
+    packages: Sequence[str],
+    release: str,
+    arrange: Callable[[Path], Path],
+    component: str = "main",
+) -> None:
+    """Have what ``arrange`` makes of packages as ``target`` in the cache: once, however many ask for it.
+
+    It gets the folder of their files, as `unpack` has them, and returns the folder or file to keep.
+    Raises: ClusterError as `unpack` does.
+    """
+    with locking.exclusive(target.parent / "lock", wait=True):
+        if target.exists():
+            return
+        with progress.step(title), tempfile.TemporaryDirectory(dir=target.parent) as top:
+            unpack(packages, release, Path(top, "tree"), component)
+            arrange(Path(top, "tree")).rename(target)
 
 
 def download(packages: Sequence[str], release: str, architecture: str, folder: Path) -> list[Path]:

@@ -39,9 +39,9 @@ class Before:
 
     boot_id: str
     forwarding: dict[str, str]
-    private_mounts: tuple[str, ...]
-    absent: tuple[str, ...]
-    cdi_specs: tuple[str, ...]
+    private_mounts: list[str]
+    absent: list[str]
+    cdi_specs: list[str]
 
 
 def remember(layout: Layout) -> None:
@@ -52,9 +52,9 @@ def remember(layout: Layout) -> None:
     before = Before(
         boot_id=_BOOT_ID.read_text().strip(),
         forwarding=network.forwarding(),
-        private_mounts=tuple(_private_mounts()),
-        absent=tuple(str(path) for path in _MADE_BY_OTHERS if not path.exists()),
-        cdi_specs=tuple(map(str, _cdi_specs())),
+        private_mounts=_private_mounts(),
+        absent=[str(path) for path in _MADE_BY_OTHERS if not path.exists()],
+        cdi_specs=[str(spec) for spec in _cdi_specs()],
     )
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(asdict(before)))
@@ -62,21 +62,11 @@ def remember(layout: Layout) -> None:
 
 
 def recall(layout: Layout) -> Before | None:
-    """What ``remember`` wrote, or None when ``up`` never came that far.
-
-    An older version of this program may have written less.
-    """
+    """What ``remember`` wrote, or None when ``up`` never came that far."""
     try:
-        found = json.loads((layout.state / "before.json").read_text())
+        return Before(**json.loads((layout.state / "before.json").read_text()))
     except FileNotFoundError:
         return None
-    return Before(
-        boot_id=found["boot_id"],
-        forwarding=found.get("forwarding", {}),
-        private_mounts=tuple(found.get("private_mounts", ())),
-        absent=tuple(found.get("absent", ())),
-        cdi_specs=tuple(found.get("cdi_specs", ())),
-    )
 
 
 def rebooted_since(before: Before) -> bool:

@@ -12,7 +12,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from localcluster import api, shell
+from localcluster import api, debian, shell
 from localcluster.configs import PAUSE_IMAGE
 from localcluster.errors import ClusterError
 from localcluster.layout import Layout
@@ -91,22 +91,12 @@ def static_busybox(layout: Layout) -> Path:
     Installing it would put an ordinary busybox of the host out.
     """
     target = layout.cache / "cluster" / "busybox"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = layout.state / "busybox"
-    folder.mkdir(parents=True, exist_ok=True)
-    retries = "--option=Acquire::Retries=5"
-    shell.run(["apt-get", "--quiet", retries, "update"])
-    shell.run(["apt-get", "--quiet", retries, "download", "busybox-static"], cwd=folder)
-    package = next(folder.glob("busybox-static_*.deb"))
-    shell.run(["dpkg-deb", "--extract", package, folder])
-    found = next(path for path in folder.glob("**/bin/busybox") if path.is_file())
-    unfinished = target.with_suffix(".unfinished")
-    unfinished.write_bytes(found.read_bytes())
-    unfinished.chmod(0o755)
-    unfinished.replace(target)
+    debian.keep(target, "busybox", ["busybox-static"], debian.own_release(), _busybox)
     return target
+
+
+def _busybox(tree: Path) -> Path:
+    return next(path for path in tree.glob("**/bin/busybox") if path.is_file())
 
 
 def _layer(busybox: Path) -> bytes:

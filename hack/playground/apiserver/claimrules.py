@@ -1,4 +1,4 @@
-"""Defaults and validation of ResourceClaims, templates and classes, as far as a driver meets them."""
+"""Validation of ResourceClaims and their templates, as far as a driver meets them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 from datetime import datetime
 from typing import Any
 
+from playground.apiserver.devicerules import check_names
 from playground.apiserver.failure import Cause
 from playground.apiserver.faultlist import FaultList
-from playground.apiserver.names import is_attribute_name, is_label
+from playground.apiserver.names import is_attribute_name
 from playground.apiserver.quantity import parse_quantity
 
 _MOST_REQUESTS = 32
-_MOST_SUBREQUESTS = 8
-_MOST_SELECTORS = 32
 _MOST_RESULTS = 32
 _MOST_RESERVED = 256
 _MOST_CONDITIONS = 8
@@ -56,39 +55,22 @@ def template_faults(obj: dict[str, Any], before: dict[str, Any] | None) -> list[
     return faults.causes
 
 
-def class_faults(obj: dict[str, Any], _before: dict[str, Any] | None) -> list[Cause]:
-    """Every fault of a stored-form device class."""
-    faults = FaultList()
-    spec = obj.get("spec") or {}
-    faults.too_many("spec.selectors", len(spec.get("selectors") or ()), _MOST_SELECTORS)
-    return faults.causes
-
-
 def _check_spec(devices: dict[str, Any], path: str, faults: FaultList) -> None:
     requests = devices.get("requests") or []
     faults.too_many(f"{path}.requests", len(requests), _MOST_REQUESTS)
-    seen: set[str] = set()
+    check_names([request.get("name") for request in requests], f"{path}.requests", "name", faults)
     for index, request in enumerate(requests):
-        here, name = f"{path}.requests[{index}]", request.get("name")
-        if not is_label(name):
-            faults.invalid(f"{here}.name", name, "must be a DNS label of at most 63")
-        elif name in seen:
-            faults.duplicate(f"{here}.name", name)
-        seen.add(str(name))
-        exact, first = request.get("exactly"), request.get("firstAvailable")
+        here = f"{path}.requests[{index}]"
+        exact, first = request.get("exactly"), request.get("firstAvailable") or []
         if (exact is not None) == bool(first):
             faults.required(here, "exactly one of `exactly` or `firstAvailable` is required")
-        faults.too_many(f"{here}.firstAvailable", len(first or ()), _MOST_SUBREQUESTS)
-        for wanted in (*([exact] if exact is not None else []), *(first or ())):
-            _check_request(
-                wanted, f"{here}.exactly" if exact is not None else f"{here}.firstAvailable", faults
-            )
+        for wanted in first if exact is None else [exact]:
+            _check_request(wanted, f"{here}.{'firstAvailable' if exact is None else 'exactly'}", faults)
 
 
 def _check_request(wanted: dict[str, Any], path: str, faults: FaultList) -> None:
     if not wanted.get("deviceClassName"):
         faults.required(f"{path}.deviceClassName")
-    faults.too_many(f"{path}.selectors", len(wanted.get("selectors") or ()), _MOST_SELECTORS)
     _check_amounts((wanted.get("capacity") or {}).get("requests") or {}, f"{path}.capacity.requests", faults)
     mode = wanted.get("allocationMode")
     if mode not in ("ExactCount", "All"):

@@ -6,66 +6,75 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from dra_driver.model.ids import is_dns_label
 from playground.apiserver.faultlist import FaultList
-from playground.apiserver.names import is_attribute_name, is_label, is_label_key, is_label_value
+from playground.apiserver.names import is_attribute_name, is_label_key, is_label_value
 from playground.apiserver.quantity import parse_quantity
 
 _MOST_NAMES = 32  # attributes and capacities together
-_MOST_VALUES = 48
 _MOST_BYTES = 64
 _MOST_CONSUMED_SETS = 2
 _MOST_COUNTERS = 32
 _MOST_TAINTS = 16
 _MOST_TAINTS_BEFORE = 4
 _MANY_TAINTS = 35  # also those without an effect
-_MOST_CONDITIONS = 4
 _MOST_VALID_VALUES = 10
 _SCALARS = {"int": int, "bool": bool, "string": str, "version": str}
-_LISTS = {"ints": "int", "bools": "bool", "strings": "string", "versions": "version"}
 _NUMBER = r"(?:0|[1-9]\d*)"
 _PRE = rf"(?:{_NUMBER}|\d*[A-Za-z-][0-9A-Za-z-]*)"
 _SEMVER = re.compile(
     rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-{_PRE}(?:\.{_PRE})*)?(?:\+[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*)?"
 )
-_NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes")
 
 
-def check_device(device: dict[str, Any], path: str, faults: FaultList, minor: int, *, own_node: bool) -> None:
-    """Add every fault of one device for Kubernetes 1.`minor`; `own_node`: the slice leaves node selection to its
-    devices."""
+def check_device(device: dict[str, Any], path: str, faults: FaultList, minor: int) -> None:
+    """Add every fault of one device for Kubernetes 1.`minor`."""
     attributes, capacity = device.get("attributes") or {}, device.get("capacity") or {}
     faults.too_many(path, len(attributes) + len(capacity), _MOST_NAMES)
-    values = sum(_check_attribute(n, a, f"{path}.attributes[{n}]", faults) for n, a in attributes.items())
-    faults.too_many(f"{path}.attributes", values, _MOST_VALUES)
+    for name, attribute in attributes.items():
+        _check_attribute(name, attribute, f"{path}.attributes[{name}]", faults)
+    shared = bool(device.get("allowMultipleAllocations"))
     for name, entry in capacity.items():
-        _check_capacity(
-            name, entry, f"{path}.capacity[{name}]", faults, bool(device.get("allowMultipleAllocations"))
-        )
-    _check_consumption(device.get("consumesCounters") or [], f"{path}.consumesCounters", faults)
+        _check_capacity(name, entry, f"{path}.capacity[{name}]", faults, shared)
+    consumed = device.get("consumesCounters") or []
+    faults.too_many(f"{path}.consumesCounters", len(consumed), _MOST_CONSUMED_SETS)
+    check_counters(consumed, f"{path}.consumesCounters", "counterSet", faults)
     _check_taints(device.get("taints") or [], f"{path}.taints", faults, minor)
-    _check_conditions(device, path, faults)
-    chosen = [field for field in _NODE_CHOICES if device.get(field)]
-    if own_node and len(chosen) != 1:
-        faults.required(path, f"exactly one of {', '.join(_NODE_CHOICES)} is required")
-    elif chosen and not own_node:
-        faults.invalid(f"{path}.{chosen[0]}", "", "only allowed with perDeviceNodeSelection")
 
 
-def _check_attribute(name: str, attribute: dict[str, Any], path: str, faults: FaultList) -> int:
-    """How many values the attribute has."""
+def check_counters(sets: list[dict[str, Any]], path: str, named_by: str, faults: FaultList) -> None:
+    """Add every fault of counter sets, or of what a device consumes of them."""
+    check_names([entry.get(named_by) for entry in sets], path, named_by, faults)
+    for index, entry in enumerate(sets):
+        here, counters = f"{path}[{index}].counters", entry.get("counters") or {}
+        if not counters:
+            faults.required(here)
+        faults.too_many(here, len(counters), _MOST_COUNTERS)
+        for key, counter in counters.items():
+            if not is_dns_label(key):
+                faults.invalid(f"{here}[{key}]", key, "must be a DNS label of at most 63")
+            if parse_quantity(counter.get("value")) is None:
+                faults.invalid(f"{here}[{key}].value", counter.get("value"), "must be a quantity")
+
+
+def check_names(names: list[Any], path: str, field: str, faults: FaultList) -> None:
+    """Add a fault for every name that is no DNS label, and for one that occurs twice."""
+    for index, name in enumerate(names):
+        here = f"{path}[{index}].{field}"
+        if not isinstance(name, str) or not is_dns_label(name):
+            faults.invalid(here, name, "must be a DNS label of at most 63")
+        elif name in names[:index]:
+            faults.duplicate(here, name)
+
+
+def _check_attribute(name: str, attribute: dict[str, Any], path: str, faults: FaultList) -> None:
     if not is_attribute_name(name):
         faults.invalid(path, name, "must be [domain/]identifier")
-    kinds = [kind for kind in (*_SCALARS, *_LISTS) if attribute.get(kind) is not None]
+    kinds = [kind for kind in _SCALARS if attribute.get(kind) is not None]
     if len(kinds) != 1:
         faults.invalid(path, kinds, "exactly one value must be specified")
-        return len(kinds)
-    kind = kinds[0]
-    values = attribute[kind] if kind in _LISTS else [attribute[kind]]
-    if not values:
-        faults.required(f"{path}.{kind}")
-    for value in values:
-        _check_value(_LISTS.get(kind, kind), value, f"{path}.{kind}", faults)
-    return len(values)
+        return
+    _check_value(kinds[0], attribute[kinds[0]], f"{path}.{kinds[0]}", faults)
 
 
 def _check_value(kind: str, value: Any, path: str, faults: FaultList) -> None:
@@ -131,24 +140,6 @@ def _check_range(
             faults.invalid(f"{path}.step", span["step"], "min, max and default must be steps apart")
 
 
-def _check_consumption(consumed: list[dict[str, Any]], path: str, faults: FaultList) -> None:
-    faults.too_many(path, len(consumed), _MOST_CONSUMED_SETS)
-    seen: set[str] = set()
-    for index, entry in enumerate(consumed):
-        name, counters = entry.get("counterSet"), entry.get("counters") or {}
-        if not is_label(name):
-            faults.invalid(f"{path}[{index}].counterSet", name, "must be a DNS label of at most 63")
-        elif name in seen:
-            faults.duplicate(f"{path}[{index}].counterSet", name)
-        seen.add(str(name))
-        if not counters:
-            faults.required(f"{path}[{index}].counters")
-        faults.too_many(f"{path}[{index}].counters", len(counters), _MOST_COUNTERS)
-        for key, counter in counters.items():
-            if not is_label(key) or parse_quantity(counter.get("value")) is None:
-                faults.invalid(f"{path}[{index}].counters[{key}]", counter, "must be a label and a quantity")
-
-
 def _check_taints(taints: list[dict[str, Any]], path: str, faults: FaultList, minor: int) -> None:
     faults.too_many(path, len(taints), _MOST_TAINTS if minor >= _MANY_TAINTS else _MOST_TAINTS_BEFORE)
     effects = ("None", "NoSchedule", "NoExecute") if minor >= _MANY_TAINTS else ("NoSchedule", "NoExecute")
@@ -159,24 +150,3 @@ def _check_taints(taints: list[dict[str, Any]], path: str, faults: FaultList, mi
             faults.invalid(f"{path}[{index}].value", taint.get("value"), "must be a label value")
         if taint.get("effect") not in effects:
             faults.invalid(f"{path}[{index}].effect", taint.get("effect"), f"must be one of {effects}")
-
-
-def _check_conditions(device: dict[str, Any], path: str, faults: FaultList) -> None:
-    binding = device.get("bindingConditions") or []
-    failing = device.get("bindingFailureConditions") or []
-    if bool(binding) != bool(failing):
-        missing = "bindingFailureConditions" if binding else "bindingConditions"
-        faults.required(f"{path}.{missing}", "both lists are needed if one is used")
-    for field, entries in (("bindingConditions", binding), ("bindingFailureConditions", failing)):
-        faults.too_many(f"{path}.{field}", len(entries), _MOST_CONDITIONS)
-        faults.causes += (
-            [] if all(is_label_key(e) for e in entries) else _bad_names(f"{path}.{field}", entries)
-        )
-    for name in sorted(set(binding) & set(failing)):
-        faults.duplicate(f"{path}.bindingFailureConditions", name)
-
-
-def _bad_names(path: str, entries: list[Any]) -> list[Any]:
-    faults = FaultList()
-    faults.invalid(path, entries, "must be condition types")
-    return faults.causes

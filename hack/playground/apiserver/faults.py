@@ -9,22 +9,14 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class _Failure:
+class Failure:
+    """What to answer so many requests instead of serving them; `body` None means an ordinary Status object."""
+
     left: int
     status: int
     reason: str
     path: str
     method: str
-    retry_after: str | None
-    body: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class FaultAnswer:
-    """What to answer instead of serving; `body` None means an ordinary Status object."""
-
-    status: int
-    reason: str
     retry_after: str | None
     body: bytes | None
 
@@ -41,7 +33,7 @@ class Faults:
         self._lock = threading.Lock()
         self._slow: list[tuple[str, float]] = []
         self._drips: list[tuple[str, float]] = []
-        self._failures: list[_Failure] = []
+        self._failures: list[Failure] = []
         self._cuts = 0
         self._watch_events: list[dict[str, Any]] | None = None
         self._warnings: list[tuple[str, str]] = []
@@ -59,7 +51,7 @@ class Faults:
     ) -> None:
         """Answer the next `count` requests whose path and query contain `path` (and with `method`) with `status`."""
         with self._lock:
-            self._failures.append(_Failure(count, status, reason, path, method, retry_after, body))
+            self._failures.append(Failure(count, status, reason, path, method, retry_after, body))
 
     def slow(self, path: str, seconds: float) -> None:
         """Hold back answers to paths that contain `path`; 0 ends it."""
@@ -126,11 +118,11 @@ class Faults:
         with self._lock:
             return max((pause_s for part, pause_s in self._drips if part in path), default=0.0)
 
-    def answer_of(self, method: str, path: str) -> FaultAnswer | None:
+    def answer_of(self, method: str, path: str) -> Failure | None:
         """The failure that this request meets, counted down; None if it is to be served."""
         with self._lock:
             for failure in self._failures:
                 if failure.left and failure.path in path and failure.method in ("", method):
                     failure.left -= 1
-                    return FaultAnswer(failure.status, failure.reason, failure.retry_after, failure.body)
+                    return failure
         return None

@@ -9,17 +9,11 @@ DEFAULT_GATES: Mapping[str, bool] = {
     "DRADeviceTaints": True,
     "DRAPartitionableDevices": True,
     "DRAConsumableCapacity": True,
-    "DRADeviceBindingConditions": True,
     "DRAAdminAccess": True,
     "DRAPrioritizedList": True,
     "DRAResourceClaimDeviceStatus": True,
 }
-_ALPHA_UNTIL_35 = (
-    "DRADeviceTaints",
-    "DRAPartitionableDevices",
-    "DRAConsumableCapacity",
-    "DRADeviceBindingConditions",
-)
+_ALPHA_UNTIL_35 = ("DRADeviceTaints", "DRAPartitionableDevices", "DRAConsumableCapacity")
 
 
 def default_gates(minor: int) -> dict[str, bool]:
@@ -28,14 +22,11 @@ def default_gates(minor: int) -> dict[str, bool]:
     return {**DEFAULT_GATES, **old}
 
 
-_SLICE_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "DRAPartitionableDevices": ("sharedCounters", "perDeviceNodeSelection")
-}
+_SLICE_FIELDS: Mapping[str, tuple[str, ...]] = {"DRAPartitionableDevices": ("sharedCounters",)}
 _DEVICE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "DRADeviceTaints": ("taints",),
-    "DRAPartitionableDevices": ("consumesCounters", "nodeName", "nodeSelector", "allNodes"),
+    "DRAPartitionableDevices": ("consumesCounters",),
     "DRAConsumableCapacity": ("allowMultipleAllocations",),
-    "DRADeviceBindingConditions": ("bindsToNode", "bindingConditions", "bindingFailureConditions"),
 }
 
 

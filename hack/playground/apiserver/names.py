@@ -17,11 +17,6 @@ def generated_name(prefix: str) -> str:
     return prefix[:_PREFIX_MAX] + "".join(secrets.choice(_RANDOM) for _ in range(5))
 
 
-def is_label(text: object) -> bool:
-    """DNS label, at most 63."""
-    return isinstance(text, str) and len(text) <= 63 and bool(_LABEL.fullmatch(text))
-
-
 def is_subdomain(text: object, most: int = 253) -> bool:
     """DNS subdomain of at most `most` characters."""
     if not isinstance(text, str) or not text or len(text) > most:

@@ -10,7 +10,6 @@ from typing import Any
 from dra_driver.model.json_copy import copy_json
 from playground.apiserver.claimrules import (
     claim_faults,
-    class_faults,
     default_claim_spec,
     drop_deallocated,
     template_faults,
@@ -33,7 +32,6 @@ from playground.apiserver.store import Key, Object, Store
 _CHECKS: Mapping[str, Callable[[Object, Object | None], list[Cause]]] = {
     "ResourceClaim": claim_faults,
     "ResourceClaimTemplate": template_faults,
-    "DeviceClass": class_faults,
     "Event": event_faults,
 }
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "namespace", "generateName")

@@ -1,0 +1,493 @@
+"""The fuzz targets: every function that reads bytes from a socket, a claim, a file, a program or a person.
+
+Each returns for whatever the parser announces: it catches the errors that the parser's docstring names, and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from google.protobuf.message import DecodeError
+
+from dra_driver import logs
+from dra_driver.api.decode import decode as decode_parameters
+from dra_driver.api.resolve import config_for_result
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
+from dra_driver.cdi.rules.spec import file_stem
+from dra_driver.diagnostics.doctor.runtime import read_configs
+from dra_driver.errors import (
+    ApiRejectedError,
+    ApiUnavailableError,
+    ClaimRefusedError,
+    DraDriverError,
+    InvalidConfigError,
+    PermanentError,
+    StateError,
+)
+from dra_driver.health import store as healthstore
+from dra_driver.host import nvidia_smi
+from dra_driver.host.imex import ImexChannelNodes
+from dra_driver.host.imex import settings as imex_settings
+from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.journal import record_codec as codec
+from dra_driver.journal import records
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.api_errors import api_errors, check_status
+from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
+from dra_driver.kube.convert import from_version, to_version
+from dra_driver.kube.slice_cache import version_after
+from dra_driver.kube.watch_stream import WatchStream
+from dra_driver.kubelet.claim_check import check_claims
+from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
+from dra_driver.mig import ledger
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.ids import is_dns_label, pci_bus_id
+from dra_driver.model.units import format_bytes, parse_quantity
+from dra_driver.mps import limit_commands as limits
+from dra_driver.mps import protocol
+from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.records import DaemonRecords
+from dra_driver.settings import read_config_file
+from dra_driver.validation.documents import read_documents
+from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
+from dra_driver.validation.rules.selectors import compiled, hints
+
+DRIVER = "gpu.nvidia.com"
+UID = "6a1b2c3d-0000-4000-8000-000000000001"
+GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
+CPU_S, CPU_S_PER_BYTE = 4.0, 50e-6
+MEMORY, MEMORY_PER_BYTE = 32 << 20, 2_000
+_DEPTH = 1000  # Python's own, as the driver has it
+_BASE = Path("/base")
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files are what most targets wait for
+_SMI = DriverPrograms("/", {"nvidia-smi": "/nvidia-smi"}, "/bin")
+_DEVICE = view(
+    "a",
+    {"attributes": {"type": {"string": "gpu"}, "version": {"version": "9.0.0"}, "list": {"strings": ["a"]}}},
+)
+_LONGEST_WAIT_S = 600.0
+_LONGEST_ERROR = 2_000
+_LONGEST_LOG_TEXT = 20_000
+
+
+def check(target: str, content: bytes) -> None:
+    """Give a parser some bytes. Raises: whatever it must not raise; AssertionError for what it must not do."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_MEMORY) as directory, bounded(len(content)):
+        if target in OF_FILES:
+            OF_FILES[target](content, Path(directory))
+        else:
+            OF_BYTES[target](content)
+
+
+@contextmanager
+def bounded(size: int) -> Iterator[None]:
+    """Raises: AssertionError where the block takes more than an input of this size may take."""
+
+    def late(*_: object) -> None:
+        raise _TooLongError
+
+    before, depth = signal.signal(signal.SIGVTALRM, late), sys.getrecursionlimit()
+    sys.setrecursionlimit(_DEPTH)  # hypothesis raises it
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S + CPU_S_PER_BYTE * size)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    resident = _kib("VmRSS")
+    try:
+        yield
+    except _TooLongError as error:
+        raise AssertionError(f"too much work for {size} bytes") from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        sys.setrecursionlimit(depth)
+    peak = (_kib("VmHWM") - resident) * 1024
+    if peak > MEMORY + MEMORY_PER_BYTE * size:
+        raise AssertionError(f"{peak} bytes of memory for an input of {size}")
+
+
+def _kib(field: str) -> int:
+    """A line of this process' status in /proc."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1])
+
+
+class _TooLongError(BaseException):
+    """No Exception, so that no parser takes it for one of its own."""
+
+
+def kubelet_message(content: bytes) -> None:
+    """What the kubelet's calls carry: accepted names stay below any directory that they are put into."""
+    for message in (dra_v1_pb2.NodePrepareResourcesRequest, dra_v1_pb2.NodeUnprepareResourcesRequest):
+        with suppress(DecodeError):
+            request = message.FromString(content)
+            checked = check_claims(
+                ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims
+            )
+            for ref in checked.accepted:
+                for name in (ref.namespace, ref.name, ref.uid):
+                    _check_below(_BASE / name, "an accepted claim reference")
+            for uid, fault in checked.refused.items():
+                if not fault or "\n" in fault or len(fault) > 1024:
+                    raise AssertionError(f"the refusal of {uid[:50]!r} is no short line")
+            if {ref.uid for ref in checked.accepted} & checked.refused.keys():
+                raise AssertionError("a claim is accepted and refused")
+    with suppress(DecodeError):
+        registration_pb2.RegistrationStatus.FromString(content)
+
+
+def claim_names(content: bytes) -> None:
+    """Names as any other part of the driver would put them into paths, past the check at the socket."""
+    namespace, name, uid, request, pod_claim, *_ = [*content.decode(errors="replace").split("\n"), *[""] * 5]
+    ref = ClaimRef(namespace, name, uid)
+    held = {"request": request, "driver": DRIVER, "pool": "node", "device": "gpu-0"}
+    body = {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": [held]}}}}
+    claim = parse_allocated_claim(body, ref)
+    with suppress(ClaimRefusedError):
+        _check_below(_BASE / f"{file_stem(DRIVER, uid)}.json", "a CDI spec")
+    with suppress(StateError):
+        _check_below(_BASE / f"{records._checked(uid)}.json", "a claim record")
+    with suppress(PermanentError):
+        _check_below(MpsLayout(_BASE).record(name), "an MPS record")
+    with suppress(PermanentError):
+        _check_below(MpsLayout(_BASE).directory(name), "an MPS directory")
+    with suppress(StateError):
+        _check_below(_BASE / f"{ledger._checked_device(name)}.json", "a ledger entry")
+    with suppress(StateError):
+        _check_below(_BASE / f"{ledger._mode_name(uid)}.json", "the ledger of a MIG mode")
+    with suppress(ClaimRefusedError):
+        _check_metadata_paths(AllocatedClaim(ref, claim.results, (), pod_claim or None))
+
+
+def _check_metadata_paths(claim: AllocatedClaim) -> None:
+    check_names(claim)
+    _check_below(_BASE / directory_name(claim.ref), "a metadata directory")
+    for request in requests_of(claim):
+        _check_below(_BASE / request, "a directory of a request")
+        _check_below(_BASE / cdi_file(DRIVER, claim.ref.uid, request), "a metadata CDI spec")
+        inside = container_path(claim, request, DRIVER)
+        if "/../" in inside or inside.count("/") != 8:
+            raise AssertionError(f"a container path leads elsewhere: {inside!r}")
+
+
+def _check_below(path: Path, what: str) -> None:
+    name = path.name
+    if (
+        path.parent != _BASE
+        or name in ("", ".", "..")
+        or "/" in name
+        or "\0" in name
+        or len(name.encode()) > 300
+    ):
+        raise AssertionError(f"{what} leaves its directory: {str(path)!r}")
+
+
+def claim_object(content: bytes) -> None:
+    """A claim as the API server sends it, whose allocation may hold anything."""
+    allocation = _json(content)
+    ref = ClaimRef("default", "claim", UID)
+    body = {"apiVersion": "resource.k8s.io/v1beta1", "kind": "ResourceClaim", "metadata": {"uid": UID},
+            "spec": {"devices": {}}, "status": {"allocation": {"devices": allocation}}}  # fmt: skip
+    if not isinstance(allocation, dict):
+        return
+    with suppress(ClaimRefusedError):
+        claim = parse_allocated_claim(from_version(to_version(body, "v1beta1")), ref)
+        for result in claim.results:
+            with suppress(InvalidConfigError):
+                config_for_result(result, claim.configs, DRIVER, "gpu")
+
+
+def parameters(content: bytes) -> None:
+    """Opaque parameters: a value or a list of faults, each on one line."""
+    try:
+        decode_parameters(_json(content))
+    except InvalidConfigError as error:
+        if not error.faults or "\n" in str(error):
+            raise AssertionError(f"faults {error.faults!r} of {str(error)!r}") from error
+
+
+def record(content: bytes) -> None:
+    """A claim record: what can be read is written and read again as the same."""
+    with suppress(StateError):
+        found = codec.decode(content)
+        again = codec.decode(codec.encode(found))
+        if (again, again.claim.pods) != (found, found.claim.pods):
+            raise AssertionError("a record changes by being written")
+        shown = "".join(f"{pod.name}{pod.uid}" for pod in found.claim.pods or ())
+        if not (shown.isascii() and shown.isprintable()):
+            raise AssertionError(f"pods {shown!r} may move a cursor")
+
+
+def record_file(content: bytes, directory: Path) -> None:
+    """The directory of records with one bad file in it."""
+    store = RecordStore(directory)
+    (directory / f"{UID}.json").write_bytes(content)
+    store.all()
+    store.get(UID)
+
+
+def ledger_file(content: bytes, directory: Path) -> None:
+    """The MIG ledger with a bad entry and a bad mode in it."""
+    for name in ("gpu-4cf8db2d-mig-1g10gb-19-2", f"mode-{GPU}"):
+        (directory / f"{name}.json").write_bytes(content)
+    kept = MigLedger(directory)
+    if any(not is_dns_label(device) for device in kept.all()):
+        raise AssertionError("a device of any name")
+    kept.owned_modes()
+    kept.owned_lately("boot")
+
+
+def health_file(content: bytes) -> None:
+    """What is remembered of the GPUs' health."""
+    with suppress(StateError):
+        kept = healthstore.decode(content)
+        healthstore.decode(healthstore.encode(kept))
+
+
+def lock_file(content: bytes, directory: Path) -> None:
+    """A lock file, which remembers what was unprepared."""
+    locks = ClaimLocks(directory)
+    with locks.hold(UID, 1.0):
+        [path] = directory.glob("*.lock")
+    path.write_bytes(content)
+    with locks.hold(UID, 1.0) as turn:
+        turn.was_unprepared_since(0)
+        turn.note_unprepared()
+
+
+def cdi_file_of_ours(content: bytes, directory: Path) -> None:
+    """CDI specs of this driver."""
+    found = CdiDirectory(directory, DRIVER)
+    (directory / f"{file_stem(DRIVER, UID)}.json").write_bytes(content)
+    found.list()
+    found.read(UID)
+
+
+def metadata_file(content: bytes, directory: Path) -> None:
+    """The files that describe devices to containers."""
+    place = directory / "dra-device-metadata/default_claim/gpu"
+    place.mkdir(parents=True)
+    (place / "metadata.json").write_bytes(content)
+    MetadataFiles(directory, directory / "cdi", DRIVER).forget(UID)
+
+
+def mps_record(content: bytes, directory: Path) -> None:
+    """The records of MPS daemons with a bad one among them."""
+    (directory / "gpu-0.json").write_bytes(content)
+    DaemonRecords(MpsLayout(directory)).load()
+
+
+def mps_message(content: bytes) -> None:
+    """Both sides of the conversation with the MPS host; what is understood can be said again."""
+    with suppress(DraDriverError):
+        protocol.decode_reply(content)
+    with suppress(protocol.ProtocolError):
+        request = protocol.decode_request(content)
+        if protocol.decode_request(protocol.encode_request(request)) != request:
+            raise AssertionError("a request changes by being said again")
+        if isinstance(request, protocol.Ensure):
+            with suppress(PermanentError):
+                limits.check_spec(request.spec)
+                _check_one_line(limits.limit_commands(request.spec))
+
+
+def _check_one_line(commands: tuple[tuple[str, str, str], ...]) -> None:
+    for setter, getter, _ in commands:
+        if "\n" in setter or "\n" in getter:
+            raise AssertionError("a command for the control daemon has two lines")
+
+
+def mps_answer(content: bytes) -> None:
+    """What the control daemon says of its limits."""
+    text = content.decode(errors="replace")
+    for wanted in ("25 %", "4096 MiB"):
+        limits.is_answer(wanted, text)
+
+
+def smi_output(content: bytes) -> None:
+    """What nvidia-smi says, with any exit code."""
+    code = content[0] if content else 0
+    said = content[1:].decode(errors="replace")
+    with mock.patch.object(nvidia_smi, "run_program", return_value=(code, said)), suppress(DraDriverError):
+        nvidia_smi.NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
+
+
+def proc(content: bytes, directory: Path) -> None:
+    """Files of the kernel and of the driver in /proc, and of PCI functions in /sys."""
+    access = directory / "driver/nvidia/capabilities/gpu0/mig/gi1/ci0/access"
+    access.parent.mkdir(parents=True)
+    for path in (directory / "devices", directory / "meminfo", access.parent.parent / "access", access):
+        path.write_bytes(content)
+    caps, sysfs = MigCaps(str(directory)), Sysfs(str(directory), str(directory))
+    with suppress(DraDriverError):
+        for node in caps.nodes(0, 1, 0):
+            if not node.path.removeprefix("/dev/nvidia-caps/nvidia-cap").isdecimal():
+                raise AssertionError(f"a node anywhere: {node.path!r}")
+    caps.majors()
+    sysfs.memory_total()
+    imex = ImexChannelNodes(str(directory))
+    (directory / "driver/nvidia/params").write_bytes(content)
+    imex.count()
+    with suppress(DraDriverError):
+        imex.nodes(0)
+    for name in imex_settings(content.decode(errors="replace")):
+        if not name.startswith("IMEX_CMD_"):
+            raise AssertionError(f"a setting of another kind: {name!r}")
+    function = directory / "bus/pci/devices/0000:1b:00.0"
+    function.mkdir(parents=True)
+    for name in ("vendor", "device", "class", "numa_node"):
+        (function / name).write_bytes(content)
+    sysfs.nvidia_functions()
+    sysfs.numa_node(function.name)
+
+
+def runtime_config(content: bytes, host: Path) -> None:
+    """The configuration of the container runtimes, which `doctor` reads."""
+    for name in ("containerd/config.toml", "containerd/more.toml", "crio/crio.conf"):
+        file = host / "etc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    found = []
+    with suppress(Exception):  # `doctor` tells any error as a check that failed
+        found = list(read_configs(str(host)))
+    for config in found:
+        if not (host / config.file.lstrip("/")).resolve().is_relative_to(host.resolve()):
+            raise AssertionError(f"a file outside: {config.file}")
+
+
+def config_file(content: bytes, directory: Path) -> None:
+    """The administrator's file."""
+    path = directory / "config.yaml"
+    path.write_bytes(content)
+    with suppress(InvalidConfigError):
+        read_config_file(path)
+
+
+def quantity(content: bytes) -> None:
+    """Numbers with suffixes, and bus IDs."""
+    text = content.decode(errors="replace")
+    with suppress(InvalidConfigError):
+        value = parse_quantity(text)
+        if len(format_bytes(value)) > 200:
+            raise AssertionError("a quantity that grows")
+    with suppress(ValueError):
+        pci_bus_id(text)
+
+
+def api_refusal(content: bytes) -> None:
+    """A failed request: a line of status code and Retry-After, then the body of the API server or of a proxy."""
+    head, _, body = content.partition(b"\n")
+    code, _, retry_after = head.decode("latin-1").partition(" ")
+    response = mock.Mock(status=int(code) if code.isdecimal() and len(code) < 4 else 503, data=body)
+    response.reason, response.headers = "a reason", {"Retry-After": retry_after}
+    try:
+        check_status("try", response)
+    except ApiUnavailableError as error:
+        _check_error(error)
+        if not 0 <= (error.retry_after_s or 0) <= _LONGEST_WAIT_S:
+            raise AssertionError(f"a wait of {error.retry_after_s} s") from error
+    except ApiRejectedError as error:
+        _check_error(error)
+
+
+def _check_error(error: Exception) -> None:
+    if "\n" in str(error) or len(str(error)) > _LONGEST_ERROR:
+        raise AssertionError(f"no short line: {str(error)[:100]!r}")
+
+
+def api_claim(content: bytes) -> None:
+    """The object that is there now under the name of a claim."""
+    with suppress(ApiUnavailableError), api_errors("look"):
+        found = json.loads(content)
+        if isinstance(found, dict):
+            parse_claim_now(found, ClaimRef("default", "claim", "uid"))
+
+
+def api_watch(content: bytes) -> None:
+    """The body of a watch, cut into pieces anywhere."""
+    pieces = [content[place : place + 1024] for place in range(0, len(content), 1024)]
+    stream = WatchStream(mock.Mock(stream=lambda _size: iter(pieces)), "watch")
+    with suppress(ApiUnavailableError, ApiRejectedError):
+        for event in stream:
+            version_after("1", event)
+
+
+def documents(content: bytes, directory: Path) -> None:
+    """YAML for `validate`: what is taken can be written out."""
+    path = directory / "some.yaml"
+    path.write_bytes(content)
+    with suppress(InvalidConfigError):
+        for document in read_documents([str(path)]):
+            _ = document.place, document.name
+            with suppress(TypeError, ValueError, RecursionError):
+                json.dumps(document.content)
+
+
+def selector(content: bytes) -> None:
+    """CEL of selectors, for a device."""
+    text = content.decode(errors="replace")
+    hints(text, "a", [_DEVICE])
+    with suppress(InvalidConfigError, NotJudgedError, SelectorError):
+        chosen = compiled(text)
+        if not chosen.matches(_DEVICE):
+            chosen.why_not(_DEVICE)
+
+
+def log_text(content: bytes) -> None:
+    """What anybody has written into the log: a bounded line."""
+    text = content.decode(errors="replace")
+    shown = logs._clean(None, "info", {"event": "told", "text": text, "more": [text, {"a": text}]})
+    for line in (shown["text"], shown["more"][0], shown["more"][1]["a"]):
+        if "\n" in line or len(line) > _LONGEST_LOG_TEXT:
+            raise AssertionError("a long line, or several")
+
+
+def _json(content: bytes) -> Any:
+    """The JSON in the bytes; None where there is none, as gRPC and HTTP clients would refuse it before."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+OF_BYTES: dict[str, Callable[[bytes], object]] = {
+    "kubelet-message": kubelet_message,
+    "claim-names": claim_names,
+    "claim": claim_object,
+    "parameters": parameters,
+    "record": record,
+    "health-file": health_file,
+    "mps-message": mps_message,
+    "mps-answer": mps_answer,
+    "nvidia-smi": smi_output,
+    "quantity": quantity,
+    "api-refusal": api_refusal,
+    "api-claim": api_claim,
+    "api-watch": api_watch,
+    "selector": selector,
+    "log-text": log_text,
+}
+OF_FILES: dict[str, Callable[[bytes, Path], object]] = {
+    "record-file": record_file,
+    "ledger-file": ledger_file,
+    "lock-file": lock_file,
+    "cdi-file": cdi_file_of_ours,
+    "metadata-file": metadata_file,
+    "mps-record": mps_record,
+    "proc": proc,
+    "runtime-config": runtime_config,
+    "config-file": config_file,
+    "documents": documents,
+}
