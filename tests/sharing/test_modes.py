@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver.slicerules import slice_faults
 
-from dra_driver.model.inventory import Inventory, WholeGpu
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -19,18 +18,17 @@ from dra_driver.model.sharing import (
     SharingEntry,
     SharingPolicy,
     SharingRule,
+    SharingRuleMode,
     share_all,
 )
 from dra_driver.model.units import parse_quantity
-from dra_driver.sharing.rules.shared_device import multiprocessor_step, shared_device
+from dra_driver.sharing.rules.shared_device import multiprocessor_step
 from dra_driver.simulator import machine_names
-from dra_driver.slices.rules.api_limits import device_faults
-from dra_driver.slices.rules.attributes import wire_device
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from dra_driver.validation.rules.consumable import consumption
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIG_3G, MIXED, NODE, h100, inventory
+from tests.fakes.samples import DRIVER, MIG_1G, MIG_3G, MIXED, NODE, h100, inventory
 
 RULES = {
     "memory": SharingRule("memory"),
@@ -235,64 +233,15 @@ def test_step_is_the_least_that_makes_a_percent(total: int) -> None:
     assert 100 * step >= total > 100 * (step - 1)
 
 
-def _with_policy(**policy: Any) -> dict[str, Any]:
-    plain = wire_device(WholeGpu(GPU_0, replace(h100(0), memory_bytes=8 << 20)), MIXED)
-    device = shared_device(plain, WholeGpu(GPU_0, h100(0)), RULES["memory"])
-    device["capacity"]["memory"]["requestPolicy"] = policy
-    return device
-
-
-GOOD = {"min": "1Mi", "max": "8Mi", "step": "1Mi"}
-
-
-@pytest.mark.parametrize(
-    ("policy", "fault"),
-    [
-        ({"default": "8Mi", "validRange": GOOD}, None),
-        ({"default": "8Mi", "validValues": ["1Mi", "8Mi"]}, None),
-        ({"default": "8Mi"}, None),
-        ({"default": "1Mi", "validRange": {"min": "1Mi"}}, None),
-        ({"validRange": GOOD}, "requestPolicy needs a default"),
-        ({"default": "1Mi", "validRange": {"max": "8Mi"}}, "the valid range has no min"),
-        ({"default": "9Mi", "validRange": GOOD}, "the default lies outside the valid range"),
-        (
-            {"default": "1Mi", "validRange": {**GOOD, "max": "9Mi"}},
-            "the valid range must have 0 <= min <= max <= capacity",
-        ),
-        (
-            {"default": "1Mi", "validRange": {"min": "1Mi", "step": "8Mi"}},
-            "min and one step are above the capacity",
-        ),
-        (
-            {"default": "8Mi", "validRange": {**GOOD, "step": "2Mi"}},
-            "max and default must be whole steps above min",
-        ),
-        ({"default": "1Mi", "validRange": {**GOOD, "step": "0"}}, "the step must be above 0"),
-        ({"default": "8Mi", "validValues": ["8Mi", "1Mi"]}, "valid values are not ascending"),
-        ({"default": "2Mi", "validValues": ["1Mi", "8Mi"]}, "the default is not a valid value"),
-        ({"default": "9Mi", "validValues": ["9Mi"]}, "a valid value is above the capacity"),
-        (
-            {"default": "0", "validValues": [str(number) for number in range(11)]},
-            "more than 10 valid values",
-        ),
-        (
-            {"default": "8Mi", "validValues": ["8Mi"], "validRange": GOOD},
-            "validValues and validRange exclude each other",
-        ),
-        (
-            {"default": "much", "validRange": GOOD},
-            "'much' is not a quantity; expected a number with a suffix such as Mi or G",
-        ),
-    ],
+@given(
+    mode=st.sampled_from(["shares", "memory", "unlimited"]),
+    shares=st.integers(1, MAX_SHARES),
+    multiprocessors=st.booleans(),
+    memory=st.integers(1, 1 << 50),
 )
-def test_policy_is_checked_before_it_is_sent(policy: dict, fault: str | None) -> None:
-    told = f"device {GPU_0}: capacity memory: {fault}"
-    assert device_faults(_with_policy(**policy)) == ([told] if fault else [])
-
-
-def test_policy_on_an_exclusive_device_is_a_fault() -> None:
-    device = _with_policy(default="8Mi")
-    del device["allowMultipleAllocations"]
-    assert device_faults(device) == [
-        f"device {GPU_0}: capacity memory: requestPolicy needs allowMultipleAllocations"
-    ]
+def test_policies_are_valid_for_any_number_of_shares_and_any_memory(
+    mode: SharingRuleMode, shares: int, multiprocessors: bool, memory: int
+) -> None:
+    rule = SharingRule(mode, shares if mode == "shares" else None, multiprocessors=multiprocessors)
+    gpu = h100(0, memory_bytes=memory, multiprocessors=132)
+    assert all(device["allowMultipleAllocations"] for device in devices(inventory(gpu), rule))
