@@ -157,7 +157,6 @@ class Driver:
             self.mig,
             partial(changes.tell, HardwareChanged()),
             detachments.now,
-            platform.news,
         )
         self.health = HealthParts(
             settings,

@@ -1,7 +1,6 @@
 """Keeping a snapshot of the node's devices, with or without a working driver.
 
-The snapshot is level-triggered. One thread looks at a cheap fingerprint of the host and of NVML: every second for a
-while after the kernel told of hardware, else every five seconds, and every second where news are not heard. When it
+The snapshot is level-triggered. Each second one thread looks at a cheap fingerprint of the host and of NVML. When it
 differs, or when somebody asks, the thread reads everything anew, once for all who asked. Where only MIG devices came
 or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for this:
 until NVML answers there is no inventory, and Unprepare works from records alone.
@@ -26,7 +25,6 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.inventory.detachment import Detachment
-from dra_driver.inventory.hardware_news import HardwareNews, NewsSource
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unready_since
 from dra_driver.inventory.rules.changes import (
@@ -46,12 +44,8 @@ from dra_driver.nvml.reader import NvmlReader
 _log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.25
-_RETRY_MOST_S = 10.0
+_RETRY_MOST_S = 5.0
 _LOOK_EVERY_S = 1.0
-_LOOK_WITHOUT_NEWS_EVERY_S = 5.0
-"""MIG devices that somebody makes by hand, and news that got lost, are found so soon."""
-_ALERT_FOR_S = 10.0
-"""A driver takes some seconds from its first uevent to the last of its GPUs."""
 _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
@@ -83,13 +77,10 @@ class Discovery:
         ownership: MigOwnership | None,
         on_hardware: Callable[[], None],
         detached: Callable[[], Detachment | None] = lambda: None,
-        news: Callable[[], NewsSource] | None = None,
     ) -> None:
         """Without an `ownership` every MIG device is somebody else's. While `detached` answers something, NVML is kept
-        closed. `news` opens what tells of hardware."""
+        closed."""
         self._detached = detached
-        self._news = None if news is None else HardwareNews(news, self._hear)
-        self._alert_until = self._next_look = 0.0
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
         self._nvml = nvml
         self._host = host
@@ -157,15 +148,11 @@ class Discovery:
     def start(self) -> None:
         """Begin discovering in the background."""
         self._is_started = True
-        if self._news is not None:
-            self._news.start()
         self._want_scan()
         self._worker.start()
 
     def stop(self) -> None:
         """Stop and shut NVML down."""
-        if self._news is not None:
-            self._news.stop()
         self._worker.stop(5)
         self._nvml.close()
 
@@ -203,31 +190,9 @@ class Discovery:
 
     def _look(self) -> float:
         """Scan if that is due or the hardware changed; seconds until the next look."""
-        if self._is_scan_due() or (self._is_look_due() and self._has_changed()):
+        if self._is_scan_due() or self._has_changed():
             self._scan()
         return self._pause_s()
-
-    def _hear(self) -> None:
-        """In the thread that listens. The alert comes first: a look that is under way sees it or is followed by one.
-
-        Only the first news of an alert end a pause. A driver that binds its GPUs sends many, and an attempt of ours to
-        initialise NVML may load a driver that fails: that must not be answered by the next attempt at once.
-        """
-        now = time.monotonic()
-        is_first = now >= self._alert_until
-        self._alert_until = now + _ALERT_FOR_S
-        if is_first:
-            self._worker.wake()
-
-    def _is_look_due(self) -> bool:
-        """Every round that is not due costs a file that is not there: a person who detaches the driver waits for us."""
-        now = time.monotonic()
-        if self._news is None or not self._news.is_heard or now < self._alert_until:
-            return True
-        if now < self._next_look and not self._unsettled and self._detached() is None:
-            return False
-        self._next_look = now + _LOOK_WITHOUT_NEWS_EVERY_S
-        return True
 
     def _crashed(self, _error: Exception) -> float:
         self._state = NvmlState(False, "discovery failed unexpectedly; see the log")
