@@ -238,9 +238,6 @@ class Machine(Health):
     def compute_mode(self, gpu_uuid: str) -> int:
         return self._policies.get(policy.COMPUTE_MODE, gpu_uuid)
 
-    def set_compute_mode(self, gpu_uuid: str, mode: int) -> None:
-        self._policies.set(policy.COMPUTE_MODE, gpu_uuid, mode)
-
     def timeslice(self, selector: Selector) -> int:
         """The time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
         return self._policies.get(policy.TIMESLICE, self.gpu(selector).uuid)

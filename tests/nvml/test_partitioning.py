@@ -132,8 +132,9 @@ def test_mode_that_goes_off_while_the_gpu_is_read_costs_nothing(
 
 
 def set_virtualization(node: SimulatedNode, mode: int) -> None:
-    for gpu in node.machine.current().present:
-        node.machine.update_gpu(gpu.uuid, lambda changed: setattr(changed, "virtualization", mode))
+    with node.machine._change() as state:
+        for gpu in state.present:
+            gpu.virtualization = mode
 
 
 def test_guest_of_vgpu_software_cannot_be_cut(machine: Make) -> None:

@@ -57,7 +57,6 @@ def test_identity(name, look, handles, refused):
     assert len(gpus) == count
     assert pynvml.nvmlSystemGetDriverVersion() == driver == machine.driver_version
     assert pynvml.nvmlSystemGetCudaDriverVersion() == (13000 if driver.startswith("580") else 12080)
-    assert pynvml.nvmlSystemGetNVMLVersion().endswith(driver)
     assert len({pynvml.nvmlDeviceGetUUID(gpu) for gpu in gpus}) == count
     assert len({ctypes.cast(gpu, ctypes.c_void_p).value for gpu in gpus}) == count
     for index, gpu in enumerate(gpus):
@@ -68,14 +67,10 @@ def test_identity(name, look, handles, refused):
         assert pynvml.nvmlDeviceGetCudaComputeCapability(gpu) == compute
         assert pynvml.nvmlDeviceGetBrand(gpu) == pynvml.NVML_BRAND_NVIDIA
         assert pynvml.nvmlDeviceGetPciInfo(gpu).pciDeviceId == pci_id
-        assert 1 <= pynvml.nvmlDeviceGetModuleId(gpu, ctypes.c_uint()) <= count
-        assert pynvml.nvmlDeviceGetComputeMode(gpu) == 0
         assert not bool(pynvml.nvmlDeviceIsMigDeviceHandle(gpu))
         if memory is None:
             assert refused(pynvml.nvmlDeviceGetMemoryInfo, gpu) == pynvml.NVML_ERROR_NOT_SUPPORTED
-            assert refused(pynvml.nvmlDeviceGetSerial, gpu) == pynvml.NVML_ERROR_NOT_SUPPORTED
             continue
-        assert len(pynvml.nvmlDeviceGetSerial(gpu)) == 13
         first = pynvml.nvmlDeviceGetMemoryInfo(gpu)
         second = pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2)
         assert first.total == second.total
@@ -135,31 +130,9 @@ def test_addressing_and_memory_node(look, handles, refused):
     look("gb200-nvl72-tray")
     assert [pynvml.nvmlDeviceGetAddressingMode(gpu) for gpu in handles()] == [2, 2, 2, 2]
     assert [pynvml.nvmlDeviceGetNumaNodeId(gpu) for gpu in handles()] == [2, 10, 18, 26]
-    assert pynvml.nvmlDeviceGetC2cModeInfoV(handles()[0]).isC2cEnabled == 1
     look("dgx-h100")
     assert pynvml.nvmlDeviceGetAddressingMode(handles()[0]) == pynvml.NVML_DEVICE_ADDRESSING_MODE_HMM
     assert refused(pynvml.nvmlDeviceGetNumaNodeId, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
-def test_affinity(look, handles):
-    look("dgx-h100")
-    words = pynvml.nvmlDeviceGetCpuAffinity(handles()[0], 4)
-    assert words[0] == (1 << 56) - 1
-    assert pynvml.nvmlDeviceGetMemoryAffinity(handles()[7], 1, 0)[0] == 2
-
-
-def test_platform(look, handles, refused):
-    look("gb200-nvl72-tray")
-    info = pynvml.c_nvmlPlatformInfo_v2_t()
-    pynvml.nvmlDeviceGetPlatformInfo(handles()[0], ctypes.byref(info))
-    raw = bytes(memoryview(info).cast("B"))
-    assert raw[20:33] == b"1821925190060"
-    assert list(raw[36:41]) == [24, 14, 1, 1, 2]
-    look("dgx-h100")
-    assert (
-        refused(pynvml.nvmlDeviceGetPlatformInfo, handles()[0], ctypes.byref(info))
-        == pynvml.NVML_ERROR_NOT_SUPPORTED
-    )
 
 
 def test_virtual_machine(nvml, handles):

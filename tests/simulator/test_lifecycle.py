@@ -79,15 +79,12 @@ def test_driver_upgrade_needs_a_new_library(nvml, refused, reload):
 def test_reboot(nvml, handles, reload):
     machine = nvml("h100-mig-static")
     before = machine.boot_id
-    pynvml.nvmlDeviceSetComputeMode(handles()[2], pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
-    assert pynvml.nvmlDeviceGetComputeMode(handles()[2]) == 3
     machine.lose_gpu(4)
     machine.reboot()
     assert machine.boot_id != before
     assert (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip() == machine.boot_id
     reload(machine)
     assert [pynvml.nvmlDeviceGetMigMode(gpu)[0] for gpu in handles()] == [0] * 8
-    assert pynvml.nvmlDeviceGetComputeMode(handles()[2]) == 0
     assert not list((machine.host_root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
 
 
@@ -97,22 +94,9 @@ def test_health_counters(nvml, handles, refused):
     machine.set_ecc_errors(0, uncorrected=9)
     assert pynvml.nvmlDeviceGetRemappedRows(handles()[0]) == (0, 2, 1, 0)
     assert pynvml.nvmlDeviceGetTotalEccErrors(handles()[0], 1, 0) == 9
-    assert pynvml.nvmlDeviceGetEccMode(handles()[0]) == [1, 1]
-    assert pynvml.nvmlDeviceGetRepairStatus(handles()[0]) == [0, 0]
     nvml("t4-4")
     assert refused(pynvml.nvmlDeviceGetRemappedRows, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
     assert pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handles()[0]) == 0
-    nvml("gb10")
-    assert refused(pynvml.nvmlDeviceGetEccMode, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
-def test_modes(nvml, handles, refused):
-    nvml("dgx-h100")
-    gpu = handles()[0]
-    assert pynvml.nvmlDeviceGetPersistenceMode(gpu) == 1
-    pynvml.nvmlDeviceSetPersistenceMode(gpu, 0)
-    assert pynvml.nvmlDeviceGetPersistenceMode(gpu) == 0
-    assert refused(pynvml.nvmlDeviceSetComputeMode, gpu, 9) == pynvml.NVML_ERROR_INVALID_ARGUMENT
 
 
 def test_processes(nvml, handles):

@@ -21,13 +21,13 @@ PAIRS = {
 }
 # machine: links of each GPU, version constant, MB/s
 SWITCHED = {
-    "dgx-2": (6, 2, 25781),
-    "dgx-a100-40gb": (12, 4, 25781),
-    "dgx-a100-80gb": (12, 4, 25781),
-    "dgx-h100": (18, 6, 26562),
-    "dgx-h200": (18, 6, 26562),
-    "dgx-b200": (18, 7, 53125),
-    "gb200-nvl72-tray": (18, 7, 53125),
+    "dgx-2": 6,
+    "dgx-a100-40gb": 12,
+    "dgx-a100-80gb": 12,
+    "dgx-h100": 18,
+    "dgx-h200": 18,
+    "dgx-b200": 18,
+    "gb200-nvl72-tray": 18,
 }
 
 
@@ -61,23 +61,12 @@ def test_direct_links(name, look, handles):
 
 @pytest.mark.parametrize("name", sorted(SWITCHED))
 def test_switched_links(name, look, handles):
-    count, version, speed = SWITCHED[name]
+    count = SWITCHED[name]
     look(name)
     gpus = handles()
     for gpu in gpus:
         assert active(gpu) == list(range(count))
         assert {pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) for link in range(count)} == {2}
-        assert pynvml.nvmlDeviceGetNvLinkVersion(gpu, 0) == version
-        assert pynvml.nvmlDeviceGetNvLinkCapability(gpu, 0, pynvml.NVML_NVLINK_CAP_P2P_SUPPORTED) == 1
-    values = pynvml.nvmlDeviceGetFieldValues(
-        gpus[0],
-        [
-            pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON,
-            (pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, count - 1),
-            pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT,
-        ],
-    )
-    assert [(value.nvmlReturn, value.value.uiVal) for value in values] == [(0, speed), (0, speed), (0, count)]
     for first, second in combinations(gpus, 2):
         assert pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == 0
 
@@ -87,8 +76,6 @@ def test_no_links(name, look, handles, refused):
     look(name)
     gpu = handles()[0]
     assert refused(pynvml.nvmlDeviceGetNvLinkState, gpu, 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
-    field = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]
-    assert field.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
 def test_past_the_last_link_and_on_a_dead_one(nvml, handles, refused):
@@ -117,24 +104,6 @@ def test_mig_mode_ends_peer_access(nvml, handles):
     pynvml.nvmlDeviceSetMigMode(gpus[0], 1)
     assert pynvml.nvmlDeviceGetP2PStatus(gpus[0], gpus[1], 2) == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
     assert pynvml.nvmlDeviceGetP2PStatus(gpus[2], gpus[1], 2) == pynvml.NVML_P2P_STATUS_OK
-
-
-@pytest.mark.parametrize(
-    ("name", "pairs"),
-    [
-        ("dgx-a100-40gb", {(0, 1): 20, (0, 2): 50, (6, 7): 20}),
-        ("dgx-h100", {(0, 1): 40, (0, 4): 50}),
-        ("dgx-b200", {(0, 1): 10, (0, 2): 40, (0, 4): 50}),
-        ("t4-4", {(0, 1): 30}),
-        ("vm-passthrough", {(0, 1): 50}),
-    ],
-)
-def test_common_ancestor(name, pairs, look, handles):
-    look(name)
-    gpus = handles()
-    found = {(a, b): pynvml.nvmlDeviceGetTopologyCommonAncestor(gpus[a], gpus[b]) for a, b in pairs}
-    assert found == pairs
-    assert len(pynvml.nvmlDeviceGetTopologyNearestGpus(gpus[0], pairs[0, 1])) >= 1
 
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
