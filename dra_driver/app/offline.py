@@ -187,7 +187,7 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     from dra_driver.cdi.directory import CdiDirectory
     from dra_driver.claims.specs_without_record import SpecsWithoutRecord
     from dra_driver.diagnostics.state_on_disk import read_state
-    from dra_driver.host.driver_programs import installed_programs
+    from dra_driver.host.driver_programs import InstalledPrograms
     from dra_driver.host.nvidia_smi import NvidiaSmi
     from dra_driver.journal.debts import DebtKeeper, Debts
     from dra_driver.journal.executor import StepDispatcher
@@ -206,7 +206,7 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     if not pay or not state.debts:
         return state.debts, state.faults
     records = RecordStore(directory / "claims")
-    programs = installed_programs(platform.paths.driver_root, directory / "host.lib")
+    programs = InstalledPrograms(platform.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, _detachments(settings, platform).problem)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     runner = StepDispatcher(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,66 +22,30 @@ _PROGRAMS = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def installed_programs(
-    root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
-) -> InstalledPrograms:
-    """The driver's programs of these names below `root`, as this process sees it.
-
-    `links` is the directory for links to libraries; its mode is `links_mode`, because programs that run as another user
-    need it.
-    """
-
-    def find(name: str) -> str | None:
-        tree = RootedTree(root)
-        found = (tree.file(f"{directory}/{name}") for directory in _SYSTEM_PATH.split(":"))
-        return next((tree.local(path) for path in found if path is not None), None)
-
-    def libraries() -> dict[str, str]:
-        tree = RootedTree(root)
-        scanned = scan_libraries(tree, None)
-        files = dict(scanned.files)
-        names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
-        return {
-            path.rpartition("/")[2]: tree.local(file)
-            for path, file in names.items()
-            if path.rpartition("/")[0] in scanned.directories
-        }
-
-    search_path = os.environ.get("PATH", _SYSTEM_PATH)
-    return InstalledPrograms(root, find, libraries, links, search_path, links_mode, names)
-
-
 class InstalledPrograms:
-    """Finds the programs at each call.
+    """Finds the driver's programs at each call.
 
     If the driver is not installed in `/`, its programs find its libraries through a directory of links. The library
     directories of the other system would also bring its C library, and with that no program starts.
     """
 
     def __init__(
-        self,
-        root: str,
-        find: Callable[[str], str | None],
-        libraries: Callable[[], Mapping[str, str]],
-        links: Path,
-        search_path: str,
-        links_mode: int = 0o755,
-        names: Sequence[str] = _PROGRAMS,
+        self, root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
     ) -> None:
-        """`find` answers the path of a program, `libraries` the file of each library name that a loader needs."""
+        """The programs of these names below `root`, as this process sees it. `links` is the directory for links to
+        libraries; its mode is `links_mode`, because programs that run as another user need it."""
         self._root = root
-        self._find = find
-        self._libraries = libraries
         self._links = links
         self._links_mode = links_mode
-        self._search_path = search_path
+        self._search_path = os.environ.get("PATH", _SYSTEM_PATH)
         self._names = names
         self._linked_for: object = None
         self._linked_from: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self) -> DriverPrograms:
-        paths = {name: path for name in self._names if (path := self._find(name)) is not None}
+        tree = RootedTree(self._root)
+        paths = {name: path for name in self._names if (path := _find(tree, name)) is not None}
         elsewhere = self._root.rstrip("/") != ""
         if elsewhere:
             with self._lock:
@@ -96,7 +60,7 @@ class InstalledPrograms:
         mark = tuple((path, _changed_at(path)) for path in (*paths.values(), *self._linked_from))
         if mark == self._linked_for and self._links.is_dir():
             return
-        wanted = self._libraries()
+        wanted = _libraries(RootedTree(self._root))
         try:
             self._links.mkdir(parents=True, exist_ok=True)
             self._links.chmod(self._links_mode)
@@ -111,6 +75,23 @@ class InstalledPrograms:
             ) from error
         self._linked_from = tuple(dict.fromkeys(target.rpartition("/")[0] for target in wanted.values()))
         self._linked_for = mark if wanted else None
+
+
+def _find(tree: RootedTree, name: str) -> str | None:
+    found = (tree.file(f"{directory}/{name}") for directory in _SYSTEM_PATH.split(":"))
+    return next((tree.local(path) for path in found if path is not None), None)
+
+
+def _libraries(tree: RootedTree) -> dict[str, str]:
+    """The file of each library name that a loader needs."""
+    scanned = scan_libraries(tree, None)
+    files = dict(scanned.files)
+    names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
+    return {
+        path.rpartition("/")[2]: tree.local(file)
+        for path, file in names.items()
+        if path.rpartition("/")[0] in scanned.directories
+    }
 
 
 def _point(link: Path, target: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -50,14 +50,7 @@ _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
 _DRIVER_FILES = "NVIDIA driver"
-
-
-@dataclass(frozen=True, slots=True)
-class NvmlState:
-    """Whether devices are known; `problem` says why not, as one sentence with the remedy."""
-
-    ready: bool = False
-    problem: str | None = "devices have not been discovered yet"
+NOT_DISCOVERED = "devices have not been discovered yet"
 
 
 class Discovery:
@@ -89,7 +82,7 @@ class Discovery:
         self._on_reload = on_reload
         self._on_hardware = on_hardware
         self._inventory: Inventory | None = None
-        self._state = NvmlState()
+        self._problem: str | None = NOT_DISCOVERED
         self._fingerprint: HardwareFingerprint | None = None
         self._driver: str | None = None
         self._has_nvml = False
@@ -120,14 +113,9 @@ class Discovery:
         """The last snapshot; None until NVML answered for the first time."""
         return self._inventory
 
-    @property
-    def state(self) -> NvmlState:
-        """Whether NVML answers now."""
-        return self._state
-
     def unavailable(self) -> str | None:
         """Why devices cannot be used now; None when they can."""
-        return self._state.problem
+        return self._problem
 
     def problem(self) -> str | None:
         """As `unavailable`; also that NVML hangs, which does not keep known devices from being prepared."""
@@ -138,7 +126,7 @@ class Discovery:
                 f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
                 "a GPU may need a reset"
             )
-        return self._state.problem
+        return self._problem
 
     def files_problem(self) -> str | None:
         """Why no claim can be prepared though devices are known: files of the NVIDIA driver are missing."""
@@ -195,11 +183,11 @@ class Discovery:
         return self._pause_s()
 
     def _crashed(self, _error: Exception) -> float:
-        self._state = NvmlState(False, "discovery failed unexpectedly; see the log")
+        self._problem = "discovery failed unexpectedly; see the log"
         return self._pause_s()
 
     def _pause_s(self) -> float:
-        if self._state.ready or self._detached() is not None:
+        if self._problem is None or self._detached() is not None:
             self._retry_s = _RETRY_FIRST_S
             return _LOOK_EVERY_S
         pause, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MOST_S)
@@ -207,7 +195,7 @@ class Discovery:
 
     def _is_scan_due(self) -> bool:
         return (
-            not self._state.ready
+            self._problem is not None
             or self._scans_begun < self._scans_wanted
             or time.monotonic() - self._last_scan >= self._rescan_every_s()
         )
@@ -285,7 +273,7 @@ class Discovery:
             self._without_nvml(error, host)
             return
         is_loaded = self._driver != host.driver
-        is_other = not self._state.ready or before is None or host.hardware != before.host.hardware
+        is_other = self._problem is not None or before is None or host.hardware != before.host.hardware
         self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
         self._became_known(inventory)
         if is_loaded:
@@ -364,9 +352,9 @@ class Discovery:
     def _became_known(self, inventory: Inventory) -> None:
         self._log_faults(inventory)
         changed = differs(inventory, self._inventory)
-        # The inventory comes first: whoever reads a ready state must not find the old devices.
+        # The inventory comes first: whoever reads that there is no problem must not find the old devices.
         self._inventory = inventory
-        self._state = NvmlState(True, None)
+        self._problem = None
         if not changed:
             return
         _log.info(
@@ -381,8 +369,8 @@ class Discovery:
     def _without_ledger(self, error: StateError) -> None:
         """Nobody can say now who made which MIG device; the devices that are known stay as they are."""
         _log.error("mig_ledger_unusable", reason=str(error))
-        if not self._state.ready:
-            self._state = NvmlState(False, str(error))
+        if self._problem is not None:
+            self._problem = str(error)
 
     def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
         """A node that has no GPU needs no driver either: it is known to have no devices. A driver that is there and
@@ -399,9 +387,9 @@ class Discovery:
     def _became_unavailable(self, error: DraDriverError) -> None:
         """Devices that were known are withdrawn: they cannot be used without the driver."""
         problem = str(error)
-        if self._state.problem != problem:
+        if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
-        self._state = NvmlState(False, problem)
+        self._problem = problem
         if self._inventory is not None and self._inventory.every_gpu:
             self._inventory = Inventory(self._inventory.versions)
             self._on_change()
@@ -422,8 +410,8 @@ def discover_once(nvml: NvmlReader, host: HostView, ownership: MigOwnership | No
     """
     discovery = Discovery(nvml, host, _ignored, _ignored, ownership, _ignored)
     discovery.scan_now(0)
-    if discovery.inventory is None or discovery.state.problem is not None:
-        raise NvmlUnavailableError(discovery.state.problem or "devices were not discovered")
+    if discovery.inventory is None or discovery.unavailable() is not None:
+        raise NvmlUnavailableError(discovery.unavailable() or "devices were not discovered")
     return discovery.inventory
 
 

@@ -104,42 +104,6 @@ class Object:
 Shape = Scalar | Choice | ListField | MapField | Anything | Object
 
 
-def fitting(shape: Shape) -> Callable[[Any], bool]:
-    """Whether a value has no faults; many times as fast as to look for them."""
-    match shape:
-        case Scalar(kind, test, None, None) if kind in (str, int, bool, dict):
-            return lambda value: type(value) is kind and (test is None or test(value) is None)
-        case ListField(items, most, 0, None):
-            each = fitting(items)
-            return lambda value: (
-                type(value) is list and (most is None or len(value) <= most) and all(map(each, value))
-            )
-        case MapField(values, None):
-            one = fitting(values)
-            return lambda value: type(value) is dict and all(map(one, value.values()))
-        case Object(also=None):
-            return _fitting_object(shape)
-        case Anything():
-            return lambda _: True
-        case _:
-            return lambda value: not faults(value, shape, "")
-
-
-def _fitting_object(shape: Object) -> Callable[[Any], bool]:
-    fields = [(name, fitting(one), name in shape.required) for name, one in shape.fields.items()]
-
-    def fits(value: Any) -> bool:
-        if type(value) is not dict:
-            return False
-        for name, fits_field, required in fields:
-            item = value.get(name)
-            if required if item is None else not fits_field(item):
-                return False
-        return shape.open or value.keys() <= shape.fields.keys()
-
-    return fits
-
-
 def faults(value: Any, shape: Shape, path: str, words: Words = MANIFEST) -> list[FieldFault]:
     """Everything in which a value differs from its description. A field that is `null` counts as not given."""
     match shape:

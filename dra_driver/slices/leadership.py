@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ from typing import NamedTuple
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import TEMPORARY_SUFFIX, UNREADABLE, make_directory, open_plain, state_error
-from dra_driver.files.file_lock import LOCK_LAYOUT, WHOLE_FILE_WRITE_LOCK
+from dra_driver.files.atomic import TEMPORARY_SUFFIX, make_directory, state_error
+from dra_driver.files.file_lock import WHOLE_FILE_WRITE_LOCK, is_locked
 
 _log = structlog.get_logger(__name__)
 
@@ -161,33 +160,11 @@ class InstanceLeadership:
             if match is None and not name.endswith(TEMPORARY_SUFFIX):
                 continue
             path = self._directory / name
-            if not _is_locked(path):
+            if not is_locked(path):
                 with suppress(OSError):
                     path.unlink()
             elif match is not None:
                 yield InstanceStart(int(match["start"]), match["name"])
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a living process holds the file; asked without taking the lock, which others would see.
-
-    Raises: StateError.
-    """
-    try:
-        descriptor = open_plain(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno in UNREADABLE:
-            return False
-        raise state_error("open", path, error) from error
-    try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, WHOLE_FILE_WRITE_LOCK)
-    except OSError as error:
-        raise state_error("ask for the lock of", path, error) from error
-    finally:
-        os.close(descriptor)
-    return bool(struct.unpack(LOCK_LAYOUT, answer)[0] != fcntl.F_UNLCK)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 from dra_driver.cli.commands import call
 from dra_driver.cli.output import Output
-from dra_driver.diagnostics.rules import readable
 from dra_driver.errors import DraDriverError
-from dra_driver.model.shapes import faults, fitting
 from dra_driver.validation.rules.standard_classes import standard_classes
 
 DRIVER = "gpu.nvidia.com"
@@ -463,21 +461,3 @@ def test_who_waits_hears_of_pools_that_were_not_looked_at(server: OddServer) -> 
     objects["resourceslices"].append(slice_of("pool-1", device("y"), nodeName="node-y"))
     server.serve(objects)
     assert "  node-y could serve it\n" in server.shown(output=Output.table)[0]
-
-
-@settings(deadline=None)
-@given(changes=st.lists(st.tuples(st.sampled_from(PATHS), ODD), max_size=2))
-def test_the_fast_look_at_an_object_says_what_the_slow_one_says(changes: list[tuple[Any, Any]]) -> None:
-    objects = good_objects()
-    for path, odd in changes:
-        mutated(objects, path, odd)
-    for shape in (
-        readable._SLICE,
-        readable._WAITING_CLAIM,
-        readable._ALLOCATED_CLAIM,
-        readable._CLASS,
-        readable._POD,
-    ):
-        for items in objects.values():
-            for item in items if isinstance(items, list) else [items]:
-                assert fitting(shape)(item) == (faults(item, shape, "") == [])

@@ -17,7 +17,7 @@ from dra_driver.errors import (
 )
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.inventory import discovery as module
-from dra_driver.inventory.discovery import Discovery, NvmlState
+from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
@@ -172,15 +172,13 @@ def eventually(check: Callable[[], object]) -> None:
 
 def test_nothing_is_known_before_the_first_scan(bench: Bench) -> None:
     discovery = bench.discovery
-    assert (discovery.inventory, discovery.state) == (
-        None, NvmlState(False, "devices have not been discovered yet")
-    )  # fmt: skip
+    assert (discovery.inventory, discovery.unavailable()) == (None, NOT_DISCOVERED)  # fmt: skip
     assert discovery.unavailable() == "devices have not been discovered yet"
 
 
 def test_gpus_get_their_place_from_the_host(bench: Bench) -> None:
     assert bench.scan() == COMPLETE
-    assert (bench.discovery.state, bench.discovery.unavailable()) == (NvmlState(True, None), None)
+    assert bench.discovery.unavailable() is None
     assert bench.changes == [COMPLETE]
 
 
@@ -205,7 +203,7 @@ def test_change_is_told_only_when_something_changed(bench: Bench) -> None:
 def test_node_without_gpus_has_an_empty_inventory(bench: Bench) -> None:
     bench.nvml.inventory, bench.host.functions = Inventory(VERSIONS), set()
     assert bench.scan() == Inventory(VERSIONS)
-    assert bench.discovery.state == NvmlState(True, None)
+    assert bench.discovery.unavailable() is None
     assert bench.changes == [Inventory(VERSIONS)]
 
 
@@ -213,7 +211,7 @@ def test_nothing_is_published_when_there_is_no_driver_yet(bench: Bench, logs: li
     bench.nvml.error = NOT_LOADED
     for _ in range(3):
         assert bench.scan() is None
-    assert bench.discovery.state == NvmlState(False, str(NOT_LOADED))
+    assert bench.discovery.unavailable() == str(NOT_LOADED)
     assert bench.changes == []
     assert [line["event"] for line in logs] == ["nvml_unavailable"]
 
@@ -259,7 +257,7 @@ def test_ready_state_is_never_seen_with_the_devices_of_before(bench: Bench) -> N
 
     def slow(self: Discovery, found: Inventory) -> None:
         original(self, found)
-        states.append(self.state.ready)
+        states.append(self.unavailable() is None)
 
     type(bench.discovery)._log_faults = slow  # type: ignore[method-assign]
     try:
@@ -350,7 +348,7 @@ def test_node_without_gpus_and_without_a_driver_is_known_to_be_empty(bench: Benc
 def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gpu(bench: Bench) -> None:
     bench.nvml.error, bench.host.functions = NvmlLibraryError("cannot load the NVML library"), set()
     bench.scan()
-    assert bench.discovery.state == NvmlState(False, "cannot load the NVML library")
+    assert bench.discovery.unavailable() == "cannot load the NVML library"
     assert bench.discovery.problem() == "cannot load the NVML library"
 
 

@@ -17,7 +17,7 @@ import structlog
 from nvidia_programs import Programs
 
 from dra_driver.host.capability_nodes import CapabilityNodes
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
@@ -59,7 +59,7 @@ class MpsHost:
         self, top: Path, driver_root: Path, make_capability_nodes: Callable[[], None] = lambda: None
     ) -> None:
         self.layout = MpsLayout(top / "mps")
-        programs = installed_programs(str(driver_root), self.layout.libraries, 0o755)
+        programs = InstalledPrograms(str(driver_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
             ControlProgram(programs),
             MountsWherePossible(KernelMounter(self.layout.root, NO_LABELS)),

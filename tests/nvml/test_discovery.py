@@ -479,7 +479,7 @@ def test_discovery_follows_the_machine_through_a_driver_reload(machine: Make) ->
     assert healthy is not None
     node.machine.unload_driver()
     discovery.scan_now(5)
-    assert (discovery.state.ready, discovery.inventory and discovery.inventory.gpus) == (False, ())
+    assert (discovery.unavailable() is None, discovery.inventory and discovery.inventory.gpus) == (False, ())
     node.machine.load_driver("590.1.2")
     discovery.scan_now(5)
     assert discovery.inventory == replace(healthy, versions=DriverVersions("590.1.2", (13, 0)))

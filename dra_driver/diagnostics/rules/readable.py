@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.shapes import Anything, ListField, MapField, Object, Scalar, Shape, faults, fitting
+from dra_driver.model.shapes import Anything, ListField, MapField, Object, Scalar, Shape, faults
 from dra_driver.model.units import parse_quantity
 
 _LONGEST: Final = 200
@@ -137,15 +137,12 @@ _POD = _object(
 )
 
 
-_FITTING = {id(shape): fitting(shape) for shape in (_SLICE, _WAITING_CLAIM, _ALLOCATED_CLAIM, _CLASS, _POD)}
-
-
 def unreadable(kind: str, entry: Any) -> str | None:
     """Why a ResourceSlice, ResourceClaim, DeviceClass or Pod in the shape of v1 cannot be read; None if it can."""
     shape = _shape(kind, entry)
-    if _FITTING[id(shape)](entry):
-        return None
     found = faults(entry, shape, "")
+    if not found:
+        return None
     fault = str(found[0])
     text = fault if len(fault) <= _LONGEST else f"{fault[: _LONGEST - 1]}…"
     return f"{kind} {_called(entry)} is left out, it cannot be read: {text}"
