@@ -94,6 +94,12 @@ def _parsed(text: str) -> bytes:
     return pickle.dumps(yaml.load(text, Loader=loader))  # noqa: S506 - both loaders are the safe ones
 
 
+@functools.cache
+def driver_facts() -> dict[str, Any]:
+    """What the NVIDIA driver installs and tells, whatever the machine."""
+    return _read(MACHINES / "_driver.yaml")
+
+
 def locate(name: str) -> Path:
     """The file of a machine: a shipped name, or a path to a YAML file."""
     if name.endswith((".yaml", ".yml")) or "/" in name:

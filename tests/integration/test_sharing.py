@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
+from tests.fakes.mps_behaviour import behave, misbehave
 from tests.integration.conftest import NODE, Node, eventually
 
 Json = dict[str, Any]
@@ -307,10 +307,10 @@ def test_claim_of_several_daemons_leaves_nothing_when_one_fails_and_not_all_thre
     before = snapshot(node)
     ref = one_daemon_each(node, 3)
     root = node.machine.host_root
-    set_mps_behaviour(root, MpsBehaviour(fail_to_start="no"), node.machine.gpu(0).uuid)
+    misbehave(root, node.machine.gpu(0).uuid, fail_to_start="no")
     threads_that_start("side-by-side", started)
     assert "ended while it started" in error(node, ref)
-    reset_mps_behaviour(root)
+    behave(root)
     assert (node.records(), snapshot(node)) == ([], before)
 
 

@@ -29,7 +29,7 @@ from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
 from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.mps.supervisor import HostTools, Supervisor
 from dra_driver.simulator import Machine, create_machine, device_node_reader
-from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
+from tests.fakes.mps_behaviour import behave, misbehave
 
 NO_LABELS = SelinuxLabels(enabled=False)
 FAST = Timings(
@@ -115,7 +115,7 @@ class Host(MpsHost):
         return replace(MpsDaemonSpec(f"gpu-{index}", uuid, "gpu", uuid), **changes)
 
     def behave(self, **rules: object) -> None:
-        set_mps_behaviour(self.machine.host_root, MpsBehaviour(**{"start_delay_ms": 0, **rules}))
+        misbehave(self.machine.host_root, **{"start_delay_ms": 0, **rules})
 
     def compute_mode(self, index: int = 2) -> int:
         return self.machine.compute_mode(self.machine.gpu(index).uuid)
@@ -155,7 +155,7 @@ def host(machine: Machine, top: Path) -> Iterator[Host]:
     one.behave()
     yield one
     one.close()
-    reset_mps_behaviour(machine.host_root)
+    behave(machine.host_root)
     if machine.driver_version != version:
         machine.load_driver(version)
     for index in range(8):
