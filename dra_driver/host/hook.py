@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, MORE_HOOK_VERBS
@@ -253,34 +251,23 @@ class _Said(NamedTuple):
 
 
 def _run(command: list[str], deadline: float) -> _Said:
-    """What a program prints, or why it failed. The deadline ends every process that it started."""
+    """What a program prints, or why it failed."""
+    timeout_s = max(0.01, deadline - time.monotonic())
     try:
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"PATH": _PATH},
-            start_new_session=True,
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                with suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                return _Said("", f"it did not end within {_BOUND_S:g} s", has_ended=False)
+        code, text = run_program(command, {"PATH": _PATH}, timeout_s=timeout_s, lane=_NAME)
+    except TimeoutError:
+        return _Said("", f"it did not end within {_BOUND_S:g} s", has_ended=False)
     except OSError as error:
         return _Said("", error.strerror or "it cannot be run", _CANNOT_RUN, has_ended=False)
-    if process.returncode:
-        cause = _last_line(err)
-        problem = f"it ends with code {process.returncode}{cause and f': {cause}'}"
-        return _Said("", problem, process.returncode)
-    return _Said(out.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+    if code:
+        cause = _last_line(text)
+        return _Said("", f"it ends with code {code}{cause and f': {cause}'}", code)
+    return _Said(text)
 
 
-def _last_line(said: bytes) -> str:
-    """Of what a program says on stderr: there the loader or chroot says why it does not run."""
-    lines = said.decode("utf-8", errors="replace").strip().splitlines()
+def _last_line(said: str) -> str:
+    """There the loader or chroot says why a program does not run."""
+    lines = said.strip().splitlines()
     return "".join(filter(str.isprintable, lines[-1]))[:_LONGEST_CAUSE].strip() if lines else ""
 
 

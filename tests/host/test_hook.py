@@ -267,7 +267,7 @@ def test_a_hook_that_answered_badly_is_not_asked_again(
             ": nvidia-cdi-hook: GLIBC_2.34 not found",
         ),
         ("printf 'no such \\033[1mfile\\n\\n' >&2; exit 1", ": no such [1mfile"),
-        ("echo said; exit 1", ""),
+        ("echo said; exit 1", ": said"),
     ],
 )
 def test_the_cause_is_the_last_line_that_a_hook_says_when_it_does_not_run(

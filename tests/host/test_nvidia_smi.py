@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -169,16 +168,16 @@ def test_on_a_machine_that_lost_a_gpu_and_then_its_driver(tmp_path):
 
 
 def test_one_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
-    children, kill = [], subprocess.Popen.kill
+    children = []
 
     def ignored(child):
         children.append(child)
 
     monkeypatch.setattr(bounded_program, "_AFTER_KILL_S", 0.05)
-    monkeypatch.setattr(subprocess.Popen, "kill", ignored)
+    monkeypatch.setattr(bounded_program, "_kill", ignored)
     began = time.monotonic()
     with pytest.raises(RetryableError, match="does not answer: it did not end within"):
         smi("exec sleep 60").set_time_slice("GPU-1", 2, 0.1)
     assert time.monotonic() - began < 20
-    kill(children[0])
+    children[0].kill()
     assert children[0].wait(20) == -9
