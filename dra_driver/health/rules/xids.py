@@ -171,6 +171,9 @@ def is_decided(number: int) -> bool:
     return entry is not None and (number in _BY_NUMBER or entry.bucket in _BY_BUCKET)
 
 
+NO_CHANGES = XidPolicy()
+
+
 def severity_of_xid(number: int, policy: XidPolicy, *, action_is_told: bool) -> Severity | None:
     """How bad an Xid is; None for one that says nothing about the GPU. `action_is_told` says whether the NVIDIA driver
     tells a recovery action for this GPU."""
