@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import uuid
 from itertools import combinations
 
 import pynvml
@@ -78,15 +76,6 @@ def test_no_links(name, look, handles, refused):
     assert refused(pynvml.nvmlDeviceGetNvLinkState, gpu, 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
-def test_past_the_last_link_and_on_a_dead_one(nvml, handles, refused):
-    machine = nvml("dgx-h100")
-    gpu = handles()[0]
-    assert refused(pynvml.nvmlDeviceGetNvLinkState, gpu, 18) == pynvml.NVML_ERROR_INVALID_ARGUMENT
-    machine.set_links_down(0, [3])
-    assert active(gpu) == [link for link in range(18) if link != 3]
-    assert refused(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, gpu, 3) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
 def test_what_a_link_says_about_its_switch(look, handles, refused):
     look("dgx-a100-40gb")
     remote = {pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handles()[0], link).busId for link in range(12)}
@@ -96,46 +85,3 @@ def test_what_a_link_says_about_its_switch(look, handles, refused):
     look("h100-mig-static")
     call = pynvml.nvmlDeviceGetNvLinkRemotePciInfo
     assert refused(call, handles()[2], 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
-def test_mig_mode_ends_peer_access(nvml, handles):
-    nvml("dgx-h100")
-    gpus = handles()
-    pynvml.nvmlDeviceSetMigMode(gpus[0], 1)
-    assert pynvml.nvmlDeviceGetP2PStatus(gpus[0], gpus[1], 2) == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
-    assert pynvml.nvmlDeviceGetP2PStatus(gpus[2], gpus[1], 2) == pynvml.NVML_P2P_STATUS_OK
-
-
-@pytest.mark.parametrize("version", ["v2", "v3"])
-def test_fabric(version, nvml, handles, refused):
-    def fabric():
-        info = getattr(pynvml, f"c_nvmlGpuFabricInfo_{version}_t")()
-        pynvml.nvmlDeviceGetGpuFabricInfoV(handles()[0], ctypes.byref(info))
-        return info.state, info.status, uuid.UUID(bytes=bytes(info.clusterUuid)), info.cliqueId
-
-    machine = nvml("gb200-nvl72-tray")
-    assert fabric() == (3, 0, uuid.UUID("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"), 32766)
-    machine.set_fabric(clique=5)
-    machine.set_fabric(0, state=2)
-    assert fabric()[::3] == (2, 5)
-    nvml("dgx-h100")
-    assert fabric() == (3, 0, uuid.UUID(int=0), 0)
-    nvml("hgx-h100-4")
-    assert fabric()[0] == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
-    nvml("dgx-a100-80gb")
-    assert refused(fabric) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
-def test_fabric_of_an_older_driver(nvml, handles, refused):
-    machine = nvml("dgx-h100")
-    machine.load_driver("570.124.06")
-    from dra_driver.simulator import nvml_library
-
-    pynvml.nvmlLib = nvml_library(machine)
-    pynvml._nvmlGetFunctionPointer_cache.clear()
-    pynvml.nvmlInit()
-    newer = pynvml.c_nvmlGpuFabricInfo_v3_t()
-    call = pynvml.nvmlDeviceGetGpuFabricInfoV
-    code = refused(call, handles()[0], ctypes.byref(newer))
-    assert code == pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
-    call(handles()[0], ctypes.byref(pynvml.c_nvmlGpuFabricInfo_v2_t()))

@@ -12,13 +12,11 @@ from dra_driver.simulator.hostroot.host_devices import HOST_DEVICE_MAJORS, host_
 from dra_driver.simulator.state import Function, Gpu, State
 
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
-_MEMORY_KIB = 2113563656
 
 
 def procfs(state: State) -> Entries:
     entries: Entries = {
         "proc/devices": Text(_proc_devices(state)),
-        "proc/meminfo": Text(f"MemTotal:       {_MEMORY_KIB} kB\nMemFree:        {_MEMORY_KIB // 2} kB\n"),
         "proc/modules": Text(_modules(state)),
         "proc/sys/kernel/random/boot_id": Text(f"{state.boot_id}\n"),
         "proc/sys/kernel/osrelease": Text(f"{state.system['kernel']}\n"),
