@@ -147,7 +147,7 @@ class Driver:
             without_record.lost_devices,
             partial(changes.tell, MigSpaceFreed()),
             lambda *seen: changes.tell(MigDeviceChanged(*seen)),
-            nvml.operation,
+            nvml.session.operation,
         )
         self.discovery = Discovery(
             nvml,

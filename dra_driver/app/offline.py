@@ -65,7 +65,8 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         # What the driver has cut comes back, also where this command was not told that the driver cuts GPUs.
         return _is_on_demand(settings, gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
-    with closing(NvmlReader(platform.load_nvml, on_demand)) as reader:
+    reader = NvmlReader(platform.load_nvml, on_demand)
+    with closing(reader.session):
         files = DriverRoot(platform.paths, nodes=platform.nodes)
         host = HostView(platform.paths, imex=settings.imex_channel is not None, files=files)
         inventory = discover_once(reader, host, ownership)
@@ -424,7 +425,7 @@ def _open_nvml(
 ) -> NvmlReader:
     reader = NvmlReader(platform.load_nvml, on_demand)
     reader.reopen()
-    session.callback(reader.close)
+    session.callback(reader.session.close)
     return reader
 
 

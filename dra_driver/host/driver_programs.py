@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from dra_driver.model.driver_programs import (
 )
 
 _PROGRAMS = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
 class InstalledPrograms:
@@ -37,7 +37,7 @@ class InstalledPrograms:
         self._root = root
         self._links = links
         self._links_mode = links_mode
-        self._search_path = os.environ.get("PATH", _SYSTEM_PATH)
+        self._search_path = os.environ.get("PATH", ":".join(BINARY_DIRS))
         self._names = names
         self._linked_for: object = None
         self._linked_from: tuple[str, ...] = ()
@@ -45,7 +45,9 @@ class InstalledPrograms:
 
     def __call__(self) -> DriverPrograms:
         tree = RootedTree(self._root)
-        paths = {name: path for name in self._names if (path := _find(tree, name)) is not None}
+        paths = {
+            name: tree.local(found[1]) for name in self._names if (found := find_program(tree.file, name))
+        }
         elsewhere = self._root.rstrip("/") != ""
         if elsewhere:
             with self._lock:
@@ -77,9 +79,13 @@ class InstalledPrograms:
         self._linked_for = mark if wanted else None
 
 
-def _find(tree: RootedTree, name: str) -> str | None:
-    found = (tree.file(f"{directory}/{name}") for directory in _SYSTEM_PATH.split(":"))
-    return next((tree.local(path) for path in found if path is not None), None)
+def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str] | None:
+    """(where it was found, the file it really is), both inside the tree in which `look` looks."""
+    for directory in BINARY_DIRS:
+        resolved = look(f"{directory}/{name}")
+        if resolved is not None:
+            return f"{directory}/{name}", resolved
+    return None
 
 
 def _libraries(tree: RootedTree) -> dict[str, str]:

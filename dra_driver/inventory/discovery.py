@@ -142,7 +142,7 @@ class Discovery:
     def stop(self) -> None:
         """Stop and shut NVML down."""
         self._worker.stop(5)
-        self._nvml.close()
+        self._nvml.session.close()
 
     def request_rescan(self) -> None:
         """Have everything read anew soon."""
@@ -286,7 +286,7 @@ class Discovery:
         it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
         set again afterwards, as when NVML answers again."""
         try:
-            self._nvml.let_go(detached.problem)
+            self._nvml.session.let_go(detached.problem)
         except NvmlInUseError as error:
             _log.info("nvml_in_use", reason=str(error))
             return

@@ -40,7 +40,6 @@ _LEADERSHIP_AGAIN_S = 2.0
 _JOIN_S = 5.0
 
 _NOT_YET = "slices have not been published yet"
-_STANDING_BY = "standing by for another instance on this node, which publishes the slices"
 _CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
 
 
@@ -99,7 +98,8 @@ class Publisher:
         self._behind_since: float | None = None  # the publisher's thread's own
         self._published = threading.Event()
         self._problem: str | None = _NOT_YET
-        self._standing_by = False
+        self.standing_by = False
+        """Whether this instance publishes nothing because another one on this node does."""
         self._known_faults: tuple[str, ...] = ()
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
@@ -121,11 +121,6 @@ class Publisher:
     def problem(self) -> str | None:
         """Why the published slices are not what they should be; None when they are, or are not our concern."""
         return self._problem
-
-    @property
-    def standing_by(self) -> str | None:
-        """Why this instance publishes nothing though nothing is wrong; None while it publishes."""
-        return _STANDING_BY if self._standing_by else None
 
     def start(self) -> None:
         """Begin to publish in the background."""
@@ -200,7 +195,7 @@ class Publisher:
             return
         else:
             self._write(changes, pool, wanted, owner)
-        if not self._standing_by:
+        if not self.standing_by:
             self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
@@ -219,10 +214,10 @@ class Publisher:
 
     def _leads(self) -> bool:
         ours = self._may_publish()
-        if ours == self._standing_by:
+        if ours == self.standing_by:
             _log.info("publishing_resumed" if ours else "publishing_stands_by")
             self._problem = None if self._published.is_set() or not ours else _NOT_YET
-        self._standing_by = not ours
+        self.standing_by = not ours
         if not ours:
             self._behind_since = None
             self._again_at(time.monotonic() + _LEADERSHIP_AGAIN_S)

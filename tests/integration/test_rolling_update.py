@@ -132,7 +132,7 @@ def test_newer_instance_publishes_and_the_older_takes_over_again(world: World) -
     new.register()
     eventually(lambda: attributes(world) == [before, "Other"])
     eventually(lambda: old.publisher.standing_by)
-    assert (old.publisher.problem, new.publisher.standing_by) == (None, None)
+    assert (old.publisher.problem, new.publisher.standing_by) == (None, False)
     writes = world.writes()
     time.sleep(0.5)
     assert world.writes() == writes == 2, "nobody answers the other"
@@ -144,7 +144,7 @@ def test_newer_instance_publishes_and_the_older_takes_over_again(world: World) -
 
     new.stop()
     eventually(lambda: attributes(world) == [before, before])
-    assert (old.publisher.standing_by, old.publisher.problem) == (None, None)
+    assert (old.publisher.standing_by, old.publisher.problem) == (False, None)
     assert world.writes() == 4
 
 

@@ -189,7 +189,7 @@ def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make
     node.start_driver()
     node.wait_devices(8)
     node.machine.raise_xid(0, 95)
-    node.machine.raise_event(0, pynvml.nvmlEventTypeDoubleBitEccError, 0)
+    node.machine.raise_xid(0, 0, kind=pynvml.nvmlEventTypeDoubleBitEccError)
     node.machine.set_fabric(0, state=pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS)
     node.machine.set_remapped_rows(0, pending=1)
     node.machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)

@@ -39,6 +39,7 @@ class Nvml:
     """NVML that shows `inventory`, or fails with `error`."""
 
     def __init__(self) -> None:
+        self.session = self
         self.inventory = inventory(*BARE)
         self.error: Exception | None = None
         self.fingerprint: NvmlFingerprint = tuple(

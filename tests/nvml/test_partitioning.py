@@ -420,7 +420,7 @@ def test_reader_selects_and_remembers(machine: Make) -> None:
     plain = NvmlReader(lambda: nvml_library(node.machine))
     plain.reopen()
     assert not any(gpu.partitioning for gpu in plain.read_inventory().gpus)
-    plain.close()
+    plain.session.close()
     reader = NvmlReader(lambda: nvml_library(node.machine), always)
     reader.reopen()
     healthy = with_nvlink_domains(reader.read_inventory())
@@ -430,7 +430,7 @@ def test_reader_selects_and_remembers(machine: Make) -> None:
     found = with_nvlink_domains(reader.read_inventory())
     assert found.nvlink_domains == healthy.nvlink_domains
     assert found.gpus[1:] == healthy.gpus[1:]
-    reader.close()
+    reader.session.close()
 
 
 # --- what is read, and what is not ---------------------------------------------------------------------
