@@ -11,7 +11,6 @@ import pynvml
 import pytest
 
 XID = pynvml.nvmlEventTypeXidCriticalError
-ANY = 0xFFFFFFFF
 
 
 @pytest.fixture
@@ -59,3 +58,12 @@ def test_a_waiting_thread_hears_another_process(watched):
     subprocess.run([sys.executable, "-c", script, str(machine.directory)], check=True)
     waiter.join(5)
     assert [(pynvml.nvmlDeviceGetIndex(event.device), event.eventData) for event in heard] == [(5, 74)]
+
+
+def test_unsupported_types_are_refused(nvml, handles, refused):
+    nvml("t4-4")
+    events = pynvml.nvmlEventSetCreate()
+    mask = pynvml.nvmlEventTypeGpuRecoveryAction
+    call = pynvml.nvmlDeviceRegisterEvents
+    assert refused(call, handles()[0], mask, events) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert not pynvml.nvmlDeviceGetSupportedEventTypes(handles()[0]) & mask

@@ -17,7 +17,7 @@ PAIRS = {
     "a30-4": {(0, 1): 4, (2, 3): 4},
     "a100-pcie-pairs": {(0, 1): 12, (2, 3): 12},
 }
-# machine: links of each GPU, version constant, MB/s
+# machine: links of each GPU
 SWITCHED = {
     "dgx-2": 6,
     "dgx-a100-40gb": 12,
@@ -85,3 +85,11 @@ def test_what_a_link_says_about_its_switch(look, handles, refused):
     look("h100-mig-static")
     call = pynvml.nvmlDeviceGetNvLinkRemotePciInfo
     assert refused(call, handles()[2], 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
+
+
+def test_mig_mode_ends_peer_access(nvml, handles):
+    nvml("dgx-h100")
+    gpus = handles()
+    pynvml.nvmlDeviceSetMigMode(gpus[0], 1)
+    assert pynvml.nvmlDeviceGetP2PStatus(gpus[0], gpus[1], 2) == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+    assert pynvml.nvmlDeviceGetP2PStatus(gpus[2], gpus[1], 2) == pynvml.NVML_P2P_STATUS_OK

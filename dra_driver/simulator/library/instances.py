@@ -70,7 +70,6 @@ class Instances(Core):
     def _fill_profile(self, info: Any, profile: MigProfile) -> None:
         for name, source in _PROFILE_FIELDS.items():
             setattr(info, name, getattr(profile, source))
-        info.isP2pSupported = 0
 
     def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Any, enum: Any, out: Any) -> None:  # noqa: N802
         _, _, model = self._mig_capable(handle)
@@ -201,12 +200,8 @@ class Instances(Core):
         row = next((item for item in offered if item.id == number(enum)), None)
         if row is None:
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        shared = self._profile(state.model_of(gpu), instance.profile_id)
         info.id, info.sliceCount, info.instanceCount = row.id, row.slices, row.max_instances
         info.multiprocessorCount = row.multiprocessors
-        info.sharedCopyEngineCount, info.sharedDecoderCount = shared.copy_engines, shared.decoders
-        info.sharedEncoderCount, info.sharedJpegCount = shared.encoders, shared.jpeg
-        info.sharedOfaCount = shared.ofa
         return row
 
     def nvmlGpuInstanceCreateComputeInstance(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
@@ -303,8 +298,5 @@ class Instances(Core):
         )
         info = target(out)
         info.multiprocessorCount = row.multiprocessors
-        info.sharedCopyEngineCount, info.sharedDecoderCount = profile.copy_engines, profile.decoders
-        info.sharedEncoderCount, info.sharedJpegCount = profile.encoders, profile.jpeg
-        info.sharedOfaCount = profile.ofa
         info.gpuInstanceSliceCount, info.computeInstanceSliceCount = profile.slices, row.slices
         info.memorySizeMB = profile.memory_mib
