@@ -264,12 +264,6 @@ class Settings:
     healthcheck_port: int = _setting(
         -1, "Port of the gRPC health service.", Scalar(int, least=-1, most=65535), shown="-1, off"
     )
-    mps_host: str = _setting(
-        "external",
-        "Who keeps MPS daemons: external (`gpu-dra-driver mps-host` in a DaemonSet of its own) or child (of this "
-        "process).",
-        Choice(("external", "child")),
-    )
     simulate: str | None = _setting(
         None,
         "Run on a simulated machine: a name from `gpu-dra-driver simulate list`, or a YAML file.",

@@ -78,7 +78,6 @@ OF_OTHER_VALUES = frozenset(
             "httpEndpoint",
             "metricsPath",
             "healthcheckPort",
-            "mpsHost",
             "simulate",
             "simulatorDir",
         ),

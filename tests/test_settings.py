@@ -65,13 +65,13 @@ def test_file_can_set_every_setting_and_nothing_else(write) -> None:
         "containerDriverRoot": "/c", "hostRoot": "/r", "nvidiaCDIHookPath": "/d", "kubeletRegistrarDirectoryPath": "/e",
         "kubeletPluginsDirectoryPath": "/f", "podUID": "u", "kubeconfig": "/g", "kubeAPIQPS": 2.5, "kubeAPIBurst": 3,
         "httpEndpoint": ":1", "metricsPath": "/m", "healthcheckPort": 4,
-        "mpsHost": "child", "simulate": "s", "simulatorDir": "/h",
+        "simulate": "s", "simulatorDir": "/h",
         "logLevel": "error", "logFormat": "console",
     }  # fmt: skip
     path = write("\n".join(f"{key}: {value!r}" for key, value in values.items()))
     assert resolve({}, path) == Settings(
         "n", "d.example", "/a", "/b", "/c", "/r", "/d", "/e", "/f", "u", "/g", 2.5, 3,
-        ":1", "/m", 4, "child", "s", "/h",
+        ":1", "/m", 4, "s", "/h",
         "error", "console",
     )  # fmt: skip
 
@@ -144,7 +144,6 @@ WRONG = {
     "kube_api_qps": [-1.0, math.inf, math.nan],
     "kube_api_burst": [0, -5],
     "healthcheck_port": [99999, -2],
-    "mps_host": ["maybe"],
     "metrics_path": ["metrics"],
     "log_level": ["loud", "INFO"],
     "log_format": ["xml"],

@@ -25,7 +25,7 @@ from dra_driver.app.changes import (
     Registered,
 )
 from dra_driver.app.part import Part
-from dra_driver.app.platforms import Platform, mps_host_command, platform_of
+from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.wiring.claims import claim_parts
 from dra_driver.app.wiring.debts import is_owing, tools_seen
 from dra_driver.app.wiring.health import HealthParts
@@ -75,7 +75,6 @@ from dra_driver.model.driver_programs import IMEX_PROGRAM
 from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.mps.child_host import ChildMpsHost
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 from dra_driver.nvml.reader import NvmlReader
@@ -112,7 +111,7 @@ class Driver:
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
-        layout = self._layout = mps_layout(plugin_dir)
+        layout = mps_layout(plugin_dir)
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
         may_tell = leadership.speaks_for_node
@@ -196,17 +195,12 @@ class Driver:
             self.reporting.node,
             partial(changes.tell, DebtsChanged()),
         )
-        self._mps = (
-            MpsClient(layout)
-            if settings.mps_host == "external"
-            else ChildMpsHost(layout, mps_host_command(settings))
-        )
         steps = StepDispatcher(
             self.mig.runners()
             | {
                 SetTimeSlice: TimeSliceSteps(smi, self.records, self._boot_id),
                 RunMps: MpsSteps(
-                    self._mps, self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+                    MpsClient(layout), self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
                 ),
                 WriteDeviceMetadata: MetadataSteps(
                     self._metadata_files, self.discovery.latest, self.mig.created_instance
@@ -343,7 +337,6 @@ class Driver:
         yield Part("mig_collector", self.mig.start, self.mig.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
-        yield Part("mps_host", self._start_mps_child, self._stop_mps_child)
         yield Part("kubelet_plugin", self._plugin.start)
         yield Part("debt_keeper", self.keeper.start, self.keeper.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
@@ -360,16 +353,6 @@ class Driver:
         self._specs.create()
         self._metadata_files.create()
         self.mig.open()
-
-    def _start_mps_child(self) -> None:
-        """Start the MPS host if an earlier run left MPS daemons to watch; otherwise the first claim for MPS starts
-        it."""
-        if isinstance(self._mps, ChildMpsHost) and any(self._layout.root.glob("*.json")):
-            threading.Thread(target=self._mps.start_quietly, name="mps-child", daemon=True).start()
-
-    def _stop_mps_child(self) -> None:
-        if isinstance(self._mps, ChildMpsHost):
-            self._mps.close()
 
     def start(self) -> None:
         """Start every part. Raises: InvalidConfigError, StateError, FatalError; every part is stopped then."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,17 +63,3 @@ def platform_of(settings: Settings) -> Platform:
 
 
 DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
-
-
-def mps_host_command(settings: Settings) -> list[str]:
-    """The command line of an MPS host for the same node and driver as `settings`."""
-    command = [sys.executable, "-m", "dra_driver.cli.main", "mps-host"]
-    command += ["--driver-name", settings.driver_name]
-    command += ["--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path]
-    command += ["--nvidia-driver-root", settings.nvidia_driver_root]
-    command += ["--container-driver-root", settings.container_driver_root]
-    command += ["--log-level", settings.log_level, "--log-format", settings.log_format]
-    if settings.simulate is not None:
-        command += ["--simulate", settings.simulate]
-        command += ["--simulator-dir", settings.simulator_dir or DEFAULT_SIMULATOR_DIR, "--allow-plain-shm"]
-    return command

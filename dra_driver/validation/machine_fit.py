@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
 from typing import Any
 
 from dra_driver.api.resolve import config_for_result
@@ -24,14 +23,12 @@ from dra_driver.validation.rules.allocator import (
     less,
     take_inventory,
 )
-from dra_driver.validation.rules.explain import Funnel, funnel, largest_group
+from dra_driver.validation.rules.explain import Funnel, funnel
 
 JsonObject = dict[str, Any]
 
 _BOUND_S = 5.0
 """The search through partitions of GPUs can take longer than anybody waits."""
-_MOST_CHOICES = 64
-"""Of alternatives, where several requests have some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ class MachineFit:
         except RetryableError:
             return Fit(funnels, problem=f"no choice of devices was found within {_BOUND_S:.0f} s")
         except AllocationError as error:
-            return Fit(funnels, problem=self._why_not(wanted, funnels, devices) or str(error))
+            return Fit(funnels, problem=_no_choice(wanted, devices) or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 
@@ -120,48 +117,6 @@ class MachineFit:
         text = f"request {request}: wants {wanted[request]}, other claims have them"
         return text, unused[request], len(matching[request])
 
-    def _why_not(
-        self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
-    ) -> str | None:
-        """The first reason that is known where each request could be served by itself; None if none is."""
-        by_name = {found.request: found for found in funnels}
-        for constraint in devices.get("constraints") or ():
-            short = self._constraint_short(constraint, wanted, by_name)
-            if short is not None:
-                return short
-        entries = [entry for group in wanted for entry in group]
-        if len(entries) > 1 or any(entry.count != 1 for entry in entries):
-            return "enough devices match, but no choice of them serves all requests at one time"
-        return None
-
-    def _constraint_short(
-        self, constraint: JsonObject, wanted: list[list[Wanted]], by_name: Mapping[str, Funnel]
-    ) -> str | None:
-        """Why a constraint cannot hold, whichever alternatives are taken; None if it can."""
-        attribute = constraint.get("matchAttribute")
-        if attribute is None:
-            return None
-        names = set(constraint.get("requests") or ())
-        texts: dict[str, None] = {}
-        for chosen in islice(product(*wanted), _MOST_CHOICES):
-            concerned = [one for one in chosen if not names or {one.name, one.name.partition("/")[0]} & names]
-            short = self._group_short(attribute, concerned, by_name)
-            if short is None:
-                return None
-            which = ", ".join(one.name for one in concerned if "/" in one.name)
-            texts[f"{short}{f' (by {which})' if which else ''}"] = None
-        return f"constraint matchAttribute {attribute}: {'; '.join(texts)}"
-
-    def _group_short(self, attribute: str, chosen: list[Wanted], by_name: Mapping[str, Funnel]) -> str | None:
-        matching = [name for entry in chosen for name in by_name[entry.name].matching]
-        count = sum(entry.count or len(by_name[entry.name].matching) for entry in chosen)
-        number, value = largest_group(attribute, self.devices, list(dict.fromkeys(matching)))
-        if number >= count:
-            return None
-        if not number:
-            return "no matching device has this attribute"
-        return f"{count} devices are wanted with one value, the largest group has {number} ({value})"
-
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
         kinds = {one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices}
@@ -176,6 +131,21 @@ class MachineFit:
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None
+
+
+def _no_choice(wanted: list[list[Wanted]], devices: JsonObject) -> str | None:
+    """What to say where each request could be served by itself, but not all of the claim; None for one device."""
+    attributes = [
+        f"{kind} {constraint[kind]}"
+        for constraint in devices.get("constraints") or ()
+        for kind in ("matchAttribute", "distinctAttribute")
+        if constraint.get(kind)
+    ]
+    entries = [entry for group in wanted for entry in group]
+    if not attributes and len(entries) == 1 and entries[0].count == 1:
+        return None
+    text = "enough devices match, but no choice of them serves all requests at one time"
+    return f"{text} with {', '.join(attributes)}" if attributes else text
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
@@ -196,8 +166,7 @@ def _short_of(wanted: Wanted, found: Funnel) -> str | None:
     if found.error is not None:
         return f"{who}: selector {found.error}"
     if not found.matching:
-        nearest = f"; nearest: {found.nearest}" if found.nearest else ""
-        return f"{who}: {found.sentence()}{nearest}"
+        return f"{who}: {found.sentence()}"
     if wanted.count is not None and wanted.count > len(found.matching):
         return None if wanted.capacity else f"{who}: wants {wanted.count}, but of {found.sentence()}"
     return None

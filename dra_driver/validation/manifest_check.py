@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from dra_driver.validation.rules.manifests import (
     unused_claims,
 )
 from dra_driver.validation.rules.selection import NotJudgedError
-from dra_driver.validation.rules.selectors import compiled, driver_asked_for, hints
+from dra_driver.validation.rules.selectors import compiled, driver_asked_for
 from dra_driver.validation.rules.server_answers import Answer
 from dra_driver.validation.rules.standard_classes import standard_classes
 from dra_driver.validation.rules.workloads import pod_specs
@@ -147,8 +147,9 @@ class ManifestCheck:
         self._machines = machines
         self._server = server
         self._namespace = namespace
-        self._devices = [device.view for machine in machines for device in machine.devices]
-        attributes = [device.attributes.get(driver, {}) for device in self._devices]
+        attributes = [
+            device.view.attributes.get(driver, {}) for machine in machines for device in machine.devices
+        ]
         self._has_mig = any("profile" in one for one in attributes) or not any(
             one.get("migCapable") for one in attributes
         )
@@ -205,7 +206,6 @@ class ManifestCheck:
             report.hints.append(
                 f"{content['apiVersion']} goes away; write {v1['apiVersion']} (Kubernetes 1.34 and newer)"
             )
-        report.hints += list(dict.fromkeys(self._selector_hints(v1)))
         self._judge_selectors(v1)
         if v1["kind"] == "DeviceClass":
             self._class(v1, report)
@@ -233,8 +233,7 @@ class ManifestCheck:
             if found.error is not None:
                 errors[f"selector {found.error}"] = None
             elif not found.matching:
-                nearest = f"; nearest: {found.nearest}" if found.nearest else ""
-                report.notes.append(f"no device of {machine.name} matches{nearest}")
+                report.notes.append(f"no device of {machine.name} matches")
             else:
                 of = f" of {machine.name}" if len(self._machines) > 1 else ""
                 report.notes.append(
@@ -268,14 +267,6 @@ class ManifestCheck:
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
         drivers = (driver_asked_for(entry["cel"]["expression"]) for entry in selectors)
         return next((name for name in drivers if name not in (None, self._driver)), None)
-
-    def _selector_hints(self, v1: JsonObject) -> Iterator[str]:
-        for body in _selecting(v1):
-            class_name = body.get("deviceClassName")
-            if class_name is not None and (class_name not in self._classes or self._other_driver(class_name)):
-                continue  # its devices are not known here
-            for selector in body.get("selectors") or ():
-                yield from hints(selector["cel"]["expression"], self._driver, self._devices)
 
     def _judge_selectors(self, v1: JsonObject) -> None:
         """Raises: NotJudgedError if nobody can say what the API server makes of one."""

@@ -135,7 +135,7 @@ class ServerTrial:
             answer = refused(_plain(error), error.status, others)
             if answer.outcome == "not asked":
                 return Answer("not asked", f"it exists already, and {answer.text}")
-            return replace(answer, text=f"it exists already, and as a change of that {answer.text}")
+            return replace(answer, text=f"it exists already, and as a change of that: {answer.text}")
         return Answer("accepted", "it exists already")
 
     def _send(self, method: str, path: str, body: JsonObject, content_type: str) -> None:

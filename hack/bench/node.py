@@ -47,7 +47,7 @@ class DaemonNode(PlaygroundNode):
 
     def start(self) -> None:
         """Start the daemon and wait until the kubelet has it."""
-        flags = ("--mps-host", "child", "--log-level", "warning", *self.more)
+        flags = ("--log-level", "warning", *self.more)
         self.process = self.start_daemon(*flags, log=self.log)
         self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
 
@@ -175,6 +175,11 @@ class SoakNode(DaemonNode):
         rule = {"selector": shared, "mode": "shares", "shares": 4, "enforce": "mps"}
         self.configure({"sharing": [rule], "dynamicMig": {"enabled": True, "gpus": partitioned}})
 
+    def start(self) -> None:
+        """Start the MPS host, unless it runs, and the daemon."""
+        self.start_mps_host()
+        super().start()
+
     # --- what is there ---------------------------------------------------------------------------
 
     def is_tainted(self, gpu_uuid: str) -> bool:
@@ -228,7 +233,8 @@ class SoakNode(DaemonNode):
         return found
 
     def stop_mps_daemons(self) -> None:
-        """They and their mounts end with the boot. Only those of this node's own directory are touched."""
+        """They, their host and their mounts end with the boot. Only those of this node's own directory are touched."""
+        self.stop_mps_host()
         for pid in self._mps_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -17,11 +17,13 @@ from unittest import mock
 
 from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import Platform
+from dra_driver.mps.layout import mps_layout
 from dra_driver.settings import Settings
 from dra_driver.simulator import create_machine
 from dra_driver.validation.rules.standard_classes import standard_classes
 from playground.apiserver.server import PlaygroundApiServer
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
+from playground.mps_host import MpsHostProcess
 from playground.scheduler import PlaygroundScheduler
 
 DRIVER = "gpu.nvidia.com"
@@ -85,6 +87,7 @@ class PlaygroundNode:
             self.server.add("deviceclasses", entry, group="resource.k8s.io")
         self.server.write_kubeconfig(root / "kubeconfig")
         self.scheduler = PlaygroundScheduler(self.server)
+        self._mps_host: MpsHostProcess | None = None
         self.kubelet = PlaygroundKubelet(self.registry, kubelet, on_wipe=lambda _driver: self.wipe())
         self.kubelet.start()
 
@@ -95,7 +98,8 @@ class PlaygroundNode:
         self.stop()
 
     def stop(self) -> None:
-        """End kubelet and API server. The daemon must have ended."""
+        """End kubelet, API server and MPS host. The daemon must have ended."""
+        self.stop_mps_host()
         self.kubelet.stop()
         self.server.stop()
 
@@ -132,6 +136,20 @@ class PlaygroundNode:
             stdout=log,
             stderr=log,
         )
+
+    def start_mps_host(self) -> None:
+        """Have the MPS host of this node run, as its DaemonSet does in a cluster."""
+        if self._mps_host is None:
+            program = Path(sys.executable).parent / "gpu-dra-driver"
+            names = ("--simulate", "--simulator-dir", "--kubelet-plugins-directory-path")
+            command = [str(program), "mps-host", *self.flags(names), "--allow-plain-shm"]
+            self._mps_host = MpsHostProcess(command, mps_layout(self.plugin_dir), self.root / "mps-host.log")
+
+    def stop_mps_host(self) -> None:
+        """End the MPS host, if it runs; its daemons run on."""
+        if self._mps_host is not None:
+            self._mps_host.stop()
+            self._mps_host = None
 
     def devices(self) -> list[JsonObject]:
         """The published devices in their order."""

@@ -27,10 +27,11 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
     configure_logs(log_level, "console")
     with scratch_directory("playground") as scratch, ExitStack() as stack:
         node = stack.enter_context(PlaygroundNode(Path(scratch), machine, name="playground-node"))
-        changes: dict[str, Any] = {"mps_host": "child", "log_level": log_level, "log_format": "console"}
+        changes: dict[str, Any] = {"log_level": log_level, "log_format": "console"}
         if config is not None:
             node.options["--config"] = str(config.resolve())
             changes |= read_config_file(config)
+        node.start_mps_host()
         driver = node.make_driver(**changes)
         stack.callback(driver.stop)
         driver.start()

@@ -52,8 +52,8 @@ class RecordedNode(PlaygroundNode):
         runtime.parent.mkdir(parents=True)
         runtime.write_text(_CONTAINERD.format(cdi=self.cdi))
         self.server.add("namespaces", {"metadata": {"name": _NAMESPACE}})
-        more = ("--mps-host", "child", "--healthcheck-port", "-1", "--log-level", "error")
-        self._process = self.start_daemon(*more)
+        self.start_mps_host()
+        self._process = self.start_daemon("--healthcheck-port", "-1", "--log-level", "error")
         try:
             self._begin()
         except BaseException:

@@ -586,8 +586,9 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
     if dynamic:
         assert given == [["gpu/m1"], [], ["gpu/m2", "gpu/m2"], [], ["gpu/m1"]]
         (fault,) = reports[1]["faults"]
-        assert "3 devices are wanted with one value, the largest group has 2" in fault
-        assert "2 devices are wanted with one value, the largest group has 1" in fault
+        assert fault.endswith(
+            "no choice of them serves all requests at one time with matchAttribute gpu.nvidia.com/parentUUID"
+        )
         assert "GpuConfig does not fit device" in reports[3]["faults"][0]
     else:
         # The classes are those of the driver, though this machine has no device for them.
@@ -683,31 +684,28 @@ WRONG: list[tuple[Json, str, str]] = [
     (claim("big", selector(f'{C}.memory.compareTo(quantity("100Gi")) >= 0')), "faults",
      "does not fit dgx-h100: request gpu: 8 devices of driver gpu.nvidia.com, 8 of class gpu.nvidia.com, 0 match "
      "selector 1: "),
-    (claim("big2", selector(f'{C}.memory.compareTo(quantity("100Gi")) >= 0')), "faults",
-     'memory is 81559Mi, wanted memory.compareTo(quantity("100Gi")) >= 0'),
     (claim("nine", request(count=9)), "faults", "request gpu: wants 9, but of 8 devices"),
     (claim("key", selector(f'{A}.profile == "1g.10gb"')), "faults", "no such key: profile; test `\"profile\" in"),
-    (claim("index", selector(f"{A}.index == 0")), "hints", "moves when a GPU is drained"),
     (claim("kind", request() | {"config": CONFIG}), "faults",
      "spec.devices.config[0].requests[0]: MigDeviceConfig does not fit request 'gpu' of class gpu.nvidia.com"),
     (claim("kind-on-node", {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "h100.example.com"}}],
                             "config": CONFIG}), "faults",
      "allocated on dgx-h100, Prepare would refuse it: allocation config 0 from the claim, requests gpu: Mig"),
     (claim("match", request(count=2) | {"constraints": MATCH}), "faults",
-     "constraint matchAttribute gpu.nvidia.com/index: 2 devices are wanted with one value, the largest group has 1"),
-    (claim("nowhere", request(count=2) | {"constraints": NOWHERE}), "faults", "no matching device has this attribute"),
-    (claim("distinct", request(count=2) | {"constraints": DISTINCT}), "faults", "no choice of them serves"),
+     "no choice of them serves all requests at one time with matchAttribute gpu.nvidia.com/index"),
+    (claim("nowhere", request(count=2) | {"constraints": NOWHERE}), "faults", "matchAttribute gpu.nvidia.com/rack"),
+    (claim("distinct", request(count=2) | {"constraints": DISTINCT}), "faults", "distinctAttribute gpu.nvidia.com"),
     (claim("class", {"requests": [{"name": "a", "exactly": {"deviceClassName": "no.example.com"}}]}), "notes",
      "DeviceClass no.example.com is neither among the files nor one of this driver's"),
     (claim("admin", request(adminAccess=True)), "hints", 'admin-access: "true" on namespace default'),
     (claim("beta", request()) | {"apiVersion": "resource.k8s.io/v1beta2"}, "hints", "v1beta2 goes away"),
     (claim("shared", {"requests": [{"name": "a", "exactly": {"deviceClassName": "shares.gpu.nvidia.com"}}]}), "faults",
-     "device.allowMultipleAllocations == true) is false"),
+     "0 of class shares.gpu.nvidia.com"),
     (claim("all", request(allocationMode="All")), "notes", "and 4 more"),
     (claim("tolerant", request(count=4)), "notes", "fits, for example: gpu-"),
     ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "empty.example.com"},
       "spec": {"selectors": [{"cel": {"expression": f'{A}.type == "mig"'}}]}}, "notes",
-     'no device of dgx-h100 matches; nearest: gpu-'),
+     "no device of dgx-h100 matches"),
     ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "h100.example.com"},
       "spec": {"selectors": [{"cel": {"expression": f'{A}.productName.contains("H100")'}}]}}, "notes",
      "8 of 8 devices match"),
@@ -808,7 +806,7 @@ def test_alternatives_are_tried_in_order(make_slices: Callable[[], list[Json]]) 
     assert fit.problem is not None
     assert "request gpu/n0: " in fit.problem
     assert "request gpu/n1: " in fit.problem
-    assert "device.driver == 'x' is false" in fit.problem
+    assert fit.problem.endswith("device.driver == 'x'")
 
 
 @pytest.fixture

@@ -204,7 +204,9 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     machine = tmp_path / "without-nodes.yaml"
     machine.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
     sharing = share_all(SharingRule("memory", enforce="mps"))
-    made = make_node(str(machine)).running(8 * PER_GPU, dynamic_mig=True, mps_host="child", sharing=sharing)
+    made = make_node(str(machine))
+    made.start_mps_host()
+    made.running(8 * PER_GPU, dynamic_mig=True, sharing=sharing)
     name = named(made, "2g.20gb", 2)
     refs = [
         made.allocated_by_hand(

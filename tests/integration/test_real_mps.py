@@ -57,9 +57,12 @@ def leaving_nothing() -> Iterator[Callable[[Node], Node]]:
 def real(
     make_node: Callable[..., Node], nvidia: Programs, leaving_nothing: Callable[[Node], Node]
 ) -> Callable[..., Node]:
-    return lambda **settings: leaving_nothing(
-        with_programs_of(make_node(), nvidia).running(mps_host="child", **settings)
-    )
+    def make(**settings: Any) -> Node:
+        node = with_programs_of(make_node(), nvidia)
+        node.start_mps_host()
+        return leaving_nothing(node.running(**settings))
+
+    return make
 
 
 def by_hand(node: Node, name: str, index: int = 0, kind: str = "GpuConfig", **mps: Any) -> ClaimRef:
@@ -97,7 +100,9 @@ def test_claims_get_what_the_branch_knows(real: Callable[..., Node], nvidia: Pro
         node.refused(users, f"the node has NVIDIA driver {nvidia.version}; update it to R555 or newer")
     pipe = mps_layout(node.plugin_dir).directories(names[0]).pipe
     before = processes.users_of(pipe)
-    node.restart_driver(mps_host="child")
+    node.stop_mps_host()
+    node.start_mps_host()
+    node.restart_driver()
     assert node.ready(plain) == outcome
     assert processes.users_of(pipe) == before, "daemons outlive the host"
 
@@ -127,7 +132,8 @@ def test_a_mig_device_has_a_daemon_of_its_own(
     make_node: Callable[..., Node], newest_nvidia: Programs, leaving_nothing: Callable[[Node], Node]
 ) -> None:
     node = with_programs_of(make_node("h100-mig-static"), newest_nvidia)
-    leaving_nothing(node.running(13, mps_host="child"))
+    node.start_mps_host()
+    leaving_nothing(node.running(13))
     index, device = next((n, one) for n, one in enumerate(node.devices()) if "-mig-" in one["name"])
     node.ready(by_hand(node, "part", index, "MigDeviceConfig", defaultActiveThreadPercentage=50))
     assert daemon(node, device["name"]) == ["-f"]

@@ -40,12 +40,14 @@ def directory_of_nodes() -> None:
 
 @pytest.fixture
 def shared(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
-    """A node whose devices are shared by a rule, with its MPS host as a child; no daemon outlives the test."""
+    """A node whose devices are shared by a rule, and its MPS host; no daemon outlives the test."""
     nodes: list[Node] = []
 
     def make(rule: SharingRule | None = None, machine: str = "dgx-h100", count: int = 8) -> Node:
         policy = {} if rule is None else {"sharing": share_all(rule)}
-        node = make_node(machine).running(count, mps_host="child", **policy)
+        node = make_node(machine)
+        node.start_mps_host()
+        node.running(count, **policy)
         nodes.append(node)
         return node
 
@@ -182,7 +184,7 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
         ]
     [pid] = (node.plugin_dir / "mps" / names[0] / "pipe").glob("*.pid")
     daemon = pid.read_text()
-    node.restart_driver(mps_host="child")
+    node.restart_driver()
     assert node.ready(ref) == outcome
     assert pid.read_text() == daemon
     node.take_back(ref)
@@ -237,7 +239,7 @@ def test_daemon_of_several_gpus_ends_when_the_record_of_its_claim_was_lost(
     node.driver.stop()
     [record] = (node.plugin_dir / "claims").glob("[!.]*.json")
     record.write_text("{")
-    node.start_driver(mps_host="child")
+    node.start_driver()
     for number, name in enumerate(names):
         node.refused(node.allocated_by_hand(f"next-{number}", name), "is held by claim")
     node.take_back(ref)
@@ -286,7 +288,7 @@ def test_running_claims_keep_what_they_got_when_the_policy_changes(shared: Calla
     [pid] = (node.plugin_dir / "mps" / device / "pipe").glob("*.pid")
     before, spec = pid.read_text(), edits(node, refs[0])
     for rule in (SharingRule("shares", 8, enforce="mps"), SharingRule("shares", 4)):
-        node.restart_driver(mps_host="child", sharing=share_all(rule))
+        node.restart_driver(sharing=share_all(rule))
         assert [node.ready(ref) for ref in refs] == outcomes
         assert pid.read_text() == before, "no daemon restarts under a running pod"
         assert edits(node, refs[0]) == spec
@@ -327,7 +329,7 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     node.driver.stop()
     node.machine.unload_driver()
     node.machine.load_driver()
-    node.start_driver(mps_host="child")
+    node.start_driver()
     eventually(lambda: node.machine.timeslice(2) == 3)
     node.take_back(ref)
     eventually(lambda: _settled(node) == before)
@@ -368,7 +370,7 @@ def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) ->
     node.refused(mps, "MPS has the device to itself")
     for ref in (again, anything):
         node.ready(ref)
-    assert not (node.plugin_dir / "mps").exists(), "shares without enforcement need no daemon"
+    assert not list(node.plugin_dir.glob("mps/*/pipe")), "shares without enforcement need no daemon"
     for ref in (short, again):
         assert node.machine.timeslice(0) == 1
         node.take_back(ref)
@@ -471,7 +473,7 @@ def test_limits_that_fit_no_device_of_the_claim_are_refused(node: Node, mps: Jso
 
 def test_mps_claim_is_refused_and_ends_where_no_host_was_installed(make_node: Callable[..., Node]) -> None:
     """The base of daemonset/ has none."""
-    node = make_node().running(mps_host="external")
+    node = make_node().running()
     before = snapshot(node)
     name = node.devices()[0]["name"]
     ref = node.allocated_by_hand("mps", name, config=MPS)
@@ -493,15 +495,16 @@ def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
     names = [device["name"] for device in node.devices()[:count]]
     ref = node.allocated_by_hand("mps", *names, config=MPS)
     node.ready(ref)
-    node.driver.stop()  # and the host with it, whose daemons run on
+    node.driver.stop()
+    node.stop_mps_host()  # its daemons run on
     if lost:
         next((node.plugin_dir / "mps").glob("*.json")).write_text("{")
-    node.start_driver(mps_host="external")
+    node.start_driver()
     node.take_back(ref)
     assert node.records() == []
     assert [key for key in snapshot(node) if key.startswith("process")] != [], "nobody could stop it"
     next_one = node.allocated_by_hand("next", names[-1])
     node.refused(next_one, "the end of the MPS daemon of device")
     node.take_back(next_one)
-    node.restart_driver(mps_host="child")
+    node.start_mps_host()
     eventually(lambda: _settled(node) == before)

@@ -1,20 +1,18 @@
-"""The command itself, as a child and as a daemon's neighbour: start, adoption, termination, leftovers."""
+"""The command itself, as a process: start, adoption, termination, leftovers."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from playground.mps_host import MpsHostProcess
 
 from dra_driver.errors import RetryableError
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.child_host import spawn_host
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 
@@ -38,20 +36,18 @@ def layout(host):
     return layout
 
 
-def test_a_host_is_spawned_found_again_and_leaves_its_daemons(host, command, layout, tmp_path):
+def test_a_host_leaves_its_daemons_and_the_next_one_takes_them_over(host, command, layout, tmp_path):
     log = tmp_path / "log"
-    first = spawn_host(command, layout, log=log)
+    first = MpsHostProcess(command, layout, log)
     try:
         client = MpsClient(layout)
         status = client.ensure(host.spec(default_active_thread_percentage=25))
-        assert spawn_host(command, layout).pid is None, "one that runs is used"
-        memory = Path(f"/proc/{first.pid}/status").read_text().split("VmRSS:")[1].split()[0]
+        memory = Path(f"/proc/{first.process.pid}/status").read_text().split("VmRSS:")[1].split()[0]
         assert int(memory) < 48_000
         first.stop()
-        assert first.has_ended
         assert not layout.socket.exists()
         assert processes.identify(status.pid) is not None
-        first = spawn_host(command, layout, log=log)
+        first = MpsHostProcess(command, layout, log)
         assert client.ensure(status.spec).pid == status.pid
         client.stop("gpu-2")
         assert host.left() == []
@@ -61,7 +57,7 @@ def test_a_host_is_spawned_found_again_and_leaves_its_daemons(host, command, lay
 
 
 def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layout, tmp_path):
-    process = spawn_host(command, layout, log=tmp_path / "log")
+    process = MpsHostProcess(command, layout, tmp_path / "log")
     detachments = Detachments(layout.root.parent, processes.boot_id())
     try:
         client = MpsClient(layout)
@@ -78,23 +74,13 @@ def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layo
 
 def test_a_killed_host_is_replaced(host, command, layout, tmp_path):
     log = tmp_path / "log"
-    first = spawn_host(command, layout, log=log)
+    first = MpsHostProcess(command, layout, log)
     status = MpsClient(layout).ensure(host.spec())
-    os.kill(first.pid, signal.SIGKILL)
-    while not first.has_ended:
-        time.sleep(0.01)
-    second = spawn_host(command, layout, log=log)
+    first.process.kill()
+    first.process.wait()
+    second = MpsHostProcess(command, layout, log)
     assert MpsClient(layout).ensure(host.spec()).pid == status.pid
     second.stop()
-
-
-def test_a_host_that_cannot_start_is_an_error(layout):
-    with pytest.raises(RetryableError, match="ended while it started"):
-        spawn_host(["false"], layout)
-    with pytest.raises(RetryableError, match="cannot start the MPS host nonsense"):
-        spawn_host(["nonsense"], layout)
-    with pytest.raises(RetryableError, match=r"did not answer within 0\.1 s"):
-        spawn_host(["sleep", "60"], layout, timeout_s=0.1)
 
 
 def test_the_daemonset_outlives_updates_and_shows_its_mounts_to_the_host():

@@ -116,8 +116,8 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]
 
     yield started
     for process in processes:
-        process.kill()
-        process.wait()
+        process.terminate()  # not killed: it ends its MPS host
+        process.wait(_WAIT_S)
 
 
 def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(

@@ -18,7 +18,7 @@ from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.manifest_check import check_documents
 from dra_driver.validation.rules import cel, standard_classes
 from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
-from dra_driver.validation.rules.selectors import NOT_INSTALLED, compiled, hints
+from dra_driver.validation.rules.selectors import NOT_INSTALLED, compiled
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100
 
 ROOT = Path(__file__).parents[2]
@@ -208,66 +208,10 @@ def test_a_claim_without_a_selector_is_judged_without_the_package() -> None:
         [f"its selectors are not judged: {NOT_INSTALLED}"],
     )
     assert absent.verdict == "FAULT"
-    assert "0 of class mig-1g.5gb.nvidia.com; nearest: gpu-" in absent.faults[0]
+    assert absent.faults[0].endswith("0 of class mig-1g.5gb.nvidia.com")
 
 
 def test_the_example_of_selectors_compares_versions_and_fits() -> None:
     documents = list(read_documents([str(ROOT / "examples/selectors")]))
     template, _ = check_documents(documents, DRIVER, [machine(Inventory(MIXED.versions, (h100(0),)))])
     assert (template.verdict, template.hints, len(template.devices)) == ("OK", [], 1)
-
-
-# --- explanations and hints ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("expression", "reason"),
-    [
-        (f'{A}.type == "gpu" && {C}.memory.compareTo(quantity("100Gi")) >= 0',
-         'memory is 81559Mi, wanted memory.compareTo(quantity("100Gi")) >= 0'),
-        (f'{A}.productName\n  .contains("a && b")',
-         'productName is "NVIDIA H100 80GB HBM3", wanted productName .contains("a && b")'),
-        (f'{A}.cudaComputeCapability == "9.0"',
-         'cudaComputeCapability is 9.0.0, wanted cudaComputeCapability == "9.0"'),
-        (f'{A}.?migCapable.orValue(false) && !{A}["migCapable"]', "migCapable is true, wanted !migCapable"),
-        (f'{A}.type == "mig" || {A}.index == 7', 'type is "gpu", index is 2, wanted type == "mig" || index == 7'),
-        (f'{A}.profile == "1g"', "no such key: profile"),
-        ("false", "false is false"),
-        (" || ".join(["false"] * 1000), " || ".join(["false"] * 1000) + " is false"),
-    ],
-)  # fmt: skip
-def test_why_a_device_does_not_match(expression: str, reason: str) -> None:
-    assert compiled(expression).why_not(DEVICE) == reason
-
-
-@pytest.mark.parametrize(
-    ("expression", "hint"),
-    [
-        (f'{A}.index == 0', "moves when a GPU is drained"),
-        (f'{A}.minor == 0', "select by `uuid`"),
-        (f'{A}["index"] == 0', "moves when a GPU is drained"),
-        (f'{A}.memory == 1', f"memory is a capacity: write {C}.memory"),
-        (f'{C}.productName == "x"', f"productName is an attribute: write {A}.productName"),
-        (f'{A}.prodctName == "x"', "did you mean productName?"),
-        (f'device.attributes["{DRIVER}/type"].x == 1', f'write the domain and the name apart: {A}.x'),
-        ('device.attributes["gpu.nvidia.org"].type == "gpu"', "no device has attributes of the domain"),
-        (f'{A}.cudaComputeCapability == "9.0"', 'write cudaComputeCapability == semver("9.0.0")'),
-        (f'{C}.memory == 80', 'write memory.compareTo(quantity("80")) == 0'),
-        (f'{A}.index == "2"', "index is of the kind int and equals no string"),
-    ],
-)  # fmt: skip
-def test_hints_at_what_is_hardly_meant(expression: str, hint: str) -> None:
-    assert any(hint in text for text in hints(expression, DRIVER, [DEVICE]))
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        f'{A}.type == "gpu"',
-        f'{A}.profile == "1g.10gb"',
-        f"{C}.memory.sign() == 1",
-        f'{A}.exists(k, k == "x")',
-    ],
-)
-def test_ordinary_selectors_get_no_hint(expression: str) -> None:
-    assert hints(expression, DRIVER, [DEVICE]) == hints(expression, DRIVER, []) == []

@@ -121,7 +121,7 @@ def test_documents_are_tried_and_nothing_is_stored(
     assert reports[4].faults == ["API server: it needs an apiVersion and a kind"]
     assert "API server: takes it" in reports[0].notes
     # Our own check and the server's stand side by side.
-    assert [fault.startswith("API server: it is not valid: spec.devices") for fault in reports[3].faults] == [
+    assert ["is invalid: spec.devices" in fault for fault in reports[3].faults] == [
         False,
         True,
     ]  # fmt: skip
@@ -143,15 +143,15 @@ def test_an_object_that_exists_is_tried_as_a_change(
         "accepted",
     ]
     assert findings.answers[0].text == "it exists already"
-    assert findings.answers[1].text.startswith(
-        "it exists already, and as a change of that it is not valid: spec: "
-    )
+    assert findings.answers[1].text.startswith("it exists already, and as a change of that: ")
     assert findings.answers[1].text.endswith("field is immutable")
     server.faults.fail(
         1, 403, method="PATCH", body=status('User "u" cannot patch resource "pods" in API group ""')
     )
     findings, _ = ask(pod("busy"))
-    assert findings.answers[0] == Answer("not asked", "it exists already, and this user may not patch pods")
+    assert findings.answers[0] == Answer(
+        "not asked", 'it exists already, and User "u" cannot patch resource "pods" in API group ""'
+    )
     assert server.objects("resourceclaims") == stored
 
 
@@ -174,7 +174,7 @@ def test_what_depends_on_other_documents_is_told_as_that(
         in (reports[1].notes)
     )
     assert [report.verdict for report in reports] == ["SKIP", "OK", "OK", "OK", "FAULT"]
-    assert reports[4].faults == ["API server: the cluster has no namespace nowhere, and the files have none"]
+    assert reports[4].faults == ['API server: namespaces "nowhere" not found']
 
 
 def test_the_namespace_of_documents_that_name_none_is_that_of_the_context(
@@ -244,9 +244,7 @@ def test_a_user_who_may_not_create_is_told_and_is_no_fault(
     )
     server.faults.fail(1, 403, method="POST", body=status(says))
     findings, reports = ask(claim("a"), claim("b"))
-    assert findings.answers[0] == Answer(
-        "not asked", "this user may not create resourceclaims.resource.k8s.io in namespace default"
-    )
+    assert findings.answers[0] == Answer("not asked", says)
     assert findings.answers[1].outcome == "accepted"
     assert (reports[0].verdict, reports[0].server) == ("OK", "not asked")
 
@@ -291,42 +289,22 @@ MADE = [
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("message", "outcome", "text"),
     [
         ('resourceclaims.resource.k8s.io "c" is forbidden: ValidatingAdmissionPolicy \'p\' with binding \'b\' denied '
-         "request: sharing.strategy is wrong", Answer("refused", "the policy p refuses it: sharing.strategy is wrong")),
-        ('admission webhook "v.example.com" denied the request: no owner label',
-         Answer("refused", "the webhook v.example.com refuses it: no owner label")),
-        ('admission webhook "v.example.com" denied the request',
-         Answer("refused", "the webhook v.example.com refuses it: it gives no reason")),
-        ('resourceclaims.resource.k8s.io "c" is forbidden: exceeded quota: gpus, requested: '
-         "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=2, used: "
-         "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=7, limited: "
-         "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=8",
-         Answer("refused", "the quota gpus has no room for it: it asks for "
-                "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=2, used are "
-                "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=7 of "
-                "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=8")),
-        ('pods "p" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "x")',
-         Answer("refused", 'the Pod Security level baseline:latest refuses it: hostPath volumes (volume "x")')),
-        ('ResourceClaim in version "v1" cannot be handled as a ResourceClaim: strict decoding error: unknown field '
-         '"spec.devces"', Answer("refused", 'its schema refuses it: unknown field "spec.devces"')),
-        ('Deployment.apps "d" is invalid: spec.selector: Required value',
-         Answer("refused", "it is not valid: spec.selector: Required value")),
+         "request: sharing.strategy is wrong", "refused", None),
         ('pods "p" is forbidden: error looking up service account default/trainer: serviceaccount "trainer" not found',
-         Answer("waits", "needs ServiceAccount trainer (a.yaml:1), which is not in the cluster yet")),
+         "waits", "needs ServiceAccount trainer (a.yaml:1), which is not in the cluster yet"),
         ('pods "p" is forbidden: error looking up service account default/other: serviceaccount "other" not found',
-         Answer("refused", "refused: error looking up service account default/other: serviceaccount "
-                '"other" not found')),
+         "refused", None),
         ('pods "p" is forbidden: no PriorityClass with name urgent was found',
-         Answer("waits", "needs PriorityClass urgent (a.yaml:9), which is not in the cluster yet")),
+         "waits", "needs PriorityClass urgent (a.yaml:9), which is not in the cluster yet"),
         ('namespaces "a" is forbidden: User "u" cannot create resource "namespaces" in API group "" at the cluster '
-         "scope", Answer("not asked", "this user may not create namespaces")),
-        ("the body is too large", Answer("refused", "refused: the body is too large")),
+         "scope", "not asked", None),
     ],
 )  # fmt: skip
-def test_each_refusal_is_one_sentence(message: str, expected: Answer) -> None:
-    assert refused(f"{message} (HTTP 403)", 403, MADE) == expected
+def test_a_refusal_is_told_in_the_servers_own_words(message: str, outcome: str, text: str | None) -> None:
+    assert refused(f"{message} (HTTP 403)", 403, MADE) == Answer(outcome, text or message)
 
 
 def test_credentials_that_are_not_accepted_are_no_refusal() -> None:

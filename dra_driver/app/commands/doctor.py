@@ -64,7 +64,6 @@ def doctor_checks(settings: Settings) -> list[Check]:
         Path(settings.kubelet_registrar_directory_path),
         Path(settings.kubelet_plugins_directory_path),
         state.get,
-        settings.mps_host == "external",
         Path(settings.cdi_root),
     )
     cluster = ClusterChecks(

@@ -27,15 +27,13 @@ _RECONNECT_S = 0.2
 class KubeletChecks:
     """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
 
-    `node_state` reads what the driver wrote down. `mps_external`: MPS daemons are kept by a DaemonSet of their own;
-    `cdi` is the directory with CDI specs.
+    `node_state` reads what the driver wrote down, `cdi` is the directory with CDI specs.
     """
 
     driver: str
     registry: Path
     plugins: Path
     node_state: Callable[[], NodeState]
-    mps_external: bool = True
     cdi: Path | None = None
 
     @property
@@ -140,8 +138,6 @@ class KubeletChecks:
 
     def mps_host(self) -> Finding:
         """Does the MPS host answer? Claims with MPS wait for it."""
-        if not self.mps_external:
-            return skip("the driver keeps MPS daemons itself")
         layout = mps_layout(self.state)
         if not layout.socket.exists():
             return ok("no MPS host; only claims with MPS need one (daemonset/components/mps)")

@@ -101,15 +101,11 @@ class Views:
             tally: Tally[tuple[str, str]] = Tally()
             for device in found.devices() if found else ():
                 tally[_type_of(device), _condition_of(device, health, made)] += 1
-            yield _gauge(
+            yield self._gauge_by(
                 "nvidia_dra_devices",
                 "Devices on offer; `possible_mig` are those that are made when a claim needs them.",
-                ("driver", "device_type", "health"),
-                {
-                    (self._driver, kind, word): tally[kind, word]
-                    for kind in _OFFERED_TYPES
-                    for word in _CONDITIONS
-                },
+                ("device_type", "health"),
+                {(kind, word): tally[kind, word] for kind in _OFFERED_TYPES for word in _CONDITIONS},
             )
 
         self._add("devices", read, waits=True)
@@ -153,11 +149,11 @@ class Views:
 
         def read() -> Iterator[Metric]:
             tally = Tally(kind_of(step) for debt in debts() for step in debt.steps)
-            yield _gauge(
+            yield self._gauge_by(
                 "nvidia_dra_debts",
                 "What ended claims still owe to the node, because it could not be undone.",
-                ("driver", "kind"),
-                {(self._driver, kind): tally[kind] for kind in DEBT_KINDS},
+                ("kind",),
+                {(kind,): tally[kind] for kind in DEBT_KINDS},
             )
 
         self._add("debts", read)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,15 +27,13 @@ class FunnelStep:
 class Funnel:
     """How a request's devices become fewer.
 
-    `error` is a selector that ends in an error, which ends the whole allocation. `nearest` tells of the device
-    that comes nearest where none is left.
+    `error` is a selector that ends in an error, which ends the whole allocation.
     """
 
     request: str
     steps: tuple[FunnelStep, ...]
     matching: tuple[str, ...] = ()
     error: str | None = None
-    nearest: str | None = None
 
     def sentence(self) -> str:
         """`8 devices, 8 of class gpu.nvidia.com, 0 match selector 1: …`"""
@@ -55,14 +52,13 @@ def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
         for number, selector in enumerate(wanted.selectors, 1)
     ]
     for text, selectors in groups:
-        before = left
         for selector in selectors:
             try:
                 kept = [device for device in left if _matches(selector, device)]
             except SelectorError as failure:
                 return Funnel(wanted.name, tuple(steps), error=f"{_cut(selector.text)}: {failure}")
             if left and not kept:
-                return Funnel(wanted.name, (*steps, FunnelStep(text, 0)), nearest=_nearest(selector, before))
+                return Funnel(wanted.name, (*steps, FunnelStep(text, 0)))
             left = kept
         steps.append(FunnelStep(text, len(left)))
     return _with_the_rest(wanted, left, steps)
@@ -72,34 +68,14 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
     """Capacity and taints, which are looked at after the selectors."""
     if wanted.capacity:
         asked = ", ".join(f"{name} {amount}" for name, amount in wanted.capacity.items())
-        lacking = [_lacks(wanted.capacity, device) for device in left]
-        kept = [device for device, lack in zip(left, lacking, strict=True) if lack is None]
-        steps.append(FunnelStep(f"have {asked}", len(kept)))
-        if left and not kept:
-            return Funnel(wanted.name, tuple(steps), nearest=f"{left[0].name}: {lacking[0]}")
-        left = kept
-    taints = [(device, taint) for device in left if (taint := wanted.untolerated(device)) is not None]
+        left = [device for device in left if _has(wanted.capacity, device)]
+        steps.append(FunnelStep(f"have {asked}", len(left)))
+    taints = [taint for device in left if (taint := wanted.untolerated(device)) is not None]
     if taints:
-        tainted = [device for device, _ in taints]
-        left = [device for device in left if device not in tainted]
-        steps.append(FunnelStep("without a taint that is not tolerated", len(left)))
-        if not left:
-            device, taint = taints[0]
-            text = f"{taint.get('key')}={taint.get('value', '')}:{taint.get('effect')}"
-            return Funnel(wanted.name, tuple(steps), nearest=f"{device.name}: has the taint {text}")
+        left = [device for device in left if wanted.untolerated(device) is None]
+        first = f"{taints[0].get('key')}={taints[0].get('value', '')}:{taints[0].get('effect')}"
+        steps.append(FunnelStep(f"without a taint that is not tolerated, such as {first}", len(left)))
     return Funnel(wanted.name, tuple(steps), tuple(device.name for device in left))
-
-
-def largest_group(attribute: str, machine: Sequence[Candidate], names: Sequence[str]) -> tuple[int, str]:
-    """How many of the named devices have the same value of a qualified attribute, and which; ("", 0) if none has it."""
-    domain, _, key = attribute.rpartition("/")
-    chosen = set(names)
-    values = Counter(
-        str(device.view.attributes[domain][key])
-        for device in machine
-        if device.name in chosen and key in device.view.attributes.get(domain, {})
-    )
-    return next(((number, value) for value, number in values.most_common(1)), (0, ""))
 
 
 def _matches(selector: Selector, device: Candidate) -> bool:
@@ -113,25 +89,17 @@ def _matches(selector: Selector, device: Candidate) -> bool:
         raise SelectorError(f"ends in an error on device {device.name}: {text}{remedy}") from error
 
 
-def _nearest(selector: Selector, devices: Sequence[Candidate]) -> str:
-    """The first of the devices for which most terms hold, and the term that does not."""
-    best = max(devices, key=lambda device: selector.score(device.view))
-    return f"{best.name}: {selector.why_not(best.view)}"
-
-
-def _lacks(requests: Mapping[str, Any], device: Candidate) -> str | None:
-    """What a device does not have of the amounts that are asked for; None if it has all."""
+def _has(requests: Mapping[str, Any], device: Candidate) -> bool:
+    """Whether a device has the amounts that are asked for."""
     for name, amount in requests.items():
         domain, slash, key = name.rpartition("/")
         held = device.view.capacity.get(domain if slash else device.view.driver, {}).get(key)
-        if held is None:
-            return f"has no capacity {name}"
         try:
-            if parse_quantity(str(amount)) > parse_quantity(held):
-                return f"{name} is {held}, wanted {amount}"
-        except InvalidConfigError as error:
-            return str(error)
-    return None
+            if held is None or parse_quantity(str(amount)) > parse_quantity(held):
+                return False
+        except InvalidConfigError:
+            return False
+    return True
 
 
 def _cut(text: str) -> str:
