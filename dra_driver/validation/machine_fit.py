@@ -23,7 +23,7 @@ from dra_driver.validation.rules.allocator import (
     less,
     take_inventory,
 )
-from dra_driver.validation.rules.explain import Funnel, funnel
+from dra_driver.validation.rules.explain import Funnel, funnel, largest_group
 
 JsonObject = dict[str, Any]
 
@@ -81,7 +81,7 @@ class MachineFit:
         except RetryableError:
             return Fit(funnels, problem=f"no choice of devices was found within {_BOUND_S:.0f} s")
         except AllocationError as error:
-            return Fit(funnels, problem=_no_choice(wanted, devices) or str(error))
+            return Fit(funnels, problem=self._no_choice(wanted, funnels, devices) or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 
@@ -117,6 +117,34 @@ class MachineFit:
         text = f"request {request}: wants {wanted[request]}, other claims have them"
         return text, unused[request], len(matching[request])
 
+    def _no_choice(
+        self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
+    ) -> str | None:
+        """What to say where each request could be served by itself, but not all of the claim; None for one device."""
+        by_name = {found.request: found.matching for found in funnels}
+        entries = [entry for group in wanted for entry in group]
+        constraints = devices.get("constraints") or ()
+        matches = [one for one in constraints if one.get("matchAttribute")]
+        for constraint in matches if len(entries) == len(wanted) else ():  # there are no alternatives
+            attribute, names = constraint["matchAttribute"], constraint.get("requests") or by_name
+            chosen = [entry for entry in entries if entry.name in names]
+            count = sum(entry.count or len(by_name[entry.name]) for entry in chosen)
+            matching = {name for entry in chosen for name in by_name[entry.name]}
+            number, value = largest_group(attribute, self.devices, matching)
+            if number < count:
+                largest = (
+                    f"the largest group has {number} ({value})" if number else "no matching device has one"
+                )
+                return f"constraint matchAttribute {attribute}: {count} devices are wanted with one value, {largest}"
+        if len(entries) == 1 and entries[0].count == 1:
+            return None
+        text = "enough devices match, but no choice of them serves all requests at one time"
+        kinds = ("matchAttribute", "distinctAttribute")
+        attributes = ", ".join(
+            f"{kind} {one[kind]}" for one in constraints for kind in kinds if one.get(kind)
+        )
+        return f"{text} with {attributes}" if attributes else text
+
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
         kinds = {one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices}
@@ -131,21 +159,6 @@ class MachineFit:
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None
-
-
-def _no_choice(wanted: list[list[Wanted]], devices: JsonObject) -> str | None:
-    """What to say where each request could be served by itself, but not all of the claim; None for one device."""
-    attributes = [
-        f"{kind} {constraint[kind]}"
-        for constraint in devices.get("constraints") or ()
-        for kind in ("matchAttribute", "distinctAttribute")
-        if constraint.get(kind)
-    ]
-    entries = [entry for group in wanted for entry in group]
-    if not attributes and len(entries) == 1 and entries[0].count == 1:
-        return None
-    text = "enough devices match, but no choice of them serves all requests at one time"
-    return f"{text} with {', '.join(attributes)}" if attributes else text
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:

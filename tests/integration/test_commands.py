@@ -692,7 +692,7 @@ WRONG: list[tuple[Json, str, str]] = [
                             "config": CONFIG}), "faults",
      "allocated on dgx-h100, Prepare would refuse it: allocation config 0 from the claim, requests gpu: Mig"),
     (claim("match", request(count=2) | {"constraints": MATCH}), "faults",
-     "no choice of them serves all requests at one time with matchAttribute gpu.nvidia.com/index"),
+     "constraint matchAttribute gpu.nvidia.com/index: 2 devices are wanted with one value, the largest group has 1"),
     (claim("nowhere", request(count=2) | {"constraints": NOWHERE}), "faults", "matchAttribute gpu.nvidia.com/rack"),
     (claim("distinct", request(count=2) | {"constraints": DISTINCT}), "faults", "distinctAttribute gpu.nvidia.com"),
     (claim("class", {"requests": [{"name": "a", "exactly": {"deviceClassName": "no.example.com"}}]}), "notes",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,17 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
         first = f"{taints[0].get('key')}={taints[0].get('value', '')}:{taints[0].get('effect')}"
         steps.append(FunnelStep(f"without a taint that is not tolerated, such as {first}", len(left)))
     return Funnel(wanted.name, tuple(steps), tuple(device.name for device in left))
+
+
+def largest_group(attribute: str, machine: Sequence[Candidate], names: Collection[str]) -> tuple[int, str]:
+    """How many of the named devices have the same value of a qualified attribute, and which; (0, "") if none has it."""
+    domain, _, key = attribute.rpartition("/")
+    values = Counter(
+        str(device.view.attributes[domain][key])
+        for device in machine
+        if device.name in names and key in device.view.attributes.get(domain, {})
+    )
+    return next(((number, value) for value, number in values.most_common(1)), (0, ""))
 
 
 def _matches(selector: Selector, device: Candidate) -> bool:
