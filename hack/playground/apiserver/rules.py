@@ -55,6 +55,10 @@ _NOT_DECODED = ("must be an object", "must be a list")
 """What the API server refuses before it looks at values."""
 
 
+_KINDS = {"items, at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
+"""By a part of a fault's text: how the API server begins."""
+
+
 @functools.lru_cache(maxsize=4096, typed=True)
 def parse_quantity(value: object) -> Fraction | None:
     """The exact value; None if it is not a quantity."""
@@ -95,7 +99,9 @@ _ATTRIBUTE = Object(
     {
         "int": Scalar(int),
         "bool": Scalar(bool),
-        "string": _that(lambda text: len(text.encode()) <= 64, "of at most 64 bytes"),
+        "string": Scalar(
+            str, lambda text: "may not be more than 64 bytes" if len(text.encode()) > 64 else None
+        ),
         "version": _that(
             lambda text: len(text) <= 64 and _SEMVER.fullmatch(text), "of semver.org spec 2.0.0"
         ),
@@ -108,7 +114,7 @@ _ATTRIBUTE = Object(
 def _counters(named_by: str) -> Object:
     """A counter set, or what a device consumes of one."""
     counter = MapField(_open("value", value=_QUANTITY), is_dns_label, "{} is not a DNS label of at most 63")
-    return _open(named_by, "counters", **{named_by: _LABEL, "counters": counter})
+    return Object({named_by: _LABEL, "counters": counter}, (named_by, "counters"), open=True)
 
 
 def _slice(minor: int) -> Object:
@@ -185,7 +191,9 @@ _CLAIM_STATUS = _open(
             conditions=ListField(_CONDITION, 8),
             data=Scalar(
                 dict,
-                lambda data: "must be of at most 10 KiB" if len(json.dumps(data)) > 10 * 1024 else None,
+                lambda data: (
+                    "may not be more than 10240 bytes" if len(json.dumps(data)) > 10 * 1024 else None
+                ),
                 says="a valid JSON object",
             ),
         )
@@ -202,7 +210,8 @@ def _found(value: Json, shape: Shape, path: str) -> list[Cause]:
 
 
 def _cause(fault: FieldFault) -> Cause:
-    return Cause(fault.path, f"Invalid value: {fault.text}")
+    kind = next((kind for sign, kind in _KINDS.items() if sign in fault.text), "Invalid value")
+    return Cause(fault.path, f"{kind}: {fault.text}")
 
 
 def _unlike_others(entries: Iterable[Json], path: str, named_by: str) -> Iterator[Cause]:
