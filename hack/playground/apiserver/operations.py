@@ -71,27 +71,16 @@ class Operations:
             self._check(resource, after, before)
             if after == before or dry_run:
                 return after
-            if after["metadata"].get("deletionTimestamp") and not after["metadata"].get("finalizers"):
-                return self.store.write(resource, key, None)
             return self.store.write(resource, key, after)
 
     def delete(
         self, resource: Resource, key: Key, preconditions: Mapping[str, str], *, dry_run: bool = False
-    ) -> tuple[Object, bool]:
-        """(object, whether it is gone); with finalizers it stays and carries a deletion timestamp.
-
-        Raises: ApiFailure 404, 409.
-        """
+    ) -> Object:
+        """The object, which is gone at once, whatever its finalizers. Raises: ApiFailure 404, 409."""
         with self.store.changed:
             before = self._existing(resource, key)
             _check_preconditions(resource, before, preconditions)
-            if not before["metadata"].get("finalizers"):
-                return before if dry_run else self.store.write(resource, key, None), True
-            if dry_run or before["metadata"].get("deletionTimestamp"):
-                return before, False
-            after = copy_json(before)
-            after["metadata"]["deletionTimestamp"] = now()
-            return self.store.write(resource, key, after), False
+            return before if dry_run else self.store.write(resource, key, None)
 
     def _existing(self, resource: Resource, key: Key) -> Object:
         found = self.store.get(resource, key)
