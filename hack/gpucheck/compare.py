@@ -11,10 +11,10 @@ from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.host.driver_programs import installed_programs
-from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
+from dra_driver.host.driver_programs import InstalledPrograms, find_program
+from dra_driver.host.driver_root import DriverRoot, find_nvml_library
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.host.rooted_tree import join_root
+from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.inventory.rules.nvlink import nvlink_domains
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.gpu import Gpu
@@ -54,7 +54,10 @@ def check_smi(report: Report, view: View, given: str | None) -> None:
 def _smi(view: View, given: str | None) -> NvidiaSmi:
     """The nvidia-smi that belongs to the driver root; elsewhere on the path where the root is `/`. Raises: SmiError."""
     root = view.platform.paths.driver_root
-    program = given or find_nvidia_smi(root) or (shutil.which(SMI) if root == "/" else None)
+    tree = RootedTree(root)
+    found = find_program(tree.program, SMI)
+    installed = tree.local(found[1]) if found is not None else None
+    program = given or installed or (shutil.which(SMI) if root == "/" else None)
     if program is None:
         raise SmiError(f"there is no nvidia-smi below the driver root {root}")
     is_elsewhere = root != "/" and view.settings.simulate is None
@@ -150,7 +153,7 @@ def spec_of_all(view: View) -> dict[str, Any]:
         lambda: view.inventory.versions.driver,
         mps_layout(_NOWHERE).directories,
         _NothingMade(),
-        CompanionFinder(paths, installed_programs(paths.driver_root, _NOWHERE), nodes=nodes),
+        CompanionFinder(paths, InstalledPrograms(paths.driver_root, _NOWHERE), nodes=nodes),
     )
     results = tuple(
         DeviceResult(f"device-{number}", driver, settings.node_name, device.name)
