@@ -11,7 +11,8 @@ python hack/e2e.py --matrix   the core of the tests on each release of Kubernete
                               kubelet as a node, and with IPv6 only
 
 Most of the time a test waits for the cluster. So some of the tests run on two more clusters at the same time, which are
-apart from the first and from the network (hack/cluster/localcluster/apart.py). A selection runs on one cluster.
+apart from the first and from the network (hack/e2e.yaml, hack/cluster/localcluster/apart.py). A selection runs on
+one cluster.
 
 A kubelet that acts as a node loses a race against the node authorizer for about one claim in eight. The pod then waits
 for the kubelet's second try, a minute or more. That is not the driver's, and the tests allow for it there.
@@ -35,6 +36,7 @@ from types import FrameType, ModuleType
 from typing import IO
 
 import elf_programs
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
@@ -53,34 +55,8 @@ MATRIX = (
     ("1.36", ("--ip-family=ipv6",)),
 )
 """Each release of Kubernetes as it is by default, and how else the cluster differs."""
-APART: tuple[tuple[str, ...], ...] = (
-    (
-        "tests/e2e/test_health.py",
-        "tests/e2e/test_mig.py",
-        "tests/e2e/test_sharing.py",
-        "tests/e2e/test_stopped_driver.py",
-        "tests/e2e/test_unhealthy.py",
-        "tests/e2e/test_updates.py",
-    ),
-    (
-        "tests/deploy/test_chart.py",
-        "tests/deploy/test_monitoring.py",
-        "tests/e2e/test_chart.py",
-        "tests/e2e/test_metadata.py",
-        "tests/e2e/test_parameters_policy.py",
-        "tests/e2e/test_permissions.py",
-        "tests/e2e/test_pods.py",
-        "tests/e2e/test_slices.py",
-        "tests/e2e/test_validate.py",
-        "tests/playground",
-    ),
-)
-"""The tests of each further cluster; the first one has all others.
-
-Nothing here may need the network, as what Go builds for the first time does. Nor may it be about processes that outlive
-their pods, or pods that are forced away: the process IDs there are not the host's, so the driver cannot tell whose
-processes are left, and waits longer. Nor about where the kubelet's directory lies on the disk: it is in memory.
-"""
+APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())))
+"""The tests of each further cluster."""
 _SUMMARY = re.compile(r"=+ (\d+ .*) in [\d.]+s(?: \([\d:]+\))? =+")
 _COUNT = re.compile(r"(\d+) (\w+)")
 TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")

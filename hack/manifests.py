@@ -39,52 +39,13 @@ Json = Any
 
 NAME = "gpu-dra-driver"
 """Of release and namespace: with it the objects have the names that kustomize installs."""
-WITHOUT_EXTENDED_RESOURCE = {"deviceClasses": {"extendedResourceName": ""}}
+_TABLE: dict[str, Json] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 RENDERED: dict[str, tuple[str, Json]] = {
-    "base/rbac.yaml": ("rbac", {}),
-    "base/admission-policy.yaml": ("admission-policy", {}),
-    "base/claim-status-policy.yaml": ("claim-status-policy", {}),
-    "base/device-classes.yaml": ("device-classes", WITHOUT_EXTENDED_RESOURCE),
-    "base/daemonset.yaml": ("daemonset", {}),
-    "components/mps/daemonset.yaml": ("mps", {"mps": {"enabled": True}}),
-    "components/shares/device-class.yaml": ("shares-class", {"consumableShares": "4"}),
-    "components/network-policy/network-policy.yaml": (
-        "network-policy",
-        {"networkPolicies": {"enabled": True}},
-    ),
-    "components/driver-root-gke/quota.yaml": ("quota", {"driverRootPreset": "gke"}),
-    "components/monitoring/podmonitor.yaml": (
-        "monitoring",
-        {"monitoring": {"podMonitor": {"enabled": True}}},
-    ),
-    "components/monitoring/prometheusrule.yaml": (
-        "monitoring",
-        {"monitoring": {"prometheusRule": {"enabled": True}}},
-    ),
+    file: (entry["template"], entry["values"]) for file, entry in _TABLE["rendered"].items()
 }
-"""By file below daemonset/: the template that it is rendered from, and the values."""
-COPIED = {
-    "components/mig-classes/device-classes.yaml": "mig-classes.yaml",
-    "components/monitoring/prometheus/rules.yaml": "rules.yaml",
-    "components/monitoring/dashboard/dashboard.json": "dashboard.json",
-}
-"""By file below daemonset/: the file in chart/files."""
-OF_OTHER_VALUES = frozenset(
-    {
-        *("nodeName", "driverName", "cdiRoot", "nvidiaDriverRoot", "containerDriverRoot", "hostRoot"),
-        *("nvidiaCDIHookPath", "kubeletRegistrarDirectoryPath", "kubeletPluginsDirectoryPath", "podUID"),
-        *(
-            "kubeconfig",
-            "httpEndpoint",
-            "metricsPath",
-            "healthcheckPort",
-            "simulate",
-            "simulatorDir",
-        ),
-        *("sharing", "dynamicMig", "deviceMetadata", "health", "imex", "hostDevices", "claimHostDevices"),
-    }
-)
-"""Keys of the configuration file for which the chart has values of its own, or that belong to the pod."""
+WITHOUT_EXTENDED_RESOURCE: Json = RENDERED["base/device-classes.yaml"][1]
+COPIED: dict[str, str] = _TABLE["copied"]
+OF_OTHER_VALUES = frozenset(_TABLE["of_other_values"])
 GENERATED = "# Written by `make manifests` from daemonset/chart/{}.\n"
 _HELMS_LABELS = re.compile(
     r"^    (app\.kubernetes\.io/(instance|version|managed-by)|helm\.sh/chart): .*\n", re.M

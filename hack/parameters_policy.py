@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from dra_driver.api.config import GROUP_VERSION, KINDS, DeviceType
 from dra_driver.api.decode import STRATEGY_PARTS
 from dra_driver.api.resolve import needs_admin_access
@@ -19,36 +21,7 @@ from dra_driver.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "daemonset/base/parameters-policy.yaml"
-DRIVER = "gpu.nvidia.com"
-NAME = "gpu-dra-driver-parameters"
-MOST_TEXT = 4000
-"""Beyond 5120 bytes the API server takes `message` instead."""
-
-_HEAD = f"""\
-# Made by hack/parameters_policy.py (`make policy`) from the fields of the driver's opaque parameters: change those.
-#
-# Refuses claims, templates and classes whose parameters the driver would refuse in a Prepare, in its words.
-# What it cannot judge passes, and the driver's Prepare looks at it again: hence failurePolicy Ignore.
-# Each variable lists either places, which have a path (`at`) and the value there (`is`), or faults of such places.
-apiVersion: admissionregistration.k8s.io/v1
-kind: ValidatingAdmissionPolicy
-metadata:
-  name: {NAME}
-spec:
-  failurePolicy: Ignore
-  matchConstraints:
-    # Objects of other served versions are converted to this one.
-    matchPolicy: Equivalent
-    resourceRules:
-      - apiGroups: [resource.k8s.io]
-        apiVersions: [v1]
-        operations: [CREATE, UPDATE]
-        resources: [resourceclaims, resourceclaimtemplates, deviceclasses]
-  matchConditions:
-    # What is stored already may end: finalizers, labels and status never meet this policy.
-    - name: spec-is-new
-      expression: oldObject == null || object.spec != oldObject.spec
-"""
+_FIXED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 Variables = list[tuple[str, str]]
 
@@ -234,32 +207,9 @@ def _lacks_admin(name: str) -> str:
 def policy() -> str:
     """The manifest."""
     found = Policy()
-    found.add(
-        "config_path",
-        "request.kind.kind == 'DeviceClass' ? 'spec.config' :\n"
-        "request.kind.kind == 'ResourceClaimTemplate' ? 'spec.spec.devices.config' : 'spec.devices.config'",
-    )
-    # A type that is known for one of the three kinds is not for the others.
-    found.add(
-        "devices",
-        "request.kind.kind == 'DeviceClass' ? dyn({'config': dyn(object).spec.?config.orValue([])}) :\n"
-        "request.kind.kind == 'ResourceClaimTemplate' ? dyn(object).spec.spec.?devices.orValue({}) :\n"
-        "dyn(object).spec.?devices.orValue({})",
-    )
-    found.add(
-        "bodies",
-        "variables.devices.?requests.orValue([]).transformMapEntry(i, q,\n"
-        "{q.name: has(q.exactly) ? [q.exactly] : q.?firstAvailable.orValue([])})",
-    )
-    given = found.add(
-        "given",
-        "variables.devices.?config.orValue([]).transformList(i, c, "
-        f"c.?opaque.driver.orValue('') == '{DRIVER}',\n"
-        "{'config': dyn(variables.config_path + '[' + string(i) + ']'), "
-        "'at': dyn(variables.config_path + '[' + string(i) + '].opaque.parameters'),\n"
-        "'requests': dyn(c.?requests.orValue([])), 'is': c.opaque.parameters})",
-    )
-    understood = _words(found, "apiVersion", given, (GROUP_VERSION,), f"use {GROUP_VERSION}")
+    for name, expression in _FIXED["variables"].items():
+        found.add(name, expression)
+    understood = _words(found, "apiVersion", "variables.given", (GROUP_VERSION,), f"use {GROUP_VERSION}")
     understood = _words(found, "kind", understood, tuple(KINDS), f"use one of {', '.join(KINDS)}")
     _strategy_parts(found, understood)
     for kind, section in FIELDS.items():
@@ -273,18 +223,7 @@ def policy() -> str:
                 found.fault(f"{kind}_{name}_without_admin", expression)
     found.add("faults", " +\n".join(found.faults))
     found.add("text", "variables.faults.join('; ').replace('\\n', ' ')")
-    return _HEAD + "".join(_written(found.variables)) + _VALIDATION
-
-
-_VALIDATION = f"""\
-  validations:
-    - expression: variables.text == ''
-      reason: Invalid
-      message: >-
-        the parameters of {DRIVER} are not valid; `gpu-dra-driver validate` says what is wrong with them
-      messageExpression: >-
-        variables.text.size() > {MOST_TEXT} ? variables.text.substring(0, {MOST_TEXT}) + ' …' : variables.text
-"""
+    return "".join([_FIXED["head"], *_written(found.variables), _FIXED["validation"]])
 
 
 def _words(found: Policy, name: str, places: str, known: tuple[str, ...], remedy: str) -> str:

@@ -8,7 +8,6 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
     python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
                                   the same pods without claims
     python hack/bench --memory    instead what the daemon's memory is made of
-    python hack/bench --cpu       instead what the processor time of a claim goes into
 """
 
 from __future__ import annotations
@@ -185,7 +184,6 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument(
         "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
     )
-    parser.add_argument("--cpu", action="store_true", help="show what the processor time goes into")
     parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
     arguments = parser.parse_args(options)
     if arguments.memory:
@@ -193,11 +191,6 @@ def main(options: Sequence[str]) -> int:
         command = [sys.executable, str(here.with_name("memory.py"))]
         environment = {**os.environ, "PYTHONPATH": str(here.parents[2])}
         return subprocess.run(command, env=environment, check=False).returncode
-    if arguments.cpu:
-        from cpu import table as cpu_table
-
-        print(cpu_table(100 * arguments.runs))
-        return 0
     if arguments.cluster and os.geteuid() != 0:
         print("bench --cluster needs root: it runs a kubelet and a container runtime")
         return 1

@@ -55,7 +55,6 @@ class Rounds:
     prepare_burst_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     wiped: list[float] = field(default_factory=list)
-    published: list[float] = field(default_factory=list)
 
 
 def wait_for(check: Callable[[], Any]) -> None:

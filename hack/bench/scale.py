@@ -4,7 +4,6 @@ The real client, slice cache and publisher of the daemon run once for each node,
 says nothing to the API server while its node is quiet. The exit code is 1 if a restart of all of them wrote anything.
 
     hack/bench scale                            1,000 nodes against the playground's API server
-    hack/bench scale --binaries DIR             against etcd and kube-apiserver from there, started for this
     hack/bench scale --kubeconfig FILE          against a server that runs; --pid kube-apiserver=N to measure it
     hack/bench scale --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
 """
@@ -181,18 +180,6 @@ def show(phases: Sequence[Phase], nodes: int, content: Inventory) -> None:
         )
 
 
-def chosen_server(
-    arguments: argparse.Namespace, scratch: Path
-) -> contextlib.AbstractContextManager[servers.Server]:
-    """The server of the command line."""
-    if arguments.kubeconfig:
-        pids = dict(pair.split("=", 1) for pair in arguments.pid)
-        return servers.given(arguments.kubeconfig, {name: int(pid) for name, pid in pids.items()})
-    if arguments.binaries:
-        return servers.started(arguments.binaries, scratch)
-    return servers.playground(scratch)
-
-
 def main(options: Sequence[str]) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -201,19 +188,20 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2, help="that the publishers share (default 2)")
     parser.add_argument("--rest", type=float, default=10.0, help="seconds of watching idle publishers")
-    parser.add_argument("--machine", default="dgx-h100", help="simulated machine of each node")
     parser.add_argument("--dynamic-mig", action="store_true", help="publish MIG devices on demand")
     parser.add_argument("--kubeconfig", type=Path, help="of a server that runs")
     parser.add_argument("--pid", action="append", default=[], metavar="NAME=PID", help="process to measure")
-    parser.add_argument("--binaries", type=Path, help="directory with etcd and kube-apiserver")
     arguments = parser.parse_args(options)
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    content = publishers.inventory_of(arguments.machine, dynamic_mig=arguments.dynamic_mig)
-    with (
-        tempfile.TemporaryDirectory(prefix="scale-") as scratch,
-        chosen_server(arguments, Path(scratch)) as server,
-    ):
+    content = publishers.inventory_of("dgx-h100", dynamic_mig=arguments.dynamic_mig)
+    pids = dict(pair.split("=", 1) for pair in arguments.pid)
+    with contextlib.ExitStack() as stack:
+        if arguments.kubeconfig:
+            server = servers.Server(arguments.kubeconfig, {name: int(pid) for name, pid in pids.items()})
+        else:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-"))
+            server = stack.enter_context(servers.playground(Path(scratch)))
         phases = measure(server, arguments.nodes, arguments.processes, content, arguments.rest)
     show(phases, arguments.nodes, content)
     rewritten = phases[4].writes

@@ -22,19 +22,11 @@ from pathlib import Path
 
 from churn import Churn
 from node import SoakNode
-from processes import Wear, wait_for, wear
+from processes import wait_for
 
-_REST_S = 12.0
-"""Worker threads of the gRPC server stay for ten seconds after their last call."""
 _SETTLE_S = 150.0
 """Some taints stay for a minute after the last sign of trouble."""
 _MOST_SHOWN = 20
-
-
-def rested(node: SoakNode, rest_s: float) -> Wear:
-    """What the daemon has when it has nothing to do."""
-    time.sleep(rest_s)
-    return wear(node.daemon)
 
 
 def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
@@ -75,27 +67,6 @@ def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, 
     return node.state()
 
 
-def growth(node: SoakNode, minutes: float, seed: int, rest_s: float) -> None:
-    """Print what one life of the daemon gathers under claims alone."""
-    node.end()
-    node.start()
-    churn = Churn(node, seed)
-    for _ in range(20):
-        churn.cycle_of_claims()
-    churn.calm()
-    before = rested(node, rest_s)
-    cycles, until = 0, time.monotonic() + minutes * 60
-    while time.monotonic() < until:
-        churn.cycle_of_claims()
-        cycles += 1
-    churn.calm()
-    after = rested(node, rest_s)
-    print(f"\none life of the daemon, {cycles} cycles of claims alone:")
-    for name in ("memory_mib", "descriptors", "threads"):
-        first, last = getattr(before, name), getattr(after, name)
-        print(f"  {name:<12} {first:>8.1f} -> {last:>8.1f}  ({last - first:+.1f})")
-
-
 def only_different(old: object, new: object) -> tuple[object, object]:
     """Of mappings, and of the mappings in them, the entries that differ."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
@@ -120,7 +91,6 @@ def main(options: Sequence[str]) -> int:
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of an earlier run")
-    parser.add_argument("--rest", type=float, default=_REST_S, help="seconds before its wear is read")
     arguments = parser.parse_args(options)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}", flush=True)
@@ -128,8 +98,7 @@ def main(options: Sequence[str]) -> int:
         node = SoakNode(Path(scratch))
         try:
             node.start()
-            as_new = soak(node, arguments.minutes * 0.8, seed)
-            growth(node, arguments.minutes * 0.2, seed, arguments.rest)
+            as_new = soak(node, arguments.minutes, seed)
         except BaseException:
             print("the daemon's last words:", *node.last_log_lines(), sep="\n  ")
             raise

@@ -1,33 +1,24 @@
-"""`python -m gpucheck`, with hack/ and the repository on PYTHONPATH: look, compare, report, and record if asked."""
+"""`python -m gpucheck`, with hack/ and the repository on PYTHONPATH: look, compare, report."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from dra_driver.cli.tables import device_table, terminal_width
 from dra_driver.errors import DraDriverError
 from dra_driver.logs import configure_logs
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import build_pool
-from gpucheck.compare import check_kernel, check_smi, find_smi
+from gpucheck.compare import SPEC, check_smi, check_spec, spec_of_all
 from gpucheck.machine import Report, View, opened
-from gpucheck.spec import SPEC, check_spec, check_toolkit, spec_of_all
 
-CHECKLIST = Path(__file__).parents[2] / "docs/hardware-checklist.md"
 OK, DIFFERENT, CANNOT_RUN = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
     """Exit codes. 0: no difference, 1: a difference, 2: there is nothing to check."""
     given = _parser().parse_args(arguments)
-    if given.checklist:
-        print(CHECKLIST.read_text(), end="")
-        return OK
     configure_logs("critical", "console")
     settings = Settings(
         "gpu-check",  # not the node's name, because what is printed may be passed on
@@ -38,7 +29,7 @@ def main(arguments: list[str]) -> int:
     )
     try:
         with opened(settings) as view:
-            report = check(view, given.nvidia_smi, given.nvidia_ctk, given.record)
+            report = check(view, given.nvidia_smi)
     except (DraDriverError, OSError) as error:
         print(f"gpu-check: cannot run: {' '.join(str(error).split())}", file=sys.stderr)
         return CANNOT_RUN
@@ -46,8 +37,8 @@ def main(arguments: list[str]) -> int:
     return DIFFERENT if report.differences else OK
 
 
-def check(view: View, smi: str | None = None, ctk: str | None = None, record: Path | None = None) -> Report:
-    """Print the devices, compare everything, and write what everybody said to `record`. Raises: OSError."""
+def check(view: View, smi: str | None = None) -> Report:
+    """Print the devices, and compare everything."""
     report, inventory = Report(), view.inventory
     pool = build_pool(inventory, view.settings.node_name)
     devices = [device for content in pool.slices for device in content.devices]
@@ -61,39 +52,22 @@ def check(view: View, smi: str | None = None, ctk: str | None = None, record: Pa
         report.good("discovery", is_bound_elsewhere, f"{fault.subject}: {fault.text}")
     for text in pool.faults:
         report.good("slices", False, text)
-    check_kernel(report, view)
-    program = find_smi(view, smi)
-    check_smi(report, view, program)
-    ours = theirs = None
+    check_smi(report, view, smi)
     try:
-        ours = spec_of_all(view) if devices else None
+        if devices:
+            check_spec(report, view, spec_of_all(view))
     except DraDriverError as error:
         report.good(SPEC, False, f"all devices cannot be prepared: {error}")
-    if ours is not None:
-        check_spec(report, view, ours)
-        theirs = check_toolkit(report, view, ours, ctk)
     for name in sorted(view.nvml.refused):
         report.good("NVML", False, f"{name} was called and refused, because it is not a getter")
-    if record is not None:
-        answers = {name: sorted(codes) for name, codes in sorted(view.nvml.answered.items())}
-        document: dict[str, Any] = {
-            "report": report.lines(),
-            "devices": devices,
-            "discovery": repr(inventory),
-            "nvml": {"return codes": answers, "missing": sorted(view.nvml.missing)},
-            "nvidia-smi": {} if program is None else program.said,
-            "CDI spec": ours,
-            "nvidia-ctk": theirs,
-        }
-        record.write_text(yaml.safe_dump(document, sort_keys=False, width=160))
     return report
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpu-check",
-        description="Compare what would be published of this machine's GPUs with nvidia-smi, /proc, the files on the "
-        "host and nvidia-ctk. Changes nothing: of NVML only getters are called.",
+        description="Compare what would be published of this machine's GPUs, and the CDI spec that would be written, "
+        "with nvidia-smi and the files on the host. Changes nothing: of NVML only getters are called.",
         epilog="Exit code 0: nothing differs; 1: something does; 2: it cannot run, for instance without NVML.",
     )
     for flag, default, what in (
@@ -101,14 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--container-driver-root", "/driver-root", "the same for this process, if it exists [/driver-root]"),
         ("--nvidia-cdi-hook-path", None, "nvidia-cdi-hook on the host, if in no usual place"),
         ("--nvidia-smi", None, "the nvidia-smi to compare with [that of the driver root]"),
-        ("--nvidia-ctk", None, "the nvidia-ctk to compare with [that of the host]"),
         ("--simulate", None, "try it on a simulated machine: a name or a file"),
     ):
         parser.add_argument(flag, default=default, help=what)
-    parser.add_argument(
-        "--record", metavar="FILE", type=Path, help="write what all of them said; has UUIDs and serials"
-    )
-    parser.add_argument("--checklist", action="store_true", help="print what else to try on GPUs, and exit")
     parser.add_argument(
         "--no-setup", action="store_true", help="use $PYTHON [python3] and its packages as they are"
     )

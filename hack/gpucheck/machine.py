@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,10 +12,8 @@ from typing import Any
 
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.errors import DraDriverError
-from dra_driver.host.rooted_tree import join_root
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
-from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
 from dra_driver.nvml.reader import NvmlReader
@@ -27,36 +25,24 @@ _GETTER = re.compile(r"nvml(InitWithFlags|Shutdown|(System|Device|(Gpu|Compute)I
 
 
 class ReadOnlyLibrary:
-    """Stands between the binding and the NVML library, and passes on getters alone.
-
-    `answered` has the return codes of each function that was called, `missing` the functions that this library lacks.
-    """
+    """Stands between the binding and the NVML library, and passes on getters alone; `refused` has the others."""
 
     def __init__(self, library: object) -> None:
-        self.answered: dict[str, set[int]] = defaultdict(set)
-        self.missing: set[str] = set()
         self.refused: set[str] = set()
         self._library = library
-        # The binding sets the type of its result, so it gets the function itself.
-        self.nvmlErrorString = getattr(library, "nvmlErrorString", None)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         """Raises: AttributeError for a getter that the library lacks."""
-        is_getter = _GETTER.match(name) is not None
-        function = getattr(self._library, name, None) if is_getter else None
-        if function is None and (is_getter or not name.startswith("nvml")):
-            self.missing.add(name)
-            raise AttributeError(name)
+        # The binding sets the type of the result of nvmlErrorString, which returns no code.
+        if _GETTER.match(name) or not name.startswith("nvml") or name == "nvmlErrorString":
+            function: Callable[..., int] = getattr(self._library, name)
+            return function
 
-        def call(*arguments: Any) -> int:
-            if function is None:
-                self.refused.add(name)
-                return NO_PERMISSION
-            code = int(function(*arguments))
-            self.answered[name].add(code)
-            return code
+        def refuse(*_arguments: Any) -> int:
+            self.refused.add(name)
+            return NO_PERMISSION
 
-        return call
+        return refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +53,6 @@ class View:
     platform: Platform
     nvml: ReadOnlyLibrary
     inventory: Inventory
-
-    def places(self, host_path: str) -> list[str]:
-        """Where this process may find a path of the host, the likeliest place first."""
-        paths = self.platform.paths
-        root = paths.host_driver_root.rstrip("/")
-        inside = (
-            [join_root(paths.driver_root, host_path[len(root) :])] if host_path.startswith(f"{root}/") else []
-        )
-        return [*inside, host_path if paths.dev_root is None else join_root(paths.dev_root, host_path)]
-
-    def node(self, host_path: str) -> DeviceNode | None:
-        """The device node at a path of the host; None where there is none."""
-        return next(filter(None, map(self.platform.nodes.read, self.places(host_path))), None)
 
 
 @contextmanager
@@ -113,7 +86,7 @@ class Report:
 
     checked: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
-    """(`DIFFERS`, `note` or `not checked`; the topic; what)"""
+    """(`DIFFERS` or `not checked`; the topic; what)"""
 
     def same(self, topic: str, what: str, ours: object, theirs: object) -> None:
         """Unequal values are a difference."""
@@ -124,10 +97,6 @@ class Report:
         self.checked[topic] += 1
         if not condition:
             self.findings.append(("DIFFERS", topic, otherwise))
-
-    def note(self, topic: str, text: str) -> None:
-        """Information only."""
-        self.findings.append(("note", topic, text))
 
     @contextmanager
     def trying(self, topic: str) -> Iterator[None]:

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,30 +35,7 @@ PAGE = ROOT / "docs/commands.md"
 PICTURES = ROOT / "docs/pictures"
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
 _AT_ONCE = 2
-_INTRODUCTION = """\
-# What the commands print
-
-This page is written by `make docs`, and a test fails when a command prints something else. It was recorded on a
-simulated DGX H100 with a running driver: seven GPUs whole, one of them shared in quarters, the eighth cut into MIG
-devices on demand, and one whose memory went bad under a claim. Times, UIDs of claims, addresses and process IDs are
-made up.
-
-In the driver's pod the commands need no options, because they have the driver's settings; elsewhere give them those of
-`run`. None of them changes anything. `gpu-dra-driver completion bash` (`zsh`, `fish`) prints what completes commands
-and flags in a shell.
-"""
-_RECORDED = (
-    ("top", 100),
-    ("top", 80),
-    ("doctor", 120),
-    ("inspect", 80),
-    ("claims", 100),
-    ("debts", 80),
-    ("cluster", 100),
-    ("device-classes", 80),
-    ("validate", 100),
-    ("simulate", 100),
-)
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d(\s+)\d\d:\d\d:\d\d UTC")
 _PORT = re.compile(r"127\.0\.0\.1:\d+")
@@ -67,7 +47,7 @@ class Recorded:
 
     question: str
     arguments: str
-    where: tuple[str, ...] = ()
+    where: Sequence[str] = ()
     exit_code: int = 0
 
     @property
@@ -76,69 +56,7 @@ class Recorded:
         return self.arguments.split()[0]
 
 
-_DIRECTORIES = ("--kubelet-plugins-directory-path", "--simulator-dir")
-_MACHINE = ("--simulate", "--config", "--node-name", *_DIRECTORIES)
-COMMANDS = (
-    Recorded(
-        "Is everything there that the driver needs, is every GPU well, and if not, what is to be done? Each GPU and "
-        "each MIG device that is not well has a line `health`. The exit code is 1 if a line says FAIL.",
-        "doctor",
-        (*_MACHINE, "--cdi-root", "--kubeconfig", "--kubelet-registrar-directory-path"),
-        exit_code=1,
-    ),
-    Recorded(
-        "Which GPU is busy, who holds it, which one is bad, why and since when? On a terminal, without `--once`, it is "
-        "drawn anew every two seconds (`--interval`) until `q`; `-o json` prints one look for programs.",
-        "top --once",
-        (*_MACHINE, "--cdi-root"),
-    ),
-    Recorded(
-        "Which claims are prepared here, for which pods, with which devices, since when, and what would be undone? "
-        "From the driver's records alone.",
-        "claims",
-        (*_DIRECTORIES, "--cdi-root"),
-    ),
-    Recorded(
-        "What do claims that have ended still owe to this node, because it could not be undone? `--pay` tries again at "
-        "once. The exit code is 1 if something is owed.",
-        "debts",
-        ("--simulate", *_DIRECTORIES, "--cdi-root"),
-    ),
-    Recorded(
-        "Which devices does this node publish, or would it publish? `-o yaml` prints the ResourceSlices themselves.",
-        "inspect",
-        _MACHINE,
-    ),
-    Recorded(
-        "How are the GPUs cut into MIG devices, who holds which, and what is there room for?",
-        "inspect --mig --dynamic-mig",
-        _MACHINE,
-    ),
-    Recorded(
-        "What does the whole cluster have, and what of it is free? Claims that wait for devices are shown with what "
-        "each kind of node lacks. `kubectl gpus` is the same command where the package is installed beside kubectl.",
-        "cluster",
-        ("--kubeconfig",),
-    ),
-    Recorded("Who uses it?", "cluster --by workload -n ml", ("--kubeconfig",)),
-    Recorded(
-        "Which DeviceClasses do the MIG profiles of a machine need?",
-        "device-classes --simulate a30-4",
-    ),
-    Recorded(
-        "Are these claims, templates, pods and configurations right, would they fit on a machine, and if not, why not? "
-        "Where nobody but the API server can say what a selector means, and of all selectors in the image, the verdict "
-        "is `not judged`. The exit code is 1 if there is a fault.",
-        "validate --simulate dgx-h100 examples/nvlink-domain hack/record/does-not-fit.yaml",
-        exit_code=1,
-    ),
-    Recorded(
-        "And does the API server take the files? [Checking manifests](validate.md) says more.",
-        "validate --simulate dgx-h100 --server examples/admin-access",
-        ("--kubeconfig",),
-    ),
-    Recorded("Which machines can be simulated (`--simulate`, `make demo MACHINE=...`)?", "simulate list"),
-)
+COMMANDS = [Recorded(**entry) for entry in _TABLE["commands"]]
 
 
 def pages() -> dict[Path, str]:
@@ -156,9 +74,9 @@ def pages() -> dict[Path, str]:
                 )
             )
             node.grow_old()
-            pictures = dict(pool.map(lambda one: _picture(one[0], one[1], node), _RECORDED))
+            pictures = dict(pool.map(lambda one: _picture(one[0], one[1], node), _TABLE["pictures"]))
         stable = [_stable(text, Path(directory), node.uids) for text in texts]
-    parts = [_INTRODUCTION]
+    parts = [_TABLE["introduction"]]
     title = ""
     for command, text in zip(COMMANDS, stable, strict=True):
         shown = ""

@@ -23,27 +23,7 @@ _COLORS = [
 _GREY = (140, 148, 158)
 _THEME = TerminalTheme((30, 33, 39), (215, 218, 224), _COLORS, [_GREY, *_COLORS[1:]])
 # rich's own would load fonts from elsewhere. It fills in the names in braces.
-_SVG = """\
-<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
-<title>TITLE</title>
-<style>
-.{unique_id}-text {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-font-size: {char_height}px; line-height: {line_height}px; }}
-{styles}
-</style>
-<defs>
-{lines}
-</defs>
-<rect fill="BACKGROUND" width="{width}" height="{height}" rx="8"/>
-<text class="{unique_id}-text" x="{terminal_x}" y="27" fill="DIM">$ TITLE</text>
-<g transform="translate({terminal_x}, {terminal_y})">
-{backgrounds}
-<g class="{unique_id}-text">
-{matrix}
-</g>
-</g>
-</svg>
-"""
+_SVG = Path(__file__).with_name("picture.svg.in").read_text()
 
 
 def printed(arguments: Sequence[str], columns: int, cwd: Path, environment: Mapping[str, str]) -> str:

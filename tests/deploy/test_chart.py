@@ -33,65 +33,14 @@ NAME = hack.NAME
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 Values = dict[str, Any]
 
-SHARES = {"sharing": [{"mode": "shares", "shares": 4}]}
-VALUES: dict[str, Values] = {
-    "cdi-hook": {"cdiHook": {"enabled": True, "image": {"repository": "nvidia-container-toolkit"}}},
-    "driver-root-gke": {"driverRootPreset": "gke"},
-    "driver-root-operator": {"nvidiaDriverRoot": "/run/nvidia/driver"},
-    "driver-upgrades": {"driverUpgrades": {"enabled": True}},
-    "dynamic-mig": {"dynamicMig": {"enabled": True}},
-    "extended-resource": {"deviceClasses": {"extendedResourceName": "nvidia.com/gpu"}},
-    "imex": {"imex": {"channel": 0}},
-    "mig-classes": {"deviceClasses": {"migProfiles": True}},
-    "monitoring": {
-        "monitoring": {
-            "podMonitor": {"enabled": True},
-            "prometheusRule": {"enabled": True},
-            "dashboard": {"enabled": True},
-        }
-    },
-    "mps": {"mps": {"enabled": True}},
-    "network-policy": {"networkPolicies": {"enabled": True}},
-    "restricted": {"restricted": {"enabled": True}},
-    "shares": SHARES,
-    "simulator": {"simulator": {"enabled": True}},
-}
-"""By component: the values that say the same. components/mps/simulator and the overlays are below."""
-REFUSED = {
-    frozenset({"driver-root-gke", "driver-root-operator"}): "set only one of them",
-    frozenset({"driver-root-gke", "simulator"}): "has a driver root of its own",
-    frozenset({"driver-root-operator", "simulator"}): "has a driver root of its own",
-    frozenset({"driver-root-gke", "restricted"}): "works only with the driver root /",
-    frozenset({"driver-root-operator", "restricted"}): "works only with the driver root /",
-    frozenset({"dynamic-mig", "restricted"}): "exclude each other",
-}
-"""Pairs that make no sense, and what the chart says of them."""
-IN_AN_OVERLAY = {
-    frozenset({"simulator", "restricted"}),
-    frozenset({"simulator", "mps"}),
-    frozenset({"imex", "restricted"}),
-}
-"""Pairs that kustomize needs a further patch for: overlays/e2e-restricted, components/mps/simulator,
-components/imex/restricted."""
-OVERLAYS: dict[str, Values] = {
-    "e2e": {},
-    "e2e-mig": {
-        "deviceClasses": {"migProfiles": True},
-        "dynamicMig": {"enabled": True},
-        "mps": {"enabled": True},
-    },
-    "e2e-restricted": {
-        "deviceClasses": {"migProfiles": True},
-        "dynamicMig": {"enabled": True},
-        "mps": {"enabled": True},
-        "restricted": {"enabled": True},
-        "simulator": {"directory": "/var/lib/gpu-dra-simulator/restricted"},
-    },
-    "e2e-sharing": {
-        "sharing": yaml.safe_load((DAEMONSET / "overlays/e2e-sharing/config.yaml").read_text())["sharing"],
-        "mps": {"enabled": True},
-    },
-}
+CHOICES = yaml.safe_load(Path(__file__).with_name("chart.yaml").read_text())
+VALUES: dict[str, Values] = CHOICES["values"]
+REFUSED: dict[frozenset[str], str] = {frozenset(entry["pair"]): entry["says"] for entry in CHOICES["refused"]}
+IN_AN_OVERLAY = {frozenset(pair) for pair in CHOICES["in_an_overlay"]}
+OVERLAYS: dict[str, Values] = CHOICES["overlays"]
+OVERLAYS["e2e-sharing"]["sharing"] = yaml.safe_load(
+    (DAEMONSET / "overlays/e2e-sharing/config.yaml").read_text()
+)["sharing"]
 E2E_IMAGE = {"repository": "localhost/gpu-dra-driver", "tag": "dev", "pullPolicy": "Never"}
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import audit
 import pytest
-from audit import Installed, Locked
+from audit import Installed
 
 HASH = "a" * 64
 LOCK = f"""one==1.0 \\
     --hash=sha256:{HASH} \\
     --hash=sha256:{"b" * 64}
     # via gpu-dra-driver
-Two.Parts[extra]==2.0 ; python_version < "4" --hash=sha256:{HASH}
+Two.Parts[extra]==2.0 ; python_version < "4" \\
+    --hash=sha256:{HASH}
 """
-LOCKED = [Locked("one", "1.0", (HASH, "b" * 64)), Locked("two-parts", "2.0", (HASH,))]
+LOCKED = {"one": "1.0", "two-parts": "2.0"}
 INSTALLED = {
     "gpu-dra-driver": Installed("gpu-dra-driver", "0.1.0", "Apache-2.0", requires=("one",)),
     "one": Installed("one", "1.0", "MIT", "First", requires=("two-parts", "not-installed")),
@@ -27,34 +28,23 @@ INSTALLED = {
 }
 
 
-def test_the_lock_file_is_read_with_its_hashes() -> None:
+def test_the_lock_file_is_read() -> None:
     assert audit.read_lock(LOCK) == LOCKED
-    assert audit.read_lock("loose>=1\nhere @ file:///x\n") == [
-        Locked("loose", "", ()),
-        Locked("here", "", ()),
-    ]
 
 
 @pytest.mark.parametrize(
-    ("locked", "installed", "words"),
+    ("locked", "licence", "words"),
     [
-        ([Locked("one", "", (HASH,))], {}, "one: not pinned"),
-        ([Locked("one", "1.0", ())], {}, "one: has no sha256 hash"),
-        ([Locked("gone", "1.0", (HASH,))], {}, "gone: locked and not installed"),
-        ([Locked("one", "1.1", (HASH,))], {}, "1.0 is installed, 1.1 is locked"),
-        (LOCKED, {"one": replace(INSTALLED["one"], licence="")}, "one: its licence is not understood"),
-        (
-            LOCKED,
-            {"one": replace(INSTALLED["one"], licence="MIT AND GPL-3.0-only")},
-            "licence MIT AND GPL-3.0-only",
-        ),
-        ([*LOCKED, LOCKED[0]], {}, "one: locked twice"),
-        (LOCKED[:1], {}, "two-parts: needed by what is locked"),
+        ({"gone": "1.0"}, "MIT", "gone: locked and not installed"),
+        ({"one": "1.1"}, "MIT", "1.0 is installed, 1.1 is locked"),
+        (LOCKED, "", "one: its licence is not understood"),
+        (LOCKED, "MIT AND GPL-3.0-only", "licence MIT AND GPL-3.0-only"),
     ],
 )
-def test_each_fault_is_told(locked: list[Locked], installed: dict[str, Installed], words: str) -> None:
+def test_each_fault_is_told(locked: dict[str, str], licence: str, words: str) -> None:
     assert list(audit.faults(LOCKED, INSTALLED)) == []
-    assert any(words in fault for fault in audit.faults(locked, INSTALLED | installed))
+    installed = INSTALLED | {"one": replace(INSTALLED["one"], licence=licence)}
+    assert any(words in fault for fault in audit.faults(locked, installed))
 
 
 def test_licences_are_found_in_whichever_field_has_them() -> None:
@@ -77,7 +67,7 @@ def test_what_is_locked_here_passes_and_is_in_the_sbom(
     assert audit.main(["--sbom", str(file)]) == 0, capsys.readouterr().out
     assert "0 faults" in capsys.readouterr().out
     document = json.loads(file.read_text())
-    locked = {entry.name: entry.version for entry in audit.read_lock(audit.LOCK.read_text())}
+    locked = audit.read_lock(audit.LOCK.read_text())
     assert {entry["name"]: entry["version"] for entry in document["components"]} == locked
     assert {"grpcio", "protobuf", "nvidia-ml-py", "urllib3"} <= set(locked)
     refs = {entry["bom-ref"] for entry in document["components"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from gpucheck.machine import NO_PERMISSION, ReadOnlyLibrary
-from gpucheck.smi import READS, NvidiaSmi
+from gpucheck.smi import QUERY, READS, NvidiaSmi
 
 from tests.hack.support import looking_at
 
@@ -78,4 +78,5 @@ def test_nvidia_smi_is_never_run_when_it_could_change_something(arguments: list[
 
 def test_nvidia_smi_is_asked_for_lists_alone() -> None:
     listings = {("-L",), ("-q", "-x"), ("topo", "-m"), ("nvlink", "-s"), ("mig", "-lgi")}
-    assert {arguments for arguments in READS if not arguments[0].startswith("--query-gpu=uuid,")} == listings
+    assert listings ^ READS == {QUERY}
+    assert QUERY[0].startswith("--query-gpu=")

@@ -240,25 +240,6 @@ def test_patch_with_version_conflicts_when_stale(server):
     assert call(server, "PATCH", f"{NODES}/n", [], "application/json-patch+json")[0] == 415
 
 
-def test_object_with_finalizer_goes_when_the_last_one_does(server):
-    claim = a_claim()
-    claim["metadata"]["finalizers"] = ["a/b"]
-    call(server, "POST", CLAIMS, claim)
-    marked = call(server, "DELETE", f"{CLAIMS}/c")[1]
-    assert marked["metadata"]["deletionTimestamp"]
-    assert call(server, "GET", f"{CLAIMS}/c")[1] == marked
-    marked["metadata"]["finalizers"] = []
-    call(server, "PUT", f"{CLAIMS}/c", marked)
-    assert call(server, "GET", f"{CLAIMS}/c")[0] == 404
-
-
-def test_collection_is_deleted_by_selector(server):
-    call(server, "POST", SLICES, a_slice("a", "n1"))
-    call(server, "POST", SLICES, a_slice("b", "n2"))
-    assert call(server, "DELETE", f"{SLICES}?fieldSelector=spec.nodeName=n1")[0] == 200
-    assert [item["metadata"]["name"] for item in server.objects("resourceslices")] == ["b"]
-
-
 def test_watch_from_nothing_starts_with_what_is_there(server):
     call(server, "POST", SLICES, a_slice("a"))
     events = watch(server, f"{SLICES}?watch=true", 1)

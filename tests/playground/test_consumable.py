@@ -6,8 +6,8 @@ import re
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
-from playground.apiserver.claimrules import claim_faults
 from playground.apiserver.failure import ApiFailure
+from playground.apiserver.rules import claim_faults
 from playground.scheduler import AllocationError, PlaygroundScheduler
 
 from dra_driver.model.sharing import SharingRule, share_all
@@ -249,9 +249,9 @@ def test_dropped_gate_makes_the_device_exclusive():
     [
         ({"shareID": "4CF8DB2D-06C0-4D70-8A51-E59B25B2C16C"}, "shareID"),
         ({"shareID": "1"}, "shareID"),
-        ({"consumedCapacity": {"memory": "much"}}, "consumedCapacity[memory]"),
-        ({"consumedCapacity": {"memory": "-1"}}, "consumedCapacity[memory]"),
-        ({"consumedCapacity": {"not a name": "1"}}, "consumedCapacity[not a name]"),
+        ({"consumedCapacity": {"memory": "much"}}, "consumedCapacity.memory"),
+        ({"consumedCapacity": {"memory": "-1"}}, "consumedCapacity.memory"),
+        ({"consumedCapacity": {"not a name": "1"}}, "consumedCapacity"),
     ],
 )
 def test_wrong_share_is_refused_by_the_server(fields, path):
@@ -264,7 +264,7 @@ def test_wrong_share_is_refused_by_the_server(fields, path):
 
 def test_wrong_request_is_refused_by_the_server(server):
     spec = {"devices": {"requests": [request(ask={"memory": "lots"})]}}
-    with pytest.raises(ApiFailure, match=r"capacity.requests\[memory\]"):
+    with pytest.raises(ApiFailure, match=r"capacity.requests.memory"):
         server.add(
             "resourceclaims", {"metadata": {"name": "c", "namespace": "default"}, "spec": spec}, group=GROUP
         )

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver.slicerules import slice_faults
+from playground.apiserver.rules import slice_faults
 
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import (

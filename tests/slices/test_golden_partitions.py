@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 import yaml
-from playground.apiserver.slicerules import slice_faults
+from playground.apiserver.rules import slice_faults
 
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.gpu import Gpu

@@ -27,8 +27,6 @@ __all__ = [
     "addresses",
     "build",
     "cdi_hook",
-    "component_log",
-    "component_pid",
     "compute_domains_chart",
     "down",
     "fetch",
@@ -37,8 +35,6 @@ __all__ = [
     "kubeconfig",
     "kubectl",
     "load_image",
-    "log_dir",
-    "pod_log_dir",
     "program",
     "promql",
     "restart",
@@ -141,27 +137,6 @@ def cdi_hook() -> Path:
 def compute_domains_chart() -> Path:
     """The published chart of NVIDIA's DRA driver, of a pinned version."""
     return binaries.source_of(*binaries.COMPUTE_DOMAINS) / "deployments/helm/dra-driver-nvidia-gpu"
-
-
-def log_dir() -> Path:
-    """The directory with a log file for each component."""
-    return _layout().logs
-
-
-def component_log(component: str) -> Path:
-    """The log file of one component."""
-    return _layout().log(component)
-
-
-def pod_log_dir() -> Path:
-    """The directory in which the kubelet keeps the logs of pods."""
-    return _layout().pod_logs
-
-
-def component_pid(component: str) -> int | None:
-    """The process number of a running component."""
-    process = lifecycle.find(_layout(), component)
-    return process.pid if process else None
 
 
 def _layout() -> Layout:

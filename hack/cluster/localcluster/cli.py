@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import localcluster
-from localcluster import apart, progress, shell, status
+from localcluster import apart, progress, status
 from localcluster.components import NAMES, Options
 from localcluster.errors import ClusterError
 from localcluster.layout import ADDRESSES
@@ -35,7 +35,8 @@ def _run(parsed: argparse.Namespace) -> int:
         case "fetch":
             localcluster.fetch()
         case "up":
-            localcluster.up(_options(parsed))
+            names = [field.name for field in fields(Options)]
+            localcluster.up(Options(**{name: getattr(parsed, name) for name in names}))
             print(status.table(localcluster.state()))
             print(_environment())
         case "down":
@@ -47,8 +48,6 @@ def _run(parsed: argparse.Namespace) -> int:
             print(_environment())
         case "load":
             print("\n".join(localcluster.load_image(parsed.archive)))
-        case "logs":
-            _show_log(parsed)
         case "apart":
             return apart.run(parsed.words)
         case "begin-apart":
@@ -64,51 +63,15 @@ def _environment() -> str:
     return f"export KUBECONFIG={shlex.quote(str(localcluster.kubeconfig()))}\nexport PATH={programs}:$PATH"
 
 
-def _show_log(parsed: argparse.Namespace) -> None:
-    """Run ``tail`` on one log, or on all of them."""
-    names = [parsed.component] if parsed.component else list(NAMES)
-    logs = [path for path in map(localcluster.component_log, names) if path.exists()]
-    tail = shell.find_program("tail")
-    if not logs or tail is None:
-        raise ClusterError(f"There are no logs in {localcluster.log_dir()}.")
-    follow = ["--follow=name"] if parsed.follow else []
-    subprocess.run([tail, f"--lines={parsed.lines}", *follow, *logs], check=False)
-
-
-def _options(parsed: argparse.Namespace) -> Options:
-    """The defaults with what the command line adds or turns over."""
-    defaults = Options()
-    return Options(
-        feature_gates={**({} if parsed.default_gates else defaults.feature_gates), **parsed.feature_gates},
-        runtime_config={**defaults.runtime_config, **parsed.runtime_config},
-        ip_family=parsed.ip_family,
-        kubelet_as_node=parsed.kubelet_as_node,
-        sync_frequency=parsed.sync_frequency,
-    )
-
-
-def _switches(text: str) -> Mapping[str, bool]:
-    """``A=true,B=false`` as a mapping."""
-    found = {}
-    for word in filter(None, text.split(",")):
-        name, _, value = word.partition("=")
-        if value not in ("true", "false"):
-            raise argparse.ArgumentTypeError(f"{word} is not NAME=true or NAME=false")
-        found[name] = value == "true"
-    return found
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cluster.py", description=localcluster.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="build the programs, as any user")
     commands.add_parser("fetch", help="build, and download what a cluster and the tests on it need")
     up = commands.add_parser("up", help="bring the cluster up or complete it")
-    up.add_argument("--feature-gates", type=_switches, default={}, metavar="A=true,B=false")
-    up.add_argument("--default-gates", action="store_true", help="no gate but those of --feature-gates")
+    up.add_argument("--default-gates", action="store_true", help="the feature gates as the release has them")
     up.add_argument("--kubelet-as-node", action="store_true", help="not as administrator")
     up.add_argument("--sync-frequency", default=Options().sync_frequency, help="of the kubelet, such as 10s")
-    up.add_argument("--runtime-config", type=_switches, default={}, metavar="API=true")
     up.add_argument(
         "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the only one of the cluster"
     )
@@ -117,10 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("env", help="print KUBECONFIG and PATH for eval")
     load = commands.add_parser("load", help="give the node an image archive")
     load.add_argument("archive", type=Path)
-    logs = commands.add_parser("logs", help="show the components' logs")
-    logs.add_argument("component", nargs="?", choices=NAMES)
-    logs.add_argument("-n", "--lines", type=int, default=50)
-    logs.add_argument("-f", "--follow", action="store_true")
     for name, about in (
         ("apart", "run a command where it sees nothing of this cluster, and can bring up one of its own"),
         ("begin-apart", argparse.SUPPRESS),

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from localcluster import (
@@ -212,14 +213,7 @@ def _save_options(layout: Layout, options: Options) -> None:
     """Keep the options of the first ``up``: a running cluster does not change them."""
     path = layout.state / "options.json"
     if not path.exists():
-        kept = {
-            "feature_gates": dict(options.feature_gates),
-            "runtime_config": dict(options.runtime_config),
-            "ip_family": options.ip_family,
-            "kubelet_as_node": options.kubelet_as_node,
-            "sync_frequency": options.sync_frequency,
-        }
-        path.write_text(json.dumps(kept))
+        path.write_text(json.dumps(asdict(options)))
 
 
 def options_of(layout: Layout) -> Options:

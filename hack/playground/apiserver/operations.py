@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from dra_driver.model.json_copy import copy_json
-from playground.apiserver.claimrules import (
-    claim_faults,
-    default_claim_spec,
-    drop_deallocated,
-    template_faults,
-)
-from playground.apiserver.eventrules import event_faults
 from playground.apiserver.failure import (
     Cause,
     already_exists,
@@ -26,14 +19,9 @@ from playground.apiserver.failure import (
 from playground.apiserver.gates import drop_disabled
 from playground.apiserver.names import generated_name, is_subdomain
 from playground.apiserver.resources import BY_PLURAL, Resource
-from playground.apiserver.slicerules import slice_faults
+from playground.apiserver.rules import CHECKS, default_claim_spec, drop_deallocated, slice_faults
 from playground.apiserver.store import Key, Object, Store
 
-_CHECKS: Mapping[str, Callable[[Object, Object | None], list[Cause]]] = {
-    "ResourceClaim": claim_faults,
-    "ResourceClaimTemplate": template_faults,
-    "Event": event_faults,
-}
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "namespace", "generateName")
 _MODIFIED = "the object has been modified; please apply your changes to the latest version and try again"
 _NAME_TRIES = 8
@@ -83,27 +71,16 @@ class Operations:
             self._check(resource, after, before)
             if after == before or dry_run:
                 return after
-            if after["metadata"].get("deletionTimestamp") and not after["metadata"].get("finalizers"):
-                return self.store.write(resource, key, None)
             return self.store.write(resource, key, after)
 
     def delete(
         self, resource: Resource, key: Key, preconditions: Mapping[str, str], *, dry_run: bool = False
-    ) -> tuple[Object, bool]:
-        """(object, whether it is gone); with finalizers it stays and carries a deletion timestamp.
-
-        Raises: ApiFailure 404, 409.
-        """
+    ) -> Object:
+        """The object, which is gone at once, whatever its finalizers. Raises: ApiFailure 404, 409."""
         with self.store.changed:
             before = self._existing(resource, key)
             _check_preconditions(resource, before, preconditions)
-            if not before["metadata"].get("finalizers"):
-                return before if dry_run else self.store.write(resource, key, None), True
-            if dry_run or before["metadata"].get("deletionTimestamp"):
-                return before, False
-            after = copy_json(before)
-            after["metadata"]["deletionTimestamp"] = now()
-            return self.store.write(resource, key, after), False
+            return before if dry_run else self.store.write(resource, key, None)
 
     def _existing(self, resource: Resource, key: Key) -> Object:
         found = self.store.get(resource, key)
@@ -151,7 +128,7 @@ class Operations:
         if resource.kind == "ResourceSlice":
             causes = slice_faults(obj, before, self.minor)
         else:
-            causes = _CHECKS[resource.kind](obj, before) if resource.kind in _CHECKS else []
+            causes = CHECKS[resource.kind](obj, before) if resource.kind in CHECKS else []
         if not is_subdomain(name):
             causes.insert(0, Cause("metadata.name", f'Invalid value: "{name}": must be a DNS subdomain'))
         if causes:

@@ -26,7 +26,7 @@ class Resource:
     @property
     def verbs(self) -> tuple[str, ...]:
         """What discovery announces."""
-        return ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
+        return ("create", "delete", "get", "list", "patch", "update", "watch")
 
 
 RESOURCES = (

@@ -72,8 +72,6 @@ class Rest:
                 return Answer(200, self._patch(call))
             case "DELETE" if named and call.route.subresource is None:
                 return Answer(200, self._delete(call))
-            case "DELETE" if not named:
-                return Answer(200, self._delete_all(call))
         text = "the server does not allow this method on the requested resource"
         raise ApiFailure(405, "MethodNotAllowed", text, details={})
 
@@ -167,26 +165,13 @@ class Rest:
         existing = self._existing(route)
         _authorize(call, existing)
         options = _json(call.body) if call.body else {}
-        gone_object, gone = self._operations.delete(
+        gone = self._operations.delete(
             route.resource,
             _key(route),
             options.get("preconditions") or {},
             dry_run=_is_dry_run(call, "DeleteOptions", options),
         )
-        if not gone:
-            return self._shown(route, gone_object)
-        return _deleted(route.resource, gone_object)
-
-    def _delete_all(self, call: Call) -> dict[str, Any]:
-        route = call.route
-        store, dry_run = self._operations.store, _is_dry_run(call, "DeleteOptions")
-        with store.changed:
-            items, _ = store.select(route.resource, selector(route.resource, call.query, route.namespace))
-            for item in items:
-                _authorize(call, item)
-                key = (item["metadata"].get("namespace", ""), item["metadata"]["name"])
-                self._operations.delete(route.resource, key, {}, dry_run=dry_run)
-            return _list_document(route, items, store.version)
+        return _deleted(route.resource, gone)
 
     def _shown(self, route: Route, stored: Object) -> dict[str, Any]:
         return encode(route.resource, route.version, stored)

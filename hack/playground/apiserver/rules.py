@@ -1,0 +1,390 @@
+"""Validation of slices, claims, their templates and events, as far as a driver meets it, to the limits of Kubernetes
+1.34 to 1.36. Source: the API's validation."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from fractions import Fraction
+from typing import Any
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model import units
+from dra_driver.model.ids import is_dns_label
+from dra_driver.model.shapes import (
+    Choice,
+    FieldFault,
+    ListField,
+    MapField,
+    Object,
+    Scalar,
+    Shape,
+    Words,
+    faults,
+)
+from playground.apiserver.failure import Cause, bad_request
+from playground.apiserver.names import (
+    is_attribute_name,
+    is_label_key,
+    is_label_value,
+    is_pool_name,
+    is_subdomain,
+)
+
+Json = dict[str, Any]
+
+_APART = 35
+"""Before, counters and the devices that use them are in one slice; a device has fewer taints, each with an effect."""
+_MOST_RICH_DEVICES = 64
+"""If any has taints or counters."""
+_MOST_NAMES = 32
+"""Attributes and capacities of a device together; counters of a set."""
+_NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes", "perDeviceNodeSelection")
+_NUMBER = r"(?:0|[1-9]\d*)"
+_PRE = rf"(?:{_NUMBER}|\d*[A-Za-z-][0-9A-Za-z-]*)"
+_SEMVER = re.compile(
+    rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-{_PRE}(?:\.{_PRE})*)?(?:\+[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*)?"
+)
+_SHARE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_CONDITION_REASON = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
+_WORDS = Words(names_found=False)
+_NOT_DECODED = ("must be an object", "must be a list")
+"""What the API server refuses before it looks at values."""
+
+
+_KINDS = {"items, at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
+"""By a part of a fault's text: how the API server begins."""
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def parse_quantity(value: object) -> Fraction | None:
+    """The exact value; None if it is not a quantity."""
+    try:
+        return units.parse_quantity(str(value))
+    except InvalidConfigError:
+        return None
+
+
+def _open(*required: str, **fields: Shape) -> Object:
+    return Object(fields, required, open=True)
+
+
+def _that(is_right: Callable[[Any], object], says: str, kind: type = str) -> Scalar:
+    return Scalar(kind, lambda value: None if is_right(value) else f"must be {says}")
+
+
+def _is_amount(value: object) -> bool:
+    return (parse_quantity(value) or 0) > 0 or parse_quantity(value) == 0
+
+
+def _is_moment(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+_LABEL = _that(is_dns_label, "a DNS label of at most 63")
+_QUANTITY = _that(lambda value: parse_quantity(value) is not None, "a quantity", object)
+_AMOUNTS = MapField(
+    _that(_is_amount, "a quantity of zero or more", object),
+    is_attribute_name,
+    "{} is not [domain/]identifier",
+)
+_ATTRIBUTE = Object(
+    {
+        "int": Scalar(int),
+        "bool": Scalar(bool),
+        "string": Scalar(
+            str, lambda text: "may not be more than 64 bytes" if len(text.encode()) > 64 else None
+        ),
+        "version": _that(
+            lambda text: len(text) <= 64 and _SEMVER.fullmatch(text), "of semver.org spec 2.0.0"
+        ),
+    },
+    open=True,
+    also=lambda given: [] if len(given) == 1 else [("value", "exactly one value must be specified")],
+)
+
+
+def _counters(named_by: str) -> Object:
+    """A counter set, or what a device consumes of one."""
+    counter = MapField(_open("value", value=_QUANTITY), is_dns_label, "{} is not a DNS label of at most 63")
+    return Object({named_by: _LABEL, "counters": counter}, (named_by, "counters"), open=True)
+
+
+def _slice(minor: int) -> Object:
+    effects = ("NoSchedule", "NoExecute") if minor < _APART else ("None", "NoSchedule", "NoExecute")
+    taint = _open(
+        "key",
+        "effect",
+        key=_that(is_label_key, "a label name"),
+        value=_that(is_label_value, "a label value"),
+        effect=Choice(effects),
+    )
+    device = _open(
+        "name",
+        name=_LABEL,
+        attributes=MapField(_ATTRIBUTE, is_attribute_name, "{} is not [domain/]identifier"),
+        capacity=MapField(
+            _open("value", value=_QUANTITY), is_attribute_name, "{} is not [domain/]identifier"
+        ),
+        consumesCounters=ListField(_counters("counterSet"), 2),
+        taints=ListField(taint, 4 if minor < _APART else 16),
+    )
+    return _open(
+        "driver",
+        "pool",
+        driver=_that(lambda name: is_subdomain(name, 63), "a lower-case DNS subdomain of at most 63"),
+        pool=_open(
+            "name",
+            "resourceSliceCount",
+            name=_that(is_pool_name, "DNS subdomains joined by /, at most 253"),
+            resourceSliceCount=Scalar(int, least=1),
+            generation=Scalar(int, least=0),
+        ),
+        devices=ListField(device, 128),
+        sharedCounters=ListField(_counters("name"), 8),
+    )
+
+
+_SLICES = {minor: _slice(minor) for minor in range(34, 38)}
+_WANTED = Object(
+    {
+        "deviceClassName": Scalar(str, least=1),
+        "allocationMode": Choice(("ExactCount", "All")),
+        "count": Scalar(int, least=1),
+        "capacity": _open(requests=_AMOUNTS),
+    },
+    ("deviceClassName", "allocationMode"),
+    open=True,
+)
+_CLAIM_DEVICES = _open(
+    requests=ListField(_open("name", name=_LABEL, exactly=_WANTED, firstAvailable=ListField(_WANTED, 8)))
+)
+_CONDITION = _open(
+    "status",
+    "reason",
+    "lastTransitionTime",
+    status=Choice(("True", "False", "Unknown")),
+    reason=_that(_CONDITION_REASON.fullmatch, "a CamelCase word"),
+    lastTransitionTime=_that(_is_moment, "set"),
+)
+_CLAIM_STATUS = _open(
+    reservedFor=ListField(_open(), 256),
+    allocation=_open(
+        devices=_open(
+            results=ListField(
+                _open(
+                    shareID=_that(_SHARE_ID.fullmatch, "a lower-case RFC 4122 UUID"),
+                    consumedCapacity=_AMOUNTS,
+                )
+            )
+        )
+    ),
+    devices=ListField(
+        _open(
+            conditions=ListField(_CONDITION, 8),
+            data=Scalar(
+                dict,
+                lambda data: (
+                    "may not be more than 10240 bytes" if len(json.dumps(data)) > 10 * 1024 else None
+                ),
+                says="a valid JSON object",
+            ),
+        )
+    ),
+)
+
+
+def _found(value: Json, shape: Shape, path: str) -> list[Cause]:
+    """The faults of a shape. Raises: ApiFailure 400."""
+    found = faults(value, shape, path, _WORDS)
+    if undecoded := [fault for fault in found if fault.text in _NOT_DECODED]:
+        raise bad_request(str(undecoded[0]))
+    return list(map(_cause, found))
+
+
+def _cause(fault: FieldFault) -> Cause:
+    kind = next((kind for sign, kind in _KINDS.items() if sign in fault.text), "Invalid value")
+    return Cause(fault.path, f"{kind}: {fault.text}")
+
+
+def _unlike_others(entries: Iterable[Json], path: str, named_by: str) -> Iterator[Cause]:
+    seen = set()
+    for index, entry in enumerate(entries):
+        if entry.get(named_by) in seen:
+            yield Cause(f"{path}[{index}].{named_by}", f'Duplicate value: "{entry[named_by]}"')
+        seen.add(entry.get(named_by))
+
+
+def _counter_faults(sets: list[Json], path: str, named_by: str) -> Iterator[Cause]:
+    yield from _unlike_others(sets, path, named_by)
+    for index, entry in enumerate(sets):
+        if not 1 <= len(entry.get("counters") or {}) <= _MOST_NAMES:
+            yield Cause(f"{path}[{index}].counters", f"must have 1 to {_MOST_NAMES} items")
+
+
+def slice_faults(obj: Json, before: Json | None, minor: int = 36) -> list[Cause]:
+    """Every fault of a stored-form slice for Kubernetes 1.`minor`; `before` is the object it replaces."""
+    spec = obj.get("spec") or {}
+    found = _found(spec, _SLICES[minor], "spec")
+    devices, counters = spec.get("devices") or [], spec.get("sharedCounters") or []
+    if sum(bool(spec.get(field)) for field in _NODE_CHOICES) != 1:
+        found.append(Cause("spec", f"Required value: exactly one of {', '.join(_NODE_CHOICES)} is required"))
+    if len(devices) > _MOST_RICH_DEVICES and any(
+        device.get("taints") or device.get("consumesCounters") for device in devices
+    ):
+        found.append(Cause("spec.devices", f"Too many: {len(devices)}: with taints or counters at most 64"))
+    if minor >= _APART and counters and devices:
+        found.append(Cause("spec", "sharedCounters and devices are mutually exclusive in a slice"))
+    found += _unlike_others(devices, "spec.devices", "name")
+    found += _counter_faults(counters, "spec.sharedCounters", "name")
+    known = {entry.get("name") for entry in counters}
+    for index, device in enumerate(devices):
+        path = f"spec.devices[{index}]"
+        consumed = device.get("consumesCounters") or []
+        found += _counter_faults(consumed, f"{path}.consumesCounters", "counterSet")
+        if minor < _APART and not known.issuperset(entry.get("counterSet") for entry in consumed):
+            found.append(
+                Cause(f"{path}.consumesCounters", "must reference a counterSet defined in the slice")
+            )
+        capacity = device.get("capacity") or {}
+        if len(device.get("attributes") or {}) + len(capacity) > _MOST_NAMES:
+            found.append(Cause(path, f"Too many: at most {_MOST_NAMES} attributes and capacities"))
+        for name, entry in capacity.items():
+            if fault := _policy_fault(entry, is_shared=bool(device.get("allowMultipleAllocations"))):
+                found.append(Cause(f"{path}.capacity.{name}.requestPolicy", f"Invalid value: {fault}"))
+    for field in ("driver", "nodeName", "pool.name"):
+        if before is not None and _at(spec, field) != _at(before["spec"], field):
+            found.append(Cause(f"spec.{field}", "Invalid value: field is immutable"))
+    return found
+
+
+def _at(spec: Json, path: str) -> Any:
+    for name in path.split("."):
+        spec = (spec or {}).get(name) or {}
+    return spec
+
+
+def _policy_fault(entry: Json, *, is_shared: bool) -> str | None:
+    """What is wrong with the policy by which shares of a capacity are rounded."""
+    policy, most = entry.get("requestPolicy"), parse_quantity(entry.get("value"))
+    if not policy or most is None:
+        return None
+    if not is_shared:
+        return "only allowed with allowMultipleAllocations"
+    values, span = policy.get("validValues") or [], policy.get("validRange")
+    default = parse_quantity(policy.get("default"))
+    if values and span:
+        return "only one of validValues and validRange may be set"
+    if (values or span) and default is None:
+        return "default is required"
+    numbers = [parse_quantity(value) or Fraction(0) for value in values]
+    if len(numbers) > 10 or numbers != sorted(set(numbers)) or any(number > most for number in numbers):
+        return "validValues must be ten at most, ascending, unique and within the capacity"
+    if values and default not in numbers:
+        return "default must be one of validValues"
+    return _range_fault(span, default, most) if span and default is not None else None
+
+
+def _range_fault(span: Json, default: Fraction, most: Fraction) -> str | None:
+    low, high, step = (
+        parse_quantity(span[name]) if name in span else None for name in ("min", "max", "step")
+    )
+    if low is None:
+        return "validRange.min is required"
+    if not 0 <= low <= default <= (most if high is None else high) <= most:
+        return "validRange must be 0 <= min <= default <= max <= capacity"
+    if step and ((default - low) % step or (high is not None and (high - low) % step) or low + step > most):
+        return "min, max and default must be steps apart"
+    return None
+
+
+def claim_faults(obj: Json, before: Json | None) -> list[Cause]:
+    """Every fault of a stored-form claim."""
+    status, old = obj.get("status") or {}, (before or {}).get("status") or {}
+    found = _spec_faults(obj, before, "spec", ((obj.get("spec") or {}).get("devices")) or {})
+    found += _found(status, _CLAIM_STATUS, "status")
+    if status.get("reservedFor") and not status.get("allocation"):
+        found.append(Cause("status.reservedFor", "may not be specified when `allocated` is not set"))
+    if old.get("allocation") and (status.get("allocation") or old["allocation"]) != old["allocation"]:
+        found.append(Cause("status.allocation", "Invalid value: field is immutable"))
+    allocated, seen = _allocated(status), set()
+    for index, device in enumerate(status.get("devices") or ()):
+        key = _device_key(device)
+        if key not in allocated or key in seen:
+            found.append(
+                Cause(f"status.devices[{index}]", f"{key} must be an allocated device, and be there once")
+            )
+        seen.add(key)
+    return found
+
+
+def template_faults(obj: Json, before: Json | None) -> list[Cause]:
+    """Every fault of a stored-form claim template."""
+    inner = (obj.get("spec") or {}).get("spec") or {}
+    return _spec_faults(obj, before, "spec.spec", inner.get("devices") or {})
+
+
+def _spec_faults(obj: Json, before: Json | None, path: str, devices: Json) -> list[Cause]:
+    found = _found(devices, _CLAIM_DEVICES, f"{path}.devices")
+    requests = devices.get("requests") or []
+    found += _unlike_others(requests, f"{path}.devices.requests", "name")
+    for index, request in enumerate(requests):
+        if bool(request.get("exactly") is not None) == bool(request.get("firstAvailable")):
+            text = "Required value: exactly one of `exactly` or `firstAvailable` is required"
+            found.append(Cause(f"{path}.devices.requests[{index}]", text))
+    if before is not None and obj.get("spec") != before.get("spec"):
+        found.append(Cause("spec", "Invalid value: field is immutable"))
+    return found
+
+
+def event_faults(obj: Json, _before: Json | None) -> list[Cause]:
+    """Every fault of an event. Its namespace must be that of its object, or `default` if the object is
+    cluster-scoped."""
+    about = (obj.get("involvedObject") or {}).get("namespace") or ""
+    if obj.get("apiVersion") != "v1" or obj["metadata"].get("namespace") == (about or "default"):
+        return []
+    return [Cause("involvedObject.namespace", f'Invalid value: "{about}": does not match event.namespace')]
+
+
+CHECKS: Mapping[str, Callable[[Json, Json | None], list[Cause]]] = {
+    "ResourceClaim": claim_faults,
+    "ResourceClaimTemplate": template_faults,
+    "Event": event_faults,
+}
+
+
+def drop_deallocated(obj: Json, before: Json | None) -> None:
+    """Forget, in place, what the status says of devices that this write takes out of the allocation."""
+    gone = _allocated((before or {}).get("status")) - _allocated(obj.get("status"))
+    status = obj.get("status") or {}
+    if gone and status.get("devices"):
+        left = [entry for entry in status["devices"] if _device_key(entry) not in gone]
+        obj["status"] = {key: value for key, value in status.items() if key != "devices"}
+        if left:
+            obj["status"]["devices"] = left
+
+
+def default_claim_spec(spec: Json) -> None:
+    """Fill what the API server fills, in place: allocation mode and count of every (sub)request."""
+    for request in (spec.get("devices") or {}).get("requests") or ():
+        exact = [request["exactly"]] if isinstance(request.get("exactly"), dict) else []
+        for wanted in (*exact, *(request.get("firstAvailable") or ())):
+            mode = wanted.setdefault("allocationMode", "ExactCount")
+            if mode == "ExactCount":
+                wanted.setdefault("count", 1)
+
+
+def _allocated(status: Any) -> set[tuple[Any, ...]]:
+    results = (((status or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
+    return {_device_key(result) for result in results}
+
+
+def _device_key(entry: Json) -> tuple[Any, ...]:
+    return entry.get("driver"), entry.get("pool"), entry.get("device"), entry.get("shareID")
