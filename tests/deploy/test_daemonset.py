@@ -60,6 +60,30 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     return found[0]
 
 
+def found(within: Any, path: str) -> list[Any]:
+    """All that is below a path: keys, `*` for every entry, or the name of an entry of a list."""
+    values = [within]
+    for key in path.split():
+        below: list[Any] = []
+        for value in values:
+            if key == "*":
+                below += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, list):
+                below += [entry for entry in value if entry["name"] == key]
+            elif key in value:
+                below.append(value[key])
+        values = below
+    return values
+
+
+def assert_has(manifests: list[Manifest], expected: dict[str, list[Any]]) -> None:
+    """Whether this is all that is below each path, which begins with a kind and a name."""
+    made: dict[str, dict[str, Manifest]] = {}
+    for entry in manifests:
+        made.setdefault(entry["kind"], {})[entry["metadata"]["name"]] = entry
+    assert {path: found(made, path) for path in expected} == expected
+
+
 @pytest.mark.parametrize(
     "folder", ["", "base", *(f"overlays/{path.name}" for path in (DAEMONSET / "overlays").iterdir())]
 )
