@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,3 +160,25 @@ def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(case: Case) -> N
     expected = case.uninterrupted()
     for point, node in case.dead_unprepares():
         assert (case.prepare(node), node.state()) == expected, point
+
+
+@pytest.mark.parametrize("case", ["several requests", "MIG on demand"], indirect=True)
+def test_second_prepare_may_die_as_well(case: Case) -> None:
+    untouched, expected = case.untouched(), case.uninterrupted()
+    for number, (point, node) in enumerate(case.dead_prepares(), 1):
+        with node.dying(number), suppress(Crash):
+            case.prepare(node)
+        third = node.restarted()
+        assert (case.prepare(third), third.state()) == expected, point
+        assert (case.unprepare(third), third.state()) == (None, untouched), point
+
+
+@pytest.mark.parametrize("case", ["MIG on demand", "MIG on demand beside another"], indirect=True)
+@pytest.mark.parametrize("call", ["prepare", "unprepare"])
+def test_start_clears_a_mig_device_away_whose_record_was_lost(case: Case, call: str) -> None:
+    untouched = case.untouched()["GPUs"]
+    for point, node in case.dead_prepares() if call == "prepare" else case.dead_unprepares():
+        node.records.delete(KINDS[case.name].wanted(case.site).ref.uid)
+        node.specs.remove(KINDS[case.name].wanted(case.site).ref.uid)
+        following = node.restarted()
+        assert (following.state()["GPUs"], following.collector.stuck()) == (untouched, {}), point
