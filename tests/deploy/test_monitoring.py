@@ -324,29 +324,7 @@ def slow(name: str, labels: dict[str, str]) -> Grown:
     return (0, 1 if labels["le"] == "+Inf" or float(labels["le"]) >= 100 else 0)
 
 
-TROUBLE: dict[str, tuple[str, float, float]] = {
-    "GpuDraDriverDown": ("up", 0, 0),
-    "GpuDraDriverRestarting": ("process_start_time_seconds", 1, 600),
-    "GpuDraDriverNotReady": ("nvidia_dra_ready", 0, 0),
-    "GpuDraNodeProblem": ("nvidia_dra_node_problem", 1, 0),
-    "GpuDraPrepareFailing": ("nvidia_dra_node_prepare_errors_total", 0, 1),
-    "GpuDraUnprepareFailing": ("nvidia_dra_node_unprepare_errors_total", 0, 1),
-    "GpuDraPrepareSlow": ("nvidia_dra_request_duration_seconds_bucket", 0, 1),
-    "GpuDraGpuUnhealthy": ("nvidia_dra_gpu_severity", 3, 0),
-    "GpuDraGpuDegraded": ("nvidia_dra_gpu_severity", 2, 0),
-    "GpuDraMigUnhealthy": ("nvidia_dra_mig_severity", 3, 0),
-    "GpuDraMigDegraded": ("nvidia_dra_mig_severity", 2, 0),
-    "GpuDraGpuLost": ("nvidia_dra_gpu_severity", 4, 0),
-    "GpuDraGpuUnmonitored": ("nvidia_dra_gpu_monitored", 0, 0),
-    "GpuDraSlicesNotPublished": ("nvidia_dra_publish_problem", 1, 0),
-    "GpuDraPublishSlow": ("nvidia_dra_publish_lag_seconds_bucket", 0, 1),
-    "GpuDraMigDeviceStuck": ("nvidia_dra_mig_devices_stuck", 1, 0),
-    "GpuDraDebts": ("nvidia_dra_debts", 1, 0),
-    "GpuDraPartitionsUnsupported": ("nvidia_dra_partitions_unsupported", 1, 0),
-    "GpuDraMpsDaemonFailed": ("nvidia_dra_mps_daemons", 1, 0),
-    "GpuDraMetricsIncomplete": ("nvidia_dra_scrape_errors_total", 0, 1),
-}
-"""By alert: the series that makes it fire. GpuDraDriverAbsent fires where there is no series at all."""
+TROUBLE = yaml.safe_load(Path(__file__).with_name("values").joinpath("trouble.yaml").read_text())
 
 
 def firing(load: str) -> dict[str, dict[str, str]]:
