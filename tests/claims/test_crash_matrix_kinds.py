@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.claim import Prepared
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
-from tests.fakes.kindnode import KINDS, KindNode, Site
+from tests.fakes.kindnode import EFFECTS, KINDS, KindNode, Site
 from tests.fakes.preparing import Crash
 
 XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
@@ -92,33 +93,7 @@ def case(request: pytest.FixtureRequest, site: Site, memory_path: Path) -> Case:
     return Case(site, memory_path / "node", request.param)
 
 
-EFFECTS_OF_PREPARE = {
-    "plain": [],
-    "several requests": ["set_time_slice"],
-    "static MIG": [],
-    "admin access": [],
-    "time-slicing": ["set_time_slice"],
-    "MPS settings": ["ensure"],
-    "MPS over several GPUs": ["ensure"],
-    "share": ["ensure"],
-    "share beside another": ["ensure"],
-    "MIG on demand": ["set_mode", "create", "create_compute"],
-    "MIG on demand beside another": ["create", "create_compute"],
-    "whole GPU that may be cut": [],
-    "metadata": ["set_time_slice"],
-    "MIG on demand with MPS and metadata": ["set_mode", "create", "create_compute", "ensure"],
-}
-EFFECTS_OF_UNPREPARE = EFFECTS_OF_PREPARE | {
-    "MPS settings": ["stop"],
-    "MPS over several GPUs": ["stop", "stop"],
-    "share": ["stop"],
-    "share beside another": [],
-    "MIG on demand": ["destroy_compute", "destroy", "set_mode"],
-    "MIG on demand beside another": ["destroy_compute", "destroy"],
-    "MIG on demand with MPS and metadata": ["stop", "destroy_compute", "destroy", "set_mode"],
-}
-_EFFECTS = {"set_time_slice", "ensure", "stop", "set_mode", "create", "create_compute"}
-_EFFECTS |= {"destroy_compute", "destroy"}
+EXPECTED = yaml.safe_load(Path(__file__).with_name("effects.yaml").read_text())
 
 
 def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
@@ -126,12 +101,12 @@ def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
     node = case.fresh()
     with node.dying(None) as changes:
         case.prepare(node)
-    assert [change for change in changes if change in _EFFECTS] == EFFECTS_OF_PREPARE[case.name]
+    assert [change for change in changes if change in EFFECTS] == EXPECTED[case.name]["prepare"]
     assert changes.count("replace") >= 3, "the record twice, and the CDI spec"
     assert node.state() != untouched
     with node.dying(None) as changes:
         case.unprepare(node)
-    assert [change for change in changes if change in _EFFECTS] == EFFECTS_OF_UNPREPARE[case.name]
+    assert [change for change in changes if change in EFFECTS] == EXPECTED[case.name]["unprepare"]
     assert changes.count("unlink") >= 2
     assert node.state() == untouched
 
