@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.gpu import Gpu
 from dra_driver.settings import Settings, read_config_file, resolve
 
+GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 FAULTS = Path(__file__).with_name("config_faults.yaml")
+TABLES = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
 
 
 @pytest.fixture
@@ -138,48 +141,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert str(refusal(tmp_path)).endswith(": Is a directory")
 
 
-WRONG = {
-    "node_name": ["Bad_Name", "a" * 254, "a..b", "-a"],
-    "driver_name": ["Bad_", "a" * 64, "gpu/nvidia"],
-    "kube_api_qps": [-1.0, math.inf, math.nan],
-    "kube_api_burst": [0, -5],
-    "healthcheck_port": [99999, -2],
-    "metrics_path": ["metrics"],
-    "log_level": ["loud", "INFO"],
-    "log_format": ["xml"],
-    "adopt_mig": ["maybe"],
-    "unhealthy_devices": ["maybe"],
-    "device_metadata": ["v2"],
-    "imex_channel": ["some", "-1", "1048576", "0,1"],
-    "host_devices": ["gds,nic", "GDS"],
-    "claim_host_devices": ["gds,nic", "GDS"],
-    **{
-        name: ["relative", "./x"]
-        for name in (
-            "cdi_root",
-            "nvidia_driver_root",
-            "container_driver_root",
-            "host_root",
-            "nvidia_cdi_hook_path",
-            "kubelet_registrar_directory_path",
-            "kubelet_plugins_directory_path",
-        )
-    },
-}
-"""Flags that have a form; the others are any text, or checked where they are used."""
-FREE = {
-    "pod_uid": "kubelet/sockets.py",
-    "kubeconfig": "kube/kubeconfig.py",
-    "http_endpoint": "observability/http.py",
-    "simulate": "simulator",
-    "simulator_dir": "simulator",
-    "sharing": "the configuration file",
-    "dynamic_mig": "a switch",
-    "dynamic_mig_gpus": "the configuration file",
-    "ignored_xids": "xid_list",
-    "fatal_xids": "the configuration file",
-    "taint_effects": "the configuration file",
-}
+WRONG = TABLES["wrong"] | {"node_name": [*TABLES["wrong"]["node_name"], "a" * 254]}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
@@ -191,7 +153,7 @@ def test_every_flag_has_its_range_and_form(name: str, value: object) -> None:
 
 
 def test_no_setting_is_forgotten() -> None:
-    assert {entry.name for entry in fields(Settings)} == WRONG.keys() | FREE.keys()
+    assert {entry.name for entry in fields(Settings)} == WRONG.keys() | TABLES["free"].keys()
 
 
 def test_all_faults_are_told_at_once() -> None:
@@ -226,19 +188,28 @@ def test_an_empty_path_is_none() -> None:
     assert resolve(given, None) == Settings(host_root="", nvidia_cdi_hook_path="", node_name="node-a")
 
 
-@pytest.mark.parametrize(
-    ("section", "channel"), [("off", None), ("false", None), ("0", 0), ("1048575", 1048575), ("all", "all")]
-)
-def test_imex_channels_of_the_file(write, section: str, channel: object) -> None:
-    path = write(f"imex: {{channel: {section}}}")
-    assert resolve({"node_name": "node-a"}, path).imex_channel == channel
-    assert resolve({"node_name": "node-a", "imex_channel": "7"}, path).imex_channel == 7
+@pytest.mark.parametrize("case", TABLES["cases"], ids=str)
+def test_file_and_flags_make_the_settings(write, case: dict[str, Any]) -> None:
+    found = resolve({"node_name": "n", **case.get("flags", {})}, write(case.get("file", "")))
+    assert {name: plain(getattr(found, name)) for name in case["has"]} == case["has"]
 
 
-def test_host_devices_of_the_file(write) -> None:
-    path = write("hostDevices: [nvswitch, gds, gds]")
-    assert resolve({"node_name": "node-a"}, path).host_devices == ("gds", "nvswitch")
-    assert resolve({"node_name": "node-a", "host_devices": " mofed,gds,"}, path).host_devices == (
-        "gds",
-        "mofed",
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_driver_name_must_be_one_that_cdi_takes_where_metadata_is_wanted() -> None:
+    with pytest.raises(InvalidConfigError, match="begins with a letter"):
+        resolve({"node_name": "n", "driver_name": "0.example.com", "device_metadata": "both"}, None)
+
+
+def test_section_of_mig_chooses_gpus(write) -> None:
+    path = write(
+        f"dynamicMig:\n  enabled: true\n  gpus:\n    productName: '*H100*'\n    uuids: [{GPU}]\n"
+        "    pciBusIDs: ['00000000:1B:00.0']\n"
     )
+    chosen = resolve({"node_name": "n"}, path).dynamic_mig_gpus
+    assert chosen.matches_gpu(Gpu(GPU, product_name="NVIDIA H100 NVL", pci_bus_id="0000:1b:00.0"))
+    assert not chosen.matches_gpu(Gpu(GPU, product_name="NVIDIA A100", pci_bus_id="0000:1b:00.0"))
+    assert not chosen.matches_gpu(Gpu(GPU, product_name="NVIDIA H100 NVL", pci_bus_id="0000:1c:00.0"))
+    assert Settings("n").dynamic_mig_gpus.matches_gpu(Gpu(GPU)), "all of them unless told"

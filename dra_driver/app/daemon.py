@@ -153,7 +153,7 @@ class Driver:
             host,
             partial(changes.tell, InventoryChanged()),
             partial(changes.tell, DriverReloaded()),
-            self.mig,
+            self.mig.ledger,
             partial(changes.tell, HardwareChanged()),
             detachments.now,
         )
@@ -406,7 +406,7 @@ class Driver:
         return [*self.probes.readiness(), *self.probes.notes()]
 
     def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
-        return self.mig.foreign_instances(gpu_uuid, existing)
+        return self.mig.ledger.foreign_instances(gpu_uuid, existing)
 
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """If this announcement fails, the publisher tries again."""

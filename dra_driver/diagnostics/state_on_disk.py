@@ -40,7 +40,9 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
         claims, lambda it: faults.append(f"the claim record {it.kept_as} cannot be read: {it.reason}")
     )
     ledger = MigLedger(
-        mig, reader=lambda it: faults.append(f"the MIG ledger file {it.kept_as} cannot be read: {it.reason}")
+        mig,
+        boot_id,
+        reader=lambda it: faults.append(f"the MIG ledger file {it.kept_as} cannot be read: {it.reason}"),
     )
     debts = Debts(
         owed,
@@ -121,11 +123,10 @@ class OwnershipOnDisk:
 
     def __init__(self, plugin_directory: Path, boot_id: str, *, ended: bool = False) -> None:
         directory, faults = plugin_directory / "mig", list[str]()
-        self._ledger = MigLedger(directory, reader=lambda _: None)
+        self._ledger = MigLedger(directory, boot_id, reader=lambda _: None)
         self._entries = [
             entry for entry in _read(self._ledger.all, directory, faults).values() if entry.boot_id == boot_id
         ]
-        self._boot_id = boot_id
         self._ended = ended
         self.unread = next(iter(faults), None)
 
@@ -141,7 +142,7 @@ class OwnershipOnDisk:
     def mode_is_ours(self, gpu_uuid: str) -> bool:
         """Whether the driver switched MIG mode on."""
         with suppress(StateError):
-            return self._ledger.mode_owned(gpu_uuid, self._boot_id)
+            return self._ledger.mode_owned(gpu_uuid)
         return False
 
     def makes_devices_of(self, gpu_uuid: str) -> bool:

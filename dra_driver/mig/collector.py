@@ -77,7 +77,6 @@ class MigCollector:
         self._hardware = context.hardware
         self._ledger = context.ledger
         self._users = context.users
-        self._boot_id = context.boot_id
         self._clock = context.clock
         self._devices = devices
         self._locks = locks
@@ -153,7 +152,7 @@ class MigCollector:
         wanted: set[str] = set()
         changed = False
         for device, entry in entries.items():
-            if is_left_over(entry, self._boot_id, users):
+            if is_left_over(entry, self._ledger.boot_id, users):
                 wanted.add(device)
                 changed |= self._tried(device, entry.gpu_uuid, partial(self._destroy, device))
         in_use = {entry.gpu_uuid for entry in entries.values()}
@@ -227,7 +226,7 @@ class MigCollector:
     def _destroy(self, device: str) -> bool:
         """Destroy a device that is still not wanted."""
         entry, users = self._ledger.get(device), self._users.by_device()
-        if entry is None or not is_left_over(entry, self._boot_id, users):
+        if entry is None or not is_left_over(entry, self._ledger.boot_id, users):
             return False
         # An orphan that a claim wants is in the way of a new one, which needs the MIG mode.
         keeps_mode = device in users
@@ -238,7 +237,7 @@ class MigCollector:
 
     def _leave_mode(self, gpu: GpuAddress) -> bool:
         """Leave a MIG mode that nobody needs. A mode of an older boot ended with that boot and is only forgotten."""
-        if not self._ledger.mode_owned(gpu.uuid, self._boot_id):
+        if not self._ledger.mode_owned(gpu.uuid):
             self._ledger.disown_mode(gpu.uuid)
             return False
         if gpu.uuid in self._users.gpu_uuids():
@@ -249,7 +248,7 @@ class MigCollector:
         """Destroy the GPU instances that the ledger does not know and that hold no device of a claim. Those that
         claims hold stay noted for later looks."""
         foreign = self._foreign[gpu_uuid]
-        ours = self._devices.ownership.entries_of(gpu_uuid)
+        ours = self._ledger.entries_of(gpu_uuid)
         lost = (self._foreign_names.get(name) for name in self._users.lost_devices())
         found = [
             FoundInstance(instance, self._hardware.compute_instances(*foreign.gpu, instance.gpu_instance_id))

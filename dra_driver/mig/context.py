@@ -29,7 +29,6 @@ class MigContext:
     hardware: MigHardware
     ledger: MigLedger
     users: MigUsers
-    boot_id: str
     observe: MigObserver
     left_over: Callable[[], None]
     operation: Callable[[], AbstractContextManager[object]]

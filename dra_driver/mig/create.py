@@ -51,7 +51,6 @@ from dra_driver.errors import (
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.destroy import InstanceDestroyer
 from dra_driver.mig.mode import MigMode
-from dra_driver.mig.ownership import LedgerOwnership
 from dra_driver.mig.rules.ownership import at_slot, is_ours
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
@@ -70,9 +69,7 @@ class MigDevices:
         self._hardware = context.hardware
         self._ledger = context.ledger
         self._users = context.users
-        self._boot_id = context.boot_id
         self._destroyer = InstanceDestroyer(context)
-        self.ownership = LedgerOwnership(context.ledger, context.boot_id)
         self.mode = MigMode(context)
 
     @property
@@ -141,7 +138,7 @@ class MigDevices:
             profile_id=step.profile_id,
             profile_name=step.profile_name,
             placement=step.placement,
-            boot_id=self._boot_id,
+            boot_id=self._ledger.boot_id,
         )
         try:
             self._ledger.save(entry)
@@ -175,7 +172,7 @@ class MigDevices:
         self._ledger.delete(entry.device)
         return any(
             self._destroyer.expects(other.device) and other.placement.overlaps(entry.placement)
-            for other in self.ownership.entries_of(entry.gpu_uuid).values()
+            for other in self._ledger.entries_of(entry.gpu_uuid).values()
         )
 
     def _add_compute_instance(self, entry: OwnedInstance, gpu_instance_id: int) -> OwnedInstance:
@@ -224,7 +221,7 @@ class MigDevices:
         else's, DeviceBusyError if one is in use; nothing is destroyed then."""
         if not in_the_way:
             return
-        entries = self.ownership.entries_of(gpu.uuid)
+        entries = self._ledger.entries_of(gpu.uuid)
         users = self._users.by_device()
         unused: list[tuple[GpuInstance, OwnedInstance]] = []
         for instance in in_the_way:
@@ -291,7 +288,7 @@ class MigDevices:
     def _entry(self, device: str) -> OwnedInstance | None:
         """The device's entry of this boot; that of an older one speaks of an instance that is gone."""
         entry = self._ledger.get(device)
-        if entry is not None and entry.boot_id != self._boot_id:
+        if entry is not None and entry.boot_id != self._ledger.boot_id:
             self._ledger.delete(device)
             return None
         return entry

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -20,16 +20,14 @@ from dra_driver.errors import StateError
 from dra_driver.files.fields import Shape
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.mig.ledger_codec import ENTRY, MODE, OwnedMode, decode, decode_entry, encode
+from dra_driver.mig.rules.ownership import Slot, instances_to_withhold
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mig import GpuInstance, OwnedInstance
 
 _log = structlog.get_logger(__name__)
 
 V = TypeVar("V")
-M = TypeVar("M")
 Clock = Callable[[], float]
-Slot = tuple[str, int, int]
-"""GPU UUID, profile ID and start: where a GPU instance is or was."""
 
 _WHAT = "MIG ledger file"
 _MODE_PREFIX = "mode-"
@@ -37,16 +35,15 @@ _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 
 
-class _Remembered(Generic[V, M]):
-    """Files of one kind, and a mark of each that went away in the last 30 s, by us or the other instance."""
+class _Remembered(Generic[V]):
+    """Files of one kind, and each value that went away in the last 30 s, by us or the other instance."""
 
-    def __init__(self, store: JsonStore[V], shape: Shape[V], mark: Callable[[V], M], clock: Clock) -> None:
+    def __init__(self, store: JsonStore[V], shape: Shape[V], clock: Clock) -> None:
         self._store = store
         self._shape = shape
-        self._mark = mark
         self._clock = clock
-        self._there: dict[str, M] = {}
-        self._gone: dict[M, float] = {}
+        self._there: dict[str, V] = {}
+        self._gone: dict[V, float] = {}
         self._lock = threading.Lock()
 
     def get(self, name: str) -> V | None:
@@ -79,18 +76,18 @@ class _Remembered(Generic[V, M]):
         self._store.delete(name, durable=False)
         self._note(name, None)
 
-    def gone(self) -> frozenset[M]:
-        """The marks of what went away in the last 30 s."""
+    def gone(self) -> frozenset[V]:
+        """What went away in the last 30 s."""
         limit = self._clock() - _REMEMBERED_S
         with self._lock:
-            self._gone = {mark: moment for mark, moment in self._gone.items() if moment >= limit}
+            self._gone = {value: moment for value, moment in self._gone.items() if moment >= limit}
             return frozenset(self._gone)
 
     def _note(self, name: str, value: V | None) -> None:
         with self._lock:
             before = self._there.pop(name, None)
             if value is not None:
-                self._there[name] = self._mark(value)
+                self._there[name] = value
             elif before is not None:
                 self._gone[before] = self._clock()
 
@@ -104,25 +101,28 @@ class MigLedger:
     def __init__(
         self,
         directory: Path,
+        boot_id: str | None,
         clock: Clock = time.monotonic,
         reader: Callable[[UnreadableFile], None] | None = None,
     ) -> None:
-        """A `reader` only looks: it is told of what cannot be read, and every file stays where it is."""
+        """`boot_id` is that of the boot now; with None nothing is ours. A `reader` only looks: it is told of
+        what cannot be read, and every file stays where it is."""
         self._directory = directory
+        self.boot_id = boot_id or ""
         tell, only_reads = reader or _tell, reader is not None
         entries = JsonStore(
             directory, _WHAT, self._decode_entry, tell, is_name=_is_device, only_reads=only_reads
         )
         modes = JsonStore(directory, _WHAT, self._decode_mode, tell, is_name=_is_mode, only_reads=only_reads)
-        self._entries = _Remembered(entries, ENTRY, lambda entry: (entry.boot_id, _slot_of(entry)), clock)
-        self._modes = _Remembered(modes, MODE, lambda mode: (mode.gpu_uuid, mode.boot_id), clock)
+        self._entries = _Remembered(entries, ENTRY, clock)
+        self._modes = _Remembered(modes, MODE, clock)
 
-    def open(self, boot_id: str) -> None:
+    def open(self) -> None:
         """Create the directory, and clear away what a killed writer left, and what a power cut tore. Raises:
         StateError."""
         open_directory(
             self._directory,
-            boot_id,
+            self.boot_id,
             lambda subject: _log.info("mig_ledger_entry_torn", subject=subject),
             durable=False,
         )
@@ -143,37 +143,54 @@ class MigLedger:
         """Remove a device's entry; nothing happens if there is none. Raises: StateError."""
         self._entries.delete(_checked_device(device))
 
-    def owned_lately(self, boot_id: str) -> frozenset[Slot]:
-        """Where instances of ours of this boot are, or were until 30 s ago: a look at the hardware that began
-        before a removal must not take our own instance for somebody else's.
+    def created_instance(self, device: str) -> OwnedInstance | None:
+        """The device as it was made in this boot, with IDs and UUID; None if it was not. Raises: StateError."""
+        entry = self.get(device)
+        is_made = entry is not None and entry.boot_id == self.boot_id and entry.phase == "created"
+        return entry if is_made else None
 
-        Raises: StateError.
-        """
-        now = {_slot_of(entry) for entry in self.all().values() if entry.boot_id == boot_id}
-        return frozenset(now | {slot for boot, slot in self._entries.gone() if boot == boot_id})
+    def entries_of(self, gpu_uuid: str) -> Mapping[Slot, OwnedInstance]:
+        """A GPU's entries of this boot by slot. Raises: StateError."""
+        return {entry.slot: entry for entry in self.all().values() if self._is_here(entry, gpu_uuid)}
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        """Those of a GPU's instances that are not to be given out: somebody else's, and orphans of ours, which are
+        marked `leaving`. What was ours until 30 s ago is not somebody else's: `existing` may come from a look at the
+        hardware that began before a removal. Needs no lock. Raises: StateError."""
+        if not existing:
+            return ()
+        # In this order: what is removed between the two looks must not seem to be somebody else's.
+        now = self.entries_of(gpu_uuid)
+        lately = {entry.slot for entry in self._entries.gone() if self._is_here(entry, gpu_uuid)}
+        orphans = {slot for slot, entry in self.entries_of(gpu_uuid).items() if entry.phase == "orphan"}
+        return instances_to_withhold(existing, now.keys() | lately, orphans)
+
+    def _is_here(self, entry: OwnedInstance, gpu_uuid: str) -> bool:
+        return entry.gpu_uuid == gpu_uuid and entry.boot_id == self.boot_id
 
     # --- MIG mode ------------------------------------------------------------------------------
 
-    def mode_owned(self, gpu_uuid: str, boot_id: str) -> bool:
+    def mode_owned(self, gpu_uuid: str) -> bool:
         """Whether we switched the GPU's MIG mode on in this boot. Raises: StateError."""
         mode = self._modes.get(_mode_name(gpu_uuid))
-        return mode is not None and mode.boot_id == boot_id
+        return mode is not None and mode.boot_id == self.boot_id
 
-    def own_mode(self, gpu_uuid: str, pci_bus_id: str | None, boot_id: str) -> None:
+    def own_mode(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
         """Remember that we switch the GPU's MIG mode on; an error with which the disk takes it only later is not seen.
 
         Raises: StateError.
         """
-        self._modes.save(_mode_name(gpu_uuid), OwnedMode(gpu_uuid, pci_bus_id, boot_id))
+        self._modes.save(_mode_name(gpu_uuid), OwnedMode(gpu_uuid, pci_bus_id, self.boot_id))
 
     def disown_mode(self, gpu_uuid: str) -> None:
         """Forget it; nothing happens if there is nothing. Raises: StateError."""
         self._modes.delete(_mode_name(gpu_uuid))
 
-    def mode_owned_lately(self, gpu_uuid: str, boot_id: str) -> bool:
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
         """As `mode_owned`; also where it was given up, or was seen to be gone through the other instance, less than
-        30 s ago, for a look at the hardware that began before that. Raises: StateError."""
-        return self.mode_owned(gpu_uuid, boot_id) or (gpu_uuid, boot_id) in self._modes.gone()
+        30 s ago, for a look at the hardware that began before that. Needs no lock. Raises: StateError."""
+        gone = {(mode.gpu_uuid, mode.boot_id) for mode in self._modes.gone()}
+        return self.mode_owned(gpu_uuid) or (gpu_uuid, self.boot_id) in gone
 
     def owned_modes(self) -> Mapping[str, OwnedMode]:
         """The GPUs whose MIG mode we switched on, in any boot, by UUID. Raises: StateError."""
@@ -186,10 +203,6 @@ class MigLedger:
 
     def _decode_mode(self, name: str, content: bytes) -> OwnedMode:
         return decode(MODE, content, self._directory / f"{name}.json")
-
-
-def _slot_of(entry: OwnedInstance) -> Slot:
-    return (entry.gpu_uuid, *entry.slot)
 
 
 def _is_device(name: str) -> bool:

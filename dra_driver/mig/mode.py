@@ -22,7 +22,6 @@ class MigMode:
         self._context = context
         self._hardware = context.hardware
         self._ledger = context.ledger
-        self._boot_id = context.boot_id
 
     def is_on(self, gpu: GpuAddress) -> bool:
         """Whether the GPU is in MIG mode now."""
@@ -38,7 +37,7 @@ class MigMode:
             )
         if mode[0]:
             return
-        self._ledger.own_mode(*gpu, self._boot_id)
+        self._ledger.own_mode(*gpu)
         try:
             self._switch(gpu, "on")
         except Exception:
@@ -48,7 +47,7 @@ class MigMode:
     def leave(self, gpu: GpuAddress) -> None:
         """Have the GPU out of the mode that we switched on. Raises: ClaimRefusedError if somebody else did."""
         if self.is_on(gpu):
-            if not self._ledger.mode_owned(gpu.uuid, self._boot_id):
+            if not self._ledger.mode_owned(gpu.uuid):
                 raise ClaimRefusedError(
                     f"GPU {gpu.uuid} was put into MIG mode by somebody else and cannot be used whole; switch the "
                     "mode off by hand (nvidia-smi --multi-instance-gpu 0), or delete the pod"
@@ -61,7 +60,7 @@ class MigMode:
 
         Raises: DeviceBusyError, RetryableError, StateError.
         """
-        if not self._ledger.mode_owned(gpu.uuid, self._boot_id):
+        if not self._ledger.mode_owned(gpu.uuid):
             return False
         if self.is_on(gpu):
             if self._hardware.instances(*gpu):

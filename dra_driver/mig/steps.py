@@ -28,6 +28,7 @@ class MigSteps:
     def __init__(self, context: MigContext, devices: MigDevices, proc: str) -> None:
         """`proc` is the host's procfs."""
         self._operation = context.operation
+        self._ledger = context.ledger
         self._users = context.users
         self._devices = devices
         self._proc = proc
@@ -62,7 +63,7 @@ class MigSteps:
         """Whether the device was made in this boot and the driver still shows its capability files."""
         if not isinstance(step, CreateMig):
             return True
-        entry = self._devices.ownership.created_instance(step.device)
+        entry = self._ledger.created_instance(step.device)
         if entry is None:
             return False
         minor, gpu_instance, compute = entry.gpu_minor, entry.gpu_instance_id, entry.compute_instance_id

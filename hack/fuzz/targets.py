@@ -242,11 +242,11 @@ def ledger_file(content: bytes, directory: Path) -> None:
     """The MIG ledger with a bad entry and a bad mode in it."""
     for name in ("gpu-4cf8db2d-mig-1g10gb-19-2", f"mode-{GPU}"):
         (directory / f"{name}.json").write_bytes(content)
-    kept = MigLedger(directory)
+    kept = MigLedger(directory, "boot")
     if any(not is_dns_label(device) for device in kept.all()):
         raise AssertionError("a device of any name")
     kept.owned_modes()
-    kept.owned_lately("boot")
+    kept.mode_is_ours(GPU)
 
 
 def health_file(content: bytes) -> None:

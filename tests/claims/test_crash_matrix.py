@@ -1,11 +1,10 @@
-"""The process dies in a Prepare: what others get of its devices, and what a second death, another allocation or other
-settings change. That the next call ends where an uninterrupted one would, `test_crash_matrix_kinds` shows."""
+"""The process dies in a Prepare: what others get of its devices, and what another allocation or other settings
+change. That the next call ends where an uninterrupted one would, `test_crash_matrix_kinds` shows."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +72,6 @@ PREPARE_POINTS = {
 }
 
 
-@pytest.fixture
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, dict[str, bytes]]:
-    node = Node(tmp_path_factory.mktemp("uninterrupted"), MIXED)
-    answer = node.prepare(WANTED)
-    assert isinstance(answer, Prepared)
-    return answer, node.files()
-
-
 def without_temporary(node: Node) -> dict[str, bytes]:
     return {
         name: content for name, content in node.files().items() if not name.endswith(files.TEMPORARY_SUFFIX)
@@ -114,22 +105,6 @@ def test_prepare_with_another_allocation_leaves_nothing_of_the_dead_one(node: No
     assert [held.device for held in record.devices] == [GPU_1]
     assert following.specs.list() == {"uid-1": (GPU_1,)}
     assert isinstance(following.prepare(claim(GPU_0, uid="uid-2")), Prepared)
-
-
-@pytest.mark.parametrize("point", PREPARE_POINTS.values(), ids=PREPARE_POINTS)
-def test_second_prepare_may_die_as_well(
-    node: Node,
-    point: Point,
-    uninterrupted: tuple[Prepared, dict[str, bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    second = die_in(node, lambda: node.prepare(WANTED), point)
-    with monkeypatch.context() as patch:
-        point(second, patch)
-        with suppress(Crash):
-            second.prepare(WANTED)
-    third = second.restarted()
-    assert (third.prepare(WANTED), without_temporary(third)) == uninterrupted
 
 
 RENAMES_WITH_METADATA = 7

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.claim import Prepared
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
-from tests.fakes.kindnode import KINDS, KindNode, Site
+from tests.fakes.kindnode import EFFECTS, KINDS, KindNode, Site
 from tests.fakes.preparing import Crash
 
 XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
@@ -91,33 +93,7 @@ def case(request: pytest.FixtureRequest, site: Site, memory_path: Path) -> Case:
     return Case(site, memory_path / "node", request.param)
 
 
-EFFECTS_OF_PREPARE = {
-    "plain": [],
-    "several requests": ["set_time_slice"],
-    "static MIG": [],
-    "admin access": [],
-    "time-slicing": ["set_time_slice"],
-    "MPS settings": ["ensure"],
-    "MPS over several GPUs": ["ensure"],
-    "share": ["ensure"],
-    "share beside another": ["ensure"],
-    "MIG on demand": ["set_mode", "create", "create_compute"],
-    "MIG on demand beside another": ["create", "create_compute"],
-    "whole GPU that may be cut": [],
-    "metadata": ["set_time_slice"],
-    "MIG on demand with MPS and metadata": ["set_mode", "create", "create_compute", "ensure"],
-}
-EFFECTS_OF_UNPREPARE = EFFECTS_OF_PREPARE | {
-    "MPS settings": ["stop"],
-    "MPS over several GPUs": ["stop", "stop"],
-    "share": ["stop"],
-    "share beside another": [],
-    "MIG on demand": ["destroy_compute", "destroy", "set_mode"],
-    "MIG on demand beside another": ["destroy_compute", "destroy"],
-    "MIG on demand with MPS and metadata": ["stop", "destroy_compute", "destroy", "set_mode"],
-}
-_EFFECTS = {"set_time_slice", "ensure", "stop", "set_mode", "create", "create_compute"}
-_EFFECTS |= {"destroy_compute", "destroy"}
+EXPECTED = yaml.safe_load(Path(__file__).with_name("effects.yaml").read_text())
 
 
 def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
@@ -125,12 +101,12 @@ def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
     node = case.fresh()
     with node.dying(None) as changes:
         case.prepare(node)
-    assert [change for change in changes if change in _EFFECTS] == EFFECTS_OF_PREPARE[case.name]
+    assert [change for change in changes if change in EFFECTS] == EXPECTED[case.name]["prepare"]
     assert changes.count("replace") >= 3, "the record twice, and the CDI spec"
     assert node.state() != untouched
     with node.dying(None) as changes:
         case.unprepare(node)
-    assert [change for change in changes if change in _EFFECTS] == EFFECTS_OF_UNPREPARE[case.name]
+    assert [change for change in changes if change in EFFECTS] == EXPECTED[case.name]["unprepare"]
     assert changes.count("unlink") >= 2
     assert node.state() == untouched
 
@@ -159,3 +135,25 @@ def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(case: Case) -> N
     expected = case.uninterrupted()
     for point, node in case.dead_unprepares():
         assert (case.prepare(node), node.state()) == expected, point
+
+
+@pytest.mark.parametrize("case", ["several requests", "MIG on demand"], indirect=True)
+def test_second_prepare_may_die_as_well(case: Case) -> None:
+    untouched, expected = case.untouched(), case.uninterrupted()
+    for number, (point, node) in enumerate(case.dead_prepares(), 1):
+        with node.dying(number), suppress(Crash):
+            case.prepare(node)
+        third = node.restarted()
+        assert (case.prepare(third), third.state()) == expected, point
+        assert (case.unprepare(third), third.state()) == (None, untouched), point
+
+
+@pytest.mark.parametrize("case", ["MIG on demand", "MIG on demand beside another"], indirect=True)
+@pytest.mark.parametrize("call", ["prepare", "unprepare"])
+def test_start_clears_a_mig_device_away_whose_record_was_lost(case: Case, call: str) -> None:
+    untouched = case.untouched()["GPUs"]
+    for point, node in case.dead_prepares() if call == "prepare" else case.dead_unprepares():
+        node.records.delete(KINDS[case.name].wanted(case.site).ref.uid)
+        node.specs.remove(KINDS[case.name].wanted(case.site).ref.uid)
+        following = node.restarted()
+        assert (following.state()["GPUs"], following.collector.stuck()) == (untouched, {}), point

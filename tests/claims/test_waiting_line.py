@@ -65,12 +65,37 @@ def attempt(wanted: AllocatedClaim, deadline: float) -> PrepareAttempt:
     return PrepareAttempt(wanted.ref, KubeletCall(0, deadline), wanted)
 
 
+IN_USE = "MIG device x is in use by process 4711"
+
+
+def busy(_subject: object) -> None:
+    raise DeviceBusyError(IN_USE)
+
+
+def busy_at_first(tries: list[int]) -> Callable[[object], None]:
+    """Busy three times, and free then."""
+
+    def undecided(subject: object) -> None:
+        tries.append(1)
+        if len(tries) < 4:
+            busy(subject)
+
+    return undecided
+
+
 class Calls:
     """Prepares in threads of their own."""
 
     def __init__(self) -> None:
         self.threads: dict[str, threading.Thread] = {}
         self.answers: dict[str, object] = {}
+
+    def waits(self, node: Node, *wanted: AllocatedClaim) -> None:
+        """These come one after the other, and each waits."""
+        for each in wanted:
+            before = node.line.waiting
+            self.prepare(node, each)
+            waits(node, *before, each.ref.uid)
 
     def prepare(self, node: Node, wanted: AllocatedClaim, deadline_s: float | None = None) -> None:
         def run() -> None:
@@ -91,12 +116,24 @@ def node(tmp_path: Path) -> Node:
 
 
 @pytest.fixture
+def restless(tmp_path: Path) -> Node:
+    """Here who waits looks and asks again at once."""
+    return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
+
+
+@pytest.fixture
 def calls() -> Calls:
     return Calls()
 
 
 def delete(node: Node) -> None:
     del node.claims.allocated["holder"]
+
+
+def leaving(node: Node, departs: Callable[[Node], None] = delete) -> None:
+    """A holder that will not stay."""
+    node.prepare(HOLDER)
+    departs(node)
 
 
 def replace_it(node: Node) -> None:
@@ -123,10 +160,8 @@ def leave_unused(node: Node) -> None:
 def test_prepare_waits_for_the_unprepare_of_a_holder_that_is_leaving(
     node: Node, calls: Calls, departs: Callable[[Node], None]
 ) -> None:
-    node.prepare(HOLDER)
-    departs(node)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
+    leaving(node, departs)
+    calls.waits(node, claim(GPU_0))
     assert node.unprepare(HOLDER) is None
     assert isinstance(calls.answer("uid-1"), Prepared)
     assert (list(node.records.all()), node.outcomes.waits, node.waited_for) == (
@@ -182,8 +217,7 @@ def test_the_release_of_one_user_is_enough_when_a_device_is_full(
     full: Node, calls: Calls, leaving: str
 ) -> None:
     full.claims.unused.add(leaving)
-    calls.prepare(full, sharer("new"))
-    waits(full, "new")
+    calls.waits(full, sharer("new"))
     assert full.unprepare(sharer(leaving)) is None
     assert isinstance(calls.answer("new"), Prepared)
     assert full.waited_for == [leaving]
@@ -208,10 +242,7 @@ def test_a_second_claim_waits_no_longer_when_the_first_in_line_got_the_place(
     full: Node, calls: Calls
 ) -> None:
     full.claims.unused.add("two")
-    calls.prepare(full, sharer("first"))
-    waits(full, "first")
-    calls.prepare(full, sharer("second"))
-    waits(full, "first", "second")
+    calls.waits(full, sharer("first"), sharer("second"))
     assert full.unprepare(sharer("two")) is None
     assert isinstance(calls.answer("first"), Prepared)
     assert FULL in error_of(calls.answer("second"))
@@ -293,19 +324,15 @@ def test_unprepare_that_has_no_lock_yet_is_waited_for_without_the_api_server(
 
 
 def test_unprepare_in_the_other_instance_is_noticed(node: Node, calls: Calls) -> None:
-    node.prepare(HOLDER)
-    delete(node)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
+    leaving(node)
+    calls.waits(node, claim(GPU_0))
     assert node.restarted().unprepare(HOLDER) is None
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
 def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
-    node.prepare(HOLDER)
-    delete(node)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
+    leaving(node)
+    calls.waits(node, claim(GPU_0))
     with node.locks.hold([MIXED.by_name[GPU_0].gpu.uuid], 1), node.claim_locks.hold("uid-1", 1):
         pass
     node.unprepare(HOLDER)
@@ -315,8 +342,7 @@ def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
 def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_goes_on(
     node: Node, calls: Calls
 ) -> None:
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     files = node.files()
     text = error_of(node.prepare(claim(GPU_0), 2.8))
     assert text.startswith(
@@ -325,8 +351,7 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
     )
     assert (node.files(), node.line.waiting, node.outcomes.waits) == (files, [], ["uid-1"])
     assert node.outcomes.told[-1] == ("prepare", "RetryableError")
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
+    calls.waits(node, claim(GPU_0))
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
 
@@ -334,8 +359,7 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
 def test_who_waits_in_vain_hears_what_still_computes_on_the_device(tmp_path: Path, calls: Calls) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01, stop_s=0))
     node.users["holder"] = "process 4711 (python3) still computes on it"
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     for uid in ("uid-1", "uid-2"):
         calls.prepare(node, claim(GPU_0, uid=uid))
     eventually(lambda: len(node.line.waiting) == 2)
@@ -351,8 +375,7 @@ def test_who_waits_in_vain_hears_what_still_computes_on_the_device(tmp_path: Pat
 def test_nobody_asks_what_computes_when_there_is_no_time_for_it(tmp_path: Path, calls: Calls) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01, stop_s=0, users_s=3600))
     node.users["holder"] = "process 4711 (python3) still computes on it"
-    node.prepare(HOLDER)
-    deallocate(node)
+    leaving(node, deallocate)
     calls.prepare(node, claim(GPU_0))
     eventually(lambda: len(node.claims.looks) > 3)
     node.line.stop()
@@ -360,11 +383,8 @@ def test_nobody_asks_what_computes_when_there_is_no_time_for_it(tmp_path: Path, 
 
 
 def test_those_who_wait_are_served_in_order_and_the_next_is_told_who_has_it(node: Node, calls: Calls) -> None:
-    node.prepare(HOLDER)
-    delete(node)
-    for number in range(4):
-        calls.prepare(node, claim(GPU_0, uid=f"uid-{number}"))
-        waits(node, *(f"uid-{before}" for before in range(number + 1)))
+    leaving(node)
+    calls.waits(node, *(claim(GPU_0, uid=f"uid-{number}") for number in range(4)))
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-0"), Prepared)
     for number in range(1, 4):
@@ -374,12 +394,9 @@ def test_those_who_wait_are_served_in_order_and_the_next_is_told_who_has_it(node
 
 def test_each_gets_the_device_when_the_one_before_leaves(node: Node, calls: Calls) -> None:
     """Pods that are force-deleted and made anew, faster than they are torn down."""
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     node.claims.unused |= {f"uid-{number}" for number in range(4)}
-    for number in range(4):
-        calls.prepare(node, claim(GPU_0, uid=f"uid-{number}"))
-        waits(node, *(f"uid-{before}" for before in range(number + 1)))
+    calls.waits(node, *(claim(GPU_0, uid=f"uid-{number}") for number in range(4)))
     last = HOLDER
     for number in range(4):
         assert node.unprepare(last) is None
@@ -389,10 +406,8 @@ def test_each_gets_the_device_when_the_one_before_leaves(node: Node, calls: Call
 
 def test_who_comes_later_does_not_overtake(node: Node, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is free already, but the one who waits for it was not woken yet."""
-    node.prepare(HOLDER)
-    delete(node)
-    calls.prepare(node, claim(GPU_0, uid="uid-1"))
-    waits(node, "uid-1")
+    leaving(node)
+    calls.waits(node, claim(GPU_0, uid="uid-1"))
     read, go_on = node.claim_locks.hold, threading.Event()
 
     def slowly(uid: str, *more: Any) -> object:
@@ -401,8 +416,7 @@ def test_who_comes_later_does_not_overtake(node: Node, calls: Calls, monkeypatch
 
     monkeypatch.setattr(node.claim_locks, "hold", slowly)
     node.unprepare(HOLDER)
-    calls.prepare(node, claim(GPU_0, uid="uid-2"))
-    waits(node, "uid-1", "uid-2")
+    calls.waits(node, claim(GPU_0, uid="uid-2"))
     go_on.set()
     assert isinstance(calls.answer("uid-1"), Prepared)
     assert "is held by claim default/claim-uid-1" in error_of(calls.answer("uid-2"))
@@ -411,16 +425,14 @@ def test_who_comes_later_does_not_overtake(node: Node, calls: Calls, monkeypatch
 def test_neighbour_on_the_gpu_need_not_wait(node: Node, calls: Calls) -> None:
     node.prepare(claim(MIG_1G, uid="holder"))
     delete(node)
-    calls.prepare(node, claim(MIG_1G))
-    waits(node, "uid-1")
+    calls.waits(node, claim(MIG_1G))
     assert isinstance(node.prepare(claim(MIG_3G, uid="uid-2")), Prepared)
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
 def test_who_waits_leaves_the_line_when_its_call_is_over(node: Node, calls: Calls) -> None:
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     calls.prepare(node, claim(GPU_0, uid="uid-1"), 2.8)
     waits(node, "uid-1")
     calls.prepare(node, claim(GPU_0, uid="uid-2"))
@@ -431,48 +443,36 @@ def test_who_waits_leaves_the_line_when_its_call_is_over(node: Node, calls: Call
 
 
 def test_who_waits_is_let_go_when_it_is_unprepared_itself(node: Node, calls: Calls) -> None:
-    node.prepare(HOLDER)
-    delete(node)
-    calls.prepare(node, claim(GPU_0, uid="uid-1"))
-    waits(node, "uid-1")
-    calls.prepare(node, claim(GPU_0, uid="uid-2"))
-    waits(node, "uid-1", "uid-2")
+    leaving(node)
+    calls.waits(node, claim(GPU_0, uid="uid-1"), claim(GPU_0, uid="uid-2"))
     assert node.unprepare(claim(GPU_0, uid="uid-1")) is None
     assert "unprepared while this call was under way" in error_of(calls.answer("uid-1"))
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-2"), Prepared)
 
 
-def test_holder_that_stays_after_all_is_named(tmp_path: Path, calls: Calls) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
-    node.prepare(HOLDER)
-    deallocate(node)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
-    node.claims.deallocated.clear()
+def test_holder_that_stays_after_all_is_named(restless: Node, calls: Calls) -> None:
+    leaving(restless, deallocate)
+    calls.waits(restless, claim(GPU_0))
+    restless.claims.deallocated.clear()
     assert "held by claim default/claim-holder" in error_of(calls.answer("uid-1"))
-    assert node.outcomes.waits == ["uid-1"]
+    assert restless.outcomes.waits == ["uid-1"]
 
 
-def test_silence_after_the_answer_does_not_end_the_waiting(tmp_path: Path, calls: Calls) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
-    node.prepare(HOLDER)
-    deallocate(node)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
-    node.claims.down = True
-    before = len(node.claims.looks)
-    eventually(lambda: len(node.claims.looks) > before + 3)
-    node.unprepare(HOLDER)
+def test_silence_after_the_answer_does_not_end_the_waiting(restless: Node, calls: Calls) -> None:
+    leaving(restless, deallocate)
+    calls.waits(restless, claim(GPU_0))
+    restless.claims.down = True
+    before = len(restless.claims.looks)
+    eventually(lambda: len(restless.claims.looks) > before + 3)
+    restless.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
 def test_long_silence_ends_it_where_the_holder_may_have_come_back(tmp_path: Path, calls: Calls) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01, doubt_s=0.05))
-    node.prepare(HOLDER)
-    deallocate(node)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
+    leaving(node, deallocate)
+    calls.waits(node, claim(GPU_0))
     node.claims.down = True
     assert "is not known: look at claim" in error_of(calls.answer("uid-1"))
 
@@ -480,23 +480,13 @@ def test_long_silence_ends_it_where_the_holder_may_have_come_back(tmp_path: Path
 def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(busy_pause_s=0.01, busy_s=5))
     tries: list[int] = []
-
-    def busy(_plan: object) -> None:
-        tries.append(1)
-        if len(tries) < 4:
-            raise DeviceBusyError("MIG device x is in use by process 4711")
-
-    node.steps.on_do = busy
+    node.steps.on_do = busy_at_first(tries)
     assert isinstance(node.prepare(claim(GPU_0)), Prepared)
     assert (len(tries), node.outcomes.waits) == (4, ["uid-1"])
 
 
 def test_device_that_stays_busy_is_told_with_what_keeps_it(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(busy_pause_s=0.01, busy_s=0.05))
-
-    def busy(_plan: object) -> None:
-        raise DeviceBusyError("MIG device x is in use by process 4711")
-
     node.steps.on_do = busy
     assert error_of(node.prepare(claim(GPU_0))).endswith("in use by process 4711")
     assert node.files() == {}
@@ -610,9 +600,8 @@ def held_by_nobody() -> DeviceHeldError:
     [("preparing", True, True), ("preparing", False, False), ("prepared", True, False)],
 )
 def test_claim_that_is_being_prepared_is_waited_for_and_one_left_in_preparing_holds(
-    tmp_path: Path, calls: Calls, phase: Any, is_tried: bool, is_waited_for: bool
+    node: Node, calls: Calls, phase: Any, is_tried: bool, is_waited_for: bool
 ) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(ask_again_s=3600))
     node.prepare(HOLDER)
     prepared = node.records.get("holder")
     assert prepared is not None
@@ -630,15 +619,16 @@ def test_claim_that_is_being_prepared_is_waited_for_and_one_left_in_preparing_ho
 
 
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     (node.records.directory / "holder.json").write_text("{")
     assert "is held by claim ?/? (UID holder)" in error_of(node.prepare(claim(GPU_0)))
 
 
-@pytest.mark.parametrize("busy", [None, DeviceBusyError, NvmlTransientError], ids=["held", "busy", "refused"])
+@pytest.mark.parametrize(
+    "error", [None, DeviceBusyError, NvmlTransientError], ids=["held", "busy", "refused"]
+)
 def test_nobody_keeps_the_driver_from_stopping(
-    tmp_path: Path, calls: Calls, busy: type[Exception] | None
+    tmp_path: Path, calls: Calls, error: type[Exception] | None
 ) -> None:
     pauses = {"busy_pause_s": 30, "refused_pause_s": 30, "refused_pause_most_s": 30}
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(stop_s=0.01, busy_s=30, refused_s=60, **pauses))
@@ -646,47 +636,36 @@ def test_nobody_keeps_the_driver_from_stopping(
 
     def refuse(_plan: object) -> None:
         begun.set()
-        assert busy is not None
-        raise busy("MIG device x is in use by process 4711")
+        assert error is not None
+        raise error(IN_USE)
 
-    if busy:
+    if error:
         node.steps.on_do = refuse
     else:
         node.prepare(HOLDER)
         delete(node)
     calls.prepare(node, claim(GPU_0))
-    if busy:
+    if error:
         assert begun.wait(10)
     else:
         waits(node, "uid-1")
     node.line.stop()
-    assert ("in use by" if busy else "still being torn down") in error_of(calls.answer("uid-1"))
+    assert ("in use by" if error else "still being torn down") in error_of(calls.answer("uid-1"))
 
 
-def test_unprepare_that_failed_is_finished_by_whoever_waits(tmp_path: Path, calls: Calls) -> None:
+def test_unprepare_that_failed_is_finished_by_whoever_waits(restless: Node, calls: Calls) -> None:
     """The kubelet wants it so; when it asks again is its own affair."""
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
-    node.prepare(HOLDER)
+    restless.prepare(HOLDER)
     tries: list[int] = []
-
-    def busy(_record: object) -> None:
-        tries.append(1)
-        if len(tries) < 4:
-            raise DeviceBusyError("MIG device x is in use by process 4711")
-
-    node.steps.on_undo = busy
-    assert "in use by" in error_of(node.unprepare(HOLDER))
-    assert isinstance(node.prepare(claim(GPU_0)), Prepared)
-    assert (list(node.records.all()), node.claims.looks, len(tries)) == (["uid-1"], [], 4)
-    assert node.unprepare(HOLDER) is None
+    restless.steps.on_undo = busy_at_first(tries)
+    assert "in use by" in error_of(restless.unprepare(HOLDER))
+    assert isinstance(restless.prepare(claim(GPU_0)), Prepared)
+    assert (list(restless.records.all()), restless.claims.looks, len(tries)) == (["uid-1"], [], 4)
+    assert restless.unprepare(HOLDER) is None
 
 
 def test_unprepare_that_failed_is_not_finished_once_the_claim_is_prepared_again(node: Node) -> None:
     node.prepare(HOLDER)
-
-    def busy(_record: object) -> None:
-        raise DeviceBusyError("MIG device x is in use by process 4711")
-
     node.steps.on_undo = busy
     assert "in use by" in error_of(node.unprepare(HOLDER))
     node.steps.on_undo = lambda record: None
@@ -701,10 +680,6 @@ def test_unprepare_that_failed_long_ago_takes_no_device_from_the_next_pod(
 ) -> None:
     """What was prepared is remembered for ten minutes only, what could not be unprepared for longer."""
     node.prepare(HOLDER)
-
-    def busy(_record: object) -> None:
-        raise DeviceBusyError("MIG device x is in use by process 4711")
-
     node.steps.on_undo = busy
     assert "in use by" in error_of(node.unprepare(HOLDER))
     node.steps.on_undo = lambda record: None
@@ -741,11 +716,9 @@ def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) 
 
 def test_who_waits_keeps_what_it_has_while_that_is_still_allocated_to_it(node: Node, calls: Calls) -> None:
     node.prepare(claim(GPU_1))
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     files = node.files()
-    calls.prepare(node, claim(GPU_0, GPU_1))
-    waits(node, "uid-1")
+    calls.waits(node, claim(GPU_0, GPU_1))
     with node.line.changed:
         node.line.line[0].withdrawn = True  # has it try again
         node.line.notify()
@@ -779,24 +752,21 @@ def test_release_is_seen_although_the_api_server_is_slow(
     assert len(asked) == 1
 
 
-def test_what_is_for_good_is_asked_once(tmp_path: Path, calls: Calls) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
-    node.prepare(HOLDER)
-    delete(node)
+def test_what_is_for_good_is_asked_once(restless: Node, calls: Calls) -> None:
+    leaving(restless)
     tries: list[int] = []
-    ahead = node.line.ahead_of
-    node.line.ahead_of = lambda place: tries.append(1) or ahead(place)  # type: ignore[func-returns-value, method-assign]
-    calls.prepare(node, claim(GPU_0))
+    ahead = restless.line.ahead_of
+    restless.line.ahead_of = lambda place: tries.append(1) or ahead(place)  # type: ignore[func-returns-value, method-assign]
+    calls.prepare(restless, claim(GPU_0))
     eventually(lambda: len(tries) > 3)
-    assert node.unprepare(HOLDER) is None
+    assert restless.unprepare(HOLDER) is None
     assert isinstance(calls.answer("uid-1"), Prepared)
-    assert node.claims.looks == ["holder"]
+    assert restless.claims.looks == ["holder"]
 
 
 def test_crash_while_it_waits_leaves_nothing(node: Node, calls: Calls) -> None:
     """The other instance does not know of the one that waits here, nor is anything on disk."""
-    node.prepare(HOLDER)
-    delete(node)
+    leaving(node)
     files = node.files()
     calls.prepare(node, claim(GPU_0), SOON_S)
     waits(node, "uid-1")
@@ -860,8 +830,7 @@ def test_shares_in_ways_that_exclude_each_other_wait_too(node: Node, calls: Call
     for share in shares:
         assert isinstance(node.prepare(share), Prepared)
         node.claims.unused.add(share.ref.uid)
-    calls.prepare(node, claim(GPU_0))
-    waits(node, "uid-1")
+    calls.waits(node, claim(GPU_0))
     for share in shares:
         node.unprepare(share)
     assert isinstance(calls.answer("uid-1"), Prepared)

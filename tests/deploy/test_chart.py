@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.test_daemonset import DAEMONSET, Manifest, kubectl, one, rendered
+from tests.deploy.test_daemonset import DAEMONSET, Manifest, assert_has, kubectl, one, rendered
 
 ROOT = DAEMONSET.parent
 sys.path.insert(0, str(ROOT / "hack"))
@@ -33,15 +33,14 @@ NAME = hack.NAME
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 Values = dict[str, Any]
 
-CHOICES = yaml.safe_load(Path(__file__).with_name("chart.yaml").read_text())
-VALUES: dict[str, Values] = CHOICES["values"]
-REFUSED: dict[frozenset[str], str] = {frozenset(entry["pair"]): entry["says"] for entry in CHOICES["refused"]}
-IN_AN_OVERLAY = {frozenset(pair) for pair in CHOICES["in_an_overlay"]}
-OVERLAYS: dict[str, Values] = CHOICES["overlays"]
-OVERLAYS["e2e-sharing"]["sharing"] = yaml.safe_load(
-    (DAEMONSET / "overlays/e2e-sharing/config.yaml").read_text()
-)["sharing"]
-E2E_IMAGE = {"repository": "localhost/gpu-dra-driver", "tag": "dev", "pullPolicy": "Never"}
+TABLES = yaml.safe_load((DATA / "components.yaml").read_text())
+VALUES: dict[str, Values] = TABLES["components"]
+REFUSED = {frozenset(row["pair"]): row["says"] for row in TABLES["refused"]}
+IN_AN_OVERLAY = set(map(frozenset, TABLES["in an overlay"]))
+OVERLAYS: dict[str, Values] = TABLES["overlays"]
+OVERLAYS["e2e-sharing"] |= {
+    "sharing": yaml.safe_load((DAEMONSET / "overlays/e2e-sharing/config.yaml").read_text())["sharing"]
+}
 
 
 def merged(*parts: Values) -> Values:
@@ -216,7 +215,7 @@ def test_the_mps_host_is_where_the_driver_is_and_has_its_driver_root(
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_the_chart_with_its_values(overlay: str) -> None:
-    values = merged({"simulator": {"enabled": True}, "image": E2E_IMAGE}, OVERLAYS[overlay])
+    values = merged(TABLES["every overlay"], OVERLAYS[overlay])
     made = canonical(rendered(DAEMONSET / "overlays" / overlay))
     made.pop(("RuntimeClass", "nvidia"), None)
     assert made == canonical(template(values))
@@ -300,28 +299,6 @@ def test_a_renamed_release_hangs_together(release: str, values: Values, expected
             ] in ([], [name for name in names["ConfigMap"] if name.endswith("-config")])
 
 
-def test_an_account_that_is_there_is_used() -> None:
-    manifests = template({"serviceAccount": {"create": False, "name": "mine"}})
-    assert "ServiceAccount" not in names_of(manifests)
-    assert one(manifests, "DaemonSet", NAME)["spec"]["template"]["spec"]["serviceAccountName"] == "mine"
-    [binding] = [entry for entry in manifests if entry["kind"] == "ClusterRoleBinding"]
-    assert [subject["name"] for subject in binding["subjects"]] == ["mine"]
-
-
-def test_openshift_admits_the_pods_and_others_get_no_binding() -> None:
-    values = {"mps": {"enabled": True}}
-    assert "RoleBinding" not in names_of(template(values))
-    manifests = template(values, "--api-versions", "security.openshift.io/v1")
-    [binding] = [entry for entry in manifests if entry["kind"] == "RoleBinding"]
-    accounts = {
-        entry["spec"]["template"]["spec"]["serviceAccountName"]
-        for entry in manifests
-        if entry["kind"] == "DaemonSet"
-    }
-    assert {subject["name"] for subject in binding["subjects"]} == accounts
-    assert binding["roleRef"]["name"] == "system:openshift:scc:privileged"
-
-
 INCUMBENT = CHART / "files/no-meaning.yaml"
 
 
@@ -341,36 +318,13 @@ def incumbents_defaults() -> Values:
     return merged(unused_values(), yaml.safe_load((DATA / "incumbents-values.yaml").read_text()))
 
 
-def test_a_values_file_of_nvidias_chart_installs_this_driver() -> None:
-    manifests = template(incumbents_defaults())
-    driver = one(manifests, "DaemonSet", NAME)["spec"]
-    pod = driver["template"]["spec"]
-    (container,) = pod["containers"]
-    env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert driver["updateStrategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}}
-    assert driver["template"]["metadata"]["annotations"] == {"a": "b"}
-    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "gpu"}
-    assert [toleration.get("effect") for toleration in pod["tolerations"]] == ["NoSchedule"]
-    assert pod["affinity"]["nodeAffinity"]
-    assert container["image"] == f"mirror.example.com/gpu-dra-driver:{VERSION}"
-    assert container["securityContext"] == {"privileged": True, "readOnlyRootFilesystem": True}
-    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
-        "metrics": 8090,
-        "healthcheck": 51516,
-    }
-    assert (env["HTTP_ENDPOINT"], env["METRICS_PATH"], env["HEALTHCHECK_PORT"]) == (":8090", "/m", "51516")
-    assert (env["DYNAMIC_MIG"], env["LOG_LEVEL"]) == ("true", "debug")
-    assert env["FEATURE_GATES"] == "DynamicMIG=true,MPSSupport=true,NVMLDeviceHealthCheck=true"
-    assert env["NVIDIA_FABRICMANAGER_ADDRESS"] == "x"
-    assert env["KUBELET_REGISTRAR_DIRECTORY_PATH"] == "/k/plugins_registry"
-    assert {"/k/plugins_registry", "/k/plugins"} <= {
-        mount["mountPath"] for mount in container["volumeMounts"]
-    }
-    assert (
-        one(manifests, "DaemonSet", f"{NAME}-mps")["spec"]["template"]["spec"]["nodeSelector"]["pool"]
-        == "gpu"
-    )
-    assert "NetworkPolicy" in names_of(manifests)
+@pytest.mark.parametrize(
+    "case", yaml.safe_load((DATA / "rendered.yaml").read_text()), ids=lambda case: case["what"]
+)
+def test_values_make_what_they_promise(case: dict[str, Any]) -> None:
+    values = case.get("values", {})
+    made = template(incumbents_defaults() if values == "NVIDIA's" else values, *case.get("arguments", ()))
+    assert_has(made, json.loads(json.dumps(case["has"]).replace("VERSION", VERSION)))
 
 
 @pytest.fixture(scope="module")
@@ -424,28 +378,6 @@ def test_bad_values_are_refused_with_the_path_or_a_sentence(case: dict[str, Any]
     assert len(faults) == 1, text
 
 
-def test_who_may_scrape_can_be_nobody() -> None:
-    """A rule without sources would let everybody in."""
-    policies = [
-        entry
-        for entry in template({"networkPolicies": {"enabled": True, "metricsFrom": []}})
-        if entry["kind"] == "NetworkPolicy"
-    ]
-    assert policies
-    assert not [entry["metadata"]["name"] for entry in policies if entry["spec"].get("ingress")]
-
-
-def test_an_image_can_be_named_by_its_digest() -> None:
-    digest = "registry.example.com/gpu-dra-driver@sha256:" + "a" * 64
-    images = {
-        container["image"]
-        for entry in template({"image": {"repository": digest}, "mps": {"enabled": True}})
-        if entry["kind"] == "DaemonSet"
-        for container in entry["spec"]["template"]["spec"]["containers"]
-    }
-    assert images == {digest}
-
-
 def test_a_server_that_is_too_old_is_refused() -> None:
     assert ">=1.34.0-0 which is incompatible with Kubernetes v1.33.4" in refusal(
         {}, "--kube-version", "1.33.4"
@@ -457,27 +389,9 @@ def test_the_default_namespace_is_refused_unless_it_is_wanted() -> None:
     assert template({"allowDefaultNamespace": True}, namespace="default")
 
 
-@pytest.mark.parametrize(
-    ("values", "root", "mounted"),
-    [
-        ({}, "/", "/"),
-        ({"driverRootPreset": "host"}, "/", "/"),
-        ({"driverRootPreset": "gpu-operator"}, "/run/nvidia/driver", "/run/nvidia"),
-        (
-            {"nvidiaDriverRoot": "/home/kubernetes/bin/nvidia"},
-            "/home/kubernetes/bin/nvidia",
-            "/home/kubernetes/bin",
-        ),
-        ({"nvidiaDriverRoot": "/srv/gpu/driver/"}, "/srv/gpu/driver", "/srv/gpu"),
-        # The directory above would hide what the image has there: the driver itself, its libraries, the token.
-        ({"nvidiaDriverRoot": "/opt/nvidia"}, "/opt/nvidia", "/opt/nvidia"),
-        ({"nvidiaDriverRoot": "/run/nvidia"}, "/run/nvidia", "/run/nvidia"),
-        ({"nvidiaDriverRoot": "/usr/lib/nvidia"}, "/usr/lib/nvidia", "/usr/lib/nvidia"),
-        ({"nvidiaDriverRoot": "/nvidia"}, "/nvidia", "/nvidia"),
-    ],
-)
-def test_the_driver_root_and_its_mount_agree(values: Values, root: str, mounted: str) -> None:
-    manifests = template(merged(values, VALUES["mps"]))
+@pytest.mark.parametrize("case", yaml.safe_load((DATA / "driver-roots.yaml").read_text()))
+def test_the_driver_root_and_its_mount_agree(case: dict[str, Any]) -> None:
+    root, manifests = case["root"], template(merged(case["values"], VALUES["mps"]))
     for name in (NAME, f"{NAME}-mps"):
         pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
         (container,) = pod["containers"]
@@ -491,12 +405,10 @@ def test_the_driver_root_and_its_mount_agree(values: Values, root: str, mounted:
         on_host = volumes["driver-root"].rstrip("/") + inside.rstrip("/").removeprefix(place)
         assert (on_host or "/") == root
         if name == NAME:
-            assert volumes["driver-root"] == mounted
+            assert volumes["driver-root"] == case["mounted"]
 
 
 def test_only_nodes_with_gpus_are_chosen_when_that_is_wanted() -> None:
-    plain = one(template({}), "DaemonSet", NAME)["spec"]["template"]["spec"]
-    assert "affinity" not in plain, "an upgrade takes the driver from no node"
     manifests = template({"kubeletPlugin": {"gpuNodesOnly": True}, "mps": {"enabled": True}})
     for name in (NAME, f"{NAME}-mps"):
         pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
@@ -505,25 +417,6 @@ def test_only_nodes_with_gpus_are_chosen_when_that_is_wanted() -> None:
         assert len(set(keys)) == len(keys) == 10
         assert {"nvidia.com/gpu.present", "cloud.google.com/gke-accelerator"} <= set(keys)
         assert "kubernetes.io/arch" not in json.dumps(pod), "every architecture"
-
-
-def test_egress_reaches_the_api_server_only_when_that_is_wanted() -> None:
-    values = {
-        "networkPolicies": {
-            "enabled": True,
-            "egress": {"enabled": True, "to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
-        }
-    }
-    found = {
-        entry["metadata"]["name"]: entry["spec"]
-        for entry in template(values)
-        if entry["kind"] == "NetworkPolicy"
-    }
-    assert found[NAME]["policyTypes"] == ["Ingress", "Egress"]
-    assert "egress" not in found[NAME], "nothing leaves the MPS host"
-    [rule] = found[f"{NAME}-api-server"]["egress"]
-    assert [port["port"] for port in rule["ports"]] == [443, 6443]
-    assert rule["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
 
 
 def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> None:
@@ -549,41 +442,13 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
     assert before != after, "a change rolls the DaemonSet"
 
 
-def test_faulty_parameters_are_refused_unless_a_warning_is_wanted() -> None:
-    def actions(values: Values) -> list[list[str]]:
-        return [
-            entry["spec"]["validationActions"]
-            for entry in template(values)
-            if entry["kind"] == "ValidatingAdmissionPolicyBinding"
-            and "parameters" in entry["metadata"]["name"]
-        ]
-
-    assert actions({}) == [["Deny"]]
-    assert actions({"parametersPolicy": {"action": "Warn"}}) == [["Warn"]]
-    assert actions({"parametersPolicy": {"enabled": False}}) == []
-
-
-def test_a_values_file_may_say_off_without_quotes() -> None:
-    """It is the boolean false in YAML."""
-    manifests = template({"deviceMetadata": False, "sharing": [{"mode": False}]})
-    env = one(manifests, "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert "DEVICE_METADATA" not in {entry["name"] for entry in env}
-
-
-def test_alerts_of_a_renamed_release_name_its_objects_and_its_job() -> None:
+def test_alerts_of_a_renamed_release_name_its_objects() -> None:
     values = merged(VALUES["monitoring"], VALUES["mps"], {"fullnameOverride": "other", "nameOverride": "drv"})
     manifests = template(values, name="r", namespace="elsewhere")
     text = json.dumps(one(manifests, "PrometheusRule", "other"))
     assert "kubectl -n elsewhere" in text
     assert "-n gpu-dra-driver " not in text
     assert "ds/other-mps" in text
-    monitor = one(manifests, "PodMonitor", "other")["spec"]
-    job = [
-        entry for entry in monitor["podMetricsEndpoints"][0]["relabelings"] if entry["targetLabel"] == "job"
-    ]
-    assert job == [{"targetLabel": "job", "replacement": "gpu-dra-driver"}]
-    labels = one(manifests, "DaemonSet", "other")["spec"]["template"]["metadata"]["labels"]
-    assert monitor["selector"]["matchLabels"].items() <= labels.items()
 
 
 def test_links_to_the_docs_begin_with_the_address_that_is_wanted() -> None:

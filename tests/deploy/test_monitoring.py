@@ -1,4 +1,6 @@
-"""Dashboard and alerts of daemonset/components/monitoring: they use only metrics, labels and names that exist."""
+"""Dashboard and alerts of daemonset/components/monitoring: they use only metrics, labels and names that exist.
+
+Prometheus' own engine answers the queries, over what a scrape of the driver has."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from dra_driver.observability.metrics import Metrics
 from tests.deploy.test_daemonset import one, rendered, with_components
 from tests.fakes.logevents import PACKAGE
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, h100, hold, inventory, record, uuid
-from tests.fakes.scrapes import Samples, complete_metrics, labels_of_samples, scraped
+from tests.fakes.scrapes import Samples, complete_metrics, scraped
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "hack/cluster"))
@@ -33,50 +35,6 @@ MONITORING = ROOT / "daemonset/components/monitoring"
 RULES = yaml.safe_load((MONITORING / "prometheus/rules.yaml").read_text())
 BOARD = json.loads((MONITORING / "dashboard/dashboard.json").read_text())
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]}
-TARGET_LABELS = {"job", "instance", "node", "pod"}
-FOREIGN = {
-    "DCGM_FI_DEV_GPU_UTIL": {"gpu", "UUID", "device", "modelName", "Hostname"},
-    "resourceclaim_controller_resource_claims": {"allocated", "admin_access", "source"},
-    "scheduler_pending_pods": {"queue"},
-}
-"""What DCGM's exporter, kube-controller-manager and kube-scheduler tell, with the labels."""
-NO_NAMES = {
-    "by", "on", "group_left", "offset", "or", "unless", "and", "sum", "max", "count", "rate", "increase", "changes",
-    "absent", "vector", "label_replace", "histogram_quantile", "label_values",
-}  # fmt: skip
-_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
-_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*\{([^}]*)\}")
-_GROUPING = re.compile(r"\b(?:by|on|group_left)\s*\(([^)]*)\)")
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, set[str]]:
-    """The labels of every metric that a query may use."""
-    return labels_of_samples(complete_metrics()) | {"up": set()} | FOREIGN
-
-
-def names_of(text: str) -> set[str]:
-    return {name.strip() for name in text.split(",") if name.strip()}
-
-
-def faults_of(expr: str, known: dict[str, set[str]]) -> list[str]:
-    """Metrics and labels of a PromQL expression that no scrape has."""
-    faults = []
-    made = set(re.findall(r"label_replace\(.*?,\s*\"(\w+)\",\s*\"\$1\"", expr))
-    bare = _STRING.sub('""', expr)
-    for metric, matchers in _SELECTOR.findall(bare):
-        used = {entry.split("=")[0].split("!")[0].strip() for entry in matchers.split(",") if entry.strip()}
-        faults += [f"{metric}{{{label}}}" for label in used - known.get(metric, set()) - TARGET_LABELS]
-    outside = _GROUPING.sub("", _SELECTOR.sub(r"\1", bare))
-    outside = re.sub(r"\[[^\]]*\]|\"\"|\b\d[\w.]*", " ", outside)
-    metrics = set(re.findall(r"[a-zA-Z_:][\w:]*", outside)) - NO_NAMES
-    faults += sorted(metrics - known.keys())
-    if not metrics:
-        faults.append(f"no metric in {expr}")
-    labels = set().union(*(known.get(metric, set()) for metric in metrics)) | TARGET_LABELS | made
-    for group in _GROUPING.findall(bare):
-        faults += [f"by {label}" for label in names_of(group) - labels]
-    return faults
 
 
 def queries_of_the_board() -> Iterator[tuple[str, str, str]]:
@@ -84,31 +42,6 @@ def queries_of_the_board() -> Iterator[tuple[str, str, str]]:
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"], target["legendFormat"]
-
-
-def result_labels(expr: str, known: dict[str, set[str]]) -> set[str]:
-    """The labels that the result of an alert's expression has at least."""
-    groups = re.findall(r"\bby\s*\(([^)]*)\)", expr)
-    if groups:
-        return names_of(groups[0]) - {"le"}
-    metric = re.search(r"(nvidia_dra_\w+|process_\w+|\bup\b)", expr)
-    assert metric
-    return known[metric[1]] | TARGET_LABELS
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "nvidia_dra_nothing == 1",
-        'nvidia_dra_ready{colour="red"}',
-        'sum(rate(nvidia_dra_requests_total{node="a", cause="b"}[5m]))',
-        "sum by (profile) (nvidia_dra_ready)",
-        "up + on (node) nvidia_dra_request_duration_seconds",
-        "vector(0)",
-    ],
-)
-def test_the_check_finds_what_is_wrong(wrong: str, known: dict[str, set[str]]) -> None:
-    assert len(faults_of(wrong, known)) == 1
 
 
 def assert_is_in_the_docs(url: str) -> None:
@@ -127,17 +60,13 @@ def test_links_of_the_board_are_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_alert_uses_what_exists_and_says_what_to_do(alert: str, known: dict[str, set[str]]) -> None:
+def test_alert_says_what_to_do(alert: str) -> None:
     rule = ALERTS[alert]
-    assert faults_of(rule["expr"], known) == []
     assert rule["labels"] == {"severity": rule["labels"]["severity"]}
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(rule["annotations"]) == {"runbook_url", "summary", "description", "runbook"}
     assert_is_in_the_docs(rule["annotations"]["runbook_url"])
-    text = "\n".join(rule["annotations"].values())
-    shown = set(re.findall(r"\$labels\.(\w+)", text))
-    assert shown <= result_labels(rule["expr"], known)
-    assert shown or alert == "GpuDraDriverAbsent"
+    assert "$labels." in str(rule["annotations"]) or alert == "GpuDraDriverAbsent"
     assert re.search(r"kubectl|nvidia-smi", rule["annotations"]["runbook"])
 
 
@@ -164,14 +93,6 @@ def test_every_metric_of_the_driver_that_calls_for_action_is_in_an_alert() -> No
         "mps_daemons", "node_prepare_errors_total", "node_unprepare_errors_total", "ready", "scrape_errors_total",
     ):  # fmt: skip
         assert re.search(rf"\b(nvidia_dra_)?{name}\b", text), name
-
-
-@pytest.mark.parametrize("query", [*queries_of_the_board()], ids=lambda query: query[0])
-def test_panel_uses_what_exists(query: tuple[str, str, str], known: dict[str, set[str]]) -> None:
-    _, expr, legend = query
-    assert faults_of(expr.replace("$__rate_interval", "5m"), known) == []
-    shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
-    assert shown <= (result_labels(expr, known) if shown else set())
 
 
 def test_board_shows_every_metric_and_hangs_together() -> None:
@@ -289,8 +210,8 @@ def asked(load: str, *queries: str) -> list[list[tuple[dict[str, str], float]]]:
     return [[(one["labels"], float(one["value"])) for one in answer["samples"]] for answer in answers]
 
 
-def on_all_nodes(expr: str) -> str:
-    return expr.replace("$node", ".*").replace("$__rate_interval", "5m")
+def on_the_node(expr: str) -> str:
+    return expr.replace("$node", NODE).replace("$__rate_interval", "5m")
 
 
 def with_foreign(samples: Samples) -> Samples:
@@ -331,7 +252,7 @@ def used_node() -> Samples:
 
 @pytest.mark.cluster
 def test_every_query_of_the_board_has_an_answer() -> None:
-    queries = {f"{title}: {expr}": on_all_nodes(expr) for title, expr, _ in queries_of_the_board()}
+    queries = {f"{title}: {expr}": on_the_node(expr) for title, expr, _ in queries_of_the_board()}
     load = series(
         with_foreign(scraped(complete_metrics())),
         lambda name, _: (1, 1) if re.search(r"_(total|bucket|sum|count)$", name) else None,
@@ -341,6 +262,9 @@ def test_every_query_of_the_board_has_an_answer() -> None:
     rare = {"Shared GPUs", "GPUs allocated and free, by product", "What discovery could not read"}
     empty = [query for query, answer in answers.items() if not answer]
     assert {query.split(": ")[0] for query in empty} <= rare
+    for (title, expr, legend), answer in zip(queries_of_the_board(), answers.values(), strict=True):
+        shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
+        assert all(shown <= labels.keys() for labels, _ in answer), f"{title}: {expr}"
     assert [
         query
         for query, answer in answers.items()
@@ -351,7 +275,7 @@ def test_every_query_of_the_board_has_an_answer() -> None:
 @pytest.mark.cluster
 def test_board_tells_who_uses_which_gpu() -> None:
     queries = [
-        (title, on_all_nodes(expr)) for title, expr, _ in queries_of_the_board() if title in {
+        (title, on_the_node(expr)) for title, expr, _ in queries_of_the_board() if title in {
             "GPUs allocated and free, by product", "GPUs by namespace", "Claims without a device",
             "Who uses which device", "Shared GPUs", "Utilisation of whole GPUs, by pod",
         }
@@ -400,9 +324,7 @@ def slow(name: str, labels: dict[str, str]) -> Grown:
     return (0, 1 if labels["le"] == "+Inf" or float(labels["le"]) >= 100 else 0)
 
 
-TROUBLE: dict[str, tuple[str, float, float]] = yaml.safe_load(
-    Path(__file__).with_name("trouble.yaml").read_text()
-)
+TROUBLE = yaml.safe_load(Path(__file__).with_name("values").joinpath("trouble.yaml").read_text())
 
 
 def firing(load: str) -> dict[str, dict[str, str]]:

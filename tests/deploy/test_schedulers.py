@@ -7,8 +7,7 @@ costs somebody a quota or a node, without an error anywhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +35,11 @@ NODE = "node-a"
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Reads:
-    """The names that somebody else's program or configuration has. Attributes with the type of their values."""
-
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    capacities: frozenset[str] = frozenset()
-    counters: frozenset[str] = frozenset()
+READS = yaml.safe_load(Path(__file__).with_name("values").joinpath("schedulers.yaml").read_text())
 
 
-READS = {
-    "Kueue": Reads(
-        attributes={"profile": "string"},
-        capacities=frozenset({"memory", "shares"}),
-        counters=frozenset({"memory"}),
-    ),
-    "Volcano": Reads(capacities=frozenset({"memory", "multiprocessors", "shares", "mpsClients"})),
-    "Karpenter": Reads(
-        attributes={
-            "type": "string",
-            "productName": "string",
-            "architecture": "string",
-            "brand": "string",
-            "cudaComputeCapability": "version",
-            "driverVersion": "version",
-            "cudaDriverVersion": "version",
-            "resource.kubernetes.io/pcieRoot": "string",
-        },
-        capacities=frozenset({"memory", "shares"}),
-    ),
-    "Cluster Autoscaler": Reads(attributes={"type": "string"}),
-}
-"""KAI reads no attribute: it looks for `gpu` in names."""
+def names_for(who: str, kind: str) -> set[str]:
+    return set(READS[who].get(kind, ()))
 
 
 @pytest.fixture(scope="module")
@@ -124,24 +96,23 @@ def golden(name: str) -> list[Json]:
 def test_names_that_a_scheduler_reads_are_published(
     who: str, pools: dict[str, Pool], devices: list[Json]
 ) -> None:
-    reads = READS[who]
+    attributes = READS[who].get("attributes", {})
     types = {
         name: kind for device in devices for name, value in device["attributes"].items() for kind in value
     }
-    assert {name: types.get(name) for name in reads.attributes} == reads.attributes
-    assert reads.capacities <= {name for device in devices for name in device.get("capacity", ())}
+    assert {name: types.get(name) for name in attributes} == attributes
+    assert names_for(who, "capacities") <= {name for device in devices for name in device.get("capacity", ())}
     sets = [one for pool in pools.values() for content in pool.slices for one in content.shared_counters]
     eaten = [use for device in devices for use in device.get("consumesCounters", ())]
     assert (len(sets) > 20, len(eaten) > 200) == (True, True)
-    assert all(reads.counters <= set(entry["counters"]) for entry in (*sets, *eaten))
+    assert all(names_for(who, "counters") <= set(entry["counters"]) for entry in (*sets, *eaten))
 
 
 def test_a_whole_gpu_has_what_karpenter_expects_of_it() -> None:
     """Its templates are those of NVIDIA's driver for a p5.48xlarge."""
-    expected = READS["Karpenter"]
     for device in golden("dgx-h100"):
         types = {name: next(iter(value)) for name, value in device["attributes"].items()}
-        assert expected.attributes.items() <= types.items()
+        assert READS["Karpenter"]["attributes"].items() <= types.items()
         values = {name: next(iter(value.values())) for name, value in device["attributes"].items()}
         assert (values["type"], values["productName"]) == ("gpu", "NVIDIA H100 80GB HBM3")
         assert (values["architecture"], values["brand"]) == ("Hopper", "Nvidia")
@@ -236,9 +207,9 @@ def test_the_manual_has_what_is_read() -> None:
     assert set(re.findall(r"^\| ([A-Z][\w ]+) \|", table, re.MULTILINE)) - {"Who"} == {*READS, "KAI"}
     assert told_of("all") == {DEFAULT_DRIVER_NAME, "nodeName", "generation", "resourceSliceCount"}
     assert told_of("KAI") == {"gpu", "nvidia.com/gpu", "extendedResourceName"}
-    for who, reads in READS.items():
+    for who in READS:
         told = told_of(who) - {"deviceclass/<class>"}
-        assert told == {*reads.attributes, *reads.capacities, *reads.counters}
+        assert told == set().union(*(names_for(who, kind) for kind in READS[who]))
 
 
 BLOCKS: list[Json] = [

@@ -15,9 +15,9 @@ OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Pla
 
 
 def test_unreadable_files_are_told_and_stay_where_they_are(tmp_path: Path) -> None:
-    records, ledger = RecordStore(tmp_path / "claims"), MigLedger(tmp_path / "mig")
+    records, ledger = RecordStore(tmp_path / "claims"), MigLedger(tmp_path / "mig", "boot-1")
     records.open("boot-1")
-    ledger.open("boot-1")
+    ledger.open()
     kept = record(hold("gpu-00000000"), uid="uid-1")
     records.save(kept)
     ledger.save(OWNED)
@@ -46,8 +46,8 @@ def test_a_directory_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
-    ledger = MigLedger(tmp_path / "mig")
-    ledger.open("boot-1")
+    ledger = MigLedger(tmp_path / "mig", "boot-1")
+    ledger.open()
     others = [
         replace(OWNED, device="orphan", placement=Placement(1, 1), phase="orphan"),
         replace(OWNED, device="old", placement=Placement(2, 1), boot_id="boot-0"),
@@ -55,7 +55,7 @@ def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
     ]
     for entry in (OWNED, *others):
         ledger.save(entry)
-    ledger.own_mode("GPU-1", None, "boot-1")
+    ledger.own_mode("GPU-1", None)
     there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
     ownership = OwnershipOnDisk(tmp_path, "boot-1")
     assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])

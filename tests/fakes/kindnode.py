@@ -291,14 +291,13 @@ class KindNode:
         self.metadata_files = MetadataFiles(plugin, directory / "cdi", DRIVER)
         self.metadata_files.create()
         self.clock = Clock()
-        self.ledger = MigLedger(plugin / "mig", self.clock)
-        self.ledger.open(boot_id)
+        self.ledger = MigLedger(plugin / "mig", boot_id, self.clock)
+        self.ledger.open()
         self.mps = RecordedMpsHost(site, plugin, boot_id)
         context = MigContext(
             self.deaths.effects_of(MigHardware(nullcontext)),
             self.ledger,
             MigUsers(self.records, SpecsWithoutRecord(self.records, self.specs).lost_devices),
-            boot_id,
             lambda *_what: None,
             left_over=lambda: None,
             operation=nullcontext,
@@ -397,7 +396,7 @@ class KindNode:
         }
 
     def created_instance(self, device: str) -> Any:
-        return self.mig.ownership.created_instance(device)
+        return self.ledger.created_instance(device)
 
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
         return MigHardware(nullcontext).minor(gpu_uuid, pci_bus_id)

@@ -102,8 +102,8 @@ class MigNode:
         self.clock = Clock()
         self.countdown = Countdown()
         self.hardware = MigHardware(nullcontext)
-        self.ledger = MigLedger(directory / "mig", self.clock)
-        self.ledger.open(boot_id)
+        self.ledger = MigLedger(directory / "mig", boot_id, self.clock)
+        self.ledger.open()
         self.records = RecordStore(directory / "claims")
         self.records.open(boot_id)
         self.locks = GpuLocks(directory / "locks")
@@ -113,7 +113,6 @@ class MigNode:
             self.countdown.counted(self.hardware),
             self.countdown.counted(self.ledger),
             self.users,
-            boot_id,
             self._observed,
             left_over=self._left_over,
             operation=nullcontext,
@@ -121,7 +120,6 @@ class MigNode:
             pause=self.clock.pause,
         )
         self.devices = MigDevices(self.context)
-        self.ownership = self.devices.ownership
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
         self.debts = Debts(directory / "debts", self.countdown.counted(self.records), boot_id)
         self.debts.open()
@@ -193,7 +191,7 @@ class MigNode:
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
         """The instance of a device that was made in this boot."""
-        found = self.ownership.created_instance(wanted.name)
+        found = self.ledger.created_instance(wanted.name)
         assert found is not None
         return found
 

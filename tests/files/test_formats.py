@@ -108,7 +108,7 @@ def test_ending_a_claim_without_a_record_tells_of_none(node: Node, logs: list) -
         (
             f"mode-{GPU}",
             lambda ledger: ledger.owned_modes(),
-            lambda ledger: ledger.own_mode(GPU, None, "boot-1"),
+            lambda ledger: ledger.own_mode(GPU, None),
         ),
     ],
     ids=["device", "mode"],
@@ -120,7 +120,7 @@ def test_ledger_file_of_a_newer_release_is_no_instance_of_ours_and_is_not_writte
     read: Callable[[MigLedger], object],
     write: Callable[[MigLedger], object],
 ) -> None:
-    ledger = MigLedger(tmp_path)
+    ledger = MigLedger(tmp_path, "boot-1")
     other = replace(MADE, device="gpu-2-mig-1g10gb-19-0")
     ledger.save(other)
     content = as_newer(tmp_path / f"{name}.json")

@@ -270,8 +270,8 @@ def plugin_dir(tmp_path: Path) -> Path:
     store.save(record(3, admin, boot_id="boot-0", prepared_at="nonsense", pods=["monitor"]))
     (directory / "claims/uid-4.json").write_text("{broken")
     (directory / "claims/uid-5.json.unreadable-1").write_text("x")
-    ledger = MigLedger(directory / "mig")
-    ledger.open("boot-1")
+    ledger = MigLedger(directory / "mig", "boot-1")
+    ledger.open()
     ledger.save(MIG)
     boot = tmp_path / "machine/root/proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)

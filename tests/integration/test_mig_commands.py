@@ -60,8 +60,8 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     names = gpu_device_names(gpus)
     first = next(iter(gpus))
     plugins = tmp_path / "plugins"
-    ledger = MigLedger(plugins / DRIVER / "mig")
-    ledger.open("boot-1")
+    ledger = MigLedger(plugins / DRIVER / "mig", "boot-1")
+    ledger.open()
     records = RecordStore(plugins / DRIVER / "claims")
     records.open("boot-1")
     claim = AllocatedClaim(ClaimRef("ml", "training", "uid-1"), (), ())

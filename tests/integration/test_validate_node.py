@@ -53,9 +53,9 @@ def validate(memory_path: Path, plugins: Path) -> Validate:
     boot_id = (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
 
     def write_ledger(number: int) -> None:
-        ledger = MigLedger(plugins / DRIVER / "mig")
-        ledger.open(boot_id)
-        ledger.own_mode(gpu, None, boot_id)
+        ledger = MigLedger(plugins / DRIVER / "mig", boot_id)
+        ledger.open()
+        ledger.own_mode(gpu, None)
         phases: tuple[MigPhase, ...] = ("created", "orphan")
         for start, phase in enumerate(phases[:number]):
             device = f"gpu-mig-1g10gb-19-{start}"

@@ -1,5 +1,6 @@
 """The process dies after every change of a creation and of a destruction; the next instance ends where an
-uninterrupted one would."""
+uninterrupted one would. `tests/claims/test_crash_matrix_kinds.py` has the single deaths; here are those of a repair, of
+a start, and of tries within one call."""
 
 from __future__ import annotations
 
@@ -44,13 +45,6 @@ CASES = {
     "A30": Case("a30-4", True, "2g.12gb", 2),
     "RTX PRO 6000": Case("rtx-pro-6000-8", False, "1g.24gb+gfx", 1),
 }
-EVERY_DEATH = [
-    (name, call, changes)
-    for name in ("A100", "H100")
-    for call in ("prepare", "unprepare")
-    for changes in range(1, getattr(CASES[name], call) + 1)
-]
-"""With MIG mode on before, and off."""
 
 
 @pytest.fixture(scope="module")
@@ -148,31 +142,6 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     assert node.state() == untouched(case)
 
 
-@pytest.mark.parametrize("follows", ["prepare", "unprepare", "a start without the record"])
-@pytest.mark.parametrize(("name", "call", "changes"), EVERY_DEATH)
-def test_what_follows_a_death_ends_as_if_it_never_was(
-    fresh, uninterrupted, name: str, call: str, changes: int, follows: str
-) -> None:
-    case = CASES[name]
-    expected = uninterrupted(case)
-    node = dead(fresh, case, call, changes)
-    if follows == "a start without the record":
-        node.records.delete("uid-1")
-        node.collector.look()
-        assert (node.state(), node.collector.stuck()) == (untouched(case), {})
-        return
-    if call == "prepare":
-        before = node.state()
-        node.collector.look()
-        assert node.state() == before, "a start keeps what a record speaks of"
-    if follows == "prepare":
-        node.prepare(wanted(node, case))
-        assert node.state() == expected
-    node.unprepare()
-    node.settle()
-    assert node.state() == untouched(case)
-
-
 @pytest.mark.parametrize("changes", range(1, CASES["H100"].prepare + 1))
 def test_other_claims_get_the_place_of_a_dead_prepare(fresh, changes: int) -> None:
     """The kubelet unprepares the dead one; a bigger device that covers its slot fits then."""
@@ -180,23 +149,6 @@ def test_other_claims_get_the_place_of_a_dead_prepare(fresh, changes: int) -> No
     node.unprepare()
     node.prepare(node.wanted("7g.80gb", 0), uid="uid-2")
     assert [row[1:] for row in node.on_gpu()[1]] == [(0, 0, 1)]
-
-
-@pytest.mark.parametrize("second", range(1, 10, 2))
-@pytest.mark.parametrize("first", range(2, 9, 2))
-def test_second_prepare_may_die_as_well(fresh, uninterrupted, first: int, second: int) -> None:
-    case = CASES["H100"]
-    expected = uninterrupted(case)
-    node = dead(fresh, case, "prepare", first)
-    with node.dying_after(second):
-        try:
-            node.prepare(wanted(node, case))
-        except Crash:
-            node = node.restarted()
-    node.prepare(wanted(node, case))
-    assert node.state() == expected
-    node.unprepare()
-    assert node.state() == untouched(case)
 
 
 @pytest.mark.parametrize("changes", [1, 2, 3])

@@ -57,7 +57,7 @@ def test_created_device_is_known_with_everything_and_a_second_prepare_changes_no
     compute = instance.compute[0]
     assert (made.gpu_instance_id, made.compute_instance_id) == (instance.id, compute.id)
     assert (made.uuid, made.gpu_minor) == (compute.uuid, 0)
-    assert node.ownership.created_instance("gpu-9") is None
+    assert node.ledger.created_instance("gpu-9") is None
     before = node.state()
     node.countdown.done.clear()
     node.prepare(small)
@@ -113,7 +113,7 @@ def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode
     entry = node.entry_of(small)
     assert (entry.phase, node.left_over > 0) == ("orphan", True)
     existing = node.hardware.instances(*node.address)
-    assert node.ownership.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
+    assert node.ledger.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
     node.collector.look()
     assert "destroy GPU instance 10" in node.collector.stuck()[small.name]
     node.machine.clear_faults()
@@ -264,16 +264,14 @@ def test_own_instances_are_sorted_from_others(node: MigNode, small) -> None:
     seen = node.hardware.instances(*node.address)
     foreign = tuple(item for item in seen if item.profile_id == 14)
     assert len(seen) == 2
-    assert node.ownership.foreign_instances(node.gpu_uuid, seen) == foreign
-    assert node.restarted().ownership.foreign_instances(node.gpu_uuid, seen) == foreign
-    assert node.restarted(boot_id="boot-2").ownership.foreign_instances(node.gpu_uuid, seen) == seen
+    assert node.ledger.foreign_instances(node.gpu_uuid, seen) == foreign
+    assert node.restarted().ledger.foreign_instances(node.gpu_uuid, seen) == foreign
+    assert node.restarted(boot_id="boot-2").ledger.foreign_instances(node.gpu_uuid, seen) == seen
     node.unprepare()
-    assert node.ownership.foreign_instances(node.gpu_uuid, seen) == foreign, (
-        "the look began before the removal"
-    )
+    assert node.ledger.foreign_instances(node.gpu_uuid, seen) == foreign, "the look began before the removal"
     node.clock.now += 31
-    assert node.ownership.foreign_instances(node.gpu_uuid, seen) == seen
-    assert node.ownership.foreign_instances("GPU-other", [GpuInstance(10, 19, Placement(3, 1))]) != ()
+    assert node.ledger.foreign_instances(node.gpu_uuid, seen) == seen
+    assert node.ledger.foreign_instances("GPU-other", [GpuInstance(10, 19, Placement(3, 1))]) != ()
 
 
 # --- other claims ------------------------------------------------------------------------------
@@ -281,11 +279,11 @@ def test_own_instances_are_sorted_from_others(node: MigNode, small) -> None:
 
 def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
     node.prepare(small)
-    uuid = node.ownership.created_instance(small.name)
+    uuid = node.ledger.created_instance(small.name)
     node.prepare(small, uid="uid-2")
-    assert node.ownership.created_instance(small.name) == uuid
+    assert node.ledger.created_instance(small.name) == uuid
     node.unprepare()
-    assert node.ownership.created_instance(small.name) == uuid
+    assert node.ledger.created_instance(small.name) == uuid
     node.unprepare("uid-2")
     assert node.state() == UNTOUCHED
 
@@ -472,7 +470,7 @@ def test_whole_gpu_waits_for_the_claim_that_has_a_part(node: MigNode, small) -> 
 
 
 def test_whole_gpu_is_refused_while_somebody_elses_instance_is_on_it(node: MigNode) -> None:
-    node.ledger.own_mode(*node.address, "boot-1")
+    node.ledger.own_mode(*node.address)
     node.machine.set_mig_mode(0, True)
     number, *_ = node.machine.create_mig(0, "2g.20gb", 0)
     with pytest.raises(ClaimRefusedError, match=rf"GPU instance {number} .* somebody else made"):
@@ -502,7 +500,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     make_idle(node.simulated, mig_mode=True)
     number, *_ = node.machine.create_mig(0, "1g.10gb", 3)
     after = node.restarted(boot_id="boot-2")
-    assert after.ownership.created_instance(small.name) is None
+    assert after.ledger.created_instance(small.name) is None
     with pytest.raises(ClaimRefusedError, match="which somebody else made"):
         after.prepare(small)
     after.ledger.save(entry)

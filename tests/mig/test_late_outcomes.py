@@ -65,7 +65,7 @@ def foreign(node: MigNode) -> list[bool]:
     """Of the GPU's instances that are not ours to give out: whether they are leaving."""
     return [
         one.leaving
-        for one in node.ownership.foreign_instances(node.gpu_uuid, node.hardware.instances(*node.address))
+        for one in node.ledger.foreign_instances(node.gpu_uuid, node.hardware.instances(*node.address))
     ]
 
 

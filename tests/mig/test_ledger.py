@@ -10,7 +10,7 @@ import pytest
 from dra_driver.errors import StateError
 from dra_driver.mig.ledger import MigLedger, OwnedMode
 from dra_driver.mig.ledger_codec import ENTRY, encode
-from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
 from tests.fakes import directories
 from tests.fakes.clock import Clock
 
@@ -38,8 +38,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def ledger(tmp_path: Path, clock: Clock) -> MigLedger:
-    made = MigLedger(tmp_path, clock)
-    made.open("boot-1")
+    made = MigLedger(tmp_path, "boot-1", clock)
+    made.open()
     return made
 
 
@@ -70,7 +70,7 @@ def test_files_have_the_golden_form(
 ) -> None:
     """Another form would need another format number."""
     ledger.save(MADE)
-    ledger.own_mode(GPU, None, "boot-1")
+    ledger.own_mode(GPU, None)
     for name, stem in (("entry", MADE.device), ("mode", f"mode-{GPU}")):
         document = json.loads((tmp_path / f"{stem}.json").read_bytes())
         is_golden(
@@ -103,7 +103,7 @@ def test_name_is_refused_when_it_could_lead_elsewhere(ledger: MigLedger, tmp_pat
     ]  # fmt: skip
     if name in UNSAFE:
         calls += [
-            lambda: ledger.mode_owned(name, "b"), lambda: ledger.own_mode(name, None, "b"),
+            lambda: ledger.mode_owned(name), lambda: ledger.own_mode(name, None),
             lambda: ledger.disown_mode(name),
         ]  # fmt: skip
     for call in calls:
@@ -113,45 +113,49 @@ def test_name_is_refused_when_it_could_lead_elsewhere(ledger: MigLedger, tmp_pat
 
 
 def test_mode_is_ours_in_the_boot_in_which_we_switched_it_on(ledger: MigLedger, tmp_path: Path) -> None:
-    assert not ledger.mode_owned(GPU, "boot-1")
-    ledger.own_mode(GPU, "0000:12:00.0", "boot-1")
+    next_boot = MigLedger(tmp_path, "boot-2")
+    assert not ledger.mode_owned(GPU)
+    ledger.own_mode(GPU, "0000:12:00.0")
     ledger.save(ONE)
-    assert (ledger.mode_owned(GPU, "boot-1"), ledger.mode_owned(GPU, "boot-2")) == (True, False)
+    assert (ledger.mode_owned(GPU), next_boot.mode_owned(GPU)) == (True, False)
     assert ledger.owned_modes() == {GPU: OwnedMode(GPU, "0000:12:00.0", "boot-1")}
     assert ledger.all() == {ONE.device: ONE}
-    ledger.own_mode(GPU, None, "boot-2")
-    assert MigLedger(tmp_path).owned_modes() == {GPU: OwnedMode(GPU, None, "boot-2")}
+    next_boot.own_mode(GPU, None)
+    assert ledger.owned_modes() == {GPU: OwnedMode(GPU, None, "boot-2")}
     for _ in range(2):
-        ledger.disown_mode(GPU)
-        assert (ledger.owned_modes(), ledger.mode_owned(GPU, "boot-2")) == ({}, False)
+        next_boot.disown_mode(GPU)
+        assert (next_boot.owned_modes(), next_boot.mode_owned(GPU)) == ({}, False)
 
 
 def test_mode_is_ours_for_a_while_after_it_was_given_up(ledger: MigLedger, clock: Clock) -> None:
-    for boot in ("boot-1", "boot-2"):
-        ledger.own_mode(GPU, None, boot)
-        assert ledger.mode_owned_lately(GPU, boot)
+    ledger.own_mode(GPU, None)
+    assert ledger.mode_is_ours(GPU)
     ledger.disown_mode(GPU)
-    assert not ledger.mode_owned(GPU, "boot-2")
-    assert ledger.mode_owned_lately(GPU, "boot-2")
-    assert not ledger.mode_owned_lately(GPU, "boot-1"), "that mode ended with its boot"
+    assert (ledger.mode_owned(GPU), ledger.mode_is_ours(GPU)) == (False, True)
     clock.now += 31
-    assert not ledger.mode_owned_lately(GPU, "boot-2")
+    assert not ledger.mode_is_ours(GPU)
 
 
 def test_slots_are_ours_for_a_while_after_a_removal(ledger: MigLedger, tmp_path: Path, clock: Clock) -> None:
-    here, there, other_boot = ((GPU, 19, 0), (GPU, 19, 3), replace(TWO, device="gpu-9", boot_id="boot-0"))
-    for entry in (ONE, TWO, other_boot):
+    here, there = (GpuInstance(7 + start, 19, Placement(start, 1)) for start in (0, 3))
+    of_another_boot = replace(ONE, device="gpu-9", boot_id="boot-0", placement=Placement(5, 1))
+    old = GpuInstance(12, 19, Placement(5, 1))
+
+    def foreign() -> set[GpuInstance]:
+        return set(ledger.foreign_instances(GPU, (here, there, old)))
+
+    for entry in (ONE, replace(TWO, phase="created"), of_another_boot):
         ledger.save(entry)
-    assert ledger.owned_lately("boot-1") == {here, there}
+    assert foreign() == {old}
     ledger.delete(ONE.device)
-    ledger.delete(other_boot.device)
+    ledger.delete(of_another_boot.device)
     clock.now += 29
-    MigLedger(tmp_path).delete(TWO.device)
-    assert ledger.owned_lately("boot-1") == {here, there}, "also what the other instance removed"
+    MigLedger(tmp_path, "boot-1").delete(TWO.device)
+    assert foreign() == {old}, "also what the other instance removed"
     clock.now += 2
-    assert ledger.owned_lately("boot-1") == {there}
+    assert foreign() == {old, here}
     clock.now += 30
-    assert ledger.owned_lately("boot-1") == frozenset()
+    assert foreign() == {old, here, there}
 
 
 def test_what_a_power_cut_tore_is_removed_at_the_next_boot(
@@ -161,8 +165,8 @@ def test_what_a_power_cut_tore_is_removed_at_the_next_boot(
     whole = file_of(tmp_path, ONE).read_bytes()
     for name, content in {"empty": b"", "zeros": b"\0" * 9, f"mode-{GPU}": whole[: len(whole) // 2]}.items():
         (tmp_path / f"{name}.json").write_bytes(content)
-    again = MigLedger(tmp_path)
-    again.open("boot-2")
+    again = MigLedger(tmp_path, "boot-2")
+    again.open()
     assert (names(tmp_path), again.owned_modes()) == ([f"{ONE.device}.json"], {})
     assert [(line["event"], line["log_level"]) for line in logs] == [("mig_ledger_entry_torn", "info")] * 3
 
@@ -170,22 +174,23 @@ def test_what_a_power_cut_tore_is_removed_at_the_next_boot(
 def test_mode_that_the_other_instance_gave_up_is_remembered(
     ledger: MigLedger, tmp_path: Path, clock: Clock
 ) -> None:
-    other = MigLedger(tmp_path, clock)
-    for look in (ledger.owned_modes, lambda: ledger.mode_owned(GPU, "boot-1")):
-        other.own_mode(GPU, None, "boot-1")
-        assert ledger.mode_owned_lately(GPU, "boot-1")
+    other = MigLedger(tmp_path, "boot-1", clock)
+    for look in (ledger.owned_modes, lambda: ledger.mode_owned(GPU)):
+        other.own_mode(GPU, None)
+        assert ledger.mode_is_ours(GPU)
         other.disown_mode(GPU)
         look()
         clock.now += 29
-        assert ledger.mode_owned_lately(GPU, "boot-1")
-        assert not ledger.mode_owned_lately(GPU, "boot-2")
-        assert not ledger.mode_owned(GPU, "boot-1")
+        assert (ledger.mode_owned(GPU), ledger.mode_is_ours(GPU)) == (False, True)
         clock.now += 2
-        assert not ledger.mode_owned_lately(GPU, "boot-1")
+        assert not ledger.mode_is_ours(GPU)
 
 
 def test_mode_of_an_older_boot_is_none_of_this_one(ledger: MigLedger, tmp_path: Path, clock: Clock) -> None:
-    ledger.own_mode(GPU, None, "boot-0")
-    assert not ledger.mode_owned_lately(GPU, "boot-1")
-    MigLedger(tmp_path, clock).own_mode(GPU, None, "boot-1")
-    assert ledger.mode_owned_lately(GPU, "boot-1")
+    older = MigLedger(tmp_path, "boot-0", clock)
+    older.own_mode(GPU, None)
+    assert not ledger.mode_is_ours(GPU)
+    older.disown_mode(GPU)
+    assert not ledger.mode_is_ours(GPU), "that mode ended with its boot"
+    ledger.own_mode(GPU, None)
+    assert ledger.mode_is_ours(GPU)

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
-from dra_driver.errors import NotSupportedError, PermanentError, RetryableError, StateError
+from dra_driver import errors
+from dra_driver.errors import PermanentError, StateError
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import log_tail, shorten_logs
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import MpsLayout, mps_layout
@@ -26,27 +29,10 @@ from dra_driver.mps.selinux import SelinuxLabels
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
 RECORD = DaemonRecord(SPEC, "running", "boot")
+TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("wanted", "text", "equal"),
-    [
-        ("25 %", "25.0", True),
-        ("25 %", "24.9", False),
-        ("25 %", "Unrecognized command", False),
-        ("25 %", "nan", False),
-        ("4096 MiB", "4G", True),
-        ("1536 MiB", "1G", True),
-        ("1536 MiB", "2G", False),
-        ("512 MiB", "0G", False),
-        ("4096 MiB", "4096M", True),
-        ("4096 MiB", "4096MB", True),
-        ("4096 MiB", "4294967296", True),
-        ("4096 MiB", "device 0: 4G", True),
-        ("4096 MiB", "4M", False),
-        ("4096 MiB", "nonsense", False),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "text", "equal"), TABLES["answers"])
 def test_answers_are_compared_by_value(wanted, text, equal):
     assert is_answer(wanted, text) is equal
 
@@ -67,44 +53,22 @@ def test_paths_lie_below_the_plugins_directory():
 # --- programs ------------------------------------------------------------------------------------
 
 
-def smi(tmp_path, script):
+@pytest.mark.parametrize(
+    ("call", "printed", "code", "expected"),
+    [(call, *row) for call in ("read", "set") for row in TABLES[f"modes {call}"]],
+)
+def test_what_nvidia_smi_says_of_the_compute_mode(tmp_path, call, printed, code, expected):
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit {code}\n")
     program.chmod(0o755)
-    return ComputeMode(lambda: DriverPrograms("/", {"nvidia-smi": str(program)}, os.environ["PATH"]))
-
-
-def test_a_gpu_without_compute_mode_has_none(tmp_path):
-    for text in ("[N/A]", "[Not Supported]", "N/A"):
-        with pytest.raises(NotSupportedError, match="cannot read the compute mode of GPU-1: "):
-            smi(tmp_path, f"echo '{text}'").get("GPU-1")
-    assert smi(tmp_path, "echo 'No devices were found'; exit 6").get("GPU-1") is None
-    assert smi(tmp_path, "echo Exclusive_Process").get("GPU-1") == 3
-    assert smi(tmp_path, "exit 9").get("GPU-1") is None
-    no_driver = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-    assert smi(tmp_path, f'echo "{no_driver}"; exit 1').get("GPU-1") is None
-
-
-def test_refusals_of_nvidia_smi_are_told(tmp_path):
-    with pytest.raises(RetryableError, match="cannot read the compute mode of GPU-1: busy"):
-        smi(tmp_path, "echo busy; exit 1").get("GPU-1")
-    with pytest.raises(NotSupportedError):
-        smi(tmp_path, "echo 'Not Supported'; exit 3").set("GPU-1", 3)
-    for text in (
-        "Unable to set the compute mode for GPU 00000000:01:00.0: Not Supported",
-        "Setting compute mode to EXCLUSIVE_PROCESS is not supported.",
-        "Setting compute mode to EXCLUSIVE_PROCESS is not supported on a MIG-enabled device.",
-    ):
-        script = f"echo '{text}'; echo 'Treating as warning and moving on.'; echo 'All done.'"
-        with pytest.raises(NotSupportedError, match="Treating as warning"):
-            smi(tmp_path, script).set("GPU-1", 3)
-    script = "echo 'Unable to set the compute mode for GPU 1: Unknown Error'; echo 'Treating as warning'"
-    with pytest.raises(RetryableError, match="Unknown Error Treating as warning"):
-        smi(tmp_path, script).set("GPU-1", 3)
-    smi(tmp_path, "echo 'Set compute mode to EXCLUSIVE_PROCESS for GPU 00000000:01:00.0.'").set("GPU-1", 3)
-    smi(tmp_path, "echo 'Compute mode is already set to EXCLUSIVE_PROCESS for GPU 1.'").set("GPU-1", 3)
-    with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: Insufficient Permissions"):
-        smi(tmp_path, "echo 'Insufficient Permissions'; exit 4").set("GPU-1", 3)
+    mode = ComputeMode(lambda: DriverPrograms("/", {"nvidia-smi": str(program)}, os.environ["PATH"]))
+    ask = mode.get if call == "read" else partial(mode.set, mode=EXCLUSIVE_PROCESS)
+    if not isinstance(expected, str):
+        assert ask("GPU-1") == expected
+        return
+    kind, _, text = expected.partition(": ")
+    with pytest.raises(getattr(errors, kind), match=text):
+        ask("GPU-1")
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     claim = AllocatedClaim(
         ref, (DeviceResult(request, DRIVER, "node", device),), pod_claim_name=request or None
     )
-    records, ledger = RecordStore(base / "claims"), MigLedger(base / "mig")
+    records, ledger = RecordStore(base / "claims"), MigLedger(base / "mig", "boot")
     specs, metadata = CdiDirectory(base / "cdi", DRIVER), MetadataFiles(base, base / "cdi", DRIVER)
     daemons, locks = DaemonRecords(MpsLayout(base / "mps")), ClaimLocks(base / "locks")
     owned = OwnedInstance(device, device, None, 19, "1g", Placement(0, 1), "boot", "created", 1, 0, None, 0)
@@ -45,7 +45,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     yield lambda: metadata.forget(ref.uid)
     yield lambda: ledger.save(owned)
     yield lambda: ledger.delete(device)
-    yield lambda: ledger.own_mode(device, None, "boot")
+    yield lambda: ledger.own_mode(device, None)
     yield lambda: ledger.disown_mode(device)
     yield lambda: daemons.remove(device)
     yield lambda: take_and_leave(locks, ref.uid)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
@@ -48,24 +50,15 @@ def prepared(number: int, usage: Any) -> ClaimRecord:
     return ClaimRecord(one, "prepared", "boot", (known,), ())
 
 
-@pytest.mark.parametrize(
-    ("compute", "driver", "most"),
-    [
-        ((6, 1), "580.95.05", 16),
-        ((6, 1), "590.44.01", 16),
-        ((7, 0), "470.256.02", 48),
-        ((7, 5), "570.124.06", 48),
-        ((9, 0), "580.95.05", 48),
-        ((9, 0), "590.44.01", 60),
-        ((10, 0), "615.1", 60),
-        ((9, 0), None, 60),
-        ((9, 0), "unknown", 60),
-        (None, "580.95.05", 48),
-        (None, None, 60),
-    ],
-)
+CLIENTS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())["clients"]
+
+
+@pytest.mark.parametrize(("compute", "driver", "most"), CLIENTS)
 def test_most_clients_follow_gpu_and_driver(compute: Any, driver: str | None, most: int) -> None:
-    assert most_clients(h100(0, cuda_compute_capability=compute), DriverVersions(driver)) == most
+    assert (
+        most_clients(h100(0, cuda_compute_capability=compute and tuple(compute)), DriverVersions(driver))
+        == most
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,36 +25,21 @@ MEMORY = SharingRule("memory", enforce="mps", multiprocessors=True)
 FOUR = SharingRule("shares", 4, enforce="mps", multiprocessors=True)
 
 
-@pytest.mark.parametrize(
-    ("rule", "consumed", "limits"),
-    [
-        (MEMORY, {"memory": "10Gi", "multiprocessors": "0"}, (10240, None)),
-        (MEMORY, {"memory": "10Gi", "multiprocessors": "66"}, (10240, 50)),
-        (MEMORY, {"memory": "81559Mi", "multiprocessors": "132"}, (81559, 100)),
-        (MEMORY, {"memory": "1Mi", "multiprocessors": "2"}, (1, 1)),
-        (MEMORY, {"memory": "1", "multiprocessors": "1"}, (1, 1)),
-        (MEMORY, {"memory": "1500k"}, (1, None)),
-        (MEMORY, {"memory": "3M", "multiprocessors": "131"}, (2, 99)),
-        (MEMORY, {f"{DRIVER}/memory": "2Gi"}, (2048, None)),
-        (MEMORY, {"other.example/memory": "2Gi"}, (None, None)),
-        (MEMORY, {}, (None, None)),
-        (SharingRule("unlimited", enforce="mps"), {"memory": "0"}, (None, None)),
-        (SharingRule("unlimited", enforce="mps"), {"memory": "5Gi"}, (5120, None)),
-        (SharingRule("unlimited", enforce="mps"), {"memory": "1Mi"}, (None, None)),
-        (FOUR, {"memory": "20389Mi", "shares": "1"}, (20389, 25)),
-        (FOUR, {"memory": "20389Mi", "shares": "3"}, (61169, 75)),
-        (FOUR, {"memory": "20390Mi", "shares": "3"}, (20390, 75)),
-        (FOUR, {"memory": "1Mi", "shares": "1"}, (20389, 25)),
-        (FOUR, {"memory": "0", "multiprocessors": "0", "shares": "1"}, (20389, 25)),
-        (FOUR, {"memory": "0", "multiprocessors": "0", "shares": "3"}, (61169, 75)),
-        (FOUR, {"memory": "0", "shares": "4"}, (81559, 100)),
-        (FOUR, {"memory": "5Gi", "multiprocessors": "66", "shares": "1"}, (5120, 25)),
-        (FOUR, {"memory": "50Gi", "multiprocessors": "10", "shares": "2"}, (40779, 7)),
-        (SharingRule("shares", 3), {"shares": "1"}, (27186, 33)),
-    ],
-)
-def test_limits_of_a_share(rule: SharingRule, consumed: dict[str, str], limits: tuple) -> None:
-    assert limits_of(result("gpu-0", consumed_capacity=consumed), GPU, rule) == ShareLimits(*limits)
+RULES = {
+    "memory": MEMORY,
+    "unlimited": SharingRule("unlimited", enforce="mps"),
+    "four": FOUR,
+    "three": SharingRule("shares", 3),
+}
+LIMITS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())["limits"]
+
+
+@pytest.mark.parametrize(("rule", "consumed", "memory", "threads"), LIMITS)
+def test_limits_of_a_share(
+    rule: str, consumed: dict[str, str], memory: int | None, threads: int | None
+) -> None:
+    found = limits_of(result("gpu-0", consumed_capacity=consumed), GPU, RULES[rule])
+    assert found == ShareLimits(memory, threads)
 
 
 @pytest.mark.parametrize("shares", [5, 60])

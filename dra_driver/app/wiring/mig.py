@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -21,7 +21,7 @@ from dra_driver.mig.steps import MigSteps
 from dra_driver.mig.users import MigUsers
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance, OwnedInstance
+from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
 from dra_driver.nvml.instances import MigHardware
 from dra_driver.settings import Settings
@@ -61,13 +61,11 @@ class MigParts:
                 yield
 
         self._wanted = settings.dynamic_mig
-        self._boot_id = boot_id
-        self.ledger = MigLedger(settings.plugin_directory / "mig")
+        self.ledger = MigLedger(settings.plugin_directory / "mig", boot_id)
         self._context = MigContext(
             MigHardware(kept_open),
             self.ledger,
             MigUsers(records, lost_devices),
-            boot_id,
             observe,
             left_over=self.look_soon,
             operation=whole_action,
@@ -86,7 +84,7 @@ class MigParts:
 
     def open(self) -> None:
         """Make the ledger's directory. Raises: StateError."""
-        self.ledger.open(self._boot_id)
+        self.ledger.open()
 
     def start(self) -> None:
         """Start the collector, if the ledger has an entry or may get one."""
@@ -110,17 +108,9 @@ class MigParts:
         """An instance of ours may be left over, or the GPUs may have changed."""
         self.collector.look_soon()
 
-    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """The instances of a GPU that this driver does not give out."""
-        return self.devices.ownership.foreign_instances(gpu_uuid, existing)
-
-    def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether this driver switched the GPU's MIG mode on."""
-        return self.devices.ownership.mode_is_ours(gpu_uuid)
-
     def created_instance(self, device: str) -> OwnedInstance | None:
         """The created instance of a device now; None if there is none."""
-        return self.devices.ownership.created_instance(device)
+        return self.ledger.created_instance(device)
 
     def uuid_of(self, device: str) -> str | None:
         """The UUID that a device has now."""
