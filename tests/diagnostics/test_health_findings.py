@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from dra_driver.diagnostics.rules.findings import Finding
 from dra_driver.diagnostics.rules.health_findings import health_findings
 from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenReason
 from dra_driver.diagnostics.rules.top_data import NodeHealth
+from tests.fakes.tables import tabled
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
 TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
@@ -75,25 +74,7 @@ def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("reasons", "status", "part"),
-    [
-        (["lost gpu-lost", "unhealthy row-remap failure"], "FAIL", "detach 0000:1b:00.0`, then `nvidia-smi"),
-        (["unhealthy xid 95", "unhealthy row-remap failure"], "FAIL", "have the GPU replaced"),
-        (["unhealthy row-remap failure", "unhealthy xid 95"], "FAIL", "have the GPU replaced"),
-        (["degraded row-remap pending", "unhealthy recovery-action reset"], "FAIL", RESET),
-        (["unhealthy xid 95", "degraded row-remap pending"], "FAIL", RESET),
-        (["unhealthy xid 95", "degraded fabric pending"], "FAIL", f"if it stays, {RESET}"),
-        (["unhealthy recovery-action reboot"], "FAIL", "kubectl drain"),
-        (["unhealthy recovery-action 9"], "FAIL", RESET),
-        (["degraded recovery-action drain-p2p"], "WARN", "end the pods that use the GPU together"),
-        (["degraded fabric pending"], "WARN", "wait; if it stays, "),
-        (["unhealthy fabric broken"], "FAIL", "nvidia-fabricmanager"),
-        (["degraded flapping"], "WARN", "have the GPU tested"),
-        (["information unmonitored"], "WARN", "does not hear"),
-        (["degraded of-a-newer-release x"], "WARN", "`nvidia-smi -q -i 0000:1b:00.0`"),
-    ],
-)  # fmt: skip
+@tabled("reasons", "status", "part")
 def test_the_remedy_is_that_of_the_reason_that_weighs_most(
     reasons: list[str], status: str, part: str
 ) -> None:
