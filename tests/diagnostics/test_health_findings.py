@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from dra_driver.diagnostics.rules.findings import Finding
@@ -33,36 +35,18 @@ def test_one_line_says_so_when_all_are_well() -> None:
     assert of(has_nvml=False) == [Finding("SKIP", "not known without NVML")]
 
 
-def test_each_device_has_a_line_with_its_reasons_when_several_are_ill() -> None:
-    assert of(
+def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
+    is_golden: Callable[[Path, str], None],
+) -> None:
+    found = of(
         seen("information", "slowdown thermal", since_s=None),
         seen("unhealthy", "xid 95", "gpu-2"),
         seen("degraded", "row-remap pending", "gpu-2", since_s=5.0),
         seen("unhealthy", "xid 62", "gpu-2 GI 7 CI 0", devices=("gpu-2-mig-1g10gb-19-0",)),
         seen("degraded", "xid 94", "gpu-2 GI 1"),
-    ) == [
-        Finding(
-            "FAIL",
-            "gpu-2 (0000:43:00.0) is unhealthy: text of xid 95 (for 12m); text of row-remap pending (for 5s)",
-            RESET.replace("1b", "43"),
-        ),
-        Finding(
-            "FAIL",
-            "gpu-2-mig-1g10gb-19-0 (0000:43:00.0, GI 7 CI 0) is unhealthy: text of xid 62 (for 12m)",
-            "wait: it ends by itself if NVML asks for no action; if it stays, " + RESET.replace("1b", "43"),
-        ),
-        Finding(
-            "WARN",
-            "gpu-2 GI 1 (0000:43:00.0) is degraded: text of xid 94 (for 12m)",
-            "wait: it ends by itself if NVML asks for no action; if it stays, " + RESET.replace("1b", "43"),
-        ),
-        Finding(
-            "WARN",
-            "gpu-1 (0000:1b:00.0): text of slowdown thermal",
-            "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i 0000:1b:00.0`: look at the cooling and the power "
-            "supply",
-        ),
-    ]
+    )
+    lines = [f"{one.status} {one.seen}\n  {one.remedy}\n" for one in found]
+    is_golden(Path(__file__).with_name("golden") / "several-ill.txt", "".join(lines))
 
 
 def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:

@@ -19,6 +19,7 @@ from dra_driver.validation.rules.server_answers import Answer, Made, refused, un
 from dra_driver.validation.rules.standard_classes import standard_classes
 from dra_driver.validation.server_trial import ServerFindings, ServerTrial
 from tests.fakes.samples import DRIVER
+from tests.fakes.tables import tabled
 from tests.integration.test_process import call
 
 Json = dict[str, Any]
@@ -290,43 +291,9 @@ MADE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ('resourceclaims.resource.k8s.io "c" is forbidden: ValidatingAdmissionPolicy \'p\' with binding \'b\' denied '
-         "request: sharing.strategy is wrong", Answer("refused", "the policy p refuses it: sharing.strategy is wrong")),
-        ('admission webhook "v.example.com" denied the request: no owner label',
-         Answer("refused", "the webhook v.example.com refuses it: no owner label")),
-        ('admission webhook "v.example.com" denied the request',
-         Answer("refused", "the webhook v.example.com refuses it: it gives no reason")),
-        ('resourceclaims.resource.k8s.io "c" is forbidden: exceeded quota: gpus, requested: '
-         "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=2, used: "
-         "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=7, limited: "
-         "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=8",
-         Answer("refused", "the quota gpus has no room for it: it asks for "
-                "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=2, used are "
-                "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=7 of "
-                "gpu.nvidia.com.deviceclass.resource.k8s.io/devices=8")),
-        ('pods "p" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "x")',
-         Answer("refused", 'the Pod Security level baseline:latest refuses it: hostPath volumes (volume "x")')),
-        ('ResourceClaim in version "v1" cannot be handled as a ResourceClaim: strict decoding error: unknown field '
-         '"spec.devces"', Answer("refused", 'its schema refuses it: unknown field "spec.devces"')),
-        ('Deployment.apps "d" is invalid: spec.selector: Required value',
-         Answer("refused", "it is not valid: spec.selector: Required value")),
-        ('pods "p" is forbidden: error looking up service account default/trainer: serviceaccount "trainer" not found',
-         Answer("waits", "needs ServiceAccount trainer (a.yaml:1), which is not in the cluster yet")),
-        ('pods "p" is forbidden: error looking up service account default/other: serviceaccount "other" not found',
-         Answer("refused", "refused: error looking up service account default/other: serviceaccount "
-                '"other" not found')),
-        ('pods "p" is forbidden: no PriorityClass with name urgent was found',
-         Answer("waits", "needs PriorityClass urgent (a.yaml:9), which is not in the cluster yet")),
-        ('namespaces "a" is forbidden: User "u" cannot create resource "namespaces" in API group "" at the cluster '
-         "scope", Answer("not asked", "this user may not create namespaces")),
-        ("the body is too large", Answer("refused", "refused: the body is too large")),
-    ],
-)  # fmt: skip
-def test_each_refusal_is_one_sentence(message: str, expected: Answer) -> None:
-    assert refused(f"{message} (HTTP 403)", 403, MADE) == expected
+@tabled("message", "outcome", "text")
+def test_each_refusal_is_one_sentence(message: str, outcome: Any, text: str) -> None:
+    assert refused(f"{message} (HTTP 403)", 403, MADE) == Answer(outcome, text)
 
 
 def test_credentials_that_are_not_accepted_are_no_refusal() -> None:
