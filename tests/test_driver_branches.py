@@ -19,7 +19,7 @@ import pynvml
 from nvidia_programs import Programs
 
 from dra_driver.errors import RetryableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.daemon_conversation import Conversation, Timings
@@ -162,7 +162,7 @@ def lacking_commands(nvidia: Programs) -> set[str]:
     directories = MpsDirectories(*(str(top / name) for name in ("pipe", "log", "shm")))
     for directory in (directories.pipe, directories.log):
         Path(directory).mkdir()
-    control = ControlProgram(installed_programs(str(nvidia.root), top / "links"))
+    control = ControlProgram(InstalledPrograms(str(nvidia.root), top / "links"))
     control.start(LIMITED, directories)
     try:
         deadline = time.monotonic() + 20

@@ -49,7 +49,7 @@ from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError
 from dra_driver.files.file_lock import UseMark
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.gpu_nodes import GpuNodes
@@ -130,10 +130,10 @@ class Driver:
         # The node's GPUs.
         files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
         host = HostView(paths, imex=settings.imex_channel is not None, files=files)
-        programs = installed_programs(paths.driver_root, plugin_dir / "host.lib")
+        programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
-        imex_programs = installed_programs(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,))
+        imex_programs = InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,))
         companions = CompanionFinder(paths, imex_programs, nodes=platform.nodes)
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
@@ -147,7 +147,7 @@ class Driver:
             without_record.lost_devices,
             partial(changes.tell, MigSpaceFreed()),
             lambda *seen: changes.tell(MigDeviceChanged(*seen)),
-            nvml.operation,
+            nvml.session.operation,
         )
         self.discovery = Discovery(
             nvml,
@@ -157,7 +157,6 @@ class Driver:
             self.mig,
             partial(changes.tell, HardwareChanged()),
             detachments.now,
-            platform.news,
         )
         self.health = HealthParts(
             settings,

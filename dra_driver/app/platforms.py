@@ -9,21 +9,17 @@ from pathlib import Path
 
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
-from dra_driver.host.uevents import Uevents
-from dra_driver.inventory.hardware_news import NewsSource
 from dra_driver.model.host import HostPaths
 from dra_driver.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The machine that the daemon runs on: where its host is seen, how its NVML is loaded, and what tells of its
-    hardware."""
+    """The machine that the daemon runs on: where its host is seen, and how its NVML is loaded."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     load_nvml: Callable[[], object]
-    news: Callable[[], NewsSource]
 
 
 def real_platform(settings: Settings) -> Platform:
@@ -39,13 +35,12 @@ def real_platform(settings: Settings) -> Platform:
         host_root=host if host is not None and Path(host).is_dir() else None,
         plugin_directory=str(settings.plugin_directory),
     )
-    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)), Uevents)
+    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
 
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
     """A machine made of data, kept in `directory`."""
     from dra_driver.simulator import create_machine, device_node_reader, nvml_library
-    from dra_driver.simulator.machine_watch import MachineWatch
 
     machine = create_machine(machine_name, directory)
     root = machine.host_root
@@ -57,12 +52,7 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
         sys=str(root / "sys"),
         plugin_directory=None if plugin_directory is None else str(plugin_directory),
     )
-    return Platform(
-        paths,
-        device_node_reader(machine),
-        lambda: nvml_library(machine),
-        lambda: MachineWatch(machine.directory),
-    )
+    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine))
 
 
 def platform_of(settings: Settings) -> Platform:

@@ -73,7 +73,7 @@ def mps_host(given: Namespace) -> None:
     from dra_driver.app.posix_signals import watch_signals
     from dra_driver.host.capability_nodes import CapabilityNodes
     from dra_driver.host.device_nodes import Mknod
-    from dra_driver.host.driver_programs import installed_programs
+    from dra_driver.host.driver_programs import InstalledPrograms
     from dra_driver.host.mig_caps import MigCaps
     from dra_driver.host.sysfs import Sysfs
     from dra_driver.inventory.detachment import Detachments
@@ -96,7 +96,7 @@ def mps_host(given: Namespace) -> None:
         root, maker = _simulated_root(given.simulate, given.simulator_dir)
         nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, maker)
         boot = Sysfs(proc=f"{root}/proc")
-    programs = installed_programs(root, layout.libraries, 0o755)
+    programs = InstalledPrograms(root, layout.libraries, 0o755)
     detachments = Detachments(layout.root.parent, boot.boot_id() or "unknown")
     timings = Timings(start=given.start_timeout, probe=given.probe_interval)
     _serve(layout, programs, nodes, detachments, timings, watch, allow_plain_shm=bool(given.allow_plain_shm))

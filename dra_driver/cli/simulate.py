@@ -24,6 +24,7 @@ _DIRECTORY = Flag(
     to=Path,
 )
 _GPU = Flag("gpu", "Device name, index, UUID or PCI bus ID of the GPU.", count="1")
+_WITHOUT_MACHINE = ("list_machines", "create_machine")
 _FORCE = switch("force", "Also while programs have NVML open.")
 
 
@@ -40,13 +41,16 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, **fixed: Any) -> Callable[[Namespace], None]:
-    """What prints the lines or the table that a function of `simulator.commands` returns; it takes the values of the
-    command's flags by their names."""
+    """What prints the lines or the table that a function of `simulator.commands` returns; it takes the machine and the
+    values of the command's flags by their names."""
 
     def act(given: Namespace) -> None:
         from dra_driver.simulator import commands
+        from dra_driver.simulator.machine import open_machine
 
         values = {name: value for name, value in vars(given).items() if name != "faults"}
+        if function not in _WITHOUT_MACHINE:
+            values["machine"] = open_machine(values.pop("directory"))
         found = getattr(commands, function)(**values, **fixed)
         for part in found if isinstance(found, tuple) else (found,):
             if isinstance(part, str):
@@ -74,10 +78,11 @@ def _be_a_client(given: Namespace) -> None:
     import signal
 
     from dra_driver.simulator import commands
+    from dra_driver.simulator.machine import open_machine
 
     stopped = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopped)
-    with commands.client(given.directory, given.name) as said:
+    with commands.client(open_machine(given.directory), given.name) as said:
         print(said, flush=True)
         signal.sigtimedwait(stopped, _LONGEST_S if given.seconds is None else given.seconds)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,8 @@ def run_program(
 ) -> tuple[int, str]:
     """Run a program with `text` as its input; returns the exit code and all output.
 
-    A program that does not end within `timeout_s` seconds is killed. If even that does not end it, as on a GPU that
+    A program that does not end within `timeout_s` seconds is killed, with all that it started. If even that does not
+    end it, as on a GPU that
     hangs, it is left behind, and until it ends nothing else starts in the same `lane`. Raises: OSError, TimeoutError.
     """
     with _guard:
@@ -39,6 +42,7 @@ def run_program(
         env=dict(environment),
         text=True,
         errors="replace",
+        start_new_session=True,
     )
     try:
         output, _ = child.communicate(text, timeout=timeout_s)
@@ -51,7 +55,7 @@ def run_program(
 
 
 def _give_up(child: subprocess.Popen[str], lane: str) -> None:
-    child.kill()
+    _kill(child)
     try:
         child.wait(_AFTER_KILL_S)
     except subprocess.TimeoutExpired:
@@ -61,3 +65,9 @@ def _give_up(child: subprocess.Popen[str], lane: str) -> None:
         if stream is not None:
             with suppress(OSError):
                 stream.close()
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """With all that it started."""
+    with suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)

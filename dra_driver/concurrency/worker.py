@@ -39,11 +39,6 @@ class BackgroundWorker:
         """Whether `stop` was called: long work ends early then."""
         return self._stopping.is_set()
 
-    @property
-    def is_woken(self) -> bool:
-        """Whether the next pause ends at once."""
-        return self._wake.is_set()
-
     def start(self) -> None:
         """Begin with the first call of `work`."""
         self._thread.start()

@@ -81,7 +81,7 @@ class NodeSnapshot:
     def close(self) -> None:
         """Shut NVML down, unless it hangs."""
         if not self._facts.is_asking:
-            self._nvml.close()
+            self._nvml.session.close()
 
     def view(self, wait_s: float) -> NodeView:
         """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
@@ -119,7 +119,7 @@ class NodeSnapshot:
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
         if self._is_open and self._is_detached():
-            self._nvml.close()
+            self._nvml.session.close()
             self._is_open = False
         if not self._is_open:
             self._nvml.reopen()

@@ -172,6 +172,14 @@ def stamp_at(path: Path | str) -> Stamp:
     return stamp_of(os.lstat(path))
 
 
+def stamp_or_none(path: Path | str) -> Stamp | None:
+    """The stamp of the file to which the path leads; None while there is none."""
+    try:
+        return stamp_of(os.stat(path))  # noqa: PTH116
+    except OSError:
+        return None
+
+
 def is_settled(time_ns: int) -> bool:
     """Whether the time of a file or directory is older than a tick of the clock that such times come from: then a
     change from now on gives another time. Some file systems keep whole seconds."""

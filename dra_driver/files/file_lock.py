@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import RetryableError
-from dra_driver.files.atomic import open_plain, state_error
+from dra_driver.files.atomic import UNREADABLE, open_plain, state_error
 
 _POLL_S = 0.005
 _LOOK_S = 0.1
@@ -106,6 +106,23 @@ def _lock(
             return
 
 
+def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK) -> bool:
+    """Whether somebody's lock is in the way of this one; asked without taking it, which others would see. What is no
+    regular file is nobody's. Raises: StateError."""
+    try:
+        descriptor = open_plain(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, *UNREADABLE):
+            return False
+        raise state_error("open the lock file", path, error) from error
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, lock)
+    finally:
+        os.close(descriptor)
+    kind: int = struct.unpack(LOCK_LAYOUT, found)[0]
+    return kind != fcntl.F_UNLCK
+
+
 def _busy(what: str) -> LockBusyError:
     return LockBusyError(f"{what} is busy with another claim's prepare or unprepare; it will be retried")
 
@@ -138,15 +155,4 @@ class UseMark:
 
     def is_held(self) -> bool:
         """Whether anybody holds it. Raises: StateError."""
-        try:
-            descriptor = open_plain(self._path, os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise state_error("open the lock file", self._path, error) from error
-        try:
-            found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, byte_lock(0))
-        finally:
-            os.close(descriptor)
-        kind: int = struct.unpack(LOCK_LAYOUT, found)[0]
-        return kind != fcntl.F_UNLCK
+        return is_locked(self._path, byte_lock(0))

@@ -18,8 +18,14 @@ import structlog
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.health.history import HealthHistory, change_between
-from dra_driver.health.rules.state import DEFAULT_POLICY, HealthPolicy, observe, shows_reset
-from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid, xid_text
+from dra_driver.health.rules.state import observe, shows_reset
+from dra_driver.health.rules.xids import (
+    NO_CHANGES,
+    RECOVERY_ACTION_CHANGED,
+    XidPolicy,
+    severity_of_xid,
+    xid_text,
+)
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import KeptHealth
 from dra_driver.model.gpu import FabricRegistration
@@ -83,7 +89,7 @@ class Monitor:
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
         on_fabric: Callable[[str, FabricRegistration], None],
-        policy: HealthPolicy = DEFAULT_POLICY,
+        policy: XidPolicy = NO_CHANGES,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -354,7 +360,7 @@ class Monitor:
             number, is_told = observation.number, gpu_uuid in self._tell_action
             observation = Xid(number, is_told)
             self._history.count_xid(gpu_uuid, number)
-            if severity_of_xid(number, self._policy.xids, action_is_told=is_told) is None:
+            if severity_of_xid(number, self._policy, action_is_told=is_told) is None:
                 severity = self.state(target).severity
                 self._history.note(HealthChange(target, self._now(), severity, severity, xid_text(number)))
                 return number == RECOVERY_ACTION_CHANGED

@@ -3,9 +3,7 @@ nvidia-smi or nvidia-modprobe on the host, and again after each reboot."""
 
 from __future__ import annotations
 
-import stat
 import threading
-from pathlib import Path
 
 from dra_driver.errors import RetryableError
 from dra_driver.host.device_nodes import DeviceNodeMaker
@@ -14,12 +12,6 @@ from dra_driver.host.rooted_tree import join_root
 from dra_driver.model.host import DeviceNode
 
 _CAPABILITIES = "/proc/driver/nvidia/capabilities"
-_KINDS = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISBLK, "a block device"),
-)
 
 
 class CapabilityNodes:
@@ -57,7 +49,7 @@ class CapabilityNodes:
             there = self._maker.read(path)
             if there is None or there.type != node.type:
                 raise RetryableError(
-                    f"cannot make the device node {_named(node)}: {_what_is(path)} is there; remove it from the node, "
+                    f"cannot make the device node {_named(node)}: something else is there; remove it from the node, "
                     "and find out what has put it there"
                 ) from None
             if (there.major, there.minor) != (node.major, node.minor):
@@ -67,12 +59,3 @@ class CapabilityNodes:
 
 def _named(node: DeviceNode) -> str:
     return f"{node.path} ({node.type} {node.major}:{node.minor})"
-
-
-def _what_is(path: str) -> str:
-    """With its article. Raises: OSError."""
-    mode = Path(path).lstat().st_mode
-    for is_it, name in _KINDS:
-        if is_it(mode):
-            return name
-    return "something that is no device node"

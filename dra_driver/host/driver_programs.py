@@ -19,69 +19,35 @@ from dra_driver.model.driver_programs import (
 )
 
 _PROGRAMS = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-def installed_programs(
-    root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
-) -> InstalledPrograms:
-    """The driver's programs of these names below `root`, as this process sees it.
-
-    `links` is the directory for links to libraries; its mode is `links_mode`, because programs that run as another user
-    need it.
-    """
-
-    def find(name: str) -> str | None:
-        tree = RootedTree(root)
-        found = (tree.file(f"{directory}/{name}") for directory in _SYSTEM_PATH.split(":"))
-        return next((tree.local(path) for path in found if path is not None), None)
-
-    def libraries() -> dict[str, str]:
-        tree = RootedTree(root)
-        scanned = scan_libraries(tree, None)
-        files = dict(scanned.files)
-        names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
-        return {
-            path.rpartition("/")[2]: tree.local(file)
-            for path, file in names.items()
-            if path.rpartition("/")[0] in scanned.directories
-        }
-
-    search_path = os.environ.get("PATH", _SYSTEM_PATH)
-    return InstalledPrograms(root, find, libraries, links, search_path, links_mode, names)
+BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
 class InstalledPrograms:
-    """Finds the programs at each call.
+    """Finds the driver's programs at each call.
 
     If the driver is not installed in `/`, its programs find its libraries through a directory of links. The library
     directories of the other system would also bring its C library, and with that no program starts.
     """
 
     def __init__(
-        self,
-        root: str,
-        find: Callable[[str], str | None],
-        libraries: Callable[[], Mapping[str, str]],
-        links: Path,
-        search_path: str,
-        links_mode: int = 0o755,
-        names: Sequence[str] = _PROGRAMS,
+        self, root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
     ) -> None:
-        """`find` answers the path of a program, `libraries` the file of each library name that a loader needs."""
+        """The programs of these names below `root`, as this process sees it. `links` is the directory for links to
+        libraries; its mode is `links_mode`, because programs that run as another user need it."""
         self._root = root
-        self._find = find
-        self._libraries = libraries
         self._links = links
         self._links_mode = links_mode
-        self._search_path = search_path
+        self._search_path = os.environ.get("PATH", ":".join(BINARY_DIRS))
         self._names = names
         self._linked_for: object = None
         self._linked_from: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self) -> DriverPrograms:
-        paths = {name: path for name in self._names if (path := self._find(name)) is not None}
+        tree = RootedTree(self._root)
+        paths = {
+            name: tree.local(found[1]) for name in self._names if (found := find_program(tree.file, name))
+        }
         elsewhere = self._root.rstrip("/") != ""
         if elsewhere:
             with self._lock:
@@ -96,7 +62,7 @@ class InstalledPrograms:
         mark = tuple((path, _changed_at(path)) for path in (*paths.values(), *self._linked_from))
         if mark == self._linked_for and self._links.is_dir():
             return
-        wanted = self._libraries()
+        wanted = _libraries(RootedTree(self._root))
         try:
             self._links.mkdir(parents=True, exist_ok=True)
             self._links.chmod(self._links_mode)
@@ -111,6 +77,27 @@ class InstalledPrograms:
             ) from error
         self._linked_from = tuple(dict.fromkeys(target.rpartition("/")[0] for target in wanted.values()))
         self._linked_for = mark if wanted else None
+
+
+def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str] | None:
+    """(where it was found, the file it really is), both inside the tree in which `look` looks."""
+    for directory in BINARY_DIRS:
+        resolved = look(f"{directory}/{name}")
+        if resolved is not None:
+            return f"{directory}/{name}", resolved
+    return None
+
+
+def _libraries(tree: RootedTree) -> dict[str, str]:
+    """The file of each library name that a loader needs."""
+    scanned = scan_libraries(tree, None)
+    files = dict(scanned.files)
+    names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
+    return {
+        path.rpartition("/")[2]: tree.local(file)
+        for path, file in names.items()
+        if path.rpartition("/")[0] in scanned.directories
+    }
 
 
 def _point(link: Path, target: str) -> None:

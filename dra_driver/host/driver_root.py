@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.driver_programs import BINARY_DIRS, find_program
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
     MACHINE,
@@ -33,7 +34,6 @@ Fingerprint = tuple[object, ...]
 
 _SETTLED_NS = 1_000_000_000
 
-_BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _BINARIES = (
     "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control",
     "nvidia-cuda-mps-server", "nvidia-imex", "nvidia-imex-ctl", "nvidia-xconfig",
@@ -84,7 +84,7 @@ _NEEDED_NODES = {
     "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
 }
 _WATCHED = (
-    *USUAL_DIRS, *UNUSUAL_DIRS, *_BINARY_DIRS, *_SOCKETS, *(f"{top}/{_XORG_TAILS[0]}" for top in _XORG_TOPS),
+    *USUAL_DIRS, *UNUSUAL_DIRS, *BINARY_DIRS, *_SOCKETS, *(f"{top}/{_XORG_TAILS[0]}" for top in _XORG_TOPS),
     "/etc/ld.so.cache", "/lib/firmware/nvidia",
     *dict.fromkeys(
         f"{top}/{path.rpartition('/')[0]}" for paths, tops, _ in _CONFIGS for top in tops for path in paths
@@ -268,7 +268,7 @@ class DriverRoot:
         return tuple(nodes), tuple(notes)
 
     def _binaries(self, tree: RootedTree) -> tuple[DriverFile, ...]:
-        found = (_find_in_path(tree, name) for name in _BINARIES)
+        found = (find_program(tree.program, name) for name in _BINARIES)
         return tuple(self._file(resolved, path) for path, resolved in filter(None, found))
 
     def _firmware(self, tree: RootedTree, version: str) -> tuple[DriverFile, ...]:
@@ -359,22 +359,6 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
         f"libnvidia-ml.so.1 is not below the driver root {driver_root}; looked in {searched} and in "
         f"{tree.local('/etc/ld.so.cache')}: install the NVIDIA driver or set the driver root"
     )
-
-
-def find_nvidia_smi(driver_root: str) -> str | None:
-    """The path, for this process, of `nvidia-smi` below a driver root; None where there is none."""
-    tree = RootedTree(driver_root)
-    found = _find_in_path(tree, "nvidia-smi")
-    return tree.local(found[1]) if found is not None else None
-
-
-def _find_in_path(tree: RootedTree, name: str) -> tuple[str, str] | None:
-    """(where it was found, the file it really is), both inside the tree."""
-    for directory in _BINARY_DIRS:
-        resolved = tree.program(f"{directory}/{name}")
-        if resolved is not None:
-            return f"{directory}/{name}", resolved
-    return None
 
 
 def _mark(tree: RootedTree, path: str) -> _Mark | None:

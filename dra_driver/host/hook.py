@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
-import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import RetryableError
+from dra_driver.files.atomic import stamp_or_none
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, MORE_HOOK_VERBS
 from dra_driver.model.host import HostPaths
@@ -90,7 +88,7 @@ class HookFinder:
         self._views = tuple(dict.fromkeys(views))
         self._configured = configured
         self._lock = threading.Lock()
-        self._answers: dict[str, _Kept] = {}
+        self._answers: dict[str, tuple[object, _Answer]] = {}
         self._doubts = 0
 
     def places(self) -> Iterator[tuple[str, str]]:
@@ -106,7 +104,7 @@ class HookFinder:
     def doubts(self) -> int:
         """A number that grows when what `find` has answered does not count any more, though no file has changed."""
         with self._lock:
-            due = [path for path, kept in self._answers.items() if kept.is_due]
+            due = [path for path, (_, answer) in self._answers.items() if answer.is_due]
             for path in due:
                 del self._answers[path]
             self._doubts += bool(due)
@@ -154,13 +152,11 @@ class HookFinder:
         gave no answer; one thread at a time."""
         local = join_root(view.root, resolved)
         with self._lock:
-            identity = (local, *_identity(local))
-            known = self._answers.get(host_path)
-            if known is None or known.identity != identity or known.is_due:
+            identity = (local, stamp_or_none(local))
+            of, answer = self._answers.get(host_path, (None, None))
+            if answer is None or of != identity or answer.is_due:
                 answer = self._answer(host_path, view, resolved)
-                due_at = math.inf if answer.is_sure else time.monotonic() + _ASK_AGAIN_S
-                known = self._answers[host_path] = _Kept(identity, answer, due_at)
-            answer = known.answer
+                self._answers[host_path] = identity, answer
         if answer.problem is None:
             return Hook(host_path, answer.verbs)
         if view is self._installed and answer.code and self._configured is None:
@@ -198,40 +194,42 @@ class HookFinder:
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The verbs that are safe to use; else why the program did not tell them, and the code with which it ended, 0 if it
-    did not end. `is_sure` says that it would tell the same again."""
+    did not end. It counts until `due_at` (time.monotonic())."""
 
     verbs: tuple[str, ...]
     problem: str | None = None
     code: int = 0
-    is_sure: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The answer of a program with this identity, which counts until `due_at` (time.monotonic())."""
-
-    identity: tuple[object, ...]
-    answer: _Answer
-    due_at: float
+    due_at: float = math.inf
 
     @property
     def is_due(self) -> bool:
         return time.monotonic() >= self.due_at
 
 
-def _answer_of(commands: Iterable[list[str]]) -> _Answer:
+def _answer_of(commands: Sequence[list[str]]) -> _Answer:
     """What the first command says that ends well, else the fault of the first."""
     deadline = time.monotonic() + _BOUND_S
-    fault, is_sure = None, True
+    faults: list[_Answer] = []
     for command in commands:
-        said = _run(command, deadline)
-        if said.problem is None:
-            listed, version = _listed_verbs(said.text), _version(said.text)
-            more = (verb for verb in MORE_HOOK_VERBS if verb in listed and _SINCE.get(verb, ()) <= version)
-            return _Answer((*BASE_HOOK_VERBS, *more))
-        is_sure = is_sure and said.has_ended
-        fault = fault or _Answer(BASE_HOOK_VERBS, said.problem, said.code)
-    return replace(fault, is_sure=is_sure) if fault else _Answer(BASE_HOOK_VERBS)
+        due_at = time.monotonic() + _ASK_AGAIN_S
+        try:
+            timeout_s = max(0.01, deadline - time.monotonic())
+            code, text = run_program(command, {"PATH": _PATH}, timeout_s=timeout_s, lane=_NAME)
+        except TimeoutError:
+            problem, code = f"it did not end within {_BOUND_S:g} s", 0
+        except OSError as error:
+            problem, code = error.strerror or "it cannot be run", _CANNOT_RUN
+        else:
+            if not code:
+                listed, version = _listed_verbs(text), _version(text)
+                more = (
+                    verb for verb in MORE_HOOK_VERBS if verb in listed and _SINCE.get(verb, ()) <= version
+                )
+                return _Answer((*BASE_HOOK_VERBS, *more))
+            cause = _last_line(text)
+            problem, due_at = f"it ends with code {code}{cause and f': {cause}'}", math.inf
+        faults.append(_Answer(BASE_HOOK_VERBS, problem, code, due_at))
+    return replace(faults[0], due_at=min(fault.due_at for fault in faults))
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -245,48 +243,7 @@ def _listed_verbs(text: str) -> set[str]:
     return set(_VERB.findall(section[1])) if section is not None else set()
 
 
-class _Said(NamedTuple):
-    text: str
-    problem: str | None = None
-    code: int = 0
-    has_ended: bool = True
-
-
-def _run(command: list[str], deadline: float) -> _Said:
-    """What a program prints, or why it failed. The deadline ends every process that it started."""
-    try:
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"PATH": _PATH},
-            start_new_session=True,
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                with suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                return _Said("", f"it did not end within {_BOUND_S:g} s", has_ended=False)
-    except OSError as error:
-        return _Said("", error.strerror or "it cannot be run", _CANNOT_RUN, has_ended=False)
-    if process.returncode:
-        cause = _last_line(err)
-        problem = f"it ends with code {process.returncode}{cause and f': {cause}'}"
-        return _Said("", problem, process.returncode)
-    return _Said(out.decode("utf-8", errors="replace").replace("\r\n", "\n"))
-
-
-def _last_line(said: bytes) -> str:
-    """Of what a program says on stderr: there the loader or chroot says why it does not run."""
-    lines = said.decode("utf-8", errors="replace").strip().splitlines()
+def _last_line(said: str) -> str:
+    """There the loader or chroot says why a program does not run."""
+    lines = said.strip().splitlines()
     return "".join(filter(str.isprintable, lines[-1]))[:_LONGEST_CAUSE].strip() if lines else ""
-
-
-def _identity(path: str) -> tuple[object, ...]:
-    try:
-        status = os.stat(path)  # noqa: PTH116
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

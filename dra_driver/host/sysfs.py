@@ -14,7 +14,6 @@ from dra_driver.model.host import PciFunction
 
 _NVIDIA = "0x10de"
 _PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")
-_MEM_TOTAL = re.compile(r"^MemTotal:\s+([0-9]{1,15}) kB$", re.MULTILINE)
 _GPU_UUID = re.compile(r"^GPU UUID:\s+(GPU-[0-9a-f]{8}-\S+)$", re.MULTILINE)
 _EXCLUDED = re.compile(r"^GPU Excluded:\s+Yes$", re.MULTILINE)
 _DRM_NODE = re.compile(r"^(?:card|renderD)\d+\Z")
@@ -79,11 +78,6 @@ class Sysfs:
         except OSError:
             return None
         return None if len(vendor) < len(_GONE) else vendor != _GONE
-
-    def memory_total(self) -> int | None:
-        """The machine's memory in bytes."""
-        match = _MEM_TOTAL.search(_read(self._proc / "meminfo"))
-        return int(match[1]) * 1024 if match is not None else None
 
     def boot_id(self) -> str | None:
         """The kernel's random name of this boot."""

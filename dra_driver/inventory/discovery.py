@@ -1,7 +1,6 @@
 """Keeping a snapshot of the node's devices, with or without a working driver.
 
-The snapshot is level-triggered. One thread looks at a cheap fingerprint of the host and of NVML: every second for a
-while after the kernel told of hardware, else every five seconds, and every second where news are not heard. When it
+The snapshot is level-triggered. Each second one thread looks at a cheap fingerprint of the host and of NVML. When it
 differs, or when somebody asks, the thread reads everything anew, once for all who asked. Where only MIG devices came
 or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for this:
 until NVML answers there is no inventory, and Unprepare works from records alone.
@@ -12,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -26,7 +25,6 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.inventory.detachment import Detachment
-from dra_driver.inventory.hardware_news import HardwareNews, NewsSource
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unready_since
 from dra_driver.inventory.rules.changes import (
@@ -46,24 +44,13 @@ from dra_driver.nvml.reader import NvmlReader
 _log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.25
-_RETRY_MOST_S = 10.0
+_RETRY_MOST_S = 5.0
 _LOOK_EVERY_S = 1.0
-_LOOK_WITHOUT_NEWS_EVERY_S = 5.0
-"""MIG devices that somebody makes by hand, and news that got lost, are found so soon."""
-_ALERT_FOR_S = 10.0
-"""A driver takes some seconds from its first uevent to the last of its GPUs."""
 _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
 _DRIVER_FILES = "NVIDIA driver"
-
-
-@dataclass(frozen=True, slots=True)
-class NvmlState:
-    """Whether devices are known; `problem` says why not, as one sentence with the remedy."""
-
-    ready: bool = False
-    problem: str | None = "devices have not been discovered yet"
+NOT_DISCOVERED = "devices have not been discovered yet"
 
 
 class Discovery:
@@ -83,13 +70,10 @@ class Discovery:
         ownership: MigOwnership | None,
         on_hardware: Callable[[], None],
         detached: Callable[[], Detachment | None] = lambda: None,
-        news: Callable[[], NewsSource] | None = None,
     ) -> None:
         """Without an `ownership` every MIG device is somebody else's. While `detached` answers something, NVML is kept
-        closed. `news` opens what tells of hardware."""
+        closed."""
         self._detached = detached
-        self._news = None if news is None else HardwareNews(news, self._hear)
-        self._alert_until = self._next_look = 0.0
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
         self._nvml = nvml
         self._host = host
@@ -98,7 +82,7 @@ class Discovery:
         self._on_reload = on_reload
         self._on_hardware = on_hardware
         self._inventory: Inventory | None = None
-        self._state = NvmlState()
+        self._problem: str | None = NOT_DISCOVERED
         self._fingerprint: HardwareFingerprint | None = None
         self._driver: str | None = None
         self._has_nvml = False
@@ -129,14 +113,9 @@ class Discovery:
         """The last snapshot; None until NVML answered for the first time."""
         return self._inventory
 
-    @property
-    def state(self) -> NvmlState:
-        """Whether NVML answers now."""
-        return self._state
-
     def unavailable(self) -> str | None:
         """Why devices cannot be used now; None when they can."""
-        return self._state.problem
+        return self._problem
 
     def problem(self) -> str | None:
         """As `unavailable`; also that NVML hangs, which does not keep known devices from being prepared."""
@@ -147,7 +126,7 @@ class Discovery:
                 f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
                 "a GPU may need a reset"
             )
-        return self._state.problem
+        return self._problem
 
     def files_problem(self) -> str | None:
         """Why no claim can be prepared though devices are known: files of the NVIDIA driver are missing."""
@@ -157,17 +136,13 @@ class Discovery:
     def start(self) -> None:
         """Begin discovering in the background."""
         self._is_started = True
-        if self._news is not None:
-            self._news.start()
         self._want_scan()
         self._worker.start()
 
     def stop(self) -> None:
         """Stop and shut NVML down."""
-        if self._news is not None:
-            self._news.stop()
         self._worker.stop(5)
-        self._nvml.close()
+        self._nvml.session.close()
 
     def request_rescan(self) -> None:
         """Have everything read anew soon."""
@@ -203,38 +178,16 @@ class Discovery:
 
     def _look(self) -> float:
         """Scan if that is due or the hardware changed; seconds until the next look."""
-        if self._is_scan_due() or (self._is_look_due() and self._has_changed()):
+        if self._is_scan_due() or self._has_changed():
             self._scan()
         return self._pause_s()
 
-    def _hear(self) -> None:
-        """In the thread that listens. The alert comes first: a look that is under way sees it or is followed by one.
-
-        Only the first news of an alert end a pause. A driver that binds its GPUs sends many, and an attempt of ours to
-        initialise NVML may load a driver that fails: that must not be answered by the next attempt at once.
-        """
-        now = time.monotonic()
-        is_first = now >= self._alert_until
-        self._alert_until = now + _ALERT_FOR_S
-        if is_first:
-            self._worker.wake()
-
-    def _is_look_due(self) -> bool:
-        """Every round that is not due costs a file that is not there: a person who detaches the driver waits for us."""
-        now = time.monotonic()
-        if self._news is None or not self._news.is_heard or now < self._alert_until:
-            return True
-        if now < self._next_look and not self._unsettled and self._detached() is None:
-            return False
-        self._next_look = now + _LOOK_WITHOUT_NEWS_EVERY_S
-        return True
-
     def _crashed(self, _error: Exception) -> float:
-        self._state = NvmlState(False, "discovery failed unexpectedly; see the log")
+        self._problem = "discovery failed unexpectedly; see the log"
         return self._pause_s()
 
     def _pause_s(self) -> float:
-        if self._state.ready or self._detached() is not None:
+        if self._problem is None or self._detached() is not None:
             self._retry_s = _RETRY_FIRST_S
             return _LOOK_EVERY_S
         pause, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MOST_S)
@@ -242,7 +195,7 @@ class Discovery:
 
     def _is_scan_due(self) -> bool:
         return (
-            not self._state.ready
+            self._problem is not None
             or self._scans_begun < self._scans_wanted
             or time.monotonic() - self._last_scan >= self._rescan_every_s()
         )
@@ -320,7 +273,7 @@ class Discovery:
             self._without_nvml(error, host)
             return
         is_loaded = self._driver != host.driver
-        is_other = not self._state.ready or before is None or host.hardware != before.host.hardware
+        is_other = self._problem is not None or before is None or host.hardware != before.host.hardware
         self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
         self._became_known(inventory)
         if is_loaded:
@@ -333,7 +286,7 @@ class Discovery:
         it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
         set again afterwards, as when NVML answers again."""
         try:
-            self._nvml.let_go(detached.problem)
+            self._nvml.session.let_go(detached.problem)
         except NvmlInUseError as error:
             _log.info("nvml_in_use", reason=str(error))
             return
@@ -399,9 +352,9 @@ class Discovery:
     def _became_known(self, inventory: Inventory) -> None:
         self._log_faults(inventory)
         changed = differs(inventory, self._inventory)
-        # The inventory comes first: whoever reads a ready state must not find the old devices.
+        # The inventory comes first: whoever reads that there is no problem must not find the old devices.
         self._inventory = inventory
-        self._state = NvmlState(True, None)
+        self._problem = None
         if not changed:
             return
         _log.info(
@@ -416,8 +369,8 @@ class Discovery:
     def _without_ledger(self, error: StateError) -> None:
         """Nobody can say now who made which MIG device; the devices that are known stay as they are."""
         _log.error("mig_ledger_unusable", reason=str(error))
-        if not self._state.ready:
-            self._state = NvmlState(False, str(error))
+        if self._problem is not None:
+            self._problem = str(error)
 
     def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
         """A node that has no GPU needs no driver either: it is known to have no devices. A driver that is there and
@@ -434,9 +387,9 @@ class Discovery:
     def _became_unavailable(self, error: DraDriverError) -> None:
         """Devices that were known are withdrawn: they cannot be used without the driver."""
         problem = str(error)
-        if self._state.problem != problem:
+        if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
-        self._state = NvmlState(False, problem)
+        self._problem = problem
         if self._inventory is not None and self._inventory.every_gpu:
             self._inventory = Inventory(self._inventory.versions)
             self._on_change()
@@ -457,8 +410,8 @@ def discover_once(nvml: NvmlReader, host: HostView, ownership: MigOwnership | No
     """
     discovery = Discovery(nvml, host, _ignored, _ignored, ownership, _ignored)
     discovery.scan_now(0)
-    if discovery.inventory is None or discovery.state.problem is not None:
-        raise NvmlUnavailableError(discovery.state.problem or "devices were not discovered")
+    if discovery.inventory is None or discovery.unavailable() is not None:
+        raise NvmlUnavailableError(discovery.unavailable() or "devices were not discovered")
     return discovery.inventory
 
 

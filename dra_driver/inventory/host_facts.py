@@ -10,24 +10,15 @@ from dra_driver.model.fingerprint import HostFingerprint
 from dra_driver.model.host import HostPaths
 
 
-class HostView:
+class HostView(Sysfs):
     """PCI places and the fingerprint of one host."""
 
     def __init__(self, paths: HostPaths, *, imex: bool = False, files: DriverRoot | None = None) -> None:
         """Without `imex` nobody looks at IMEX channels, without `files` nobody at the NVIDIA driver's files."""
-        self._proc = paths.proc
-        self._sysfs = Sysfs(paths.sys, paths.proc)
+        super().__init__(paths.sys, paths.proc)
         self._channels = ImexChannelNodes(paths.proc) if imex else None
         self._files = files
         self._fingerprints = HostFingerprintReader(paths.sys, paths.proc)
-
-    def pcie_root(self, bus_id: str) -> str | None:
-        """`pci0000:16`, or None in a VM without PCIe parents."""
-        return self._sysfs.pcie_root(bus_id)
-
-    def numa_node(self, bus_id: str) -> int | None:
-        """The NUMA node, or None."""
-        return self._sysfs.numa_node(bus_id)
 
     def imex_channels(self) -> int | None:
         """How many IMEX channels the NVIDIA driver has; None for none, and if nobody wants any."""
@@ -37,13 +28,9 @@ class HostView:
         """As `DriverRoot.problem`."""
         return None if self._files is None else self._files.problem(nvml_version)
 
-    def gpu_functions(self) -> frozenset[str]:
-        """Bus IDs of NVIDIA functions that are VGA or 3D controllers."""
-        return self._sysfs.gpu_functions()
-
     def is_bound(self, bus_id: str) -> bool:
         """Whether the function is there and bound to the NVIDIA driver."""
-        return self._sysfs.bound_driver(bus_id) == "nvidia"
+        return self.bound_driver(bus_id) == "nvidia"
 
     def fingerprint(self) -> HostFingerprint:
         """What the host shows now."""
@@ -51,4 +38,4 @@ class HostView:
 
     def driver(self) -> str:
         """A value that differs when another driver was loaded; empty while none is."""
-        return driver_fingerprint(self._proc)
+        return driver_fingerprint(str(self._proc))

@@ -299,9 +299,11 @@ class DebtKeeper:
                 break
             if not self._hangs(debt.gpu_uuids):
                 [paid] = side_by_side([partial(self._pay_alone, debt, frozenset(tried))], 1, _HANGS_S)
-                if paid.done() and not paid.cancelled():
+                if paid.cancelled():  # no thread could start
+                    self._pay_alone(debt, frozenset(tried))
+                elif paid.done():
                     paid.result()
-                elif not paid.done():  # it has the locks of its GPUs, and the others are paid
+                else:  # it has the locks of its GPUs, and the others are paid
                     self._hanging.append((debt.gpu_uuids, paid))
                     _log.warning("debt_payment_hangs", debt=debt.name, gpus=sorted(debt.gpu_uuids))
             tried.add(debt.name)

@@ -223,6 +223,11 @@ class Executor:
         lanes = _lanes(plan.steps)
         tasks = [partial(do, steps) for _, steps in lanes]
         futures = side_by_side(tasks, _GPUS_AT_ONCE, time_left(_STEPS_S)) if lanes else []
+        if lanes and all(future.cancelled() for future in futures):  # no thread could start
+            for _, steps in lanes:
+                do(steps)
+            futures = []
+            lanes = []
         given_up.set()
         hanging = _keep_hanging(lanes, futures, begun, held, "")
         if hanging:

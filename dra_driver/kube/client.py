@@ -81,8 +81,6 @@ class ApiClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         limiter: TokenBucket | None = None,
-        user_agent: str = USER_AGENT,
-        pool_size: int = POOL_SIZE,
         observe: Callable[[str, int | None], None] | None = None,
         headers: Mapping[str, str] | None = None,
         warned: Callable[[str], None] | None = None,
@@ -92,8 +90,7 @@ class ApiClient:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._limiter = limiter
-        self._headers = {"User-Agent": user_agent, "Accept": JSON, **(headers or {})}
-        self._pool_size = pool_size
+        self._headers = {"User-Agent": USER_AGENT, "Accept": JSON, **(headers or {})}
         self._observe = observe
         self._warned = warned
         self._lock = threading.Lock()
@@ -208,7 +205,7 @@ class ApiClient:
             return self._pool
 
     def _new_pool(self) -> urllib3.PoolManager:
-        options: dict[str, Any] = {"num_pools": 2, "maxsize": self._pool_size, "socket_options": _KEEPALIVE}
+        options: dict[str, Any] = {"num_pools": 2, "maxsize": POOL_SIZE, "socket_options": _KEEPALIVE}
         tls = self.endpoint.tls
         if self.endpoint.server.startswith("https://"):
             options["ssl_context"] = tls.context()

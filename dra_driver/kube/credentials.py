@@ -8,17 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dra_driver.errors import InvalidConfigError
-
-Fingerprint = tuple[int, int, int]
-
-
-def fingerprint(path: Path) -> Fingerprint:
-    """(inode, size, mtime in ns) of a file: it changes when a projected volume or an editor replaces it.
-
-    Raises: OSError.
-    """
-    stat = path.stat()  # follows links: a projected volume rotates by moving its `..data` link
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+from dra_driver.files.atomic import Stamp, stamp_or_none
 
 
 class TokenSource(Protocol):
@@ -56,7 +46,7 @@ class FileToken:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._seen: Fingerprint | None = None
+        self._seen: Stamp | None = None
         self._token = ""
         try:
             self._read()
@@ -71,21 +61,21 @@ class FileToken:
         """The token of the file as it is now."""
         with self._lock:
             try:
-                if fingerprint(self._path) != self._seen:
+                if stamp_or_none(self._path) != self._seen:
                     self._read()
             except (OSError, UnicodeDecodeError):
                 pass  # in the middle of a rotation: the old token is valid for a while yet
             return f"Bearer {self._token}"
 
     def refresh(self, used: str | None) -> bool:
-        """Read the file whatever its fingerprint says; True if the token differs."""
+        """Read the file whatever its stamp says; True if the token differs."""
         with self._lock:
             with suppress(OSError, UnicodeDecodeError):
                 self._read()
             return f"Bearer {self._token}" != used
 
     def _read(self) -> None:
-        seen = fingerprint(self._path)  # before the content: a change in between is seen next time
+        seen = stamp_or_none(self._path)  # before the content: a change in between is seen next time
         token = self._path.read_text(encoding="utf-8").strip()
         if token:
             self._token, self._seen = token, seen

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.kube.credentials import FileToken, Fingerprint, NoToken, TokenSource, fingerprint
+from dra_driver.files.atomic import Stamp, stamp_or_none
+from dra_driver.kube.credentials import FileToken, NoToken, TokenSource
 from dra_driver.kube.proxies import Proxy, proxy_of_environment
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -28,9 +29,9 @@ class TlsSettings:
     insecure: bool = False
     server_name: str | None = None
 
-    def fingerprint(self) -> tuple[Fingerprint | None, ...]:
+    def fingerprint(self) -> tuple[Stamp | None, ...]:
         """One entry a file; it differs once any of them was replaced. Missing files count as None."""
-        return tuple(map(_fingerprint_or_none, self._files()))
+        return tuple(map(stamp_or_none, self._files()))
 
     def context(self) -> ssl.SSLContext:
         """A client context from the files as they are now.
@@ -126,10 +127,3 @@ def _in_cluster(environ: Mapping[str, str]) -> Endpoint:
     return Endpoint(
         f"https://{bracketed}:{port}", str(directory), tls, token, namespace=namespace or "default"
     )
-
-
-def _fingerprint_or_none(path: Path) -> Fingerprint | None:
-    try:
-        return fingerprint(path)
-    except OSError:
-        return None

@@ -18,7 +18,6 @@ from dra_driver.kubelet.rpc import Methods, RpcError, error_text, unary
 from dra_driver.model.claim import (
     ClaimRef,
     Failed,
-    Prepared,
     PreparedDevice,
     PrepareOutcome,
     UnprepareOutcome,
@@ -40,8 +39,8 @@ class ClaimService(Protocol):
 
     `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `has_left` returns
     whether the caller has gone or has cancelled the call; a newer call may then be on its way, perhaps to another
-    instance. Every claim has valid names and occurs once. The answer has an entry for the UID of each claim. A claim
-    without an entry, and every claim of a call that raises, is reported to the kubelet as failed.
+    instance. Every claim has valid names and occurs once. The answer has an entry for the UID of each claim. If the
+    call raises, all its claims are reported to the kubelet as failed.
     """
 
     def prepare(
@@ -59,8 +58,8 @@ def method_path(version: str, method: str) -> str:
 
 
 class DraService:
-    """Both versions. Their messages have the same fields under the same numbers, but v1beta1 has no share IDs; a test
-    compares the protos. So both use the messages of v1."""
+    """Both versions. Their messages have the same fields under the same numbers, as a test sees, so both use those
+    of v1. Only the share IDs are new there, and a kubelet of v1beta1, which knows no shares, skips them."""
 
     def __init__(self, claims: ClaimService) -> None:
         self._claims = claims
@@ -69,9 +68,9 @@ class DraService:
         """The methods of both versions by their paths."""
         return {
             method_path(version, name): unary(name, behavior, request)
-            for version, prepare in ((V1, self.prepare), (V1BETA1, self._prepare_v1beta1))
+            for version in (V1, V1BETA1)
             for name, behavior, request in (
-                ("NodePrepareResources", prepare, pb.NodePrepareResourcesRequest),
+                ("NodePrepareResources", self.prepare, pb.NodePrepareResourcesRequest),
                 ("NodeUnprepareResources", self.unprepare, pb.NodeUnprepareResourcesRequest),
             )
         }
@@ -81,7 +80,7 @@ class DraService:
     ) -> pb.NodePrepareResourcesResponse:
         response = pb.NodePrepareResourcesResponse()
         for uid, outcome in _outcomes(self._claims.prepare, request.claims, context).items():
-            response.claims[uid].CopyFrom(_prepare_entry(uid, outcome))
+            response.claims[uid].CopyFrom(_prepare_entry(outcome))
         return response
 
     def unprepare(
@@ -90,15 +89,6 @@ class DraService:
         response = pb.NodeUnprepareResourcesResponse()
         for uid, outcome in _outcomes(self._claims.unprepare, request.claims, context).items():
             response.claims[uid].error = "" if outcome is None else _failure(outcome)
-        return response
-
-    def _prepare_v1beta1(
-        self, request: pb.NodePrepareResourcesRequest, context: Any
-    ) -> pb.NodePrepareResourcesResponse:
-        response = self.prepare(request, context)
-        for entry in response.claims.values():
-            for device in entry.devices:
-                device.ClearField("share_id")
         return response
 
 
@@ -118,13 +108,8 @@ def _outcomes(
     outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}
     uids = [ref.uid for ref in checked.accepted]
     try:
-        answers = (
-            call(checked.accepted, context.time_remaining(), lambda: not context.is_active()) if uids else {}
-        )
-        missing = Failed("internal error: the driver gave no answer for this claim")
-        outcomes |= {uid: answers.get(uid, missing) for uid in uids}
-        if unasked := sorted(map(str, answers.keys() - outcomes.keys())):
-            _log.error("claim_answers_unasked", claim_uids=unasked)
+        if uids:
+            outcomes |= call(checked.accepted, context.time_remaining(), lambda: not context.is_active())
     except Exception as error:  # noqa: BLE001 - goes into the entries of the claims
         _log.exception("claim_service_failed", claim_uids=uids)
         outcomes |= dict.fromkeys(uids, Failed(error_text(error)))
@@ -135,29 +120,20 @@ def _outcomes(
     return outcomes
 
 
-def _prepare_entry(uid: str, outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
-    if not isinstance(outcome, Prepared):
-        return pb.NodePrepareResourceResponse(error=_failure(outcome))
-    try:
-        return pb.NodePrepareResourceResponse(devices=[_device(device) for device in outcome.devices])
-    except Exception as error:  # noqa: BLE001 - must not fail the other claims
-        _log.exception("claim_answer_malformed", claim_uid=uid)
-        return pb.NodePrepareResourceResponse(error=error_text(error))
-
-
-def _failure(outcome: object) -> str:
-    """The text of an error, never empty: the kubelet takes an empty text for success."""
+def _prepare_entry(outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
     if isinstance(outcome, Failed):
-        return error_text(outcome.error) or "internal error: the driver failed without giving a reason"
-    return f"internal error: the driver answered with {type(outcome).__name__} for this claim"
+        return pb.NodePrepareResourceResponse(error=_failure(outcome))
+    return pb.NodePrepareResourceResponse(devices=[_device(device) for device in outcome.devices])
+
+
+def _failure(outcome: Failed) -> str:
+    """The text of an error, never empty: the kubelet takes an empty text for success."""
+    return error_text(outcome.error) or "internal error: the driver failed without giving a reason"
 
 
 def _device(device: PreparedDevice) -> pb.Device:
-    if not device.pool or not device.device:
-        raise ValueError(f"prepared device {device} lacks its pool or its name")
-    base_names = dict.fromkeys(request.partition("/")[0] for request in device.requests)
     return pb.Device(
-        request_names=base_names,
+        request_names=device.requests,
         pool_name=device.pool,
         device_name=device.device,
         cdi_device_ids=device.cdi_ids,

@@ -1,4 +1,4 @@
-"""gRPC health for the kubelet's probes, on TCP.
+"""gRPC health for the kubelet's probes, on TCP. They check, and do not watch or list.
 
 ""  "liveness"   our own two sockets answer
 "startup"        they have answered once
@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,8 +15,8 @@ import structlog
 from grpc_health.v1 import health_pb2 as pb
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.kubelet.liveness import CACHED_S, Liveness
-from dra_driver.kubelet.rpc import Methods, RpcError, streaming, unary
+from dra_driver.kubelet.liveness import Liveness
+from dra_driver.kubelet.rpc import Methods, RpcError, unary
 from dra_driver.kubelet.serving import GrpcServer
 
 SERVICE = "grpc.health.v1.Health"
@@ -27,7 +26,6 @@ MAX_REQUEST_BYTES = 1024
 """The name of a service."""
 
 _log = structlog.get_logger(__name__)
-_MAX_WATCHERS = 4
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", 256),  # more are turned away
     ("grpc.max_connection_age_ms", 60_000),  # also of a caller that ends no request or reads no answer
@@ -41,13 +39,11 @@ class HealthServer:
 
     def __init__(self, address: str, liveness: Liveness, ready: Callable[[], bool]) -> None:
         self._address = address
-        self._ready = ready
-        self._watchers = threading.Semaphore(_MAX_WATCHERS)
         self._services: dict[str, Callable[[], bool]] = {
             "": lambda: liveness.fault() is None,
             "liveness": lambda: liveness.fault() is None,
             "startup": lambda: liveness.start_fault() is None,
-            "readiness": self._is_ready,
+            "readiness": ready,
         }
         self._server = GrpcServer(
             "health", self._methods(), calls=MAX_CALLS, request_bytes=MAX_REQUEST_BYTES, options=_OPTIONS
@@ -69,49 +65,13 @@ class HealthServer:
     def stop(self) -> None:
         self._server.stop(0)
 
-    def _is_ready(self) -> bool:
-        try:
-            return self._ready()
-        except Exception:  # noqa: BLE001 - foreign callback
-            _log.exception("readiness_failed")
-            return False
-
-    def _status(self, service: str) -> pb.HealthCheckResponse:
-        check = self._services.get(service)
-        if check is None:
-            return pb.HealthCheckResponse(status=_Status.SERVICE_UNKNOWN)
-        return pb.HealthCheckResponse(status=_Status.SERVING if check() else _Status.NOT_SERVING)
-
     def _check(self, request: pb.HealthCheckRequest, _context: Any) -> pb.HealthCheckResponse:
-        if request.service not in self._services:
+        check = self._services.get(request.service)
+        if check is None:
             raise RpcError(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not known")
-        return self._status(request.service)
-
-    def _list(self, _request: pb.HealthListRequest, _context: Any) -> pb.HealthListResponse:
-        return pb.HealthListResponse(statuses={name: self._status(name) for name in self._services})
-
-    def _watch(
-        self, request: pb.HealthCheckRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.HealthCheckResponse]:
-        if not self._watchers.acquire(blocking=False):
-            raise RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_MAX_WATCHERS} watchers")
-        try:
-            ended = threading.Event()
-            if not context.add_callback(ended.set):
-                return
-            sent: Any = None
-            while not ended.is_set():
-                status = self._status(request.service)
-                if status != sent:
-                    yield status
-                    sent = status
-                ended.wait(CACHED_S)
-        finally:
-            self._watchers.release()
+        return pb.HealthCheckResponse(status=_Status.SERVING if check() else _Status.NOT_SERVING)
 
     def _methods(self) -> Methods:
         return {
             f"/{SERVICE}/Check": unary("Check", self._check, pb.HealthCheckRequest),
-            f"/{SERVICE}/List": unary("List", self._list, pb.HealthListRequest),
-            f"/{SERVICE}/Watch": streaming("Watch", self._watch, pb.HealthCheckRequest),
         }

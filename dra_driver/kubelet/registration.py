@@ -64,10 +64,7 @@ class Registrar:
         if status.registered:
             _log.info("plugin_registered", driver=self._info.name)
         if changed and self._on_status is not None:
-            try:
-                self._on_status(status)
-            except Exception:  # noqa: BLE001 - foreign callback
-                _log.exception("registration_callback_failed")
+            self._on_status(status)
         if not status.registered:
             raise RpcError(grpc.StatusCode.UNKNOWN, f"failed registration process: {status.error}")
         return pb.RegistrationStatusResponse()

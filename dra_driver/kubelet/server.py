@@ -149,14 +149,8 @@ class KubeletPlugin:
         while not self._stopping.wait(self.settings.guard_s):
             fault = self._dra.fault() or self._registration.fault()
             if fault is not None and not self.stopping:
-                self._die(FatalError(f"{fault}; restart the driver"))
+                error = FatalError(f"{fault}; restart the driver")
+                _log.critical("kubelet_server_died", error=str(error))
+                if self._on_fatal is not None:
+                    self._on_fatal(error)
                 return
-
-    def _die(self, error: FatalError) -> None:
-        _log.critical("kubelet_server_died", error=str(error))
-        if self._on_fatal is None:
-            return
-        try:
-            self._on_fatal(error)
-        except Exception:  # noqa: BLE001 - foreign callback
-            _log.exception("fatal_callback_failed")

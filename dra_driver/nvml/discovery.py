@@ -15,7 +15,7 @@ from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverV
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.confidential import confidential_mode
 from dra_driver.nvml.failures import nvml_errors, supported
-from dra_driver.nvml.mig import read_mig_devices, read_profiles
+from dra_driver.nvml.mig import Tables, read_mig_devices, read_profiles
 from dra_driver.nvml.partitions import PartitionReader
 from dra_driver.nvml.readings import FaultLog, read_gpu
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
@@ -31,7 +31,7 @@ class ScanMemory:
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
     peers: PeerMemory = field(default_factory=PeerMemory)
-    profiles: dict[tuple[str, str | None], dict[int, MigProfile]] = field(default_factory=dict)
+    profiles: Tables[dict[int, MigProfile]] = field(default_factory=lambda: Tables(read_profiles))
 
     def reopened(self) -> None:
         """NVML was initialised anew."""
@@ -106,7 +106,7 @@ def _with_mig_devices(
     faults: list[DiscoveryFault],
 ) -> Gpu:
     if gpu.partitioning is None or gpu.uuid in memory.partitions.unread:
-        profiles = _profiles(handle, gpu, driver_version, memory, faults)
+        profiles = memory.profiles.of(handle, gpu, driver_version, faults)
         devices, mig_faults = read_mig_devices(handle, gpu, profiles)
     else:
         existing: Sequence[GpuInstance] = gpu.partitioning.withheld
@@ -119,22 +119,6 @@ def _with_mig_devices(
         devices, mig_faults = read_mig_devices(handle, gpu, profiles, theirs)
     faults += mig_faults
     return replace(gpu, mig_devices=devices)
-
-
-def _profiles(
-    handle: Handle, gpu: Gpu, driver_version: str | None, memory: ScanMemory, faults: list[DiscoveryFault]
-) -> dict[int, MigProfile]:
-    """The GPU's table, read once for a driver unless a part of it failed."""
-    key = (gpu.uuid, driver_version)
-    known = memory.profiles.get(key)
-    if known is not None:
-        return known
-    table_faults: list[DiscoveryFault] = []
-    read = read_profiles(handle, gpu, table_faults)
-    faults += table_faults
-    if not table_faults and driver_version is not None:
-        memory.profiles[key] = read
-    return read
 
 
 def read_nvml_fingerprint() -> NvmlFingerprint:

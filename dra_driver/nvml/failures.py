@@ -19,6 +19,7 @@ from dra_driver.errors import (
     NvmlUnknownOutcomeError,
     RetryableError,
 )
+from dra_driver.model.inventory import DiscoveryFault
 
 T = TypeVar("T")
 
@@ -90,6 +91,20 @@ def nvml_errors(action: str) -> Iterator[None]:
         raise translated(error, action) from error
     except getattr(pynvml, "NVMLLibraryMismatchError", ()) as error:
         raise NotSupportedError(f"{action}: {error}") from error
+
+
+@contextmanager
+def collected(faults: list[DiscoveryFault], subject: str) -> Iterator[None]:
+    """What fails inside is a fault of the subject, and hides nothing else.
+
+    Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
+    """
+    try:
+        yield
+    except (DeviceLostError, NvmlUnavailableError):
+        raise
+    except DraDriverError as error:
+        faults.append(DiscoveryFault(subject, str(error)))
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
-import pynvml
-
-from dra_driver.errors import DeviceBusyError
-from dra_driver.nvml.processes import PROCESS_LISTS, process_name, process_text
+from dra_driver.errors import DeviceBusyError, DraDriverError
+from dra_driver.nvml.processes import PROCESS_LISTS, listed, process_name, process_text
 
 Handle = Any
 
@@ -18,7 +17,11 @@ _MOST_NAMED = 8
 def holders_of(handles: Iterable[Handle]) -> list[str]:
     """The processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` in the order of their
     IDs; those that it cannot tell are missing."""
-    pids = {int(process.pid) for handle in handles for process in _processes(handle)}
+    pids: set[int] = set()
+    for handle in handles:
+        for versions in PROCESS_LISTS:
+            with suppress(DraDriverError):
+                pids |= {int(process.pid) for process in listed(handle, "the device", versions)}
     return [process_text(pid, process_name(pid)) for pid in sorted(pids)]
 
 
@@ -35,18 +38,3 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
         f"{action}: {subject} is in use by {', '.join(holders[:_MOST_NAMED])}{more}; stop the process, or wait "
         "until it ends"
     )
-
-
-def _processes(handle: Handle) -> list[Any]:
-    """The processes that NVML shows; a list that it does not give is none, for this only explains an error."""
-    found: list[Any] = []
-    for versions in PROCESS_LISTS:
-        for name in versions:
-            try:
-                found += getattr(pynvml, name)(handle)
-            except pynvml.NVMLError_FunctionNotFound:
-                continue
-            except pynvml.NVMLError:
-                pass
-            break
-    return found

@@ -36,7 +36,7 @@ from dra_driver.nvml.instance_handles import (
     read_gpu_instances,
     whole_compute_profile,
 )
-from dra_driver.nvml.mig import read_profiles
+from dra_driver.nvml.mig import Tables, read_profiles
 
 Handle = Any
 P = ParamSpec("P")
@@ -73,7 +73,7 @@ class MigHardware:
     def __init__(self, operation: Callable[[], AbstractContextManager[object]]) -> None:
         """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again."""
         self._operation = operation
-        self._profiles: dict[tuple[str, str], dict[int, MigProfile]] = {}
+        self._profiles = Tables(read_profiles)
 
     # --- mode ----------------------------------------------------------------------------------
 
@@ -282,15 +282,12 @@ class MigHardware:
     def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
         """The GPU's profiles by ID, read once for each driver version. Raises: RetryableError if incomplete."""
         with nvml_errors("read the driver version"):
-            key = (gpu_uuid, str(pynvml.nvmlSystemGetDriverVersion()))
-        known = self._profiles.get(key)
-        if known is None:
-            faults: list[DiscoveryFault] = []
-            known = read_profiles(handle, Gpu(uuid=gpu_uuid), faults)
-            if faults:
-                raise RetryableError(faults[0].text)
-            self._profiles[key] = known
-        return known
+            version = str(pynvml.nvmlSystemGetDriverVersion())
+        faults: list[DiscoveryFault] = []
+        table = self._profiles.of(handle, Gpu(uuid=gpu_uuid), version, faults)
+        if faults:
+            raise RetryableError(faults[0].text)
+        return table
 
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement

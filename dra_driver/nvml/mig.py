@@ -5,20 +5,22 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, DraDriverError, NotSupportedError, NvmlUnavailableError
+from dra_driver.errors import NotSupportedError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import MigDevice, MigProfile, PlacedProfile, Placement
-from dra_driver.nvml.failures import nvml_errors
+from dra_driver.nvml.failures import collected, nvml_errors
 from dra_driver.nvml.instance_handles import mig_mode
 
 Handle = Any
+T = TypeVar("T")
 
 _PROFILE_COUNT = getattr(pynvml, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0x12)
 _PROFILE_SUFFIX = {
@@ -47,15 +49,11 @@ def read_mig_devices(
     with nvml_errors(f"count the MIG devices of GPU {gpu.uuid}"):
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     for index in range(count):
-        try:
-            with nvml_errors(f"read MIG device {index} of GPU {gpu.uuid}"):
-                found = _mig_device_at(index, handle, gpu, profiles, wanted)
-                if found is not None:
-                    devices.append(found)
-        except (DeviceLostError, NvmlUnavailableError):
-            raise
-        except DraDriverError as error:
-            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", str(error)))
+        action = f"read MIG device {index} of GPU {gpu.uuid}"
+        with collected(faults, f"GPU {gpu.uuid}"), nvml_errors(action):
+            found = _mig_device_at(index, handle, gpu, profiles, wanted)
+            if found is not None:
+                devices.append(found)
     return tuple(devices), faults
 
 
@@ -130,18 +128,11 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
     """
     profiles: dict[int, MigProfile] = {}
     for number in range(_PROFILE_COUNT):
-        try:
-            with nvml_errors(f"read GPU instance profile {number} of GPU {gpu.uuid}"):
-                info = _profile_info(handle, number)
-        except NotSupportedError:
-            continue
-        except (DeviceLostError, NvmlUnavailableError):
-            raise
-        except DraDriverError as error:
-            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", str(error)))
-            continue
-        if info is not None:
-            profiles[info.id] = _profile(info, number, gpu)
+        action = f"read GPU instance profile {number} of GPU {gpu.uuid}"
+        with collected(faults, f"GPU {gpu.uuid}"), suppress(NotSupportedError), nvml_errors(action):
+            info = _profile_info(handle, number)
+            if info is not None:
+                profiles[info.id] = _profile(info, number, gpu)
     return profiles
 
 
@@ -153,21 +144,32 @@ def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault])
     """
     placed: list[PlacedProfile] = []
     for profile_id, profile in sorted(read_profiles(handle, gpu, faults).items()):
-        try:
-            with nvml_errors(
-                f"read the placements of profile {profile.name} ({profile_id}) of GPU {gpu.uuid}"
-            ):
-                placements = _placements(handle, profile_id)
-        except NotSupportedError:
-            continue
-        except (DeviceLostError, NvmlUnavailableError):
-            raise
-        except DraDriverError as error:
-            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", str(error)))
-            continue
-        if placements:
-            placed.append(PlacedProfile(profile, placements))
+        action = f"read the placements of profile {profile.name} ({profile_id}) of GPU {gpu.uuid}"
+        with collected(faults, f"GPU {gpu.uuid}"), suppress(NotSupportedError), nvml_errors(action):
+            placements = _placements(handle, profile_id)
+            if placements:
+                placed.append(PlacedProfile(profile, placements))
     return tuple(placed)
+
+
+class Tables(Generic[T]):
+    """What `read` gives of each GPU's profiles, read once for a driver unless a part of it failed."""
+
+    def __init__(self, read: Callable[[Handle, Gpu, list[DiscoveryFault]], T]) -> None:
+        self._read = read
+        self._known: dict[tuple[str, str | None], T] = {}
+
+    def of(self, handle: Handle, gpu: Gpu, driver_version: str | None, faults: list[DiscoveryFault]) -> T:
+        """The GPU's table; `faults` gets what could not be read. Raises: DeviceLostError, NvmlUnavailableError."""
+        key = (gpu.uuid, driver_version)
+        if key in self._known:
+            return self._known[key]
+        own: list[DiscoveryFault] = []
+        table = self._read(handle, gpu, own)
+        faults += own
+        if not own and driver_version is not None:
+            self._known[key] = table
+        return table
 
 
 def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile
+from dra_driver.nvml.failures import collected
 from dra_driver.nvml.instance_handles import gpu_handle, mig_mode, read_gpu_instances
-from dra_driver.nvml.mig import read_placed_profiles
+from dra_driver.nvml.mig import Tables, read_placed_profiles
 from dra_driver.nvml.readings import FaultLog
 
 Handle = Any
@@ -28,7 +28,7 @@ class PartitionReader:
     be read at the last try."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[str, str | None], tuple[PlacedProfile, ...]] = {}
+        self._tables = Tables(read_placed_profiles)
         self._last: dict[tuple[str, str | None], Partitioning] = {}
         self.unread: set[str] = set()
 
@@ -70,37 +70,19 @@ class PartitionReader:
             return None
         if not changeable and not gpu.mig_enabled:
             return None
-        try:
-            profiles = self._table(handle, gpu, driver_version, log)
-            table = [row.profile for row in profiles]
-            existing = read_gpu_instances(handle, gpu.uuid, table) if gpu.mig_enabled else ()
-        except (DeviceLostError, NvmlUnavailableError):
-            raise
-        except DraDriverError as error:
-            log.faults.append(DiscoveryFault(log.subject, str(error)))
+        known_faults = len(log.faults)
+        profiles: tuple[PlacedProfile, ...] = ()
+        existing: tuple[GpuInstance, ...] = ()
+        with collected(log.faults, log.subject):
+            profiles = self._tables.of(handle, gpu, driver_version, log.faults)
+            if gpu.mig_enabled:
+                existing = read_gpu_instances(handle, gpu.uuid, [row.profile for row in profiles])
+        if len(log.faults) > known_faults:
             self.unread.add(gpu.uuid)
             return None
         if not profiles:
             return None
         return Partitioning(profiles=profiles, withheld=existing, offers_whole=changeable)
-
-    def _table(
-        self, handle: Handle, gpu: Gpu, driver_version: str | None, log: FaultLog
-    ) -> tuple[PlacedProfile, ...]:
-        """The whole table, or none of it with a fault."""
-        key = (gpu.uuid, driver_version)
-        known = self._tables.get(key)
-        if known is not None:
-            return known
-        faults: list[DiscoveryFault] = []
-        read = read_placed_profiles(handle, gpu, faults)
-        log.faults.extend(faults)
-        if faults:
-            self.unread.add(gpu.uuid)
-            return ()
-        if driver_version is not None:
-            self._tables[key] = read
-        return read
 
 
 def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:

@@ -50,10 +50,8 @@ def read_gpu_processes(uuid: str, handle: Handle) -> Sequence[GpuProcess]:
 
     Only those in this process's PID namespace or below it are shown. Raises as `read_processes` does.
     """
-    listed = {
-        int(entry.pid): entry for versions in PROCESS_LISTS for entry in _listed(handle, uuid, versions)
-    }
-    return [_process(pid, entry) for pid, entry in sorted(listed.items())]
+    found = {int(entry.pid): entry for versions in PROCESS_LISTS for entry in listed(handle, uuid, versions)}
+    return [_process(pid, entry) for pid, entry in sorted(found.items())]
 
 
 def _process(pid: int, entry: Any) -> GpuProcess:
@@ -82,7 +80,7 @@ def process_text(pid: int, name: str) -> str:
     return f"process {pid} ({name})" if name else f"process {pid}"
 
 
-def _listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
+def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
     """One kind of processes, by the first of the functions that the driver has."""
     for name in versions:
         try:

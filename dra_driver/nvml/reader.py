@@ -4,7 +4,6 @@ commands start without it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from dra_driver.files.file_lock import UseMark
@@ -47,18 +46,6 @@ class NvmlReader:
         self.session.reopen()
         if self._memory is not None:
             self._memory.reopened()
-
-    def let_go(self, why: str) -> None:
-        """As `NvmlSession.let_go`."""
-        self.session.let_go(why)
-
-    def operation(self, patience: Callable[[], float]) -> AbstractContextManager[None]:
-        """As `NvmlSession.operation`."""
-        return self.session.operation(patience)
-
-    def close(self) -> None:
-        """Shut down."""
-        self.session.close()
 
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from dra_driver.inventory.discovery import Discovery, NvmlState
+from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 
 if TYPE_CHECKING:
     from dra_driver.kubelet.server import KubeletPlugin
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-_NOTHING_KNOWN = NvmlState().problem
 _NOT_REGISTERED = (
     "the kubelet has not registered the plugin yet; if that lasts, check that its plugin registry directory is "
     "mounted at the same path"
@@ -92,14 +91,14 @@ class Probes:
         """Faults and notes. If nothing is known of the devices yet, that is a fault; any known trouble is a note."""
         problem = self._discovery.problem()
         told = _listed(problem)
-        return (told, []) if problem == _NOTHING_KNOWN else ([], told)
+        return (told, []) if problem == NOT_DISCOVERED else ([], told)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
         """Faults and notes. Without devices there is nothing to publish; the note of the devices says why."""
         publisher = self._publisher()
         problem = None if publisher is None else publisher.problem
         told = _listed(_STARTING if publisher is None else problem and f"slices: {problem}")
-        if self._discovery.problem() not in (None, _NOTHING_KNOWN):
+        if self._discovery.problem() not in (None, NOT_DISCOVERED):
             return [], told
         was_published = publisher is not None and publisher.wait_published(0.0)
         return ([], told) if was_published else (told, [])

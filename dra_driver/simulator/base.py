@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.ids import gpu_device_names
@@ -173,7 +172,3 @@ class MachineBase:
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             return change(gpu, state.model_of(gpu))
-
-    def update_gpu(self, gpu_uuid: str, change: Callable[[Gpu], Any]) -> None:
-        with self._change() as state:
-            change(state.by_uuid[gpu_uuid])

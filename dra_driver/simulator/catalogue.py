@@ -94,6 +94,12 @@ def _parsed(text: str) -> bytes:
     return pickle.dumps(yaml.load(text, Loader=loader))  # noqa: S506 - both loaders are the safe ones
 
 
+@functools.cache
+def driver_facts() -> dict[str, Any]:
+    """What the NVIDIA driver installs and tells, whatever the machine."""
+    return _read(MACHINES / "_driver.yaml")
+
+
 def locate(name: str) -> Path:
     """The file of a machine: a shipped name, or a path to a YAML file."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
@@ -348,21 +354,15 @@ def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
     minor = next(number for number in range(64) if number not in minors)
     used = {gpu.bus_id for gpu in state.gpus}
     bus = next(number for number in range(0xF0, 0x100) if f"0000:{number:02x}:00.0" not in used)
-    bus_id = f"0000:{bus:02x}:00.0"
-    serial = uuid.uuid5(_NAMESPACE, f"{state.machine}/{bus_id}").int % 10**10
     like = state.gpus[0] if state.gpus else None
-    gpu = Gpu(
-        uuid=gpu_uuid(state.machine, bus_id),
-        model=model_key,
-        bus_id=bus_id,
-        minor=minor,
-        module_id=minor + 1,
-        serial=f"165{serial:010d}",
-        pcie="pci0000:ef/0000:ef:01.0",
-        numa=like.numa if like else -1,
-        cpus=like.cpus if like else "",
-        addressing=like.addressing if like else None,
-        drm=minor + 1,
-        links=[[None, None]] * model.nvlinks,
-    )
+    item: dict[str, Any] = {
+        "bus": f"0000:{bus:02x}:00.0",
+        "model": model_key,
+        "pcie": "pci0000:ef/0000:ef:01.0",
+    }
+    if like is not None:
+        item |= {"numa": like.numa, "cpus": like.cpus}
+    gpu = _gpu(state.machine, minor, item, {})
+    gpu.addressing = like.addressing if like else None
+    gpu.links = [[None, None]] * model.nvlinks
     return gpu, model

@@ -9,8 +9,9 @@ from pathlib import Path
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.units import counted
 from dra_driver.simulator import catalogue
+from dra_driver.simulator import machine as machines
 from dra_driver.simulator.faults import error_text
-from dra_driver.simulator.machine import Machine, create, open_existing
+from dra_driver.simulator.machine import Machine
 
 Rows = list[dict[str, str]]
 
@@ -22,13 +23,12 @@ def list_machines() -> Rows:
 def create_machine(
     name: str, directory: Path, *, cdi_hook: bool | None = None, device_nodes: str = "auto"
 ) -> str:
-    machine = create(name, directory, cdi_hook=cdi_hook, device_nodes=device_nodes)
+    machine = machines.create_machine(name, directory, cdi_hook=cdi_hook, device_nodes=device_nodes)
     gpus = len(machine.current().present)
     return f"{machine.name}: {gpus} GPUs, driver {machine.driver_version}, host root {machine.host_root}"
 
 
-def show(directory: Path) -> tuple[str, Rows]:
-    machine = open_existing(directory)
+def show(machine: Machine) -> tuple[str, Rows]:
     state = machine.current()
     loaded = "loaded" if state.driver_loaded else "not loaded"
     faults = [f"{item.function} ({_fault(item.code, item.delay_s, item.remaining)})" for item in state.faults]
@@ -45,41 +45,36 @@ def _fault(code: int | None, delay_s: float, remaining: int | None) -> str:
     return ", ".join(parts)
 
 
-def lose(directory: Path, gpu: str) -> str:
-    machine = open_existing(directory)
+def lose(machine: Machine, gpu: str) -> str:
     machine.lose_gpu(gpu)
     return f"{machine.called(gpu)} is lost"
 
 
-def restore(directory: Path, gpu: str) -> str:
-    machine = open_existing(directory)
+def restore(machine: Machine, gpu: str) -> str:
     machine.restore_gpu(gpu)
     return f"{machine.called(gpu)} is back"
 
 
 def xid(
-    directory: Path, gpu: str, number: int, gpu_instance: int | None, compute_instance: int | None
+    machine: Machine, gpu: str, number: int, gpu_instance: int | None, compute_instance: int | None
 ) -> str:
-    machine = open_existing(directory)
     machine.raise_xid(gpu, number, gpu_instance=gpu_instance, compute_instance=compute_instance)
     return f"Xid {number} raised on {machine.called(gpu)}"
 
 
 def fault(
-    directory: Path, function: str, *, code: str | None, delay_s: float, count: int | None, gpu: str | None
+    machine: Machine, function: str, *, code: str | None, delay_s: float, count: int | None, gpu: str | None
 ) -> str:
-    machine = open_existing(directory)
     machine.set_fault(function, code=code, delay_s=delay_s, count=count, gpu=gpu)
     return f"{function} is faulty now ({_fault(machine.current().faults[-1].code, delay_s, count)})"
 
 
-def clear_faults(directory: Path) -> str:
-    open_existing(directory).clear_faults()
+def clear_faults(machine: Machine) -> str:
+    machine.clear_faults()
     return "no faults any more"
 
 
-def unload_driver(directory: Path, *, force: bool) -> str:
-    machine = open_existing(directory)
+def unload_driver(machine: Machine, *, force: bool) -> str:
     _refuse_while_open(machine, "unload the driver: the module nvidia", force)
     machine.unload_driver()
     return "driver unloaded"
@@ -95,9 +90,8 @@ def _refuse_while_open(machine: Machine, what: str, force: bool) -> None:
 
 
 @contextmanager
-def client(directory: Path, name: str) -> Iterator[str]:
+def client(machine: Machine, name: str) -> Iterator[str]:
     """An NVML session of another program, open within; yields what to say."""
-    machine = open_existing(directory)
     session = machine.open_session(name)
     try:
         yield f"{name} has NVML open on {machine.name}"
@@ -105,75 +99,64 @@ def client(directory: Path, name: str) -> Iterator[str]:
         machine.close_session(session)
 
 
-def load_driver(directory: Path, version: str | None) -> str:
-    machine = open_existing(directory)
+def load_driver(machine: Machine, version: str | None) -> str:
     machine.load_driver(version)
     return f"driver {machine.driver_version} loaded"
 
 
-def reboot(directory: Path) -> str:
-    machine = open_existing(directory)
+def reboot(machine: Machine) -> str:
     machine.reboot()
     return f"rebooted, boot id {machine.boot_id}"
 
 
-def imex(directory: Path, state: str, channels: int | None) -> str:
-    machine = open_existing(directory)
+def imex(machine: Machine, state: str, channels: int | None) -> str:
     machine.set_imex(state, channels)
     return f"nvidia-imex of {machine.name} is {state}"
 
 
-def confidential_compute(directory: Path, mode: str, *, ready: bool) -> str:
-    machine = open_existing(directory)
+def confidential_compute(machine: Machine, mode: str, *, ready: bool) -> str:
     machine.set_confidential_compute(mode, ready=ready)
     accepts = "" if mode == "off" else f", its GPUs are {'ready' if ready else 'not ready'}"
     return f"confidential computing of {machine.name} is {mode}{accepts}"
 
 
-def host_devices(directory: Path, kinds: list[str]) -> str:
-    machine = open_existing(directory)
+def host_devices(machine: Machine, kinds: list[str]) -> str:
     machine.set_host_devices(kinds)
     return f"{machine.name} has {', '.join(kinds) or 'no such nodes'}"
 
 
-def add_gpu(directory: Path, model: str) -> str:
-    return f"added {open_existing(directory).add_gpu(model)}"
+def add_gpu(machine: Machine, model: str) -> str:
+    return f"added {machine.add_gpu(model)}"
 
 
-def remove_gpu(directory: Path, gpu: str) -> str:
-    machine = open_existing(directory)
+def remove_gpu(machine: Machine, gpu: str) -> str:
     called = machine.called(gpu)
     machine.remove_gpu(gpu)
     return f"removed {called}; GPUs after it have other indices now"
 
 
-def hold(directory: Path, gpu: str, pid: int, name: str, gpu_instance: int | None) -> str:
-    machine = open_existing(directory)
+def hold(machine: Machine, gpu: str, pid: int, name: str, gpu_instance: int | None) -> str:
     machine.hold_gpu(gpu, pid, name, gpu_instance=gpu_instance)
     return f"process {pid} ({name}) uses {machine.called(gpu)}"
 
 
-def release(directory: Path, gpu: str, pid: int | None) -> str:
-    machine = open_existing(directory)
+def release(machine: Machine, gpu: str, pid: int | None) -> str:
     machine.release_gpu(gpu, pid)
     return f"{machine.called(gpu)} is released"
 
 
-def reset(directory: Path, gpu: str, *, force: bool) -> str:
-    machine = open_existing(directory)
+def reset(machine: Machine, gpu: str, *, force: bool) -> str:
     _refuse_while_open(machine, f"reset {machine.called(gpu)}: it", force)
     machine.reset_gpu(gpu)
     return f"{machine.called(gpu)} was reset"
 
 
-def ecc(directory: Path, gpu: str, corrected: int, uncorrected: int) -> str:
-    machine = open_existing(directory)
-    machine.set_ecc_errors(gpu, corrected=corrected, uncorrected=uncorrected)
+def ecc(machine: Machine, gpu: str, corrected: int, uncorrected: int) -> str:
+    machine.set_gpu(gpu, ecc_corrected=corrected, ecc_uncorrected=uncorrected)
     return f"{machine.called(gpu)} counts {corrected} corrected and {uncorrected} uncorrected ECC errors"
 
 
-def remap(directory: Path, gpu: str, *, pending: bool | None, failed: bool | None) -> str:
-    machine = open_existing(directory)
+def remap(machine: Machine, gpu: str, *, pending: bool | None, failed: bool | None) -> str:
     machine.set_remapped_rows(gpu, pending=int(bool(pending)), failed=int(bool(failed)))
     said = ", ".join(
         f"{what} {'yes' if on else 'no'}" for what, on in (("pending", pending), ("failed", failed))
@@ -181,14 +164,12 @@ def remap(directory: Path, gpu: str, *, pending: bool | None, failed: bool | Non
     return f"row remapping of {machine.called(gpu)}: {said}"
 
 
-def recovery_action(directory: Path, gpu: str, action: int) -> str:
-    machine = open_existing(directory)
+def recovery_action(machine: Machine, gpu: str, action: int) -> str:
     machine.set_recovery_action(gpu, action)
     return f"{machine.called(gpu)} asks for recovery action {action}"
 
 
-def mig_mode(directory: Path, gpu: str, on: bool, *, force: bool) -> str:
-    machine = open_existing(directory)
+def mig_mode(machine: Machine, gpu: str, on: bool, *, force: bool) -> str:
     _refuse_while_open(machine, f"switch the MIG mode of {machine.called(gpu)}: it", force)
     status = machine.set_mig_mode(gpu, on)
     if status:
@@ -199,20 +180,17 @@ def mig_mode(directory: Path, gpu: str, on: bool, *, force: bool) -> str:
     return f"MIG mode of {machine.called(gpu)} is {'on' if on else 'off'}"
 
 
-def mig_create(directory: Path, gpu: str, profile: str, start: int) -> str:
-    machine = open_existing(directory)
+def mig_create(machine: Machine, gpu: str, profile: str, start: int) -> str:
     gi, ci, uuid = machine.create_mig(gpu, profile, start)
     return f"created {profile} at {start} on {machine.called(gpu)}: GPU instance {gi}, compute instance {ci}, {uuid}"
 
 
-def mig_destroy(directory: Path, gpu: str, gpu_instance: int) -> str:
-    machine = open_existing(directory)
+def mig_destroy(machine: Machine, gpu: str, gpu_instance: int) -> str:
     machine.destroy_mig(gpu, gpu_instance)
     return f"destroyed GPU instance {gpu_instance} of {machine.called(gpu)}"
 
 
-def mig_profiles(directory: Path, gpu: str) -> Rows:
-    machine: Machine = open_existing(directory)
+def mig_profiles(machine: Machine, gpu: str) -> Rows:
     found = machine.gpu(gpu)
     return [
         {

@@ -20,29 +20,13 @@ class Health(MachineBase):
         selector: Selector,
         xid: int,
         *,
+        kind: int = pynvml.nvmlEventTypeXidCriticalError,
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queue an Xid event for every event set that registered before."""
-        self.raise_event(
-            selector,
-            pynvml.nvmlEventTypeXidCriticalError,
-            xid,
-            gpu_instance=gpu_instance,
-            compute_instance=compute_instance,
-        )
-
-    def raise_event(
-        self,
-        selector: Selector,
-        kind: int,
-        data: int,
-        *,
-        gpu_instance: int | None = None,
-        compute_instance: int | None = None,
-    ) -> None:
+        """Queue an Xid event, or one of another `kind`, for every event set that registered before."""
         with self._change() as state:
-            state.add_event(self._find(state, selector), kind, data, gpu_instance, compute_instance)
+            state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
         """The driver asks for a reset or the like (NVML_GPU_RECOVERY_ACTION_*), and says so with Xid 154."""
@@ -64,19 +48,12 @@ class Health(MachineBase):
         with self._change() as state:
             self._find(state, selector).remapped_rows = [correctable, uncorrectable, pending, failed]
 
-    def set_ecc_errors(self, selector: Selector, *, corrected: int = 0, uncorrected: int = 0) -> None:
+    def set_gpu(self, selector: Selector, **facts: Any) -> None:
+        """Set fields of `Gpu`: its counters, links, what holds its clocks down."""
         with self._change() as state:
             gpu = self._find(state, selector)
-            gpu.ecc_corrected, gpu.ecc_uncorrected = corrected, uncorrected
-
-    def set_retired_pages_pending(self, selector: Selector, pending: bool) -> None:
-        with self._change() as state:
-            self._find(state, selector).retired_pending = int(pending)
-
-    def set_slowdown(self, selector: Selector, reasons: int) -> None:
-        """Set why the clocks are held down, as bits of nvmlClocksThrottleReason*; 0 if they are not."""
-        with self._change() as state:
-            self._find(state, selector).slowdown = reasons
+            for name, value in facts.items():
+                setattr(gpu, name, value)
 
     def reset_gpu(self, selector: Selector) -> None:
         """`nvidia-smi --gpu-reset`: pending changes take effect, and volatile counters start again."""
@@ -85,15 +62,6 @@ class Health(MachineBase):
             gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
             gpu.remapped_rows[2] = 0
             gpu.resets += 1
-
-    def set_links_down(self, selector: Selector, links: list[int]) -> None:
-        with self._change() as state:
-            self._find(state, selector).links_down = list(links)
-
-    def set_links_unsupported(self, selector: Selector, links: list[int]) -> None:
-        """Links that this board does not have, among those that it has."""
-        with self._change() as state:
-            self._find(state, selector).links_unsupported = list(links)
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
         """Fields of the fabric (state, status, cluster, clique, health_mask, health_summary), of one GPU or all."""
@@ -124,5 +92,3 @@ class Health(MachineBase):
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
-
-    release = release_gpu

@@ -262,10 +262,16 @@ def _refused(action: str, gpu: Gpu, refusal: mig.Refusal) -> InvalidConfigError:
     return InvalidConfigError(f"cannot {action} on GPU {gpu.bus_id}: the driver answers {reason}")
 
 
-def create(
+def create_machine(
     name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
 ) -> Machine:
-    """A machine in a directory; an existing one of the same name is used as it is."""
+    """Create a machine, or open it if the directory holds one of the same name.
+
+    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
+    "auto". `cdi_hook` puts an nvidia-cdi-hook into the driver's programs.
+
+    Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine.
+    """
     state = catalogue.build(name)
     hostile = os.environ.get(HOSTILE) == "true"
     if hostile:
@@ -297,7 +303,8 @@ def _make_hostile(state: State) -> None:
             state.functions += virtual_functions(state, gpu, 2)
 
 
-def open_existing(directory: Path) -> Machine:
+def open_machine(directory: Path) -> Machine:
+    """The machine in a directory. Raises: StateError if there is none."""
     machine = Machine(directory.resolve())
     if not (directory / "machine.json").is_file():
         raise StateError(

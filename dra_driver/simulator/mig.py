@@ -17,7 +17,6 @@ NAMESPACE = uuid.UUID("6a1b63f4-08f2-5d10-9d8b-4c2f2c0e7a11")
 ARCH_HOPPER = 9
 # Compute slices of each compute instance profile enum; the enum doubles as the profile id inside an instance.
 COMPUTE_SLICES = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6}
-EXTRA_COMPUTE_ENUMS = {7, 8}
 
 
 class Refusal(Exception):  # noqa: N818 - a return code of the driver, not a fault of ours
@@ -84,11 +83,6 @@ def free_placements(gpu: Gpu, model: Model, profile: MigProfile) -> list[int]:
     return [start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))]
 
 
-def remaining_capacity(gpu: Gpu, model: Model, profile: MigProfile) -> int:
-    same = sum(item.profile_id == profile.id for item in gpu.instances)
-    return min(len(free_placements(gpu, model, profile)), profile.max_instances - same)
-
-
 def _engines_left(gpu: Gpu, model: Model, wanted: MigProfile) -> bool:
     """Whether enough slices and engines are free; only the media extensions can run out before the memory."""
     rows = [wanted]
@@ -149,7 +143,7 @@ def destroy_gpu_instance(gpu: Gpu, gi: int) -> None:
     gpu.instances.remove(instance)
 
 
-def free_compute_starts(profile: MigProfile, instance: GpuInstance, slices: int) -> list[int]:
+def _free_compute_starts(profile: MigProfile, instance: GpuInstance, slices: int) -> list[int]:
     taken = {unit for item in instance.compute for unit in range(item.start, item.start + item.size)}
     return [
         start
@@ -158,9 +152,7 @@ def free_compute_starts(profile: MigProfile, instance: GpuInstance, slices: int)
     ]
 
 
-def create_compute_instance(
-    gpu: Gpu, model: Model, gi: int, profile_id: int, placement: tuple[int, int] | None = None
-) -> ComputeInstance:
+def create_compute_instance(gpu: Gpu, model: Model, gi: int, profile_id: int) -> ComputeInstance:
     instance = gpu.instance(gi)
     if instance is None:
         raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
@@ -170,11 +162,9 @@ def create_compute_instance(
     offered = next((row for row in compute_profiles(model, profile) if row.id == profile_id), None)
     if offered is None:
         raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-    starts = free_compute_starts(profile, instance, offered.slices)
-    if not starts or (placement is not None and placement[0] not in starts):
+    starts = _free_compute_starts(profile, instance, offered.slices)
+    if not starts:
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
-    if placement is not None and placement[1] != offered.slices:
-        raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
     taken = {item.id for item in instance.compute}
     number = next(item for item in range(8) if item not in taken)
     gpu.mig_serial += 1
@@ -183,7 +173,7 @@ def create_compute_instance(
         id=number,
         index=next(item for item in range(64) if item not in indices),
         profile_id=profile_id,
-        start=placement[0] if placement is not None else starts[0],
+        start=starts[0],
         size=offered.slices,
         uuid=f"MIG-{uuid.uuid5(NAMESPACE, f'{gpu.uuid}/{gi}/{number}/{gpu.mig_serial}')}",
     )

@@ -7,8 +7,6 @@ from dra_driver.simulator.state import Gpu, Model, State
 REMOTE_GPU = 0x00
 REMOTE_SWITCH = 0x02
 
-PIX, PXB, PHB, NODE, SYS = 10, 20, 30, 40, 50
-
 Wiring = dict[tuple[int, int], int]
 
 
@@ -66,27 +64,6 @@ def nvlink_peers(state: State, first: Gpu, second: Gpu) -> bool:
     if first.mig_mode or second.mig_mode:
         return False
     return nvlink_count(state, first, second) > 0
-
-
-def pcie_root(pcie: str) -> str:
-    """The first host bridge of a device path."""
-    return next((part for part in pcie.split("/") if part.startswith("pci")), pcie)
-
-
-def pcie_level(first: Gpu, second: Gpu) -> int:
-    """The class of the nearest common ancestor of two GPUs."""
-    if pcie_root(first.pcie) != pcie_root(second.pcie):
-        same_node = first.numa == second.numa and first.numa >= 0
-        return NODE if same_node else SYS
-    ours, theirs = (gpu.pcie.split(pcie_root(gpu.pcie), 1)[-1].split("/") for gpu in (first, second))
-    common = 0
-    for left, right in zip(ours, theirs, strict=False):
-        if left != right:
-            break
-        common += 1
-    if common <= 1:
-        return PHB
-    return PIX if max(len(ours), len(theirs)) - common <= 1 else PXB
 
 
 def sysfs_bus_id(text_form: str) -> str:

@@ -10,36 +10,23 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import TEMPORARY_SUFFIX, UNREADABLE, make_directory, open_plain, state_error
-from dra_driver.files.file_lock import LOCK_LAYOUT, WHOLE_FILE_WRITE_LOCK
+from dra_driver.files.atomic import TEMPORARY_SUFFIX, make_directory, state_error
+from dra_driver.files.file_lock import WHOLE_FILE_WRITE_LOCK, is_locked
 
 _log = structlog.get_logger(__name__)
 
-_FILE = re.compile(r"^(?P<start>\d{20})-(?P<name>[A-Za-z0-9-]+)\.lock\Z", re.ASCII)
+_FILE = re.compile(r"\d{20}-[A-Za-z0-9-]+\.lock", re.ASCII)
+"""When the instance started, so that names are in the order of starts; what follows decides between equal ones."""
 _TRIES = 100
-
-
-class InstanceStart(NamedTuple):
-    """When an instance started, by which instances are ordered; the name decides between equal starts."""
-
-    start: int
-    name: str
-
-    @property
-    def file_name(self) -> str:
-        """How the instance's file is called."""
-        return f"{self.start:020d}-{self.name}.lock"
 
 
 class InstanceLeadership:
@@ -52,7 +39,8 @@ class InstanceLeadership:
         self._directory = directory
         # Boot time: one clock for all processes, which neither a person nor NTP sets.
         start = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        self._start = InstanceStart(start, re.sub(r"[^A-Za-z0-9-]", "-", name or str(os.getpid())))
+        called = re.sub(r"[^A-Za-z0-9-]", "-", name or str(os.getpid()))
+        self._file = directory / f"{start:020d}-{called}.lock"
         self._guard = threading.Lock()
         self._registered = False
         self._withdrawn = False
@@ -79,8 +67,7 @@ class InstanceLeadership:
                 # On a full disk this instance cannot announce itself: then the instance that could leads on.
                 with suppress(StateError):
                     self._hold_file()
-            others = [other for other in self._living() if other != self._start or self._held is None]
-            return not any(self._held is None or other > self._start for other in others)
+            return not any(self._held is None or other > self._file.name for other in self._living())
 
     def speaks_for_node(self) -> bool:
         """As `is_ours`. Where that cannot be told it says yes: better that two instances speak than none."""
@@ -96,17 +83,14 @@ class InstanceLeadership:
             self._withdrawn, self._registered = True, False
             if self._held is not None:
                 with suppress(OSError):
-                    self._file().unlink()
+                    self._file.unlink()
                 os.close(self._held)
                 self._held = None
-
-    def _file(self) -> Path:
-        return self._directory / self._start.file_name
 
     def _hold_file(self) -> None:
         """Have our file in the directory, locked; again if somebody removed it."""
         if self._held is not None:
-            if _is_at(self._file(), self._held):
+            if _is_at(self._file, self._held):
                 return
             os.close(self._held)
             self._held = None
@@ -115,14 +99,14 @@ class InstanceLeadership:
             self._held = self._try_file()
             if self._held is not None:
                 return
-        raise StateError(f"cannot create {self._file()}: other instances remove it each time; restart them")
+        raise StateError(f"cannot create {self._file}: other instances remove it each time; restart them")
 
     def _try_file(self) -> int | None:
         """The descriptor of our file; None if another try may succeed.
 
         It is locked under another name and then linked: under its own it is never seen without its lock.
         """
-        temporary = self._directory / f".{self._start.file_name}.{os.getpid()}{TEMPORARY_SUFFIX}"
+        temporary = self._directory / f".{self._file.name}.{os.getpid()}{TEMPORARY_SUFFIX}"
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, 0o600)
@@ -130,11 +114,7 @@ class InstanceLeadership:
             raise state_error("create", temporary, error) from error
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
-            os.link(temporary, self._file())
-        except FileExistsError:
-            os.close(descriptor)
-            self._start = self._start._replace(start=self._start.start + 1)
-            return None
+            os.link(temporary, self._file)
         except (FileNotFoundError, BlockingIOError):  # somebody cleared it before it was locked
             os.close(descriptor)
             return None
@@ -146,7 +126,8 @@ class InstanceLeadership:
                 temporary.unlink()
         return descriptor
 
-    def _living(self) -> Iterator[InstanceStart]:
+    def _living(self) -> Iterator[str]:
+        """The names of the files of living instances. Raises: StateError."""
         try:
             names = os.listdir(self._directory)  # noqa: PTH208  no Path objects wanted every second
         except FileNotFoundError:
@@ -154,40 +135,15 @@ class InstanceLeadership:
         except OSError as error:
             raise state_error("read", self._directory, error) from error
         for name in names:
-            if self._held is not None and name == self._start.file_name:
-                yield self._start
+            is_ours = self._held is not None and name == self._file.name
+            is_instance = _FILE.fullmatch(name) is not None
+            if not is_instance and not name.endswith(TEMPORARY_SUFFIX):
                 continue
-            match = _FILE.match(name)
-            if match is None and not name.endswith(TEMPORARY_SUFFIX):
-                continue
-            path = self._directory / name
-            if not _is_locked(path):
+            if not is_ours and not is_locked(self._directory / name):
                 with suppress(OSError):
-                    path.unlink()
-            elif match is not None:
-                yield InstanceStart(int(match["start"]), match["name"])
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a living process holds the file; asked without taking the lock, which others would see.
-
-    Raises: StateError.
-    """
-    try:
-        descriptor = open_plain(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno in UNREADABLE:
-            return False
-        raise state_error("open", path, error) from error
-    try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, WHOLE_FILE_WRITE_LOCK)
-    except OSError as error:
-        raise state_error("ask for the lock of", path, error) from error
-    finally:
-        os.close(descriptor)
-    return bool(struct.unpack(LOCK_LAYOUT, answer)[0] != fcntl.F_UNLCK)
+                    (self._directory / name).unlink()
+            elif is_instance:
+                yield name
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -40,7 +40,6 @@ _LEADERSHIP_AGAIN_S = 2.0
 _JOIN_S = 5.0
 
 _NOT_YET = "slices have not been published yet"
-_STANDING_BY = "standing by for another instance on this node, which publishes the slices"
 _CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
 
 
@@ -61,15 +60,6 @@ class PublishObserver(Protocol):
 
     def fields_dropped(self, gates: str) -> None:
         """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """A deletion that failed, and when it is tried again."""
-
-    reason: str
-    delay_s: float
-    due: float
 
 
 class Publisher:
@@ -108,14 +98,17 @@ class Publisher:
         self._behind_since: float | None = None  # the publisher's thread's own
         self._published = threading.Event()
         self._problem: str | None = _NOT_YET
-        self._standing_by = False
+        self.standing_by = False
+        """Whether this instance publishes nothing because another one on this node does."""
         self._known_faults: tuple[str, ...] = ()
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
         """Names of the devices that were left out when the pool was last built."""
         self._known_drops: set[Drop] = set()
         self._known_gates: set[str] = set()
-        self._refused: dict[str, _Refusal] = {}  # by UID
+        self._undeleted: dict[str, str] = {}  # why a slice is still there, by UID
+        self._delete_again_at = 0.0
+        self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
         self._refused_slices = RefusedSlices()
         self._pacing = WritePacing()
         self._due_at = math.inf
@@ -128,11 +121,6 @@ class Publisher:
     def problem(self) -> str | None:
         """Why the published slices are not what they should be; None when they are, or are not our concern."""
         return self._problem
-
-    @property
-    def standing_by(self) -> str | None:
-        """Why this instance publishes nothing though nothing is wrong; None while it publishes."""
-        return _STANDING_BY if self._standing_by else None
 
     def start(self) -> None:
         """Begin to publish in the background."""
@@ -207,7 +195,7 @@ class Publisher:
             return
         else:
             self._write(changes, pool, wanted, owner)
-        if not self._standing_by:
+        if not self.standing_by:
             self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
@@ -226,10 +214,10 @@ class Publisher:
 
     def _leads(self) -> bool:
         ours = self._may_publish()
-        if ours == self._standing_by:
+        if ours == self.standing_by:
             _log.info("publishing_resumed" if ours else "publishing_stands_by")
             self._problem = None if self._published.is_set() or not ours else _NOT_YET
-        self._standing_by = not ours
+        self.standing_by = not ours
         if not ours:
             self._behind_since = None
             self._again_at(time.monotonic() + _LEADERSHIP_AGAIN_S)
@@ -250,13 +238,13 @@ class Publisher:
 
     def _settle(self) -> None:
         """All that the server takes is published; a slice that cannot be deleted may be left."""
-        left = next(iter(self._refused.values()), None)
-        self._problem = f"a slice that is obsolete is still there: {left.reason}" if left else None
+        left = next(iter(self._undeleted.values()), None)
+        self._problem = f"a slice that is obsolete is still there: {left}" if left else None
         if self._refused_slices.problem is not None:
             self._problem = f"a slice is not what it should be: {self._refused_slices.problem}"
         self._again_at(self._refused_slices.due)
-        for refusal in self._refused.values():
-            self._again_at(refusal.due)
+        if self._undeleted:
+            self._again_at(self._delete_again_at)
         self._again_at(self._support.ask_at)
         self._behind_since = None
         if self._refused_slices.problem is None:
@@ -265,15 +253,11 @@ class Publisher:
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """What is to be written now; deletions that were refused come back when they are due."""
         existing = self._support.as_sent(self._slices.current())
-        changes = slice_changes(pool, existing, owner, self._refused, self._refused_slices.indexes)
+        changes = slice_changes(pool, existing, owner, self._undeleted, self._refused_slices.indexes)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
-        self._refused = {uid: refusal for uid, refusal in self._refused.items() if uid in obsolete}
-        now = time.monotonic()
-        due = (
-            entry
-            for uid, entry in obsolete.items()
-            if uid not in self._refused or self._refused[uid].due <= now
-        )
+        self._undeleted = {uid: reason for uid, reason in self._undeleted.items() if uid in obsolete}
+        is_due = time.monotonic() >= self._delete_again_at
+        due = (entry for uid, entry in obsolete.items() if is_due or uid not in self._undeleted)
         return replace(
             changes,
             deletes=tuple(due),
@@ -345,7 +329,7 @@ class Publisher:
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
         """How many are gone. One that stays is logged once and tried again, and does not hold up other writes: an
         admission webhook may guard a slice that is not ours."""
-        deleted = 0
+        deleted, failed, asked_s = 0, False, 0.0
         for entry in obsolete:
             metadata = entry["metadata"]
             name, uid = metadata["name"], metadata["uid"]
@@ -353,17 +337,20 @@ class Publisher:
                 self._slices.delete(name, uid, metadata["resourceVersion"])
             except DraDriverError as error:
                 self._observer.publish_failed(error)
-                known = self._refused.get(uid)
-                delay = min(known.delay_s * 2, _BACKOFF_MOST_S) if known else _BACKOFF_FIRST_S
-                asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
-                due = time.monotonic() + max(delay, asked or 0.0)
-                self._refused[uid] = _Refusal(str(error), delay, due)
-                if known is None:
+                if uid not in self._undeleted:
                     _log.warning("slice_not_deleted", slice=name, reason=str(error))
+                self._undeleted[uid] = str(error)
+                asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+                asked_s = max(asked_s, asked or 0.0)
+                failed = True
             else:
                 deleted += 1
-                self._refused.pop(uid, None)
+                self._undeleted.pop(uid, None)
                 _log.info("slice_deleted", slice=name)
+        if failed:
+            self._delete_again_at = time.monotonic() + self._delete_backoff.next(asked_s)
+        elif not self._undeleted:
+            self._delete_backoff.reset()
         return deleted
 
     def _report_drops(self, name: str, dropped: Iterable[Drop]) -> None:

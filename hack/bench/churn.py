@@ -16,7 +16,7 @@ from playground.kubelet_client import KubeletError
 from playground.node import DRIVER
 from processes import wait_for
 
-from dra_driver.health.rules.state import DEFAULT_POLICY
+from dra_driver.health.rules.state import FLAPS
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.validation.rules.allocator import AllocationError
 
@@ -228,7 +228,7 @@ class Churn:
 
     def _gpu_to_break(self, gpus: Iterable[int]) -> int | None:
         """One of the GPUs. One that goes bad once more would be held back, for longer than the soak takes."""
-        whole = [gpu for gpu in gpus if self._setbacks[gpu] < DEFAULT_POLICY.flaps - 1]
+        whole = [gpu for gpu in gpus if self._setbacks[gpu] < FLAPS - 1]
         if not whole:
             return None
         chosen = self._choose.choice(whole)

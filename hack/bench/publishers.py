@@ -55,7 +55,7 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
         try:
             return discover_once(reader, HostView(platform.paths), None)
         finally:
-            reader.close()
+            reader.session.close()
 
 
 class _Failures:

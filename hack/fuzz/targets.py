@@ -336,7 +336,6 @@ def proc(content: bytes, directory: Path) -> None:
             if not node.path.removeprefix("/dev/nvidia-caps/nvidia-cap").isdecimal():
                 raise AssertionError(f"a node anywhere: {node.path!r}")
     caps.majors()
-    sysfs.memory_total()
     imex = ImexChannelNodes(str(directory))
     (directory / "driver/nvidia/params").write_bytes(content)
     imex.count()

@@ -8,7 +8,9 @@ from itertools import combinations
 from pathlib import Path
 
 from dra_driver.errors import DraDriverError
-from dra_driver.host.driver_root import find_nvidia_smi, find_nvml_library
+from dra_driver.host.driver_programs import find_program
+from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.inventory.rules.nvlink import nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import pci_bus_id
@@ -22,7 +24,10 @@ SMI, LINKS, KERNEL = "nvidia-smi", "NVLink", "/proc"
 def find_smi(view: View, given: str | None) -> NvidiaSmi | None:
     """The nvidia-smi that belongs to the driver root; elsewhere on the path where the root is `/`."""
     root = view.platform.paths.driver_root
-    program = given or find_nvidia_smi(root) or (shutil.which(SMI) if root == "/" else None)
+    tree = RootedTree(root)
+    found = find_program(tree.program, SMI)
+    installed = tree.local(found[1]) if found is not None else None
+    program = given or installed or (shutil.which(SMI) if root == "/" else None)
     if program is None:
         return None
     try:

@@ -104,7 +104,7 @@ def opened(settings: Settings) -> Iterator[View]:
             inventory = discover_once(reader, HostView(platform.paths), None)
             yield View(settings, platform, library[-1], inventory)
         finally:
-            reader.close()
+            reader.session.close()
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
@@ -65,7 +65,7 @@ def spec_of_all(view: View) -> JsonObject:
         lambda: view.inventory.versions.driver,
         mps_layout(_NOWHERE).directories,
         _NothingMade(),
-        CompanionFinder(paths, installed_programs(paths.driver_root, _NOWHERE), nodes=nodes),
+        CompanionFinder(paths, InstalledPrograms(paths.driver_root, _NOWHERE), nodes=nodes),
     )
     results = tuple(
         DeviceResult(f"device-{number}", driver, settings.node_name, device.name)

@@ -245,7 +245,7 @@ def test_on_a_machine(simulated: SimulatedNode) -> None:
     machine.clear_faults()
     machine.lose_gpu(0)
     assert users.of(held) is None
-    reader.close()
+    reader.session.close()
     with pytest.raises(RetryableError, match="NVML is not initialised"):
         users.of(held)
     machine.unload_driver()

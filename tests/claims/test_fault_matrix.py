@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.journal.debts import DebtKeeper
 from dra_driver.mig.context import MigContext
@@ -121,7 +121,7 @@ class FaultyNode(KindNode):
         runners = super()._runners(context)
         root, layout = self.site.machine.host_root, mps_layout(self.plugin)
 
-        installed = installed_programs(str(root), self.site.machine.directory / "links")
+        installed = InstalledPrograms(str(root), self.site.machine.directory / "links")
 
         def programs() -> DriverPrograms:
             smi = FaultyNode.smi or root / "usr/bin/nvidia-smi"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
@@ -33,7 +32,7 @@ def unkillable(monkeypatch):
         children.append(child)
 
     monkeypatch.setattr(bounded_program, "_AFTER_KILL_S", 0.05)
-    monkeypatch.setattr(subprocess.Popen, "kill", ignored)
+    monkeypatch.setattr(bounded_program, "_kill", ignored)
     yield children
     monkeypatch.undo()
     for child in children:

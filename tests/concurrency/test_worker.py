@@ -42,7 +42,7 @@ def test_wake_during_the_work_is_not_lost() -> None:
             again.set()
         else:
             one.wake()
-        seen.append(one.is_woken)
+        seen.append(one._wake.is_set())
         return math.inf
 
     one = worker(work)

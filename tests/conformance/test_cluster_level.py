@@ -24,7 +24,6 @@ from dra_driver.slices.rules.api_limits import (
     MAX_COUNTERS_PER_SET,
     MAX_DEVICES_PER_SLICE,
     MAX_TAINTS,
-    MAX_VALID_VALUES,
     device_faults,
 )
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
@@ -410,7 +409,7 @@ def maximal_device(number: int, sets: list[Json]) -> Json:
         {"int": 2**63 - 1},
         {"bool": True},
     )
-    amounts = [f"{amount}Gi" for amount in range(1, MAX_VALID_VALUES + 1)]
+    amounts = [f"{amount}Gi" for amount in range(1, 11)]
     policy = {"default": amounts[-1], "validValues": amounts}
     half = MAX_ATTRIBUTES_AND_CAPACITIES // 2
     used = (sets[number % len(sets)], sets[(number + 1) % len(sets)])

@@ -12,7 +12,7 @@ import pytest
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health import monitor as module
 from dra_driver.health.monitor import Monitor
-from dra_driver.health.rules.state import DEFAULT_POLICY
+from dra_driver.health.rules.state import FLAPS, HOLD_S, SETTLE_S, SETTLE_UNSURE_S
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
@@ -21,7 +21,6 @@ from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, Pol
 from dra_driver.nvml.events import HealthSource
 from tests.fakes.machines import SimulatedNode
 
-SETTLE = DEFAULT_POLICY.settle_s
 MIG_GPU = 3
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
@@ -166,7 +165,7 @@ def test_an_xid_of_a_mig_gpu_hits_all_of_it_and_one_of_an_instance_only_that(ben
     bench.machine.raise_xid(MIG_GPU, 74)
     bench.turn()
     assert bench.tainted() == {"1g.10gb": ["xid=74:NoSchedule"], "3g.40gb": ["xid=74:NoSchedule"]}
-    bench.turn(SETTLE)
+    bench.turn(SETTLE_S)
     assert bench.tainted() == {}
 
 
@@ -255,9 +254,9 @@ def test_an_old_driver_that_tells_no_recovery_action_lets_an_xid_end(bench):
     bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
     bench.machine.raise_xid(0, 119)
     bench.turn()
-    bench.turn(SETTLE)
+    bench.turn(SETTLE_S)
     assert bench.reasons(0) == ["xid/119"]
-    bench.turn(DEFAULT_POLICY.settle_unsure_s)
+    bench.turn(SETTLE_UNSURE_S)
     assert bench.reasons(0) == []
 
 
@@ -290,33 +289,33 @@ def test_xid_154_calls_for_a_look(bench):
 def test_a_reset_that_only_the_error_counter_shows_clears_the_gpu_and_its_instances(bench):
     bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
     gi, ci, _ = bench.first
-    bench.machine.set_ecc_errors(MIG_GPU, uncorrected=3)
+    bench.machine.set_gpu(MIG_GPU, ecc_uncorrected=3)
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
     bench.machine.raise_xid(MIG_GPU, 48)
     bench.turn(10)
-    bench.turn(DEFAULT_POLICY.settle_unsure_s - 20)
+    bench.turn(SETTLE_UNSURE_S - 20)
     assert (bench.reasons(MIG_GPU), bench.reasons(MIG_GPU, gi, ci)) == (
         ["ecc/uncorrected", "xid/48"],
         ["xid/95"],
     )
-    bench.machine.set_ecc_errors(MIG_GPU, uncorrected=0)
+    bench.machine.set_gpu(MIG_GPU, ecc_uncorrected=0)
     bench.turn(10)
     assert (bench.reasons(MIG_GPU), bench.reasons(MIG_GPU, gi, ci)) == ([], [])
 
 
 def test_polled_signals(bench):
     bench.machine.set_remapped_rows(0, uncorrectable=1, pending=1)
-    bench.machine.set_ecc_errors(1, uncorrected=2)
+    bench.machine.set_gpu(1, ecc_uncorrected=2)
     bench.machine.set_fabric(2, state=1)
-    bench.machine.set_slowdown(2, 0x40)
+    bench.machine.set_gpu(2, slowdown=0x40)
     bench.turn(10)
     assert bench.reasons(0) == ["row-remap/pending"]
     assert bench.reasons(1) == ["ecc/uncorrected"]
     assert bench.reasons(2)[-1:] == ["slowdown/thermal"]
     bench.machine.set_remapped_rows(0)
-    bench.machine.set_slowdown(2, 0)
+    bench.machine.set_gpu(2, slowdown=0)
     bench.machine.set_fabric(2, state=0)
-    bench.turn(SETTLE)
+    bench.turn(SETTLE_S)
     assert [bench.condition(index) for index in range(3)] == ["ok"] * 3
 
 
@@ -540,12 +539,12 @@ def test_a_driver_reload_clears_what_it_mends(bench):
 
 
 def test_a_gpu_that_keeps_going_bad_is_held_back(bench):
-    for _ in range(DEFAULT_POLICY.flaps):
+    for _ in range(FLAPS):
         bench.machine.raise_xid(0, 74)
         bench.turn()
-        bench.turn(SETTLE)
+        bench.turn(SETTLE_S)
     assert bench.tainted() == {"0": ["flapping=None:NoSchedule"]}
-    bench.turn(DEFAULT_POLICY.hold_s)
+    bench.turn(HOLD_S)
     assert bench.tainted() == {}
 
 

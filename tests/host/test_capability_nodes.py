@@ -86,16 +86,9 @@ def test_a_node_is_made_anew_when_it_has_other_numbers_than_the_driver_says(proc
     assert list(written.made.values()) == [node(12)]
 
 
-@pytest.mark.parametrize(
-    ("put", "what"),
-    [
-        (Path.mkdir, "a directory"),
-        (Path.touch, "a file"),
-        (lambda path: path.symlink_to("/dev/null"), "a symbolic link"),
-    ],
-)
-def test_the_error_says_what_is_there_when_it_is_no_character_device(
-    proc: Path, tmp_path: Path, put: Callable[[Path], None], what: str
+@pytest.mark.parametrize("put", [Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/null")])
+def test_what_is_there_is_left_when_it_is_no_character_device(
+    proc: Path, tmp_path: Path, put: Callable[[Path], None]
 ) -> None:
     place = tmp_path / "root/dev/nvidia-caps/nvidia-cap12"
     place.parent.mkdir(parents=True)
@@ -103,8 +96,8 @@ def test_the_error_says_what_is_there_when_it_is_no_character_device(
     with pytest.raises(RetryableError) as caught:
         CapabilityNodes(MigCaps(str(proc)), str(tmp_path / "root"), Mknod()).make_missing()
     assert str(caught.value) == (
-        f"cannot make the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): {what} is there; remove it from the "
-        "node, and find out what has put it there"
+        "cannot make the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): something else is there; "
+        "remove it from the node, and find out what has put it there"
     )
     assert os.path.lexists(place)
 
@@ -122,7 +115,7 @@ def test_a_stale_node_in_the_file_system_is_made_anew_and_a_block_device_is_not(
     block = root / "dev/nvidia-caps/nvidia-cap84"
     block.unlink()
     os.mknod(block, stat.S_IFBLK | 0o600, os.makedev(237, 84))
-    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): a block device is there"):
+    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): something else is there"):
         nodes.make_missing()
 
 

@@ -1,12 +1,15 @@
+import math
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError
-from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
-from dra_driver.host.hook import _Said
+from dra_driver.host.driver_programs import find_program
+from dra_driver.host.driver_root import DriverRoot, find_nvml_library
+from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles
 from dra_driver.model.host import HostPaths
 from tests.host.trees import (
@@ -183,15 +186,15 @@ def test_nothing_outside_is_found_when_a_link_leads_out_of_the_root(tmp_path: Pa
     put(tmp_path, "/outside/nvidia-smi")
     root = tmp_path / "root"
     link(root, "/usr/bin/nvidia-smi", "../../../outside/nvidia-smi")
-    assert find_nvidia_smi(str(root)) is None
+    assert find_program(RootedTree(str(root)).program, "nvidia-smi") is None
     link(root, "/usr/sbin/nvidia-smi", str(tmp_path / "outside/nvidia-smi"))
-    assert find_nvidia_smi(str(root)) is None
+    assert find_program(RootedTree(str(root)).program, "nvidia-smi") is None
 
 
 def test_a_loop_of_links_is_nothing(tmp_path: Path) -> None:
     link(tmp_path, "/usr/bin", "/usr/bin/x")
     link(tmp_path, "/usr/lib64", "/usr/lib64")
-    assert find_nvidia_smi(str(tmp_path)) is None
+    assert find_program(RootedTree(str(tmp_path)).program, "nvidia-smi") is None
 
 
 def test_32_bit_libraries_are_left_out(tmp_path: Path, nodes: FakeNodes) -> None:
@@ -439,11 +442,13 @@ def test_a_hook_that_was_slow_once_is_asked_again_though_no_file_changed(
     put_hook(tmp_path / "host", "/usr/local/nvidia/toolkit/nvidia-cdi-hook")
     age(tmp_path)
     with monkeypatch.context() as slow:
-        slow.setattr("dra_driver.host.hook._run", lambda *_: _Said("", "it did not end", has_ended=False))
+        slow.setattr("dra_driver.host.hook.run_program", Mock(side_effect=TimeoutError))
         files = root.files(VERSION)
     assert files.hook_verbs == BASE_HOOK_VERBS
     assert root.files(VERSION) is files
-    monkeypatch.setattr("dra_driver.host.hook._Kept.is_due", property(lambda kept: not kept.answer.is_sure))
+    monkeypatch.setattr(
+        "dra_driver.host.hook._Answer.is_due", property(lambda answer: answer.due_at < math.inf)
+    )
     files = root.files(VERSION)
     assert files.hook_verbs == HOOK_VERBS
     assert root.files(VERSION) is files
@@ -508,7 +513,10 @@ def test_egl_platforms_are_found_where_the_driver_is_not(tmp_path: Path) -> None
 def test_a_program_that_may_not_be_run_is_passed_over(tmp_path: Path, nodes: FakeNodes) -> None:
     put(tmp_path, "/usr/local/bin/nvidia-smi")
     assert "/usr/bin/nvidia-smi" in containers(scan(tmp_path, nodes).binaries)
-    assert find_nvidia_smi(str(tmp_path)) == f"{tmp_path}/usr/bin/nvidia-smi"
+    assert find_program(RootedTree(str(tmp_path)).program, "nvidia-smi") == (
+        "/usr/bin/nvidia-smi",
+        "/usr/bin/nvidia-smi",
+    )
 
 
 def test_an_x_servers_module_is_taken_from_the_drivers_directory_first(
@@ -557,4 +565,7 @@ def test_the_error_lists_where_it_looked_when_nvml_is_missing(tmp_path: Path) ->
 
 
 def test_nvidia_smi_is_found(tmp_path: Path, nodes: FakeNodes) -> None:
-    assert find_nvidia_smi(str(tmp_path)) == f"{tmp_path}/usr/bin/nvidia-smi"
+    assert find_program(RootedTree(str(tmp_path)).program, "nvidia-smi") == (
+        "/usr/bin/nvidia-smi",
+        "/usr/bin/nvidia-smi",
+    )

@@ -17,7 +17,7 @@ from nvidia_programs import Programs
 
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError, RetryableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
@@ -70,7 +70,7 @@ def mps(tmp_path: Path) -> Iterator[Callable[[Path], Supervisor]]:
 
     def open_for(root: Path) -> Supervisor:
         layout = MpsLayout(tmp_path / "mps")
-        programs = installed_programs(str(root), layout.libraries, 0o755)
+        programs = InstalledPrograms(str(root), layout.libraries, 0o755)
         labels = SelinuxLabels(enabled=False)
         mounter = MountsWherePossible(KernelMounter(layout.root, labels))
         tools = HostTools(
@@ -107,7 +107,7 @@ def test_a_program_dies_when_the_loader_looks_in_the_hosts_library_directory(roo
 def test_nvidia_smi_runs_with_the_hosts_driver_and_our_c_library(
     newest_nvidia: Programs, root: Path, tmp_path: Path
 ) -> None:
-    find = installed_programs(str(root), tmp_path / "links")
+    find = InstalledPrograms(str(root), tmp_path / "links")
     with pytest.raises(NvmlUnavailableError, match=NO_DRIVER):
         NvidiaSmi(find).set_time_slice(GPU, 2)
 
@@ -133,7 +133,7 @@ def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_libra
     supervisor = mps(root)
     assert supervisor.ensure(SPEC, 20).state == "ready"
     layout = MpsLayout(tmp_path / "mps")
-    control = ControlProgram(installed_programs(str(root), layout.libraries, 0o755))
+    control = ControlProgram(InstalledPrograms(str(root), layout.libraries, 0o755))
     control.ask(layout.directories(SPEC.device), f"start_server -uid {os.geteuid()}", timeout_s=20)
     output = Path(layout.directories(SPEC.device).log, OUTPUT)
     deadline = time.monotonic() + 20
@@ -150,7 +150,7 @@ def test_nvidia_smi_finds_libraries_that_come_after_it(
     newest_nvidia: Programs, container: Path, tmp_path: Path, late: str
 ) -> None:
     """A package manager unpacks one package after the other, and a claim may come in between."""
-    smi = NvidiaSmi(installed_programs(str(container), tmp_path / "links"))
+    smi = NvidiaSmi(InstalledPrograms(str(container), tmp_path / "links"))
     libraries = container / LAYOUTS["a driver container"].libraries
     apart = tmp_path / "apart"
     apart.mkdir()
@@ -168,7 +168,7 @@ def test_nvidia_smi_finds_libraries_that_come_after_it(
 def test_nvidia_smi_finds_the_libraries_of_the_next_version(
     newest_nvidia: Programs, container: Path, tmp_path: Path
 ) -> None:
-    smi = NvidiaSmi(installed_programs(str(container), tmp_path / "links"))
+    smi = NvidiaSmi(InstalledPrograms(str(container), tmp_path / "links"))
     for _ in range(2):
         with pytest.raises(NvmlUnavailableError, match=NO_DRIVER):
             smi.set_time_slice(GPU, 2)
@@ -207,12 +207,12 @@ import os, sys
 from pathlib import Path
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.mps.compute_mode import ComputeMode
 
 os.chroot(sys.argv[1])
-find = installed_programs("/", Path("/links"))
+find = InstalledPrograms("/", Path("/links"))
 try:
     NvidiaSmi(find).set_time_slice("GPU-1", 2)
     sys.exit("no driver is loaded")
@@ -274,7 +274,7 @@ def broken(container: Path, tmp_path: Path) -> Callable[[str, Harm], FindProgram
 
     def make(name: str, harm: Harm) -> FindPrograms:
         harm(container / "usr/bin" / name)
-        return installed_programs(str(container), tmp_path / "links")
+        return InstalledPrograms(str(container), tmp_path / "links")
 
     return make
 

@@ -1,5 +1,6 @@
 """Where the hook is found, and what is believed of it."""
 
+import errno
 import math
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -229,21 +231,21 @@ def test_a_slow_installed_hook_gets_the_base_verbs(
     assert "did not end within" in hook.notes[0]
 
 
-@pytest.mark.parametrize("cause", ["it was slow", "it could not be run"])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(TimeoutError(), "it did not end"), (OSError(errno.ETXTBSY, "it is busy"), "it is busy")],
+)
 def test_a_hook_that_gave_no_answer_is_asked_again_a_while_later(
-    driver: Path, plugin: Path, cause: str, monkeypatch: pytest.MonkeyPatch
+    driver: Path, plugin: Path, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5)
     monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 3600)
     finds = finder(driver, plugin=plugin)
     path = put_hook(plugin, "/nvidia-cdi-hook")
-    run = hook_module._run
-    says = hook_module._Said("", cause, 0 if cause == "it was slow" else 126, has_ended=False)
-    monkeypatch.setattr(hook_module, "_run", lambda command, deadline: says)
-    assert cause in finds.find().notes[0]
-    monkeypatch.setattr(hook_module, "_run", run)
+    with monkeypatch.context() as broken:
+        broken.setattr(hook_module, "run_program", Mock(side_effect=error))
+        assert cause in finds.find().notes[0]
     assert (cause in finds.find().notes[0], finds.doubts()) == (True, 0)
-    monkeypatch.setattr(hook_module._Kept, "is_due", property(lambda kept: kept.due_at < math.inf))
+    monkeypatch.setattr(hook_module._Answer, "is_due", property(lambda answer: answer.due_at < math.inf))
     assert (finds.doubts(), finds.find(), finds.doubts()) == (1, Hook(str(path), HOOK_VERBS), 1)
 
 
@@ -267,7 +269,7 @@ def test_a_hook_that_answered_badly_is_not_asked_again(
             ": nvidia-cdi-hook: GLIBC_2.34 not found",
         ),
         ("printf 'no such \\033[1mfile\\n\\n' >&2; exit 1", ": no such [1mfile"),
-        ("echo said; exit 1", ""),
+        ("echo said; exit 1", ": said"),
     ],
 )
 def test_the_cause_is_the_last_line_that_a_hook_says_when_it_does_not_run(

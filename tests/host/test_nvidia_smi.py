@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,10 +13,11 @@ import pytest
 from dra_driver.concurrency import bounded_program
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.simulator import create_machine
+from tests.host.trees import VERSION, put_libraries, put_program
 
 
 def at(program, library_path=None):
@@ -77,7 +77,7 @@ def test_nvidia_smi_starts_beside_a_c_library_of_the_host_that_does_not_fit(host
         "though the loader says that something is not found"
     )
 
-    find = installed_programs(str(host_of_another_libc), tmp_path / "links")
+    find = InstalledPrograms(str(host_of_another_libc), tmp_path / "links")
     NvidiaSmi(find).set_time_slice("GPU-1", 2)
     code, said = run_program([str(program), "-L"], find().environment(), timeout_s=20.0, lane="test")
     assert (code, said) == (0, "-L\n")
@@ -86,11 +86,27 @@ def test_nvidia_smi_starts_beside_a_c_library_of_the_host_that_does_not_fit(host
 def test_nvidia_smi_finds_the_hosts_library_of_nvml(host_of_another_libc, tmp_path):
     """As it does, by dlopen and without a path."""
     load = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1'); print(open('/proc/self/maps').read())"
-    environment = installed_programs(str(host_of_another_libc), tmp_path / "links")().environment()
+    environment = InstalledPrograms(str(host_of_another_libc), tmp_path / "links")().environment()
     code, said = run_program([sys.executable, "-c", load], environment, timeout_s=20.0, lane="test")
     assert code == 0, said
     assert f"{host_of_another_libc}/usr/lib64/libnvidia-ml.so.580.65.06" in said
     assert f"{host_of_another_libc}/usr/lib64/libc.so.6" not in said
+
+
+def test_links_follow_the_libraries_of_another_root(tmp_path, monkeypatch):
+    root, links = tmp_path / "driver", tmp_path / "links"
+    put_program(root, "/usr/bin/nvidia-smi", ":")
+    put_libraries(root, "/usr/lib64")
+    monkeypatch.setenv("PATH", "/usr/bin")
+    find = InstalledPrograms(str(root), links)
+    assert find().environment() == {"PATH": f"{root}/usr/bin:/usr/bin", "LD_LIBRARY_PATH": str(links)}
+    assert str((links / "libcuda.so.1").readlink()) == f"{root}/usr/lib64/libcuda.so.{VERSION}"
+    for library in (root / "usr/lib64").iterdir():
+        library.unlink()
+    find()
+    assert list(links.iterdir()) == []
+    assert InstalledPrograms("/", tmp_path / "none")().library_path is None
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("code", [126, 127])
@@ -141,7 +157,7 @@ def test_another_gpu_that_is_lost_does_not_matter(smi):
 
 def test_on_a_machine_that_lost_a_gpu_and_then_its_driver(tmp_path):
     machine = create_machine("dgx-h100", tmp_path, device_nodes="described")
-    one = NvidiaSmi(installed_programs(str(machine.host_root), tmp_path / "links"))
+    one = NvidiaSmi(InstalledPrograms(str(machine.host_root), tmp_path / "links"))
     machine.lose_gpu(3)
     one.set_time_slice(machine.gpu(2).uuid, 1)
     with pytest.raises(NvmlUnavailableError, match="GPU is lost"):
@@ -152,16 +168,16 @@ def test_on_a_machine_that_lost_a_gpu_and_then_its_driver(tmp_path):
 
 
 def test_one_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
-    children, kill = [], subprocess.Popen.kill
+    children = []
 
     def ignored(child):
         children.append(child)
 
     monkeypatch.setattr(bounded_program, "_AFTER_KILL_S", 0.05)
-    monkeypatch.setattr(subprocess.Popen, "kill", ignored)
+    monkeypatch.setattr(bounded_program, "_kill", ignored)
     began = time.monotonic()
     with pytest.raises(RetryableError, match="does not answer: it did not end within"):
         smi("exec sleep 60").set_time_slice("GPU-1", 2, 0.1)
     assert time.monotonic() - began < 20
-    kill(children[0])
+    children[0].kill()
     assert children[0].wait(20) == -9

@@ -15,7 +15,7 @@ from nvidia_programs import Programs
 
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 from dra_driver.mps.compute_mode import ComputeMode
@@ -53,7 +53,7 @@ def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
         macros = [f'UUID="{UUID}"', f'STATE="{tmp_path}/mode"', *answers]
         command = ["cc", "-w", "-shared", "-fPIC", *(f"-D{macro}" for macro in macros), "-o", library, source]
         subprocess.run(command, check=True, timeout=60)
-        return installed_programs(str(root), tmp_path / "links")
+        return InstalledPrograms(str(root), tmp_path / "links")
 
     return make
 
@@ -68,7 +68,7 @@ def said(find: FindPrograms, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_driver_that_is_not_loaded_is_told_as_that(nvidia: Programs, tmp_path: Path) -> None:
-    find = installed_programs(str(nvidia.root), tmp_path / "links")
+    find = InstalledPrograms(str(nvidia.root), tmp_path / "links")
     with pytest.raises(NvmlUnavailableError) as caught:
         NvidiaSmi(find).set_time_slice(UUID, 2)
     assert str(caught.value) == f"set the time slice of GPU {UUID}: {NO_DRIVER}"
@@ -78,7 +78,7 @@ def test_a_driver_that_is_not_loaded_is_told_as_that(nvidia: Programs, tmp_path:
 
 
 def test_a_library_that_is_missing_is_no_missing_driver(root: Path, tmp_path: Path) -> None:
-    find = installed_programs(str(root), tmp_path / "links")
+    find = InstalledPrograms(str(root), tmp_path / "links")
     with pytest.raises(
         RetryableError, match=r"cannot be started \(exit code 12\): NVIDIA-SMI couldn't find"
     ) as caught:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from dra_driver.cdi.rules.spec import claim_spec
-from dra_driver.host.driver_root import DriverRoot, find_nvidia_smi, find_nvml_library
+from dra_driver.host.driver_programs import find_program
+from dra_driver.host.driver_root import DriverRoot, find_nvml_library
 from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.host import HostPaths
@@ -66,7 +68,10 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
     host = Host(name, tmp_path)
     files = host.driver.scan(host.version)
     assert find_nvml_library(str(host.root)).startswith(str(host.root))
-    assert find_nvidia_smi(str(host.root)) == f"{host.root}/usr/bin/nvidia-smi"
+    assert find_program(RootedTree(str(host.root)).program, "nvidia-smi") == (
+        "/usr/bin/nvidia-smi",
+        "/usr/bin/nvidia-smi",
+    )
     devices = [*host.whole_gpus(), *host.mig_devices()]
     assert len(host.minors()) <= len(host.sysfs.gpu_functions())
     spec = claim_spec(UID, "gpu.nvidia.com", files, devices)

@@ -109,7 +109,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
         f"if it stays, end its pods, then `gpu-dra-driver detach {two.bus_id}`",
     ]
     machine.set_remapped_rows(2)
-    machine.set_ecc_errors(3, uncorrected=1)
+    machine.set_gpu(3, ecc_uncorrected=1)
     eventually(lambda: polled_with(lambda: "ecc uncorrected" in kept()))
     machine.reset_gpu(3)
     eventually(lambda: polled_with(lambda: kept() == set()))

@@ -60,7 +60,8 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
 
 def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Callable[..., Any]) -> None:
     """And claims are in the way, unless the GPUs are others or it is forced."""
-    node.machine.update_gpu(node.machine.gpu(1).uuid, lambda gpu: setattr(gpu, "persistence", 0))
+    with node.machine._change() as state:
+        state.by_uuid[node.machine.gpu(1).uuid].persistence = 0
     config = parameters(strategy="TimeSlicing", timeSlicingConfig={"interval": "Long"})
     name = node.devices()[1]["name"]
     ref = node.allocated_by_hand("sliced", name, config=config)

@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
+from tests.fakes.mps_behaviour import behave, misbehave
 from tests.integration.conftest import Node, eventually, parameters, result, sliced
 
 Json = dict[str, Any]
@@ -445,9 +445,9 @@ def test_claim_of_several_daemons_comes_and_goes_when_not_all_threads_start(
     root = node.machine.host_root
     threads_that_start("side-by-side", started)
     if fails:
-        set_mps_behaviour(root, MpsBehaviour(fail_to_start="no"), node.machine.gpu(0).uuid)
+        misbehave(root, node.machine.gpu(0).uuid, fail_to_start="no")
         node.refused(ref, "ended while it started")
-        reset_mps_behaviour(root)
+        behave(root)
     else:
         node.ready(ref)
         assert modes(node, 4) == [3, 3, 3, 0]

@@ -306,7 +306,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
         HealthState(HealthTarget(uuids[3]), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
         HealthState(HealthTarget("GPU-pulled"), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
     )
-    machine.set_slowdown(2, 0x40)
+    machine.set_gpu(2, slowdown=0x40)
     machine.set_mig_mode(1, on=True)
     machine.create_mig(1, "1g.10gb", 0)
     machine.create_mig(1, "1g.10gb", 1)
@@ -350,7 +350,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
         HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
         HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
     )
-    machine.set_slowdown(2, 0)
+    machine.set_gpu(2, slowdown=0)
     view = look.view(20)
     assert [(entry.reason, entry.is_over) for entry in view.health] == [
         ("xid 48", True),
@@ -459,6 +459,7 @@ class OddNvml:
     """NVML that hangs until it is let go, or fails as it is told."""
 
     def __init__(self, error: Exception | None = None) -> None:
+        self.session = self
         self.let_go = threading.Event()
         self.error = error
         self.reopened = 0

@@ -124,7 +124,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
 def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make_node: MakeNode) -> None:
     node = make_node(minor=34, gates={"DRADeviceTaints": True}).running()
     node.machine.raise_xid(0, 95)
-    node.machine.raise_event(0, pynvml.nvmlEventTypeDoubleBitEccError, 0)
+    node.machine.raise_xid(0, 0, kind=pynvml.nvmlEventTypeDoubleBitEccError)
     node.machine.set_fabric(0, state=pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS)
     node.machine.set_remapped_rows(0, pending=1)
     node.machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)

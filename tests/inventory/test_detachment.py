@@ -198,7 +198,7 @@ def test_a_new_session_keeps_the_mark(node: SimulatedNode, tmp_path: Path, detac
     reader.reopen()
     assert seen == [True, True]
     assert reader.session.driver_loads == 0
-    reader.close()
+    reader.session.close()
 
 
 def test_a_failure_leaves_what_others_asked_for(detachments: Detachments, clock: Clock) -> None:
@@ -248,7 +248,7 @@ def test_discovery_lets_go_and_comes_back(
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), heard) == (True, ["change", "reload"])
     made = detachments.begin(60)
-    with reader.operation(lambda: 0.0):
+    with reader.session.operation(lambda: 0.0):
         discovery.scan_now(5)
         assert (detachments.is_nvml_open(), discovery.unavailable()) == (True, None), (
             "a change of a GPU goes first"
@@ -268,5 +268,5 @@ def test_discovery_lets_go_and_comes_back(
     assert heard == ["change", "change", "hardware"], (
         "what the closing lost is set again, and nothing is adopted"
     )
-    reader.close()
+    reader.session.close()
     assert not detachments.is_nvml_open()

@@ -17,7 +17,7 @@ from dra_driver.errors import (
 )
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.inventory import discovery as module
-from dra_driver.inventory.discovery import Discovery, NvmlState
+from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
@@ -39,6 +39,7 @@ class Nvml:
     """NVML that shows `inventory`, or fails with `error`."""
 
     def __init__(self) -> None:
+        self.session = self
         self.inventory = inventory(*BARE)
         self.error: Exception | None = None
         self.fingerprint: NvmlFingerprint = tuple(
@@ -172,15 +173,13 @@ def eventually(check: Callable[[], object]) -> None:
 
 def test_nothing_is_known_before_the_first_scan(bench: Bench) -> None:
     discovery = bench.discovery
-    assert (discovery.inventory, discovery.state) == (
-        None, NvmlState(False, "devices have not been discovered yet")
-    )  # fmt: skip
+    assert (discovery.inventory, discovery.unavailable()) == (None, NOT_DISCOVERED)  # fmt: skip
     assert discovery.unavailable() == "devices have not been discovered yet"
 
 
 def test_gpus_get_their_place_from_the_host(bench: Bench) -> None:
     assert bench.scan() == COMPLETE
-    assert (bench.discovery.state, bench.discovery.unavailable()) == (NvmlState(True, None), None)
+    assert bench.discovery.unavailable() is None
     assert bench.changes == [COMPLETE]
 
 
@@ -205,7 +204,7 @@ def test_change_is_told_only_when_something_changed(bench: Bench) -> None:
 def test_node_without_gpus_has_an_empty_inventory(bench: Bench) -> None:
     bench.nvml.inventory, bench.host.functions = Inventory(VERSIONS), set()
     assert bench.scan() == Inventory(VERSIONS)
-    assert bench.discovery.state == NvmlState(True, None)
+    assert bench.discovery.unavailable() is None
     assert bench.changes == [Inventory(VERSIONS)]
 
 
@@ -213,7 +212,7 @@ def test_nothing_is_published_when_there_is_no_driver_yet(bench: Bench, logs: li
     bench.nvml.error = NOT_LOADED
     for _ in range(3):
         assert bench.scan() is None
-    assert bench.discovery.state == NvmlState(False, str(NOT_LOADED))
+    assert bench.discovery.unavailable() == str(NOT_LOADED)
     assert bench.changes == []
     assert [line["event"] for line in logs] == ["nvml_unavailable"]
 
@@ -259,7 +258,7 @@ def test_ready_state_is_never_seen_with_the_devices_of_before(bench: Bench) -> N
 
     def slow(self: Discovery, found: Inventory) -> None:
         original(self, found)
-        states.append(self.state.ready)
+        states.append(self.unavailable() is None)
 
     type(bench.discovery)._log_faults = slow  # type: ignore[method-assign]
     try:
@@ -350,7 +349,7 @@ def test_node_without_gpus_and_without_a_driver_is_known_to_be_empty(bench: Benc
 def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gpu(bench: Bench) -> None:
     bench.nvml.error, bench.host.functions = NvmlLibraryError("cannot load the NVML library"), set()
     bench.scan()
-    assert bench.discovery.state == NvmlState(False, "cannot load the NVML library")
+    assert bench.discovery.unavailable() == "cannot load the NVML library"
     assert bench.discovery.problem() == "cannot load the NVML library"
 
 
@@ -717,65 +716,3 @@ def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
         assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
     finally:
         node.close()
-
-
-class News:
-    """Heard while `is_heard`; `tell` is what Discovery wants to be called with."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-        self.is_heard = True
-        self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module, "_LOOK_EVERY_S", 1.0)
-        monkeypatch.setattr(bench.discovery, "_news", self)
-
-    def start(self) -> None:
-        """Nothing to open."""
-
-    def stop(self) -> None:
-        """Nothing to close."""
-
-
-def test_without_news_the_hardware_is_looked_at_seldom(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    news = News(monkeypatch, bench)
-    bench.scan()
-    assert not bench.look()
-    looks = []
-    for _ in range(11):
-        news.now += 1
-        if bench.discovery._is_look_due():
-            looks.append(news.now)
-    assert looks == [1005.0, 1010.0]
-    news.is_heard = False
-    assert bench.discovery._is_look_due()
-
-
-def test_news_that_get_lost_delay_a_change_and_do_not_hide_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    news = News(monkeypatch, bench)
-    bench.scan()
-    bench.look()
-    bench.host.hardware = "two"
-    seen = []
-    for _ in range(6):
-        news.now += 1
-        seen.append(bench.look())
-    assert seen == [False] * 4 + [True, False]
-
-
-def test_after_news_every_look_counts_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    news = News(monkeypatch, bench)
-    bench.scan()
-    bench.look()
-    bench.discovery._hear()
-    assert bench.discovery._worker.is_woken
-    bench.discovery._worker._wake.clear()
-    bench.discovery._hear()
-    assert not bench.discovery._worker.is_woken, "a storm of news ends one pause"
-    for _ in range(9):
-        news.now += 1
-        assert bench.discovery._is_look_due()
-    news.now += 1
-    bench.discovery._is_look_due()
-    assert not bench.discovery._is_look_due()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.kubelet.support import made_kubelets, made_node, made_registrars
+from tests.kubelet.support import made_kubelets, made_node
 
 
 @pytest.fixture
@@ -44,9 +44,3 @@ def kubelets(node, wiped):
 @pytest.fixture
 def kubelet(kubelets):
     return kubelets()
-
-
-@pytest.fixture
-def bare(node):
-    with made_registrars(node) as make:
-        yield make

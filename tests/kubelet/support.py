@@ -13,9 +13,7 @@ import grpc
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
-from dra_driver.kubelet.registration import Registrar
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
-from dra_driver.kubelet.serving import SocketServer
 from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
 
 DRIVER = "gpu.example.com"
@@ -181,26 +179,6 @@ def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., PlaygroundK
     yield make
     for kubelet in started:
         kubelet.stop()
-
-
-@contextmanager
-def made_registrars(node: Node) -> Iterator[Callable[..., Registrar]]:
-    """Makes registration sockets alone, with an info of one's choice."""
-    servers = []
-
-    def make(
-        name=DRIVER, endpoint="/nowhere/dra.sock", versions=("v1.DRAPlugin",), kind="DRAPlugin", file="bare"
-    ):
-        registrar = Registrar(name, endpoint, versions)
-        registrar._info.type = kind
-        path = node.registry / f"{file}-reg.sock"
-        servers.append(SocketServer("bare", path, registrar.methods()))
-        servers[-1].start()
-        return registrar
-
-    yield make
-    for server in servers:
-        server.stop(0)
 
 
 def methods(kubelet: PlaygroundKubelet, *names: str) -> list[str]:

@@ -2,7 +2,7 @@ import grpc
 import pytest
 
 from dra_driver.kubelet.registration import RegistrationStatus
-from tests.kubelet.support import DRIVER, eventually, get_info, notify
+from tests.kubelet.support import DRIVER, get_info, notify
 
 
 def test_get_info_tells_who_we_are_for_ever(node):
@@ -28,15 +28,3 @@ def test_status_is_kept_and_told_once_per_change(node):
     notify(plugin.sockets.registrar, True)
     assert plugin.status == RegistrationStatus(True)
     assert heard == [RegistrationStatus(False, "no room"), RegistrationStatus(True)]
-
-
-def test_callback_that_raises_does_not_fail_the_registration(node, quiet_logs):
-    def fail(_):
-        raise ValueError("oops")
-
-    plugin = node.plugin(on_status=fail)
-    notify(plugin.sockets.registrar, True)
-    assert plugin.status == RegistrationStatus(True)
-    assert eventually(
-        lambda: [line for line in quiet_logs if line["event"] == "registration_callback_failed"]
-    )

@@ -18,7 +18,7 @@ import structlog
 from nvidia_programs import Programs
 
 from dra_driver.host.capability_nodes import CapabilityNodes
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
@@ -30,7 +30,7 @@ from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
 from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.mps.supervisor import HostTools, Supervisor
 from dra_driver.simulator import Machine, create_machine, device_node_reader
-from dra_driver.simulator.mps import MpsBehaviour, reset_mps_behaviour, set_mps_behaviour
+from tests.fakes.mps_behaviour import behave, misbehave
 
 NO_LABELS = SelinuxLabels(enabled=False)
 GROUP = (2, 3, 4)
@@ -62,7 +62,7 @@ class MpsHost:
         self, top: Path, driver_root: Path, make_capability_nodes: Callable[[], None] = lambda: None
     ) -> None:
         self.layout = MpsLayout(top / "mps")
-        programs = installed_programs(str(driver_root), self.layout.libraries, 0o755)
+        programs = InstalledPrograms(str(driver_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
             ControlProgram(programs),
             MountsWherePossible(KernelMounter(self.layout.root, NO_LABELS)),
@@ -118,7 +118,7 @@ class Host(MpsHost):
         return replace(MpsDaemonSpec(f"gpu-{index}", uuid, "gpu", uuid), **changes)
 
     def behave(self, **rules: object) -> None:
-        set_mps_behaviour(self.machine.host_root, MpsBehaviour(**{"start_delay_ms": 0, **rules}))
+        misbehave(self.machine.host_root, **{"start_delay_ms": 0, **rules})
 
     def group_spec(
         self, *, limits: tuple[int | None, ...] = (None, None, None), **changes: object
@@ -189,7 +189,7 @@ def host(machine: Machine, top: Path) -> Iterator[Host]:
     one.behave()
     yield one
     one.close()
-    reset_mps_behaviour(machine.host_root)
+    behave(machine.host_root)
     if machine.driver_version != version:
         machine.load_driver(version)
     for index in range(8):

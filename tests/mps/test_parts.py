@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import NotSupportedError, PermanentError, RetryableError, StateError
-from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_processes as processes
@@ -66,32 +65,6 @@ def test_paths_lie_below_the_plugins_directory():
 
 
 # --- programs ------------------------------------------------------------------------------------
-
-
-def test_libraries_of_another_root_are_linked_alone(tmp_path):
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin/nvidia-smi"
-    program.touch()
-    wanted = {"libcuda.so.1": "/d/libcuda.so.1.2", "libnvidia-ml.so.1": "/d/libnvidia-ml.so.1.2"}
-    links = tmp_path / "links"
-    find = InstalledPrograms(
-        "/d", lambda name: str(program) if name == "nvidia-smi" else None, lambda: wanted, links, "/usr/bin"
-    )
-    assert find().environment() == {"PATH": f"{tmp_path}/bin:/usr/bin", "LD_LIBRARY_PATH": str(links)}
-    assert {link.name: str(link.readlink()) for link in links.iterdir()} == wanted
-    find()
-    wanted.clear()
-    find()
-    assert len(list(links.iterdir())) == 2, "the same programs have the same libraries"
-    os.utime(program, (1, 1))
-    find()
-    assert list(links.iterdir()) == []
-
-
-def test_a_driver_in_the_root_needs_no_links(tmp_path):
-    find = InstalledPrograms("/", lambda name: f"/usr/bin/{name}", dict, tmp_path / "links", "/bin")
-    assert find().environment() == {"PATH": "/usr/bin:/bin"}
-    assert not (tmp_path / "links").exists()
 
 
 def smi(tmp_path, script):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import FatalError, PermanentError, RetryableError
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.mps import daemon_conversation
@@ -492,7 +492,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, log
 def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, eventually, logs):
     detachments = Detachments(host.layout.root, "boot-1")
     asked, open_while_run = [], []
-    programs = installed_programs(str(host.machine.host_root), host.layout.libraries, 0o755)
+    programs = InstalledPrograms(str(host.machine.host_root), host.layout.libraries, 0o755)
 
     def find():
         open_while_run.append(detachments.is_nvml_open())

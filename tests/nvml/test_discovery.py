@@ -152,14 +152,14 @@ def test_some_links_that_fail_do_not_look_like_a_gpu_with_fewer(dgx: SimulatedNo
 
 def test_links_that_are_down_are_not_counted(machine: Make) -> None:
     node = machine("dgx-h100")
-    node.machine.set_links_down(0, [3, 4])
+    node.machine.set_gpu(0, links_down=[3, 4])
     assert [gpu.nvlink_links for gpu in node.read().gpus] == [16] + [18] * 7
 
 
 @pytest.mark.parametrize("lacking", [[0], [3, 4], [17]])
 def test_a_link_that_the_board_lacks_hides_no_link_behind_it(machine: Make, lacking: list[int]) -> None:
     node = machine("dgx-h100")
-    node.machine.set_links_unsupported(0, lacking)
+    node.machine.set_gpu(0, links_unsupported=lacking)
     found = node.read()
     assert [gpu.nvlink_links for gpu in found.gpus] == [18 - len(lacking)] + [18] * 7
     assert found.faults == ()
@@ -479,7 +479,7 @@ def test_discovery_follows_the_machine_through_a_driver_reload(machine: Make) ->
     assert healthy is not None
     node.machine.unload_driver()
     discovery.scan_now(5)
-    assert (discovery.state.ready, discovery.inventory and discovery.inventory.gpus) == (False, ())
+    assert (discovery.unavailable() is None, discovery.inventory and discovery.inventory.gpus) == (False, ())
     node.machine.load_driver("590.1.2")
     discovery.scan_now(5)
     assert discovery.inventory == replace(healthy, versions=DriverVersions("590.1.2", (13, 0)))

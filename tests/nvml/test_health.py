@@ -64,14 +64,14 @@ def test_every_signal(node):
     assert read_health(gpu) == well
     machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
     machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
-    machine.set_ecc_errors(0, corrected=9, uncorrected=4)
-    machine.set_slowdown(0, 0x8 | 0x40)
+    machine.set_gpu(0, ecc_corrected=9, ecc_uncorrected=4)
+    machine.set_gpu(0, slowdown=0x8 | 0x40)
     assert read_health(gpu) == PolledHealth(
         4, True, True, None, 4, "ready", "", frozenset({"thermal"}), accepts_work=True
     )
-    machine.set_slowdown(0, 0x8)
+    machine.set_gpu(0, slowdown=0x8)
     assert read_health(gpu).slowdowns == {"hardware"}
-    machine.set_slowdown(0, 0)
+    machine.set_gpu(0, slowdown=0)
     machine.set_remapped_rows(0)
     machine.reset_gpu(0)
     assert read_health(gpu) == well
@@ -84,7 +84,7 @@ def test_what_a_gpu_does_not_tell_is_unknown(machine):
     gpu = uuid(made)
     signals = read_health(gpu)
     assert (signals.remap_pending, signals.fabric, signals.pages_pending) == (None, None, False)
-    made.machine.set_retired_pages_pending(0, True)
+    made.machine.set_gpu(0, retired_pending=1)
     assert read_health(gpu).pages_pending is True
 
 
@@ -198,7 +198,7 @@ def test_events_with_their_gpu_and_instance(node, source):
     machine.raise_xid(1, 48)
     machine.raise_xid(0, 31, gpu_instance=3, compute_instance=0)
     machine.raise_xid(0, 95, gpu_instance=3)
-    machine.raise_event(2, pynvml.nvmlEventTypeDoubleBitEccError, 0)
+    machine.raise_xid(2, 0, kind=pynvml.nvmlEventTypeDoubleBitEccError)
     machine.set_recovery_action(2, 1)
     assert [source.wait(1) for _ in range(6)] == [
         HealthEvent(uuid(node, 1), Xid(48)),

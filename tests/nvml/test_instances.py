@@ -260,15 +260,6 @@ def test_refusal_of_an_instance_has_its_class_and_leaves_nothing(
     make()
 
 
-@pytest.mark.parametrize("code", ["unknown", "in-use"])
-def test_refusal_of_a_gpu_instance_leaves_room_for_the_next(bench: Bench, code: str) -> None:
-    bench.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", code=code, count=1)
-    with pytest.raises(NvmlTransientError):
-        bench.make()
-    assert bench.hardware.instances(*bench.where) == ()
-    assert bench.make_device()[2].startswith("MIG-")
-
-
 def test_gpu_instance_that_cannot_be_read_back_is_destroyed(bench: Bench) -> None:
     bench.machine.set_fault("nvmlGpuInstanceGetInfo", code="timeout", count=1)
     with pytest.raises(RetryableError, match="read it back"):

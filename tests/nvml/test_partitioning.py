@@ -132,8 +132,9 @@ def test_mode_that_goes_off_while_the_gpu_is_read_costs_nothing(
 
 
 def set_virtualization(node: SimulatedNode, mode: int) -> None:
-    for gpu in node.machine.current().present:
-        node.machine.update_gpu(gpu.uuid, lambda changed: setattr(changed, "virtualization", mode))
+    with node.machine._change() as state:
+        for gpu in state.present:
+            gpu.virtualization = mode
 
 
 def test_guest_of_vgpu_software_cannot_be_cut(machine: Make) -> None:
@@ -419,7 +420,7 @@ def test_reader_selects_and_remembers(machine: Make) -> None:
     plain = NvmlReader(lambda: nvml_library(node.machine))
     plain.reopen()
     assert not any(gpu.partitioning for gpu in plain.read_inventory().gpus)
-    plain.close()
+    plain.session.close()
     reader = NvmlReader(lambda: nvml_library(node.machine), always)
     reader.reopen()
     healthy = with_nvlink_domains(reader.read_inventory())
@@ -429,7 +430,7 @@ def test_reader_selects_and_remembers(machine: Make) -> None:
     found = with_nvlink_domains(reader.read_inventory())
     assert found.nvlink_domains == healthy.nvlink_domains
     assert found.gpus[1:] == healthy.gpus[1:]
-    reader.close()
+    reader.session.close()
 
 
 # --- what is read, and what is not ---------------------------------------------------------------------

@@ -114,6 +114,6 @@ def test_lost_gpu_is_lost_and_a_closed_session_says_so(node: SimulatedNode) -> N
     node.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError):
         reader.processes(uuid)
-    reader.close()
+    reader.session.close()
     with pytest.raises(NvmlUnavailableError):
         reader.processes(uuid)

@@ -138,7 +138,7 @@ def test_mig_devices_are_made_and_destroyed_with_what_the_branch_has(
 ) -> None:
     node = of_branch("hgx-h100-4")
     node.session.open()
-    hardware = MigHardware(lambda: node.nvml.operation(lambda: 0.0))
+    hardware = MigHardware(lambda: node.nvml.session.operation(lambda: 0.0))
     gpu = inventory(node).gpus[0]
     assert gpu.partitioning is not None
     row = next(row for row in gpu.partitioning.profiles if row.profile.name == "3g.40gb")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 import structlog
 
-from dra_driver.inventory.discovery import NvmlState
+from dra_driver.inventory.discovery import NOT_DISCOVERED
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.observability.http import problems_page
 from dra_driver.observability.probes import Probes
 
-UNKNOWN = NvmlState().problem
+UNKNOWN = NOT_DISCOVERED
 REGISTERED = RegistrationStatus(True)
 HANGS = "NVML has not answered for 34 s; look for Xid errors"
 NOT_YET = "slices have not been published yet"

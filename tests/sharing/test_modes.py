@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver.slicerules import slice_faults
 
-from dra_driver.model.inventory import Inventory, WholeGpu
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -25,15 +24,13 @@ from dra_driver.model.sharing import (
     share_all,
 )
 from dra_driver.model.units import parse_quantity
-from dra_driver.sharing.rules.shared_device import multiprocessor_step, shared_device
+from dra_driver.sharing.rules.shared_device import multiprocessor_step
 from dra_driver.simulator import machine_names
-from dra_driver.slices.rules.api_limits import device_faults
-from dra_driver.slices.rules.attributes import wire_device
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from dra_driver.validation.rules.consumable import consumption
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIG_3G, MIXED, NODE, h100, inventory
+from tests.fakes.samples import DRIVER, MIG_1G, MIG_3G, MIXED, NODE, h100, inventory
 
 RULES = {
     "memory": SharingRule("memory"),
@@ -169,53 +166,3 @@ def test_any_card_under_any_rule_is_valid(
 def test_step_is_the_least_that_makes_a_percent(total: int) -> None:
     step = multiprocessor_step(total)
     assert 100 * step >= total > 100 * (step - 1)
-
-
-def _with_policy(**policy: Any) -> dict[str, Any]:
-    plain = wire_device(WholeGpu(GPU_0, replace(h100(0), memory_bytes=8 << 20)), MIXED)
-    device = shared_device(plain, WholeGpu(GPU_0, h100(0)), RULES["memory"])
-    device["capacity"]["memory"]["requestPolicy"] = policy
-    return device
-
-
-def ranged(default: str, **changes: str) -> dict[str, Any]:
-    return {"default": default, "validRange": {"min": "1Mi", "max": "8Mi", "step": "1Mi"} | changes}
-
-
-def listed(default: str, *values: str) -> dict[str, Any]:
-    return {"default": default, "validValues": list(values)}
-
-
-@pytest.mark.parametrize(
-    ("policy", "fault"),
-    [
-        (ranged("8Mi"), None),
-        (listed("8Mi", "1Mi", "8Mi"), None),
-        ({"default": "8Mi"}, None),
-        ({"default": "1Mi", "validRange": {"min": "1Mi"}}, None),
-        ({"validRange": {"min": "1Mi"}}, "requestPolicy needs a default"),
-        ({"default": "1Mi", "validRange": {"max": "8Mi"}}, "the valid range has no min"),
-        (ranged("9Mi"), "the default lies outside the valid range"),
-        (ranged("1Mi", max="9Mi"), "the valid range must have 0 <= min <= max <= capacity"),
-        ({"default": "1Mi", "validRange": {"min": "1Mi", "step": "8Mi"}}, "min and one step are above the capacity"),
-        (ranged("8Mi", step="2Mi"), "max and default must be whole steps above min"),
-        (ranged("1Mi", step="0"), "the step must be above 0"),
-        (listed("8Mi", "8Mi", "1Mi"), "valid values are not ascending"),
-        (listed("2Mi", "1Mi", "8Mi"), "the default is not a valid value"),
-        (listed("9Mi", "9Mi"), "a valid value is above the capacity"),
-        (listed("0", *map(str, range(11))), "more than 10 valid values"),
-        (ranged("8Mi") | listed("8Mi", "8Mi"), "validValues and validRange exclude each other"),
-        (ranged("much"), "'much' is not a quantity; expected a number with a suffix such as Mi or G"),
-    ],
-)  # fmt: skip
-def test_policy_is_checked_before_it_is_sent(policy: dict, fault: str | None) -> None:
-    told = f"device {GPU_0}: capacity memory: {fault}"
-    assert device_faults(_with_policy(**policy)) == ([told] if fault else [])
-
-
-def test_policy_on_an_exclusive_device_is_a_fault() -> None:
-    device = _with_policy(default="8Mi")
-    del device["allowMultipleAllocations"]
-    assert device_faults(device) == [
-        f"device {GPU_0}: capacity memory: requestPolicy needs allowMultipleAllocations"
-    ]

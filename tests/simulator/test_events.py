@@ -11,7 +11,6 @@ import pynvml
 import pytest
 
 XID = pynvml.nvmlEventTypeXidCriticalError
-ANY = 0xFFFFFFFF
 
 
 @pytest.fixture
@@ -38,17 +37,6 @@ def test_nothing_happens(watched, refused):
     assert refused(pynvml.nvmlEventSetWait_v2, events, 0) == pynvml.NVML_ERROR_INVALID_ARGUMENT
 
 
-def test_events_come_in_order_and_once(watched, refused):
-    machine, events = watched("dgx-h100")
-    machine.raise_xid(1, 48)
-    machine.raise_xid(0, 31, gpu_instance=3, compute_instance=0)
-    first, second = (pynvml.nvmlEventSetWait_v2(events, 1000) for _ in range(2))
-    assert (pynvml.nvmlDeviceGetIndex(first.device), first.eventType, first.eventData) == (1, XID, 48)
-    assert (first.gpuInstanceId, first.computeInstanceId) == (ANY, ANY)
-    assert (second.eventData, second.gpuInstanceId, second.computeInstanceId) == (31, 3, 0)
-    assert refused(pynvml.nvmlEventSetWait_v2, events, 0) == pynvml.NVML_ERROR_TIMEOUT
-
-
 def test_no_replay_of_what_was_before_registration(nvml, handles, refused):
     machine = nvml("dgx-h100")
     machine.raise_xid(0, 48)
@@ -56,15 +44,6 @@ def test_no_replay_of_what_was_before_registration(nvml, handles, refused):
     pynvml.nvmlDeviceRegisterEvents(handles()[0], XID, events)
     machine.raise_xid(1, 48)
     assert refused(pynvml.nvmlEventSetWait_v2, events, 0) == pynvml.NVML_ERROR_TIMEOUT
-
-
-def test_unsupported_types_are_refused(nvml, handles, refused):
-    nvml("t4-4")
-    events = pynvml.nvmlEventSetCreate()
-    mask = pynvml.nvmlEventTypeGpuRecoveryAction
-    call = pynvml.nvmlDeviceRegisterEvents
-    assert refused(call, handles()[0], mask, events) == pynvml.NVML_ERROR_NOT_SUPPORTED
-    assert not pynvml.nvmlDeviceGetSupportedEventTypes(handles()[0]) & mask
 
 
 def test_a_waiting_thread_hears_another_process(watched):
@@ -81,30 +60,10 @@ def test_a_waiting_thread_hears_another_process(watched):
     assert [(pynvml.nvmlDeviceGetIndex(event.device), event.eventData) for event in heard] == [(5, 74)]
 
 
-def test_a_lost_gpu(watched, handles, refused):
-    machine, events = watched("dgx-h100")
-    machine.lose_gpu(2)
-    event = pynvml.nvmlEventSetWait_v2(events, 1000)
-    assert event.eventData == 79
-    assert refused(pynvml.nvmlEventSetWait_v2, events, 1000) == pynvml.NVML_ERROR_GPU_IS_LOST
-    assert refused(pynvml.nvmlEventSetWait_v2, events, 0) == pynvml.NVML_ERROR_TIMEOUT
-
-
-def test_recovery_action(watched, handles):
-    machine, events = watched("dgx-h100")
-    machine.set_recovery_action(3, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
-    assert pynvml.nvmlEventSetWait_v2(events, 1000).eventData == 154
-    fields = pynvml.nvmlDeviceGetFieldValues(
-        handles()[3],
-        [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, pynvml.NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED, 5000],
-    )
-    assert [field.value.uiVal for field in fields[:2]] == [4, 1]
-    assert fields[2].nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT
-
-
-def test_unloading_the_driver_ends_the_wait(watched, refused):
-    machine, events = watched("dgx-h100")
-    timer = threading.Timer(0.05, machine.unload_driver)
-    timer.start()
-    assert refused(pynvml.nvmlEventSetWait_v2, events, 5000) == pynvml.NVML_ERROR_DRIVER_NOT_LOADED
-    timer.join()
+def test_unsupported_types_are_refused(nvml, handles, refused):
+    nvml("t4-4")
+    events = pynvml.nvmlEventSetCreate()
+    mask = pynvml.nvmlEventTypeGpuRecoveryAction
+    call = pynvml.nvmlDeviceRegisterEvents
+    assert refused(call, handles()[0], mask, events) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert not pynvml.nvmlDeviceGetSupportedEventTypes(handles()[0]) & mask

@@ -17,55 +17,6 @@ from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import create_machine, open_machine
 
 
-def test_a_lost_gpu_is_gone_after_init(nvml, handles, refused):
-    machine = nvml("dgx-h100")
-    gpus = handles()
-    machine.lose_gpu("0000:43:00.0")
-    assert refused(pynvml.nvmlDeviceGetUUID, gpus[1]) == pynvml.NVML_ERROR_GPU_IS_LOST
-    assert refused(pynvml.nvmlDeviceGetHandleByIndex, 1) == pynvml.NVML_ERROR_GPU_IS_LOST
-    assert pynvml.nvmlDeviceGetName(gpus[0])
-    assert pynvml.nvmlDeviceGetCount() == 8
-    pynvml.nvmlShutdown()
-    pynvml.nvmlInit()
-    assert [pynvml.nvmlDeviceGetMinorNumber(gpu) for gpu in handles()] == [0, 2, 3, 4, 5, 6, 7]
-    machine.restore_gpu(1)
-    assert pynvml.nvmlDeviceGetCount() == 7
-    pynvml.nvmlShutdown()
-    pynvml.nvmlInit()
-    assert pynvml.nvmlDeviceGetCount() == 8
-
-
-def test_gpus_come_and_go(nvml, handles, refused):
-    machine = nvml("l40s-8")
-    gpus = handles()
-    uuid = pynvml.nvmlDeviceGetUUID(gpus[3])
-    machine.remove_gpu(uuid)
-    assert refused(pynvml.nvmlDeviceGetUUID, gpus[3]) == pynvml.NVML_ERROR_GPU_IS_LOST
-    assert not (machine.host_root / "dev/nvidia3").exists()
-    pynvml.nvmlShutdown()
-    pynvml.nvmlInit()
-    assert [pynvml.nvmlDeviceGetMinorNumber(gpu) for gpu in handles()] == [0, 1, 2, 4, 5, 6, 7]
-    assert machine.add_gpu("l40s") == uuid
-    other = machine.add_gpu("h100-sxm")
-    pynvml.nvmlShutdown()
-    pynvml.nvmlInit()
-    assert pynvml.nvmlDeviceGetCount() == 9
-    assert pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByUUID(other)) == "NVIDIA H100 80GB HBM3"
-    with pytest.raises(InvalidConfigError, match="no GPU model 'h101'"):
-        machine.add_gpu("h101")
-
-
-def test_driver_unloaded_and_loaded_again(nvml, refused):
-    machine = nvml("dgx-h100")
-    machine.unload_driver()
-    assert refused(pynvml.nvmlDeviceGetCount) == pynvml.NVML_ERROR_DRIVER_NOT_LOADED
-    pynvml.nvmlShutdown()
-    assert refused(pynvml.nvmlInit) == pynvml.NVML_ERROR_DRIVER_NOT_LOADED
-    machine.load_driver()
-    pynvml.nvmlInit()
-    assert pynvml.nvmlDeviceGetCount() == 8
-
-
 def test_driver_upgrade_needs_a_new_library(nvml, refused, reload):
     machine = nvml("dgx-h100")
     machine.load_driver("590.44.01")
@@ -79,53 +30,13 @@ def test_driver_upgrade_needs_a_new_library(nvml, refused, reload):
 def test_reboot(nvml, handles, reload):
     machine = nvml("h100-mig-static")
     before = machine.boot_id
-    pynvml.nvmlDeviceSetComputeMode(handles()[2], pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
-    assert pynvml.nvmlDeviceGetComputeMode(handles()[2]) == 3
     machine.lose_gpu(4)
     machine.reboot()
     assert machine.boot_id != before
     assert (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip() == machine.boot_id
     reload(machine)
     assert [pynvml.nvmlDeviceGetMigMode(gpu)[0] for gpu in handles()] == [0] * 8
-    assert pynvml.nvmlDeviceGetComputeMode(handles()[2]) == 0
     assert not list((machine.host_root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
-
-
-def test_health_counters(nvml, handles, refused):
-    machine = nvml("dgx-h100")
-    machine.set_remapped_rows(0, uncorrectable=2, pending=1)
-    machine.set_ecc_errors(0, uncorrected=9)
-    assert pynvml.nvmlDeviceGetRemappedRows(handles()[0]) == (0, 2, 1, 0)
-    assert pynvml.nvmlDeviceGetTotalEccErrors(handles()[0], 1, 0) == 9
-    assert pynvml.nvmlDeviceGetEccMode(handles()[0]) == [1, 1]
-    assert pynvml.nvmlDeviceGetRepairStatus(handles()[0]) == [0, 0]
-    nvml("t4-4")
-    assert refused(pynvml.nvmlDeviceGetRemappedRows, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
-    assert pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handles()[0]) == 0
-    nvml("gb10")
-    assert refused(pynvml.nvmlDeviceGetEccMode, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
-def test_modes(nvml, handles, refused):
-    nvml("dgx-h100")
-    gpu = handles()[0]
-    assert pynvml.nvmlDeviceGetPersistenceMode(gpu) == 1
-    pynvml.nvmlDeviceSetPersistenceMode(gpu, 0)
-    assert pynvml.nvmlDeviceGetPersistenceMode(gpu) == 0
-    assert refused(pynvml.nvmlDeviceSetComputeMode, gpu, 9) == pynvml.NVML_ERROR_INVALID_ARGUMENT
-
-
-def test_processes(nvml, handles):
-    machine = nvml("dgx-h100")
-    machine.hold_gpu(0, 4711, "trainer")
-    machine.hold_gpu(0, 4712, "nvidia-cuda-mps-server", mps=True)
-    found = pynvml.nvmlDeviceGetComputeRunningProcesses(handles()[0])
-    assert [(process.pid, process.usedGpuMemory) for process in found] == [(4711, 512 << 20)]
-    assert [process.pid for process in pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handles()[0])] == [
-        4712
-    ]
-    assert pynvml.nvmlSystemGetProcessName(4711) == "trainer"
-    assert pynvml.nvmlDeviceGetComputeRunningProcesses(handles()[1]) == []
 
 
 def test_faults(nvml, handles, refused):

@@ -46,7 +46,7 @@ def test_what_a_static_layout_cannot_say_is_discovered(tmp_path: Path) -> None:
         reader.session.open()
         found = discover_once(reader, HostView(platform.paths), None)
     finally:
-        reader.close()
+        reader.session.close()
     assert [(mig.uuid[-1], mig.profile.name) for mig in found.gpus[0].mig_devices] == [
         ("2", "2c.3g.40gb"),
         ("1", "1c.3g.40gb"),

@@ -203,8 +203,8 @@ def test_table_help_and_version(shell, make):
 def test_time_slices_are_not_supported_in_mig_mode_on_virtual_gpus_and_on_old_parts(shell, make):
     machine = make("dgx-h100")
     machine.set_mig_mode(0, True)
-    machine.update_gpu(machine.gpu(1).uuid, lambda gpu: setattr(gpu, "virtualization", 2))
     with machine._change() as state:
+        state.by_uuid[machine.gpu(1).uuid].virtualization = 2
         old = state.by_uuid[machine.gpu(2).uuid]
         state.models["old"] = replace(state.model_of(old), compute=(6, 1))
         old.model = "old"

@@ -10,7 +10,6 @@ from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
-from dra_driver.slices.rules.api_limits import device_faults
 from dra_driver.slices.rules.attributes import wire_device
 from tests.fakes.samples import GPU_0, GPU_2, ONE_G, TWO_G, VERSIONS, h100, inventory, mig, partitioned, uuid
 
@@ -213,7 +212,6 @@ def test_long_text_is_cut_to_64_bytes_without_breaking_a_character(name: str) ->
 def test_bus_id_is_absent_when_its_domain_has_no_standard_form() -> None:
     device = wire(h100(0, pci_bus_id="10000:01:00.0"))
     assert STD + "pciBusID" not in device["attributes"]
-    assert device_faults(device) == []
 
 
 def test_domain_is_that_of_the_gpu_itself() -> None:

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
 from dra_driver.model.sharing import SharingRule, SharingRuleMode, share_all
-from dra_driver.slices.rules.api_limits import consumption_faults, counter_set_faults, device_faults
+from dra_driver.slices.rules.api_limits import has_its_counters
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, VERSIONS, h100, inventory, mig, partitioned, uuid
@@ -96,124 +95,17 @@ def test_full_size_mig_device_that_has_some_of_everything_is_shared_without_the_
     assert len(device["attributes"]) + len(device["capacity"]) == 32
 
 
-def spoilt() -> Iterator[tuple[dict, str]]:
-    def device(**changes: object) -> dict:
-        return {"name": "gpu-0", "attributes": {"type": {"string": "gpu"}}, **changes}
+def test_counters_that_a_device_consumes_have_to_be_in_the_pool() -> None:
+    sets = [{"name": "set-0", "counters": {"memory": {"value": "1Gi"}}}]
 
-    yield device(name="GPU-0"), "device 'GPU-0': the name is not a DNS label"
-    yield device(attributes={"a-b": {"int": 1}}), "device gpu-0: 'a-b' is not an attribute or capacity name"
-    yield (
-        device(attributes={"x" * 33: {"int": 1}}),
-        f"device gpu-0: '{'x' * 33}' is not an attribute or capacity name",
-    )
-    yield (
-        device(attributes={"UPPER/x": {"int": 1}}),
-        "device gpu-0: 'UPPER/x' is not an attribute or capacity name",
-    )
-    yield device(attributes={"/x": {"int": 1}}), "device gpu-0: '/x' is not an attribute or capacity name"
-    long_domain = f"{'d' * 64}/x"
-    yield (
-        device(attributes={long_domain: {"int": 1}}),
-        f"device gpu-0: '{long_domain}' is not an attribute or capacity name",
-    )
-    yield device(capacity={"1x": {"value": "1"}}), "device gpu-0: '1x' is not an attribute or capacity name"
-    yield (
-        device(attributes={"a": {"string": "ä" * 33}}),
-        "device gpu-0: attribute a: longer than 64 bytes",
-    )
-    yield (
-        device(attributes={"a": {"version": "570.124.06"}}),
-        "device gpu-0: attribute a: '570.124.06' is not a semantic version",
-    )
-    yield (
-        device(attributes={"a": {"int": 1, "bool": True}}),
-        "device gpu-0: attribute a: must have exactly one of int, bool, string, version",
-    )
-    yield (
-        device(attributes={"a": {}}),
-        "device gpu-0: attribute a: must have exactly one of int, bool, string, version",
-    )
-    yield device(taints=[{"key": "k", "effect": "NoSchedule"}] * 17), "device gpu-0: more than 16 taints"
-    yield (
-        device(consumesCounters=[{"counterSet": "s", "counters": {}}] * 3),
-        "device gpu-0: consumes from more than 2 counter sets",
-    )
-    yield (
-        device(attributes={f"a{number}": {"int": 1} for number in range(33)}),
-        "device gpu-0: 33 attributes and capacities, at most 32 are allowed",
-    )
+    def consuming(name: str, *counters: str) -> dict[str, Any]:
+        use = {"counterSet": name, "counters": {key: {"value": "1"} for key in counters}}
+        return {"name": "gpu-0", "consumesCounters": [use]}
 
-
-@pytest.mark.parametrize(("device", "fault"), list(spoilt()))
-def test_fault_is_named_when_the_api_server_would_refuse(device: dict, fault: str) -> None:
-    assert device_faults(device) == [fault]
-
-
-def test_device_at_every_limit_is_taken() -> None:
-    device = {
-        "name": "a" * 63,
-        "attributes": {
-            "x" * 32: {"string": "ä" * 32},
-            f"{'d' * 63}/x": {"version": "1.2.3-rc.1+build"},
-            **{f"a{number}": {"int": number} for number in range(30)},
-        },
-        "taints": [{"key": "k", "effect": "NoSchedule"}] * 16,
-    }
-    assert device_faults(device) == []
-
-
-def spoilt_sets() -> Iterator[tuple[dict, str]]:
-    def counters(**changes: str) -> dict:
-        return {"name": "set-0", "counters": {name: {"value": value} for name, value in changes.items()}}
-
-    yield counters(memory="1") | {"name": "Set"}, "counter set 'Set': the name is not a DNS label"
-    yield counters(), "counter set set-0: 0 counters, 1 to 32 are allowed"
-    yield (
-        counters(**{f"c{number}": "1" for number in range(33)}),
-        "counter set set-0: 33 counters, 1 to 32 are allowed",
-    )
-    yield counters(memorySlice="1"), "counter set set-0: counter memorySlice: the name is not a DNS label"
-    yield counters(memory="-1"), "counter set set-0: counter memory: -1 is below 0"
-    yield (
-        counters(memory="much"),
-        "counter set set-0: counter memory: 'much' is not a quantity; expected a number with a suffix such as Mi or G",
-    )
-
-
-@pytest.mark.parametrize(("entry", "fault"), list(spoilt_sets()))
-def test_fault_of_a_counter_set_is_named(entry: dict, fault: str) -> None:
-    assert counter_set_faults(entry) == [fault]
-
-
-SETS = [
-    {"name": "set-0", "counters": {"memory": {"value": "1Gi"}, "decoders": {"value": "2"}}},
-    {"name": "set-1", "counters": {f"c{number}": {"value": "0"} for number in range(32)}},
-]
-
-
-@pytest.mark.parametrize(
-    ("uses", "faults"),
-    [
-        ([], []),
-        ([("set-0", {"memory": "1024Mi", "decoders": "0"}), ("set-1", {"c0": "0"})], []),
-        (
-            [("set-0", {"memory": "1025Mi"})],
-            ["counter memory of set-0: 1025Mi is more than the 1Gi that exist"],
-        ),
-        ([("set-0", {"decoders": "-1"})], ["counter decoders of set-0: -1 is below 0"]),
-        ([("set-0", {"memory": "1", "x": "1"})], ["consumes unknown counters of set-0: ['x']"]),
-        ([("set-2", {})], ["consumes unknown counters of set-2: []"]),
-        ([("set-0", {})], ["0 counters of set-0, 1 to 32 are allowed"]),
-        ([("set-0", {"memory": "1"})] * 2, ["consumes from counter set set-0 twice"]),
-    ],
-)
-def test_fault_of_a_consumption_is_named(uses: list, faults: list[str]) -> None:
-    consumed = [
-        {"counterSet": name, "counters": {key: {"value": value} for key, value in counters.items()}}
-        for name, counters in uses
-    ]
-    device = {"name": "gpu-0", "consumesCounters": consumed}
-    assert consumption_faults(device, SETS) == [f"device gpu-0: {fault}" for fault in faults]
+    assert has_its_counters({"name": "gpu-0"}, sets)
+    assert has_its_counters(consuming("set-0", "memory"), sets)
+    assert not has_its_counters(consuming("set-0", "memory", "decoders"), sets)
+    assert not has_its_counters(consuming("set-1", "memory"), sets)
 
 
 H100, A30 = (table(MODELS[key]) for key in ("h100-sxm", "a30"))

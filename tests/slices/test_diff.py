@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.diff import Owner, SliceChanges, same_content, slice_changes
+from dra_driver.slices.rules.comparison import same_content
+from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes
 
 JsonObject = dict[str, Any]
 OWNER = Owner("gpu.nvidia.com", "node-a", "node-uid")

@@ -90,16 +90,6 @@ def test_name_decides_between_equal_starts(start: Start, monkeypatch: pytest.Mon
     assert (one.is_ours(), other.is_ours()) == (False, True)
 
 
-def test_instances_with_the_same_name_and_start_are_still_two(
-    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As two containers, each with the process ID 1."""
-    monkeypatch.setattr("time.clock_gettime_ns", lambda _clock: 7)
-    turns = [start("1") for _ in range(3)]
-    assert len(names(directory)) == 3
-    assert [turn.is_ours() for turn in turns] == [False, False, True]
-
-
 def test_killed_instance_gives_its_turn_back(start: Start, directory: Path) -> None:
     old = start("old")
     command = [sys.executable, "-c", INSTANCE, str(directory), "new"]

@@ -45,7 +45,8 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         # What the driver has cut comes back, also where this command was not told that the driver cuts GPUs.
         return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
-    with closing(NvmlReader(machine.load_nvml, on_demand)) as reader:
+    reader = NvmlReader(machine.load_nvml, on_demand)
+    with closing(reader.session):
         files = DriverRoot(machine.paths, nodes=machine.nodes)
         host = HostView(machine.paths, imex=settings.imex_channel is not None, files=files)
         inventory = discover_once(reader, host, ownership)

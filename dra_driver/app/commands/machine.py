@@ -43,7 +43,7 @@ class CommandMachine:
         """NVML until the session is closed. Raises: NvmlUnavailableError."""
         reader = NvmlReader(self.load_nvml, lambda gpu: gpu.mig_enabled or self.is_on_demand(gpu))
         reader.reopen()
-        session.callback(reader.close)
+        session.callback(reader.session.close)
         return reader
 
 

@@ -12,7 +12,7 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal.debts import DebtKeeper, Debts
@@ -67,7 +67,7 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     if not pay or not state.debts:
         return state.debts, state.faults
     records = RecordStore(directory / "claims")
-    programs = installed_programs(machine.paths.driver_root, directory / "host.lib")
+    programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.problem)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     runner = StepDispatcher(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import NO_STAMP, Stamp, stamp_of
+from dra_driver.files.atomic import stamp_or_none
 from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.journal.debts import Debts
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
@@ -22,18 +22,11 @@ def tools_seen(
         found = programs().paths.get(SMI_PROGRAM)
     except StateError:
         found = None
-    program = None if found is None else _stamp(Path(found))
-    return (program, _stamp(mps_socket), driver_fingerprint(proc), detached() is None)
+    program = None if found is None else stamp_or_none(found)
+    return (program, stamp_or_none(mps_socket), driver_fingerprint(proc), detached() is None)
 
 
 def is_owing(debts: Debts) -> Callable[[OfferedDevice], bool]:
     """Whether a debt keeps a device from being given out, as of now."""
     owing = debts.owing()
     return lambda device: owing(device) is not None
-
-
-def _stamp(path: Path) -> Stamp:
-    try:
-        return stamp_of(path.stat())
-    except OSError:
-        return NO_STAMP

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.monitor import Monitor
-from dra_driver.health.rules.state import HealthPolicy
 from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.health.shared_store import SharedHealth
@@ -65,7 +64,7 @@ class HealthParts:
             on_change=self._changed,
             on_transition=on_transition,
             on_fabric=on_fabric,
-            policy=HealthPolicy(xids=XidPolicy(settings.ignored_xids, settings.fatal_xids)),
+            policy=XidPolicy(settings.ignored_xids, settings.fatal_xids),
         )
         self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)
 

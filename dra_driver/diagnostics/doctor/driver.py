@@ -20,7 +20,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
-from dra_driver.host.driver_programs import installed_programs
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.host_devices import HostDeviceFinder
@@ -283,7 +283,7 @@ class DriverChecks:
             )
         try:
             with TemporaryDirectory() as links:
-                programs = installed_programs(
+                programs = InstalledPrograms(
                     self.paths.driver_root, Path(links) / "lib", names=(IMEX_PROGRAM,)
                 )
                 ImexDaemon(self.paths, programs).refuse_unready()

@@ -10,10 +10,10 @@ the driver does not tell which action it asks for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from dra_driver.health.rules.polling import asks_for_action, reasons_found
-from dra_driver.health.rules.xids import XidPolicy, severity_of_xid, xid_text
+from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, severity_of_xid, xid_text
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,
@@ -39,32 +39,20 @@ _NO_ACTION = 0
 _LOST_TEXT = "the GPU does not answer; it fell off the bus, and needs a reset or the node a reboot"
 
 
-@dataclass(frozen=True, slots=True)
-class HealthPolicy:
-    """How patient to be; times in seconds.
-
-    A reason told by an event is dropped `settle_s` after the last such event if the GPU is found well,
-    `settle_unsure_s` after it where the driver knows no recovery action, and one that is mere information
-    `remember_s` after it. A device that went bad `flaps` times within
-    `flap_window_s` is held back for `hold_s` after it is well, twice as long each further time, at most
-    `hold_most_s`.
-    """
-
-    xids: XidPolicy = field(default_factory=XidPolicy)
-    settle_s: int = 30
-    settle_unsure_s: int = 600
-    remember_s: int = 600
-    flaps: int = 3
-    flap_window_s: int = 3600
-    hold_s: int = 600
-    hold_most_s: int = 4 * 3600
-
-
-DEFAULT_POLICY = HealthPolicy()
+SETTLE_S = 30
+"""How long after the last such event a reason told by an event is dropped if the GPU is found well."""
+SETTLE_UNSURE_S = 600
+"""The same where the driver knows no recovery action."""
+REMEMBER_S = 600
+"""The same for one that is mere information."""
+FLAPS, FLAP_WINDOW_S = 3, 3600
+"""A device that went bad so often within that time is held back."""
+HOLD_S, HOLD_MOST_S = 600, 4 * 3600
+"""For so long after it is well, twice as long each further time, and at most."""
 
 
 def observe(
-    state: HealthState, observation: Observation, now: int, policy: HealthPolicy = DEFAULT_POLICY
+    state: HealthState, observation: Observation, now: int, policy: XidPolicy = NO_CHANGES
 ) -> HealthState:
     """The state after the observation, which was made at `now`.
 
@@ -72,7 +60,7 @@ def observe(
     """
     match observation:
         case Xid(number, action_is_told):
-            severity = severity_of_xid(number, policy.xids, action_is_told=action_is_told)
+            severity = severity_of_xid(number, policy, action_is_told=action_is_told)
             if severity is None:
                 return state
             after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number)))
@@ -80,7 +68,7 @@ def observe(
             text = "the driver reported an uncorrectable memory error"
             after = _with(state, Reason(ECC, "double-bit", Severity.UNHEALTHY, now, now, text))
         case PollResult(polled):
-            after = _after_poll(state, polled, now, policy)
+            after = _after_poll(state, polled, now)
         case Unreachable():
             after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
         case MonitoringState(problem):
@@ -90,7 +78,7 @@ def observe(
             after = _reset(state)
         case InstanceSeen(identity):
             after = _identified(state, identity)
-    return _damped(state, after, now, policy)
+    return _damped(state, after, now)
 
 
 def _with(state: HealthState, news: Reason) -> HealthState:
@@ -126,7 +114,7 @@ def _with_found(
     return _having(state, kept)
 
 
-def _after_poll(state: HealthState, polled: PolledHealth, now: int, policy: HealthPolicy) -> HealthState:
+def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
     if shows_reset(state, polled):
         state = _reset(state)
     if not state.target.is_instance:
@@ -137,9 +125,9 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int, policy: Heal
         if reason.key in _EVENT_KEYS:
             # A clock that was set back must not keep a reason for ever.
             timed = replace(reason, last_at=min(reason.last_at, now), since=min(reason.since, now))
-            if not _is_over(timed, polled, now, policy):
+            if not _is_over(timed, polled, now):
                 kept.append(timed)
-        elif reason.key != FLAPPING or now < (state.held_until or 0) <= now + policy.hold_most_s:
+        elif reason.key != FLAPPING or now < (state.held_until or 0) <= now + HOLD_MOST_S:
             kept.append(reason)
     is_held = any(reason.key == FLAPPING for reason in kept)
     return _having(replace(state, held_until=state.held_until if is_held else None), kept)
@@ -165,16 +153,16 @@ def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> H
     return _with(state, Reason(ECC, "uncorrected", Severity.DEGRADED, now, now, text, "poll"))
 
 
-def _is_over(reason: Reason, polled: PolledHealth, now: int, policy: HealthPolicy) -> bool:
+def _is_over(reason: Reason, polled: PolledHealth, now: int) -> bool:
     if asks_for_action(polled):
         return False
     if reason.reset_seen:
         return True
     if reason.severity <= Severity.INFORMATION:
-        return now - reason.last_at >= policy.remember_s
+        return now - reason.last_at >= REMEMBER_S
     # A driver that knows no recovery action can tell neither that none is needed nor that the GPU was reset.
     is_sure = polled.recovery_action == _NO_ACTION
-    return now - reason.last_at >= (policy.settle_s if is_sure else policy.settle_unsure_s)
+    return now - reason.last_at >= (SETTLE_S if is_sure else SETTLE_UNSURE_S)
 
 
 def _reset(state: HealthState) -> HealthState:
@@ -196,17 +184,17 @@ def _is_bad(state: HealthState) -> bool:
     return any(reason.severity >= Severity.DEGRADED for reason in state.reasons if reason.key != FLAPPING)
 
 
-def _damped(before: HealthState, after: HealthState, now: int, policy: HealthPolicy) -> HealthState:
+def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     """Count how often the device goes bad, and hold one back that does so again and again."""
     if _is_bad(after) and not _is_bad(before):
-        recent = [at for at in after.setbacks if now - policy.flap_window_s < at <= now]
+        recent = [at for at in after.setbacks if now - FLAP_WINDOW_S < at <= now]
         return replace(after, setbacks=(*recent, now))
     if _is_bad(after) or not _is_bad(before):
         return after
-    times = len([at for at in after.setbacks if now - policy.flap_window_s < at <= now])
-    if times < policy.flaps:
+    times = len([at for at in after.setbacks if now - FLAP_WINDOW_S < at <= now])
+    if times < FLAPS:
         return after
-    until = now + min(policy.hold_s * 2 ** (times - policy.flaps), policy.hold_most_s)
-    text = f"went bad {times} times within {policy.flap_window_s} s, so it is held back for {until - now} s"
+    until = now + min(HOLD_S * 2 ** (times - FLAPS), HOLD_MOST_S)
+    text = f"went bad {times} times within {FLAP_WINDOW_S} s, so it is held back for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)

@@ -1,7 +1,7 @@
 """What an Xid number means for new and for running work, as data.
 
-`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, what NVIDIA says to do
-first, and on which of its reference parts the Xid exists. Below it stands our policy, which is not NVIDIA's.
+`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, and what NVIDIA says to
+do first. Below it stands our policy, which is not NVIDIA's.
 
 NVML's recovery action, which the driver reads after each Xid, decides where the number alone does not: a number that is
 not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog links it
@@ -40,100 +40,87 @@ class Bucket(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One number of the catalog. `parts`: first letters of those of A100, H100, B100 and GB200 that report it."""
+    """One number of the catalog."""
 
     bucket: Bucket
-    parts: str
     text: str
 
 
-_ALL, _HOPPER, _BLACKWELL = "AHBG", "HBG", "BG"
-_ROWS: tuple[tuple[tuple[int, ...], Bucket, str, str], ...] = (
-    ((8,), Bucket.RESTART_APP, _ALL, "a program's channel was idle for too long"),
-    ((11, 25, 32), Bucket.RESTART_APP, _ALL, "a program sent commands that are not valid"),
-    ((13,), Bucket.RESTART_APP, _ALL, "a program caused a graphics engine exception"),
-    ((14,), Bucket.IGNORE, _ALL, "an error that somebody injected"),
-    ((31,), Bucket.RESTART_APP, _ALL, "a program accessed GPU memory that it does not have"),
-    ((37, 38), Bucket.IGNORE, _ALL, "an error of the driver's firmware"),
+_ROWS: tuple[tuple[tuple[int, ...], Bucket, str], ...] = (
+    ((8,), Bucket.RESTART_APP, "a program's channel was idle for too long"),
+    ((11, 25, 32), Bucket.RESTART_APP, "a program sent commands that are not valid"),
+    ((13,), Bucket.RESTART_APP, "a program caused a graphics engine exception"),
+    ((14,), Bucket.IGNORE, "an error that somebody injected"),
+    ((31,), Bucket.RESTART_APP, "a program accessed GPU memory that it does not have"),
+    ((37, 38), Bucket.IGNORE, "an error of the driver's firmware"),
     (
-        (39, 40, 41, 70, 71, 72, 75, 76, 77, 85),
+        (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
         Bucket.RESTART_APP,
-        _ALL,
         "a copy engine raised an exception for a program",
     ),
+    ((43,), Bucket.IGNORE, "a program's channel was stopped"),
+    ((44,), Bucket.IGNORE, "a graphics engine fault during a context switch"),
+    ((45,), Bucket.XID_45, "a program's channel was removed, mostly because the program ended"),
+    ((46,), Bucket.RESET_GPU, "the GPU stopped processing"),
+    ((48,), Bucket.XID_48, "uncorrectable memory error"),
+    ((54,), Bucket.CHECK_MECHANICALS, "the GPU's auxiliary power is not connected"),
+    ((62,), Bucket.RESET_GPU, "the GPU's internal microcontroller stopped"),
+    ((63,), Bucket.IGNORE, "a memory row or page was set aside"),
+    ((64,), Bucket.RESET_GPU, "a memory row or page could not be set aside"),
+    ((66, 67), Bucket.IGNORE, "the driver made an access that is not allowed"),
     (
-        tuple(range(126, 136)),
+        (60, 68, 83, 84, 88, 89, 96, 97, 98),
         Bucket.RESTART_APP,
-        _BLACKWELL,
-        "a copy engine raised an exception for a program",
-    ),
-    ((43,), Bucket.IGNORE, _ALL, "a program's channel was stopped"),
-    ((44,), Bucket.IGNORE, _ALL, "a graphics engine fault during a context switch"),
-    ((45,), Bucket.XID_45, _ALL, "a program's channel was removed, mostly because the program ended"),
-    ((46,), Bucket.RESET_GPU, _ALL, "the GPU stopped processing"),
-    ((48,), Bucket.XID_48, _ALL, "uncorrectable memory error"),
-    ((54,), Bucket.CHECK_MECHANICALS, "AHB", "the GPU's auxiliary power is not connected"),
-    ((62,), Bucket.RESET_GPU, _ALL, "the GPU's internal microcontroller stopped"),
-    ((63,), Bucket.IGNORE, _ALL, "a memory row or page was set aside"),
-    ((64,), Bucket.RESET_GPU, _ALL, "a memory row or page could not be set aside"),
-    ((66, 67), Bucket.IGNORE, _ALL, "the driver made an access that is not allowed"),
-    (
-        (60, 68, 83, 84, 88, 89),
-        Bucket.RESTART_APP,
-        _ALL,
         "the video processor raised an exception for a program",
     ),
-    ((96, 97, 98), Bucket.RESTART_APP, _HOPPER, "the video processor raised an exception for a program"),
-    ((69,), Bucket.RESTART_APP, _ALL, "a program used a graphics engine class wrongly"),
-    ((74,), Bucket.NVLINK, "AH", "NVLink error"),
-    ((78,), Bucket.UPDATE_SWFW, _ALL, "a virtual GPU could not be started"),
-    ((79,), Bucket.RESTART_BM, _ALL, "the GPU fell off the bus"),
-    ((80,), Bucket.RESTART_APP, "AH", "the GPU received damaged commands"),
-    ((82,), Bucket.RESTART_APP, _ALL, "the JPEG engine raised an exception for a program"),
-    (tuple(range(99, 106)), Bucket.RESTART_APP, _HOPPER, "the JPEG engine raised an exception for a program"),
-    ((86,), Bucket.RESTART_APP, _ALL, "the optical flow engine raised an exception for a program"),
-    ((139,), Bucket.RESTART_APP, _BLACKWELL, "the optical flow engine raised an exception for a program"),
-    ((92,), Bucket.IGNORE, _ALL, "very many correctable memory errors"),
-    ((93,), Bucket.IGNORE, "A", "the wear limit of the InfoROM was reached"),
-    ((94,), Bucket.RESTART_APP, _ALL, "uncorrectable memory error, contained to one program"),
-    ((95,), Bucket.RESET_GPU, _ALL, "uncorrectable memory error that was not contained"),
-    ((106, 107), Bucket.IGNORE, _ALL, "a test message of the board's management interface"),
-    ((108,), Bucket.IGNORE, _ALL, "an NVLink address could not be translated at the other end"),
-    ((109,), Bucket.RESET_GPU, _ALL, "a context switch took too long"),
-    ((110,), Bucket.RESET_GPU, _HOPPER, "security fault"),
-    ((119,), Bucket.RESET_GPU, _ALL, "the GPU's system processor does not answer"),
-    ((120,), Bucket.RESET_GPU, _ALL, "the GPU's system processor failed"),
-    ((121,), Bucket.IGNORE, "G", "corrected errors on the link to the CPU"),
-    ((136,), Bucket.RESET_GPU, "H", "an NVLink could not be trained"),
-    ((137,), Bucket.IGNORE, _ALL, "a program made an NVLink access that is not allowed"),
-    ((140,), Bucket.RESET_GPU, _ALL, "uncorrectable memory error that was not recovered"),
-    ((141,), Bucket.IGNORE, _HOPPER, "an error of CUDA's fast path"),
-    ((142,), Bucket.CONTACT_SUPPORT, "G", "the video encoder raised an exception"),
-    ((143,), Bucket.RESET_GPU, _HOPPER, "the GPU could not be initialised"),
-    (tuple(range(144, 151)), Bucket.NVLINK_5, _BLACKWELL, "NVLink error"),
-    ((151,), Bucket.RESTART_VM, _HOPPER, "a key of confidential computing could not be changed"),
-    ((154,), Bucket.XID_154, _ALL, "the driver asks for another recovery action"),
-    ((155,), Bucket.RESET_GPU, _BLACKWELL, "an NVLink was taken down by software"),
-    ((156,), Bucket.RESET_GPU, _HOPPER, "a damaged part of the GPU was retired"),
-    ((157,), Bucket.IGNORE, _HOPPER, "a damaged part of the GPU could not be retired"),
-    ((158,), Bucket.RESET_GPU, _ALL, "the GPU timed out"),
-    ((159,), Bucket.CHECK_UVM, _BLACKWELL, "an error on the link to the CPU"),
-    ((160,), Bucket.IGNORE, _BLACKWELL, "a memory channel was retired"),
-    ((161,), Bucket.IGNORE, _BLACKWELL, "a memory channel could not be retired"),
-    ((162,), Bucket.NONE, _BLACKWELL, "power smoothing works again"),
-    ((163,), Bucket.NONE, _BLACKWELL, "power smoothing stopped"),
-    ((164,), Bucket.NONE, _BLACKWELL, "the circuit of power smoothing is nearly worn out"),
-    ((165,), Bucket.NONE, _BLACKWELL, "the circuit of power smoothing is worn out"),
-    ((166,), Bucket.NONE, _BLACKWELL, "traffic on an NVLink before its encryption was set up"),
-    ((167,), Bucket.NONE, _HOPPER, "a fatal timeout on the PCI bus"),
-    ((168,), Bucket.NONE, _ALL, "errors in the protected memory region; the GPU has less memory"),
-    ((169,), Bucket.NONE, _HOPPER, "the GPU's security processor stopped"),
-    ((170,), Bucket.NONE, _BLACKWELL, "an NVLink interrupt in confidential computing"),
-    ((171,), Bucket.NONE, _ALL, "uncorrectable error of the GPU's DRAM; comes with 48"),
-    ((172,), Bucket.NONE, _ALL, "uncorrectable error of the GPU's SRAM; comes with 48"),
+    ((69,), Bucket.RESTART_APP, "a program used a graphics engine class wrongly"),
+    ((74,), Bucket.NVLINK, "NVLink error"),
+    ((78,), Bucket.UPDATE_SWFW, "a virtual GPU could not be started"),
+    ((79,), Bucket.RESTART_BM, "the GPU fell off the bus"),
+    ((80,), Bucket.RESTART_APP, "the GPU received damaged commands"),
+    ((82, *range(99, 106)), Bucket.RESTART_APP, "the JPEG engine raised an exception for a program"),
+    ((86, 139), Bucket.RESTART_APP, "the optical flow engine raised an exception for a program"),
+    ((92,), Bucket.IGNORE, "very many correctable memory errors"),
+    ((93,), Bucket.IGNORE, "the wear limit of the InfoROM was reached"),
+    ((94,), Bucket.RESTART_APP, "uncorrectable memory error, contained to one program"),
+    ((95,), Bucket.RESET_GPU, "uncorrectable memory error that was not contained"),
+    ((106, 107), Bucket.IGNORE, "a test message of the board's management interface"),
+    ((108,), Bucket.IGNORE, "an NVLink address could not be translated at the other end"),
+    ((109,), Bucket.RESET_GPU, "a context switch took too long"),
+    ((110,), Bucket.RESET_GPU, "security fault"),
+    ((119,), Bucket.RESET_GPU, "the GPU's system processor does not answer"),
+    ((120,), Bucket.RESET_GPU, "the GPU's system processor failed"),
+    ((121,), Bucket.IGNORE, "corrected errors on the link to the CPU"),
+    ((136,), Bucket.RESET_GPU, "an NVLink could not be trained"),
+    ((137,), Bucket.IGNORE, "a program made an NVLink access that is not allowed"),
+    ((140,), Bucket.RESET_GPU, "uncorrectable memory error that was not recovered"),
+    ((141,), Bucket.IGNORE, "an error of CUDA's fast path"),
+    ((142,), Bucket.CONTACT_SUPPORT, "the video encoder raised an exception"),
+    ((143,), Bucket.RESET_GPU, "the GPU could not be initialised"),
+    ((*range(144, 151),), Bucket.NVLINK_5, "NVLink error"),
+    ((151,), Bucket.RESTART_VM, "a key of confidential computing could not be changed"),
+    ((154,), Bucket.XID_154, "the driver asks for another recovery action"),
+    ((155,), Bucket.RESET_GPU, "an NVLink was taken down by software"),
+    ((156,), Bucket.RESET_GPU, "a damaged part of the GPU was retired"),
+    ((157,), Bucket.IGNORE, "a damaged part of the GPU could not be retired"),
+    ((158,), Bucket.RESET_GPU, "the GPU timed out"),
+    ((159,), Bucket.CHECK_UVM, "an error on the link to the CPU"),
+    ((160,), Bucket.IGNORE, "a memory channel was retired"),
+    ((161,), Bucket.IGNORE, "a memory channel could not be retired"),
+    ((162,), Bucket.NONE, "power smoothing works again"),
+    ((163,), Bucket.NONE, "power smoothing stopped"),
+    ((164,), Bucket.NONE, "the circuit of power smoothing is nearly worn out"),
+    ((165,), Bucket.NONE, "the circuit of power smoothing is worn out"),
+    ((166,), Bucket.NONE, "traffic on an NVLink before its encryption was set up"),
+    ((167,), Bucket.NONE, "a fatal timeout on the PCI bus"),
+    ((168,), Bucket.NONE, "errors in the protected memory region; the GPU has less memory"),
+    ((169,), Bucket.NONE, "the GPU's security processor stopped"),
+    ((170,), Bucket.NONE, "an NVLink interrupt in confidential computing"),
+    ((171,), Bucket.NONE, "uncorrectable error of the GPU's DRAM; comes with 48"),
+    ((172,), Bucket.NONE, "uncorrectable error of the GPU's SRAM; comes with 48"),
 )
 CATALOG: Mapping[int, CatalogEntry] = {
-    number: CatalogEntry(bucket, parts, text) for numbers, bucket, parts, text in _ROWS for number in numbers
+    number: CatalogEntry(bucket, text) for numbers, bucket, text in _ROWS for number in numbers
 }
 
 RECOVERY_ACTION_CHANGED = 154
@@ -182,6 +169,9 @@ def is_decided(number: int) -> bool:
     """Whether the number alone says how bad the Xid is."""
     entry = CATALOG.get(number)
     return entry is not None and (number in _BY_NUMBER or entry.bucket in _BY_BUCKET)
+
+
+NO_CHANGES = XidPolicy()
 
 
 def severity_of_xid(number: int, policy: XidPolicy, *, action_is_told: bool) -> Severity | None:

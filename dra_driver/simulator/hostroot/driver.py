@@ -7,85 +7,20 @@ import functools
 import pynvml
 
 from dra_driver.simulator import mig
+from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
 from dra_driver.simulator.hostroot.scripts import quoted, script
 from dra_driver.simulator.mps import mps_programs
 from dra_driver.simulator.state import Gpu, State
 
-# Library name -> the links beside it, besides `<name>.so.1`.
-_LIBRARIES: dict[str, tuple[str, ...]] = {
-    "libcuda": ("1", ""),
-    "libcudadebugger": ("1",),
-    "libnvidia-ml": ("1", ""),
-    "libnvidia-cfg": ("1",),
-    "libnvidia-ptxjitcompiler": ("1",),
-    "libnvidia-nvvm": ("4",),
-    "libnvidia-opencl": ("1",),
-    "libnvidia-gpucomp": (),
-    "libnvidia-allocator": ("1",),
-    "libnvidia-sandboxutils": ("1",),
-    "libnvidia-pkcs11-openssl3": (),
-    "libnvidia-encode": ("1",),
-    "libnvcuvid": ("1",),
-    "libnvidia-fbc": ("1",),
-    "libnvidia-opticalflow": ("1",),
-    "libnvidia-ngx": ("1",),
-    "libnvoptix": ("1",),
-    "libEGL_nvidia": ("0",),
-    "libGLESv1_CM_nvidia": ("1",),
-    "libGLESv2_nvidia": ("2",),
-    "libGLX_nvidia": ("0",),
-    "libnvidia-eglcore": (),
-    "libnvidia-glcore": (),
-    "libnvidia-glsi": (),
-    "libnvidia-glvkspirv": (),
-    "libnvidia-rtcore": (),
-    "libnvidia-tls": (),
-}
-_OTHER_LIBRARIES = {
-    "libnvidia-egl-gbm.so.1.1.2": "libnvidia-egl-gbm.so.1",
-    "libnvidia-egl-wayland.so.1.1.19": "libnvidia-egl-wayland.so.1",
-    "libnvidia-egl-xcb.so.1.0.3": "libnvidia-egl-xcb.so.1",
-    "libnvidia-egl-xlib.so.1.0.3": "libnvidia-egl-xlib.so.1",
-}
-_PROGRAMS = ("nvidia-debugdump", "nvidia-persistenced", "nvidia-modprobe", "nvidia-xconfig")
-_SHARED = {
-    "usr/share/glvnd/egl_vendor.d/10_nvidia.json": "libEGL_nvidia.so.0",
-    "usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json": "libnvidia-egl-gbm.so.1",
-    "usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json": "libnvidia-egl-wayland.so.1",
-    "usr/share/egl/egl_external_platform.d/20_nvidia_xcb.json": "libnvidia-egl-xcb.so.1",
-    "usr/share/egl/egl_external_platform.d/20_nvidia_xlib.json": "libnvidia-egl-xlib.so.1",
-    "usr/share/vulkan/icd.d/nvidia_icd.json": "libGLX_nvidia.so.0",
-    "usr/share/vulkan/implicit_layer.d/nvidia_layers.json": "libGLX_nvidia.so.0",
-}
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
-_HOOK = """#!/bin/sh
-case "$1" in
-    --help | -h | help) ;;
-    *)
-        printf '%s\\n' "nvidia-cdi-hook of the simulated driver {version}: $1"
-        exit 0
-        ;;
-esac
-printf '%s\\n' \\
-    'NAME:' '   NVIDIA CDI Hook' '' \\
-    'VERSION:' '   1.20.1' '' \\
-    'COMMANDS:' \\
-    '   update-ldcache                    Update ldcache in a container' \\
-    '   create-symlinks                   Create symlinks in a container' \\
-    '   chmod                             Set the permissions of folders in a container' \\
-    '   enable-cuda-compat                Prefer newer CUDA libraries of the image' \\
-    '   disable-device-node-modification  Keep programs from making device nodes' \\
-    '   update-application-profile        Show EGL the GPUs of the container only' \\
-    '   help, h                           Shows a list of commands'
-"""
-_GSP = ("gsp_tu10x.bin", "gsp_ga10x.bin")
 
 
 def driver_files(state: State) -> Entries:
     entries = dict(_installed(state.driver_version, state.system["arch"], _programs(state)))
     if state.system["cdi_hook"]:
-        entries["usr/bin/nvidia-cdi-hook"] = Text(_HOOK.format(version=state.driver_version), 0o755)
+        hook = script("nvidia-cdi-hook.sh").replace("@VERSION@", state.driver_version)
+        entries["usr/bin/nvidia-cdi-hook"] = Text(hook, 0o755)
     entries.update(mps_programs(state))
     if any(item.driver == "nvidia-nvswitch" for item in state.functions):
         entries["run/nvidia-fabricmanager/socket"] = Socket()
@@ -95,15 +30,16 @@ def driver_files(state: State) -> Entries:
 @functools.lru_cache(maxsize=16)
 def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
     """What no change of a machine but another driver changes."""
+    facts = driver_facts()
     libraries = f"usr/lib/{arch}-linux-gnu"
     entries: Entries = {}
-    for name, links in _LIBRARIES.items():
+    for name, links in facts["libraries"].items():
         entries[f"{libraries}/{name}.so.{version}"] = _placeholder(f"{name}.so.{version}")
         target = f"{name}.so.{version}"
         for link in links:
             entries[f"{libraries}/{name}.so{'.' if link else ''}{link}"] = Link(target)
             target = f"{name}.so.{link}"
-    for name, soname in _OTHER_LIBRARIES.items():
+    for name, soname in facts["other_libraries"].items():
         entries[f"{libraries}/{name}"] = _placeholder(name)
         entries[f"{libraries}/{soname}"] = Link(name)
     entries[f"{libraries}/gbm/nvidia-drm_gbm.so"] = Link("../libnvidia-allocator.so.1")
@@ -114,12 +50,12 @@ def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
     entries["usr/lib/xorg/modules/extensions/libglxserver_nvidia.so"] = Link(server)
     for name in programs:
         entries[f"usr/bin/{name}"] = Text(_PROGRAM.format(name=name, version=version), 0o755)
-    for path, library in _SHARED.items():
+    for path, library in facts["loader_files"].items():
         entries[path] = Text(f'{{"file_format_version": "1.0.0", "ICD": {{"library_path": "{library}"}}}}\n')
     entries["etc/OpenCL/vendors/nvidia.icd"] = Text("libnvidia-opencl.so.1\n")
     entries["usr/share/nvidia/nvoptix.bin"] = _placeholder("nvoptix.bin")
     entries["usr/share/X11/xorg.conf.d/10-nvidia.conf"] = Text('# OutputClass "nvidia"\n')
-    for firmware in _GSP:
+    for firmware in facts["firmware"]:
         entries[f"lib/firmware/nvidia/{version}/{firmware}"] = _placeholder(firmware)
     entries["run/nvidia-persistenced/socket"] = Socket()
     entries["tmp"] = Directory(0o1777)
@@ -127,7 +63,7 @@ def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
 
 
 def _programs(state: State) -> tuple[str, ...]:
-    programs: tuple[str, ...] = _PROGRAMS
+    programs: tuple[str, ...] = tuple(driver_facts()["programs"])
     if state.fabric.get("cluster"):
         programs = (*programs, "nvidia-imex")
     return programs

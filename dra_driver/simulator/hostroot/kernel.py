@@ -6,29 +6,17 @@ import functools
 import struct
 
 from dra_driver.simulator import mig
+from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Text
 from dra_driver.simulator.hostroot.host_devices import HOST_DEVICE_MAJORS, host_devices
 from dra_driver.simulator.state import Function, Gpu, State
 
-_PARAMS = (
-    "ResmanDebugLevel: 4294967295", "RmLogonRC: 1", "ModifyDeviceFiles: 1", "DeviceFileUID: 0", "DeviceFileGID: 0",
-    "DeviceFileMode: 438", "InitializeSystemMemoryAllocations: 1", "UsePageAttributeTable: 4294967295",
-    "EnableMSI: 1", "EnablePCIeGen3: 0", "MemoryPoolSize: 0", "KMallocHeapMaxSize: 0", "VMallocHeapMaxSize: 0",
-    "IgnoreMMIOCheck: 0", "TCEBypassMode: 0", "EnableStreamMemOPs: 0", "EnableUserNUMAManagement: 1",
-    "NvLinkDisable: 0", "RmProfilingAdminOnly: 1", "PreserveVideoMemoryAllocations: 0", "EnableS0ixPowerManagement: 0",
-    "DynamicPowerManagement: 3", "RegisterPCIDriver: 1", "EnablePCIERelaxedOrderingMode: 0", "EnableResizableBar: 0",
-    "EnableGpuFirmware: 18", "EnableGpuFirmwareLogs: 2", "EnableDbgBreakpoint: 0", "OpenRmEnableUnsupportedGpus: 1",
-    "DmaRemapPeerMmio: 1", "CreateImexChannel0: 0", 'RegistryDwords: ""',
-    'RmMsg: ""', 'GpuBlacklist: ""', 'TemporaryFilePath: ""', 'ExcludedGpus: ""',
-)  # fmt: skip
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
-_MEMORY_KIB = 2113563656
 
 
 def procfs(state: State) -> Entries:
     entries: Entries = {
         "proc/devices": Text(_proc_devices(state)),
-        "proc/meminfo": Text(f"MemTotal:       {_MEMORY_KIB} kB\nMemFree:        {_MEMORY_KIB // 2} kB\n"),
         "proc/modules": Text(_modules(state)),
         "proc/sys/kernel/random/boot_id": Text(f"{state.boot_id}\n"),
         "proc/sys/kernel/osrelease": Text(f"{state.system['kernel']}\n"),
@@ -37,7 +25,8 @@ def procfs(state: State) -> Entries:
         return entries
     entries["proc/driver/nvidia/version"] = Text(_version(state))
     entries["proc/driver/nvidia/params"] = Text(
-        "\n".join((*_PARAMS, f"ImexChannelCount: {state.system.get('imex_channels', 2048)}")) + "\n"
+        "\n".join((*driver_facts()["params"], f"ImexChannelCount: {state.system.get('imex_channels', 2048)}"))
+        + "\n"
     )
     entries["proc/driver/nvidia-caps/mig-minors"] = Text(_mig_minors())
     caps = "proc/driver/nvidia/capabilities"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.simulator.library.core import SINCE
+from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.library.device import Device
 from dra_driver.simulator.library.fields import Fields
 from dra_driver.simulator.library.instances import Instances
@@ -31,8 +31,11 @@ class SimulatedLibrary:
         topics = _Topics(machine)
         state = machine.current()
         major = int(state.driver_version.partition(".")[0])
+        later = driver_facts()["functions_since"].items()
+        missing = {name for since, names in later if since > major for name in names}
+        missing.update(state.missing_functions)
         for name in dir(topics):
-            if not name.startswith(_PREFIX) or SINCE.get(name, 0) > major or name in state.missing_functions:
+            if not name.startswith(_PREFIX) or name in missing:
                 continue
             method = getattr(topics, name)
             setattr(self, name, method if name == "nvmlErrorString" else topics.entry(name, method))

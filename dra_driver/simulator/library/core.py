@@ -24,37 +24,6 @@ KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
 _BASE = 0x7F3A_0000_0000
 _SLOTS = 0xFFF
 
-SINCE = {
-    "nvmlDeviceGetComputeRunningProcesses_v3": 535,
-    "nvmlDeviceGetGpuFabricInfo": 535,
-    "nvmlDeviceGetGpuInstanceProfileInfoV": 535,
-    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 535,
-    "nvmlDeviceGetGraphicsRunningProcesses_v3": 535,
-    "nvmlDeviceGetGspFirmwareMode": 535,
-    "nvmlDeviceGetMPSComputeRunningProcesses_v3": 535,
-    "nvmlDeviceGetMemoryInfo_v2": 535,
-    "nvmlDeviceGetModuleId": 535,
-    "nvmlDeviceGetNumGpuCores": 535,
-    "nvmlGpuInstanceCreateComputeInstanceWithPlacement": 535,
-    "nvmlGpuInstanceGetComputeInstancePossiblePlacements": 535,
-    "nvmlGpuInstanceGetComputeInstanceProfileInfoV": 535,
-    "nvmlSystemGetConfComputeGpusReadyState": 535,
-    "nvmlSystemGetConfComputeState": 535,
-    "nvmlDeviceGetC2cModeInfoV": 550,
-    "nvmlDeviceGetGpuFabricInfoV": 550,
-    "nvmlDeviceGetNumaNodeId": 550,
-    "nvmlDeviceGetPciInfoExt": 550,
-    "nvmlSystemGetConfComputeSettings": 550,
-    "nvmlDeviceGetPlatformInfo": 565,
-    "nvmlDeviceGetGpuInstanceProfileInfoByIdV": 570,
-    "nvmlDeviceGetAddressingMode": 575,
-    "nvmlDeviceGetRepairStatus": 580,
-    "nvmlDeviceGetUnrepairableMemoryFlag_v1": 600,
-}
-"""Functions that the library of an older driver does not export, by the first major version that does. For 470, 535,
-550 and 555 the libraries themselves tell; what came between two of these counts as of the later one. Newer ones are not
-at hand."""
-
 
 def _program() -> str:
     name = Path(sys.argv[0]).name

@@ -7,15 +7,10 @@ from typing import Any
 import pynvml
 
 from dra_driver.simulator.library.core import Core, Handle
-from dra_driver.simulator.library.refs import Return, number, put, put_text, target
+from dra_driver.simulator.library.refs import Return, number, put, target
 from dra_driver.simulator.state import ANY_INSTANCE, Gpu, Holder, State
 
 MIB = 1 << 20
-_COMPUTE_MODES = {
-    pynvml.NVML_COMPUTEMODE_DEFAULT,
-    pynvml.NVML_COMPUTEMODE_PROHIBITED,
-    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-}
 
 
 def _unsupported() -> Return:
@@ -76,16 +71,6 @@ class Device(Core):
             if holder.gpu_instance == parsed.gi and holder.compute_instance in (None, parsed.ci)
         ]
 
-    def nvmlDeviceGetBAR1MemoryInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu, _ = self.device(handle)
-        size = state.model_of(gpu).memory_bytes
-        if size is None:
-            raise _unsupported()
-        info = target(out)
-        info.bar1Total = 1 << (size - 1).bit_length()
-        info.bar1Used = 2 * MIB
-        info.bar1Free = info.bar1Total - info.bar1Used
-
     def nvmlDeviceGetAddressingMode(self, handle: Any, out: Any) -> None:  # noqa: N802
         info = target(out)
         if info.version != pynvml.nvmlDeviceAddressingMode_v1:
@@ -98,75 +83,11 @@ class Device(Core):
     def nvmlDeviceGetVirtualizationMode(self, handle: Any, out: Any) -> None:  # noqa: N802
         put(out, self.gpu(handle)[1].virtualization)
 
-    def nvmlDeviceGetPersistenceMode(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].persistence)
-
-    def nvmlDeviceSetPersistenceMode(self, handle: Any, mode: Any) -> None:  # noqa: N802
-        _, gpu = self.gpu(handle)
-        if number(mode) not in (0, 1):
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        self.machine.update_gpu(gpu.uuid, lambda copy: setattr(copy, "persistence", number(mode)))
-
-    def nvmlDeviceGetComputeMode(self, handle: Any, out: Any) -> None:  # noqa: N802
-        _, gpu, _ = self.device(handle)
-        put(out, self.machine.compute_mode(gpu.uuid))
-
-    def nvmlDeviceSetComputeMode(self, handle: Any, mode: Any) -> None:  # noqa: N802
-        _, gpu = self.gpu(handle)
-        if gpu.mig_mode:
-            raise _unsupported()
-        if number(mode) not in _COMPUTE_MODES:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        self.machine.set_compute_mode(gpu.uuid, number(mode))
-
     def nvmlDeviceGetNumaNodeId(self, handle: Any, out: Any) -> None:  # noqa: N802
         node = self.device(handle)[1].memory_numa
         if node is None:
             raise _unsupported()
         put(out, node)
-
-    def nvmlDeviceGetC2cModeInfoV(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        if not state.model_of(gpu).c2c_links:
-            raise _unsupported()
-        target(out).isC2cEnabled = 1
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        put(out, state.model_of(gpu).pcie_generation)
-
-    nvmlDeviceGetCurrPcieLinkGeneration = nvmlDeviceGetMaxPcieLinkGeneration  # noqa: N815
-    nvmlDeviceGetGpuMaxPcieLinkGeneration = nvmlDeviceGetMaxPcieLinkGeneration  # noqa: N815
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, out: Any) -> None:  # noqa: N802
-        self.gpu(handle)
-        put(out, 16)
-
-    nvmlDeviceGetCurrPcieLinkWidth = nvmlDeviceGetMaxPcieLinkWidth  # noqa: N815
-
-    def nvmlDeviceGetBoardPartNumber(self, handle: Any, buffer: Any, size: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        if not state.model_of(gpu).part_number:
-            raise _unsupported()
-        put_text(buffer, size, state.model_of(gpu).part_number)
-
-    def nvmlDeviceGetVbiosVersion(self, handle: Any, buffer: Any, size: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        put_text(buffer, size, state.model_of(gpu).vbios)
-
-    def nvmlDeviceGetMultiGpuBoard(self, handle: Any, out: Any) -> None:  # noqa: N802
-        self.gpu(handle)
-        put(out, 0)
-
-    def nvmlDeviceGetDisplayActive(self, handle: Any, out: Any) -> None:  # noqa: N802
-        self.gpu(handle)
-        put(out, 0)
-
-    def nvmlDeviceGetGspFirmwareMode(self, handle: Any, enabled: Any, default: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        runs = int(state.model_of(gpu).architecture >= 6)
-        put(enabled, runs)
-        put(default, runs)
 
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, out: Any) -> None:  # noqa: N802
         put(out, 30 + self.gpu(handle)[1].minor % 8)
@@ -175,15 +96,9 @@ class Device(Core):
         state, gpu = self.gpu(handle)
         put(out, state.model_of(gpu).power_limit_w * 100)
 
-    def nvmlDeviceGetPowerManagementLimit(self, handle: Any, out: Any) -> None:  # noqa: N802
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu = self.gpu(handle)
         put(out, state.model_of(gpu).power_limit_w * 1000)
-
-    nvmlDeviceGetEnforcedPowerLimit = nvmlDeviceGetPowerManagementLimit  # noqa: N815
-
-    def nvmlDeviceGetPerformanceState(self, handle: Any, out: Any) -> None:  # noqa: N802
-        self.gpu(handle)
-        put(out, 0)
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any, out: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
@@ -233,11 +148,6 @@ class Device(Core):
             raise _unsupported()
         return state, gpu
 
-    def nvmlDeviceGetEccMode(self, handle: Any, current: Any, pending: Any) -> None:  # noqa: N802
-        self._with_ecc(handle)
-        put(current, 1)
-        put(pending, 1)
-
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, out: Any) -> None:  # noqa: N802
         _, gpu = self._with_ecc(handle)
         put(out, gpu.ecc_uncorrected if number(kind) == 1 else gpu.ecc_corrected)
@@ -249,13 +159,6 @@ class Device(Core):
         for argument, value in zip(out, gpu.remapped_rows, strict=True):
             put(argument, value)
 
-    def nvmlDeviceGetRowRemapperHistogram(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu, _ = self.device(handle)
-        if not state.model_of(gpu).row_remapper:
-            raise _unsupported()
-        histogram = target(out)
-        histogram.max, histogram.high, histogram.partial, histogram.low, histogram.none = 640, 0, 0, 0, 0
-
     def nvmlDeviceGetRetiredPagesPendingStatus(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu = self.gpu(handle)
         if not state.model_of(gpu).retired_pages:
@@ -264,14 +167,3 @@ class Device(Core):
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
         put(out, self.gpu(handle)[1].slowdown)
-
-    def nvmlDeviceGetRepairStatus(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        if not state.model_of(gpu).row_remapper:
-            raise _unsupported()
-        status = target(out)
-        status.bChannelRepairPending = status.bTpcRepairPending = 0
-
-    def nvmlDeviceGetUnrepairableMemoryFlag_v1(self, handle: Any, out: Any) -> None:  # noqa: N802
-        _, gpu = self._with_ecc(handle)
-        target(out).unrepairableMemory = gpu.remapped_rows[3]

@@ -70,7 +70,6 @@ class Instances(Core):
     def _fill_profile(self, info: Any, profile: MigProfile) -> None:
         for name, source in _PROFILE_FIELDS.items():
             setattr(info, name, getattr(profile, source))
-        info.isP2pSupported = 0
 
     def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Any, enum: Any, out: Any) -> None:  # noqa: N802
         _, _, model = self._mig_capable(handle)
@@ -93,23 +92,11 @@ class Instances(Core):
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return profile
 
-    def nvmlDeviceGetGpuInstanceProfileInfoByIdV(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
-        info = target(out)
-        if info.version != pynvml.nvmlGpuInstanceProfileInfo_v2:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
-        _, _, model = self._mig_capable(handle)
-        profile = self._profile(model, profile_id)
-        self._fill_profile(info, profile)
-        info.name = f"MIG {profile.name}".encode()
-
     def nvmlDeviceGetGpuInstancePossiblePlacements_v2(  # noqa: N802
         self, handle: Any, profile_id: Any, out: Any, count: Any
     ) -> int:
         _, _, model = self._mig_capable(handle)
         placements = self._profile(model, profile_id).placements
-        return self._fill_placements(placements, out, count)
-
-    def _fill_placements(self, placements: list[tuple[int, int]], out: Any, count: Any) -> int:
         room = number(target(count))
         put(count, len(placements))
         if out is None:
@@ -120,10 +107,6 @@ class Instances(Core):
         for index, (start, size) in enumerate(placements):
             rows[index].start, rows[index].size = start, size
         return int(pynvml.NVML_SUCCESS)
-
-    def nvmlDeviceGetGpuInstanceRemainingCapacity(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
-        _, gpu, model = self._mig_capable(handle)
-        put(out, mig.remaining_capacity(gpu, model, self._profile(model, profile_id)))
 
     # --- GPU instances -------------------------------------------------------------------------
 
@@ -217,54 +200,15 @@ class Instances(Core):
         row = next((item for item in offered if item.id == number(enum)), None)
         if row is None:
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        shared = self._profile(state.model_of(gpu), instance.profile_id)
         info.id, info.sliceCount, info.instanceCount = row.id, row.slices, row.max_instances
         info.multiprocessorCount = row.multiprocessors
-        info.sharedCopyEngineCount, info.sharedDecoderCount = shared.copy_engines, shared.decoders
-        info.sharedEncoderCount, info.sharedJpegCount = shared.encoders, shared.jpeg
-        info.sharedOfaCount = shared.ofa
         return row
 
-    def _free_compute(
-        self, handle: Any, profile_id: Any
-    ) -> tuple[GpuInstance, mig.ComputeProfile, list[int]]:
-        state, gpu, instance = self._instance(handle)
-        row = next(
-            (item for item in self._compute_profiles(state, gpu, instance) if item.id == number(profile_id)),
-            None,
-        )
-        if row is None:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        profile = self._profile(state.model_of(gpu), instance.profile_id)
-        return instance, row, mig.free_compute_starts(profile, instance, row.slices)
-
-    def nvmlGpuInstanceGetComputeInstanceRemainingCapacity(  # noqa: N802
-        self, handle: Any, profile_id: Any, out: Any
-    ) -> None:
-        put(out, len(self._free_compute(handle, profile_id)[2]))
-
-    def nvmlGpuInstanceGetComputeInstancePossiblePlacements(  # noqa: N802
-        self, handle: Any, profile_id: Any, out: Any, count: Any
-    ) -> int:
-        _, row, _ = self._free_compute(handle, profile_id)
-        placements = [(index * row.slices, row.slices) for index in range(row.max_instances)]
-        return self._fill_placements(placements, out, count)
-
     def nvmlGpuInstanceCreateComputeInstance(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
-        self._create_compute(handle, number(profile_id), None, out)
-
-    def nvmlGpuInstanceCreateComputeInstanceWithPlacement(  # noqa: N802
-        self, handle: Any, profile_id: Any, placement: Any, out: Any
-    ) -> None:
-        self._create_compute(handle, number(profile_id), _placement(placement), out)
-
-    def _create_compute(
-        self, handle: Any, profile_id: int, placement: tuple[int, int] | None, out: Any
-    ) -> None:
         _, gpu, instance = self._instance(handle)
 
         def change(copy: Gpu, model: Model) -> int:
-            return mig.create_compute_instance(copy, model, instance.id, profile_id, placement).id
+            return mig.create_compute_instance(copy, model, instance.id, number(profile_id)).id
 
         put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, self._change(gpu, change)))
 
@@ -343,9 +287,6 @@ class Instances(Core):
     def nvmlDeviceGetComputeInstanceId(self, handle: Any, out: Any) -> None:  # noqa: N802
         put(out, self._mig_handle(handle)[2].ci)
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put_handle(out, self.make(KIND_GPU, self._mig_handle(handle)[1].uuid))
-
     def nvmlDeviceGetAttributes_v2(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu, parsed = self.device(handle)
         if not parsed.is_mig:
@@ -357,8 +298,5 @@ class Instances(Core):
         )
         info = target(out)
         info.multiprocessorCount = row.multiprocessors
-        info.sharedCopyEngineCount, info.sharedDecoderCount = profile.copy_engines, profile.decoders
-        info.sharedEncoderCount, info.sharedJpegCount = profile.encoders, profile.jpeg
-        info.sharedOfaCount = profile.ofa
         info.gpuInstanceSliceCount, info.computeInstanceSliceCount = profile.slices, row.slices
         info.memorySizeMB = profile.memory_mib

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import uuid
 from typing import Any
 
@@ -10,12 +9,11 @@ import pynvml
 
 from dra_driver.simulator import topology
 from dra_driver.simulator.catalogue import PLACEHOLDER_BUS
-from dra_driver.simulator.library.core import KIND_GPU, Core
-from dra_driver.simulator.library.refs import Return, as_handle, number, put, target
+from dra_driver.simulator.library.core import Core
+from dra_driver.simulator.library.refs import Return, number, put, target
 from dra_driver.simulator.state import Gpu, Model, State
 from dra_driver.simulator.topology import nvml_bus_id, pci_numbers
 
-_LINK_CAPABILITIES = {0: 1, 1: 1, 2: 1, 3: 1, 4: 0, 5: 1}
 _GPU_FABRIC_V3_SINCE = 575
 
 
@@ -45,15 +43,6 @@ class Links(Core):
         _, gpu, _, wanted = self._link(handle, link)
         put(out, int(any(index == wanted for index, _, _ in topology.active_links(gpu))))
 
-    def nvmlDeviceGetNvLinkVersion(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
-        put(out, self._active(handle, link)[2].nvlink_version)
-
-    def nvmlDeviceGetNvLinkCapability(self, handle: Any, link: Any, capability: Any, out: Any) -> None:  # noqa: N802
-        _, gpu, _, _, _ = self._active(handle, link)
-        if number(capability) not in _LINK_CAPABILITIES:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        put(out, 0 if gpu.mig_mode and number(capability) == 0 else _LINK_CAPABILITIES[number(capability)])
-
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
         put(out, self._active(handle, link)[3])
 
@@ -74,10 +63,6 @@ class Links(Core):
         else:
             switch = next((item for item in state.functions if item.bus_id == remote), None)
             info.pciDeviceId = (switch.device << 16 | 0x10DE) if switch else 0
-
-    def nvmlDeviceGetNvLinkErrorCounter(self, handle: Any, link: Any, counter: Any, out: Any) -> None:  # noqa: N802
-        self._active(handle, link)
-        put(out, 0)
 
     # --- peers ---------------------------------------------------------------------------------
 
@@ -100,30 +85,6 @@ class Links(Core):
         if peers or not (ours.virtualization or theirs.virtualization):
             return int(pynvml.NVML_P2P_STATUS_OK)
         return int(pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED)
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, first: Any, second: Any, out: Any) -> None:  # noqa: N802
-        _, ours = self.gpu(first)
-        _, theirs = self.gpu(second)
-        put(out, 0 if ours.uuid == theirs.uuid else topology.pcie_level(ours, theirs))
-
-    def nvmlDeviceGetTopologyNearestGpus(self, handle: Any, level: Any, count: Any, out: Any) -> int:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        found = [
-            peer.uuid
-            for peer in state.present
-            if peer.uuid in self._order
-            and peer.uuid != gpu.uuid
-            and not peer.lost
-            and topology.pcie_level(gpu, peer) == number(level)
-        ]
-        put(count, len(found))
-        rows = target(out)
-        for index, peer_uuid in enumerate(found if rows is not None else []):
-            rows[index] = as_handle(self.make(KIND_GPU, peer_uuid), pynvml.c_nvmlDevice_t)
-        return int(pynvml.NVML_SUCCESS)
-
-    def nvmlDeviceOnSameBoard(self, first: Any, second: Any, out: Any) -> None:  # noqa: N802
-        put(out, int(self.gpu(first)[1].uuid == self.gpu(second)[1].uuid))
 
     # --- fabric --------------------------------------------------------------------------------
 
@@ -155,20 +116,3 @@ class Links(Core):
         for index, byte in enumerate(cluster):
             info.clusterUuid[index] = byte
         return fabric
-
-    def nvmlDeviceGetPlatformInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        info = target(out)
-        if not state.model_of(gpu).platform or not gpu.platform:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        if info.version not in (pynvml.nvmlPlatformInfo_v1, pynvml.nvmlPlatformInfo_v2):
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
-        facts = gpu.platform
-        serial = str(facts.get("chassis_serial", "")).encode()[:16].ljust(16, b"\0")
-        guid = uuid.uuid5(uuid.NAMESPACE_OID, gpu.uuid).bytes
-        numbers = bytes(
-            int(facts.get(name, 0)) & 0xFF for name in ("slot", "tray", "host", "peer_type", "module")
-        )
-        # Written as memory: the binding types these bytes as characters, which would not take all values.
-        offset = type(info).ibGuid.offset
-        ctypes.memmove(ctypes.addressof(info) + offset, guid + serial + numbers, 37)

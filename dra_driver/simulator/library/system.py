@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import pynvml
@@ -10,7 +9,6 @@ import pynvml
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.library.core import KIND_GPU, KIND_MIG, Core
 from dra_driver.simulator.library.refs import Return, number, put, put_handle, put_text, target, text
-from dra_driver.simulator.state import Gpu, State
 from dra_driver.simulator.topology import nvml_bus_id, pci_numbers, sysfs_bus_id
 
 
@@ -30,14 +28,7 @@ class System(Core):
     def nvmlSystemGetDriverVersion(self, buffer: Any, size: Any) -> None:  # noqa: N802
         put_text(buffer, size, self.state().driver_version)
 
-    def nvmlSystemGetNVMLVersion(self, buffer: Any, size: Any) -> None:  # noqa: N802
-        state = self._read()
-        put_text(buffer, size, f"{state.cuda_version // 1000}.{self._loaded_version}")
-
     def nvmlSystemGetCudaDriverVersion(self, out: Any) -> None:  # noqa: N802
-        put(out, self.state().cuda_version)
-
-    def nvmlSystemGetCudaDriverVersion_v2(self, out: Any) -> None:  # noqa: N802
         put(out, self.state().cuda_version)
 
     def nvmlSystemGetConfComputeState(self, out: Any) -> None:  # noqa: N802
@@ -140,67 +131,13 @@ class System(Core):
             name = f"{model.name} MIG {profile}"
         put_text(buffer, size, name)
 
-    def nvmlDeviceGetSerial(self, handle: Any, buffer: Any, size: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        if not state.model_of(gpu).serial:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        put_text(buffer, size, gpu.serial)
-
-    def nvmlDeviceGetBoardId(self, handle: Any, out: Any) -> None:  # noqa: N802
-        domain, bus, device = pci_numbers(self.gpu(handle)[1].bus_id)
-        put(out, domain << 16 | bus << 8 | device)
-
-    def nvmlDeviceGetModuleId(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].module_id)
-
     def nvmlDeviceGetPciInfo_v3(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu, _ = self.device(handle)
-        self.fill_pci(target(out), state, gpu)
-
-    def fill_pci(self, info: Any, state: State, gpu: Gpu) -> None:
-        model = state.model_of(gpu)
+        info, model = target(out), state.model_of(gpu)
         info.domain, info.bus, info.device = pci_numbers(gpu.bus_id)
         info.pciDeviceId, info.pciSubSystemId = model.pci_id, model.subsystem_id
         info.busIdLegacy = gpu.bus_id.upper().encode()
         info.busId = nvml_bus_id(gpu.bus_id).encode()
 
-    def nvmlDeviceGetPciInfoExt(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        info = target(out)
-        if info.version != pynvml.nvmlPciInfoExt_v1:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
-        model = state.model_of(gpu)
-        info.domain, info.bus, info.device = pci_numbers(gpu.bus_id)
-        info.pciDeviceId, info.pciSubSystemId = model.pci_id, model.subsystem_id
-        info.baseClass, info.subClass = model.pci_class >> 16, (model.pci_class >> 8) & 0xFF
-        info.busId = nvml_bus_id(gpu.bus_id).encode()
-
     def nvmlErrorString(self, code: Any) -> bytes:  # noqa: N802
         return error_text(number(code)).encode()
-
-    def nvmlDeviceGetCpuAffinity(self, handle: Any, size: Any, out: Any) -> None:  # noqa: N802
-        self._put_mask(out, size, cpu_list(self.device(handle)[1].cpus))
-
-    def nvmlDeviceGetCpuAffinityWithinScope(self, handle: Any, size: Any, out: Any, scope: Any) -> None:  # noqa: N802
-        self._put_mask(out, size, cpu_list(self.device(handle)[1].cpus))
-
-    def nvmlDeviceGetMemoryAffinity(self, handle: Any, size: Any, out: Any, scope: Any) -> None:  # noqa: N802
-        numa = self.device(handle)[1].numa
-        self._put_mask(out, size, [numa] if numa >= 0 else [])
-
-    def _put_mask(self, out: Any, size: Any, members: list[int]) -> None:
-        if not members:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        words = target(out)
-        width = ctypes.sizeof(words._type_) * 8
-        for word in range(number(size)):
-            words[word] = sum(1 << (item % width) for item in members if item // width == word)
-
-
-def cpu_list(ranges: str) -> list[int]:
-    """`0-3,8` as [0, 1, 2, 3, 8]."""
-    members: list[int] = []
-    for part in ranges.split(",") if ranges else []:
-        first, _, last = part.partition("-")
-        members.extend(range(int(first), int(last or first) + 1))
-    return members

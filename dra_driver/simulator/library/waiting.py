@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,31 +12,21 @@ import pynvml
 
 from dra_driver.simulator.library.core import KIND_GPU, Core
 from dra_driver.simulator.library.refs import Return, address, as_handle, number, put, put_handle, target
-from dra_driver.simulator.machine_watch import MachineWatch
 from dra_driver.simulator.state import Event, State
 
 _SET_BASE = 0x7E10_0000_0000
 _POLL_S = 0.2
-"""Where inotify is not to be had."""
 
 
 @dataclass(slots=True)
 class _EventSet:
     """`masks` holds, for each GPU, the event types, the last event before its registration, and how often the GPU had
-    been reset then. `checked` is the version of the machine that was looked at last. `watch` hears of its changes."""
+    been reset then. `checked` is the version of the machine that was looked at last."""
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seen: int = 0
     checked: int = -1
     reported_lost: set[str] = field(default_factory=set)
-    watch: MachineWatch | None = None
-
-    def pause(self, seconds: float) -> None:
-        """Until the machine is changed."""
-        if self.watch is None:
-            time.sleep(min(_POLL_S, seconds))
-        else:
-            self.watch.wait(seconds)
 
 
 class Waiting(Core):
@@ -62,10 +51,7 @@ class Waiting(Core):
     def nvmlEventSetCreate(self, out: Any) -> None:  # noqa: N802
         self.state()
         key = _SET_BASE | next(self._set_numbers) << 4
-        watch = None
-        with suppress(OSError):
-            watch = MachineWatch(self.machine.directory)
-        self._sets[key] = _EventSet(watch=watch)
+        self._sets[key] = _EventSet()
         put_handle(out, key)
 
     def nvmlEventSetFree(self, handle: Any) -> None:  # noqa: N802
@@ -104,7 +90,7 @@ class Waiting(Core):
             left = deadline - time.monotonic()
             if left <= 0:
                 return int(pynvml.NVML_ERROR_TIMEOUT)
-            events.pause(left)
+            time.sleep(min(_POLL_S, left))
 
     def _next(self, state: State, events: _EventSet) -> Event | None:
         with self._sets_lock:

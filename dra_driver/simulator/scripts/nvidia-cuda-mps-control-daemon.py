@@ -3,8 +3,9 @@
 
 A program of its own that does not need this package; its pipes are open to every user, as the real one's are.
 
-It knows the commands of the real program of the machine's driver branch, and answers and logs as that does: in the
-foreground to standard output; a value that cannot be is not taken, and the answer does not say so.
+Of the commands of the machine's driver branch it knows those that this driver and the tests use. It answers and logs as
+the real program does: in the foreground to standard output; a value that cannot be is not taken, and the answer does
+not say so.
 
 How it is to misbehave stands in a file of the machine, looked up by "*" and by the device's UUID.
 """
@@ -29,10 +30,6 @@ COMMANDS_SINCE = {
     495: (
         "set_default_device_pinned_mem_limit",
         "get_default_device_pinned_mem_limit",
-        "set_device_pinned_mem_limit",
-        "get_device_pinned_mem_limit",
-        "ps",
-        "terminate_client",
     ),
     550: ("get_server_status",),
 }
@@ -84,17 +81,11 @@ class Daemon:
             "get_server_status": self.get_server_status,
             "start_server": self.start_server,
             "get_client_list": self.get_client_list,
-            "ps": self.ps,
             "quit": self.quit,
             "set_default_active_thread_percentage": self.set_default_percentage,
             "get_default_active_thread_percentage": lambda: f"{self.percentage:.1f}",
-            "set_active_thread_percentage": self.set_percentage,
-            "get_active_thread_percentage": lambda pid: f"{self.server(pid).percentage:.1f}",
             "set_default_device_pinned_mem_limit": self.set_default_memory,
             "get_default_device_pinned_mem_limit": lambda device: shown(self.memory.get(device, "0M")),
-            "set_device_pinned_mem_limit": self.set_memory,
-            "get_device_pinned_mem_limit": lambda pid, device: self.server(pid).memory.get(device, "0"),
-            "terminate_client": self.terminate_client,
         }
         for first_branch, names in COMMANDS_SINCE.items():
             if facts["branch"] < first_branch:
@@ -201,13 +192,6 @@ class Daemon:
     def get_client_list(self, pid: str) -> str:
         return "\n".join(str(client["pid"]) for client in self.server(pid).clients.values())
 
-    def ps(self, *_: str) -> str:
-        rows = ["PID ID SERVER DEVICE NAMESPACE COMMAND ATTRIBUTES"]
-        for server in self.servers.values():
-            for client in server.clients.values():
-                rows.append(f"{client['pid']} 1 {server.pid} {client['device'][:12]} - {client['name']} -")
-        return "\n".join(rows)
-
     def quit(self, *arguments: str) -> str:
         wait = float(arguments[1]) if arguments[:1] == ("-t",) else 0.0
         self.quit_at = time.monotonic() + wait
@@ -218,26 +202,11 @@ class Daemon:
             self.percentage = self.percentage if self.rules().get("ignore_limits") else percentage(value)
         return f"{self.percentage:.1f}"
 
-    def set_percentage(self, pid: str, value: str) -> str:
-        self.server(pid).percentage = percentage(value)
-        return ""
-
     def set_default_memory(self, device: str, size: str) -> str:
         with contextlib.suppress(Refusal):
             mebibytes(size)
             if not self.rules().get("ignore_limits"):
                 self.memory[device] = size
-        return ""
-
-    def set_memory(self, pid: str, device: str, size: str) -> str:
-        self.server(pid).memory[device] = f"{mebibytes(size)}M"
-        return ""
-
-    def terminate_client(self, server: str, client: str) -> str:
-        clients = self.server(server).clients
-        name = next((name for name, item in clients.items() if str(item["pid"]) == client), None)
-        if clients.pop(name or "", None) is None:
-            raise Refusal(f"Client {client} not found")
         return ""
 
     # --- clients ---
@@ -293,8 +262,6 @@ class Daemon:
             "active_thread_percentage": min(threads),
             "pinned_device_mem_limit_mib": limits[0] if len(limits) == 1 else limits,
         }
-        with open(f"{LOG}/clients.jsonl", "a") as file:
-            file.write(json.dumps(server.clients[name]) + "\n")
         shown = ",".join("none" if limit is None else str(limit) for limit in limits)
         return "\n".join(
             [

@@ -17,7 +17,6 @@ from dra_driver.slices.rules.api_limits import (
     MAX_ATTRIBUTES_AND_CAPACITIES,
     MAX_COUNTER_SETS_PER_SLICE,
     MAX_DEVICES_PER_SLICE,
-    consumption_faults,
     counter_set_faults,
     device_faults,
 )
@@ -86,7 +85,6 @@ def build_pool(
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
-    names: set[str] = set()
     groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.every_gpu}
     held_back: list[str] = []
     for offered in inventory.devices():
@@ -99,14 +97,10 @@ def build_pool(
         tainted = taints(offered)
         if tainted:
             device["taints"] = list(tainted)
-        problems = device_faults(device) + consumption_faults(device, counters.values())
-        if device["name"] in names:
-            problems.append(f"device name {device['name']} occurs more than once in the pool")
-        if problems:
-            faults += problems
-            continue
-        names.add(device["name"])
-        groups[offered.gpu.uuid].append(device)
+        problems = device_faults(device)
+        faults += problems
+        if not problems:
+            groups[offered.gpu.uuid].append(device)
     blocks = (block for gpu in inventory.every_gpu for block in _blocks(gpu, groups[gpu.uuid]))
     used = [entry for uuid, entry in counters.items() if groups[uuid]]
     slices = [SliceContent(shared_counters=chunk) for chunk in _chunks(used, MAX_COUNTER_SETS_PER_SLICE)]

@@ -8,13 +8,12 @@ one changes, and what is obsolete is deleted before anything is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Any
 
-from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
+from dra_driver.slices.rules.comparison import same_content
 
 JsonObject = dict[str, Any]
 
@@ -122,54 +121,6 @@ def _is_current(entry: JsonObject, pool: Pool, index: int, owner: Owner) -> bool
 def _has_owner(entry: JsonObject, owner: Owner) -> bool:
     references = entry["metadata"].get("ownerReferences") or []
     return any(reference.get("uid") == owner.node_uid for reference in references)
-
-
-def same_content(existing: Any, wanted: Any) -> bool:
-    """Whether both mean the same to a consumer: quantities by value, order of lists significant.
-
-    The server sets `timeAdded` of a taint where the driver leaves it out, which is not a difference; nor is
-    one second, as the server rounds.
-    """
-    if isinstance(wanted, Mapping) and isinstance(existing, Mapping):
-        keys = set(existing) | set(wanted)
-        if "effect" in keys and "timeAdded" not in wanted:
-            keys.discard("timeAdded")
-        return all(_same_field(key, existing.get(key), wanted.get(key), keys) for key in keys)
-    if isinstance(wanted, list | tuple) and isinstance(existing, list | tuple):
-        return len(wanted) == len(existing) and all(map(same_content, existing, wanted))
-    return bool(existing == wanted and type(existing) is type(wanted))
-
-
-def _same_field(key: str, existing: Any, wanted: Any, siblings: set[str]) -> bool:
-    """`siblings` are all keys of the object: they tell a taint, a capacity and a counter apart."""
-    is_taint = "effect" in siblings
-    if is_taint and key == "timeAdded":
-        return _same_second(existing, wanted)
-    if not is_taint and key == "value":
-        return _same_amounts(existing, wanted)
-    if key == "requestPolicy" and "value" in siblings:
-        return _same_amounts(existing, wanted)
-    return same_content(existing, wanted)
-
-
-def _same_second(existing: Any, wanted: Any) -> bool:
-    try:
-        apart = datetime.fromisoformat(existing) - datetime.fromisoformat(wanted)
-    except (TypeError, ValueError):
-        return bool(existing == wanted)
-    return abs(apart) <= timedelta(seconds=1)
-
-
-def _same_amounts(existing: Any, wanted: Any) -> bool:
-    """As `same_content` where every text is a quantity: an amount, or the policy for requests of it."""
-    if isinstance(wanted, Mapping) and isinstance(existing, Mapping):
-        keys = existing.keys() | wanted.keys()
-        return all(_same_amounts(existing.get(key), wanted.get(key)) for key in keys)
-    if isinstance(wanted, list | tuple) and isinstance(existing, list | tuple):
-        return len(wanted) == len(existing) and all(map(_same_amounts, existing, wanted))
-    if isinstance(existing, str) and isinstance(wanted, str) and existing != wanted:
-        return same_quantity(existing, wanted)
-    return same_content(existing, wanted)
 
 
 def _updated(entry: JsonObject, pool: Pool, index: int, generation: int, owner: Owner) -> JsonObject:

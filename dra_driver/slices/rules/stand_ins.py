@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dra_driver.slices.rules.api_limits import consumption_faults
+from dra_driver.slices.rules.api_limits import has_its_counters
 from dra_driver.slices.rules.build import JsonObject, Pool, SliceContent
 
 
@@ -36,5 +36,5 @@ def _named_alike(before: Iterable[JsonObject], wanted: Iterable[JsonObject]) -> 
 
 
 def _countable(content: SliceContent, counters: Iterable[JsonObject]) -> SliceContent:
-    kept = (device for device in content.devices if not consumption_faults(device, counters))
+    kept = (device for device in content.devices if has_its_counters(device, counters))
     return replace(content, devices=tuple(kept))
