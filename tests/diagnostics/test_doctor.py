@@ -645,10 +645,6 @@ def cluster(answers: Answers) -> ClusterChecks:
     return ClusterChecks(Shared(lambda: answers), DRIVER, NODE)  # type: ignore[arg-type, return-value]
 
 
-FORBIDDEN = ApiRejectedError("forbidden", status=403)
-SERVED = {"versions": [{"groupVersion": "resource.k8s.io/v1", "version": "v1"}]}
-
-
 @tabled("versions", "status", "parts")
 def test_the_api_server(
     cluster: ClusterChecks,

@@ -25,7 +25,6 @@ from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
 from tests.mig.migtables import MODELS, Silicon, table
 
 H100 = table(MODELS["h100-sxm"])
-PROFILES = {row.profile.name: row.profile for row in H100.profiles}
 BOOT = "boot-1"
 GOLDEN = Path(__file__).with_name("golden")
 

@@ -31,7 +31,7 @@ from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
-from tests.fakes.tables import data_of
+from tests.fakes.tables import data_of, tabled
 from tests.integration.conftest import DRIVER, NODE, Node, eventually
 from tests.integration.test_process import call, environment
 
@@ -371,33 +371,12 @@ def test_claims_of_a_driver_at_work(node: Node) -> None:
     assert claim["devices"][0]["uuid"].startswith("GPU-")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0s"),
-        (59, "59s"),
-        (60, "1m"),
-        (3599, "59m"),
-        (3600, "1h00m"),
-        (7500, "2h05m"),
-        (86400 * 3 + 7200, "3d2h"),
-    ],
-)
+@tabled("seconds", "text")
 def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (None, "pods unknown"),
-        ("", "no pod"),
-        ("a", "pod a"),
-        ("ab", "pods a, b"),
-        ("abcd", "pods a, b, c, d"),
-        ("abcde", "pods a, b, c, d and 1 more"),
-    ],
-)
+@tabled("names", "text")
 def test_pods_as_text(names: str | None, text: str) -> None:
     assert pods_text(None if names is None else tuple(PodRef(name, "uid") for name in names)) == text
 
@@ -707,19 +686,7 @@ def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
     assert lines[-1] == "2 documents, 1 with faults; tried on t4-4 as it is empty: 4 devices"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("/nope.yaml",), "cannot read /nope.yaml: No such file or directory"),
-        (("-",), "there are no documents in -"),
-        (("-", "--simulate", "dgx-h1000"), "dgx-h1000"),
-        (("-", "--context", "x"), "--kubeconfig and --context are for --server"),
-        (
-            ("-", "--simulate", "t4-4", "--simulate", "a30-4", "--simulator-dir", "/nope"),
-            "give --simulate once",
-        ),
-    ],
-)
+@tabled("arguments", "part")
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], part: str) -> None:
     code, _, error = validate(*arguments, stdin="" if len(arguments) == 1 else "a: 1")
     assert code == 2
