@@ -437,10 +437,7 @@ def test_all_examples_are_right() -> None:
     ] == []
 
 
-@pytest.mark.parametrize(
-    ("configuration", "code"),
-    [("{}", 1), ("claimHostDevices: [gds]", 0), ("hostDevices: [gds]", 0), ("claimHostDevices: [mofed]", 1)],
-)
+@tabled("configuration", "code")
 def test_nodes_of_the_host_that_the_configuration_does_not_allow_are_a_fault(
     tmp_path: Path, configuration: str, code: int
 ) -> None:
@@ -517,15 +514,7 @@ def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -
     assert len(reports[1]["devices"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("machine", "options", "wish"),
-    [
-        ("h100-mig-static", (), "mig"),
-        ("dgx-h100", (), "share"),
-        ("dgx-h100", ("--dynamic-mig",), "mig"),
-        ("dgx-b200", ("--dynamic-mig",), "share"),  # with other profiles
-    ],
-)
+@tabled("machine", "options", "wish")
 def test_first_available_takes_a_mig_device_or_else_a_share(
     machine: str, options: tuple[str, ...], wish: str
 ) -> None:
